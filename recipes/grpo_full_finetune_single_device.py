@@ -1,0 +1,383 @@
+"""GRPO on one device: reinforcement learning from verifiable rewards, as in the paper.
+
+    for each step:
+        sample a group of completions for each prompt, and score them with the rewards
+        advantage of a completion = its reward, centred and scaled within its group
+        ppo_epochs times: one optimizer step on the clipped surrogate + KL to the reference
+
+Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), algorithm 1. Departures: the reference is
+the initial policy throughout (one outer iteration), and each step of ``ppo_epochs`` uses all of the
+step's samples at once.
+
+Shapes: B prompts, G samples in a group, N = B*G rows, T prompt + response, L response.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config, modules, training, utils
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.recipe_interfaces import FTRecipeInterface
+from tqdm import tqdm
+
+from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.checkpoint import (
+    find_checkpoint,
+    load_policy_weights,
+    load_training_state,
+    make_checkpointer,
+    save_checkpoint,
+    set_aside_previous_run,
+)
+from torchtune_grpo.config import check_checkpoint_files, check_context, read_config
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.data._order import prompt_batches, step_indices
+from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
+from torchtune_grpo.metrics import RunLog, StepMetrics
+from torchtune_grpo.reference import make_reference
+from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rollout import SamplingParams, roll_out
+from torchtune_grpo.trajectory import Trajectory, cat_trajectories
+
+log = utils.get_logger("INFO")
+
+
+class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
+    """GRPO on one device, for LoRA, QLoRA, DoRA and full fine-tuning, whatever ``model`` names.
+
+    With adapters the reference policy is the model with its adapters switched off. Full fine-tuning
+    keeps a frozen copy. ``loss.kl_coeff: 0`` keeps and computes no reference.
+
+    Args:
+        cfg (DictConfig): the config; ``python -m torchtune_grpo.config`` lists its keys.
+
+    Raises:
+        ValueError: naming the config key, the value and the remedy.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = read_config(cfg)
+        self._device = utils.get_device(device=self.cfg.device)
+        self._dtype = training.get_dtype(self.cfg.dtype, device=self._device)
+        self._output_dir = Path(self.cfg.output_dir)
+        self.seed = training.set_seed(seed=self.cfg.seed)
+        # The sampler has a generator of its own, so that nothing else changes the samples.
+        self._generator = torch.Generator(self._device).manual_seed(self.seed)
+        self._sampling = SamplingParams(
+            max_generated_tokens=self.cfg.max_generated_tokens,
+            temperature=self.cfg.temperature,
+            top_k=self.cfg.top_k,
+            top_p=self.cfg.top_p,
+        )
+        self.global_step = 0
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Builds everything; what can be wrong with the config fails before weights are read."""
+        config.instantiate(self.cfg.prepare)
+        check_checkpoint_files(self.cfg)
+        if self.cfg.resume_from_checkpoint:
+            checkpoint = find_checkpoint(self._output_dir)
+        else:
+            set_aside_previous_run(self._output_dir)
+        self._tokenizer = config.instantiate(self.cfg.tokenizer)
+        self._rewards = RewardSet.from_config(self.cfg.rewards)
+        self._loss = config.instantiate(self.cfg.loss)
+        self._dataset, self._evaluator = self._setup_data()
+
+        self._metric_logger = config.instantiate(self.cfg.metric_logger)
+        self._metric_logger.log_config(cfg)
+        self._run_log = RunLog(self._output_dir, num_completions=self.cfg.log_completions)
+        self._profiler = self._setup_profiler()
+
+        self._checkpointer = make_checkpointer(self.cfg.checkpointer, output_dir=self._output_dir)
+        self._model = self._setup_model(self._checkpointer.load_checkpoint()[training.MODEL_KEY])
+        self._reference = self._setup_reference()
+        self._optimizer = config.instantiate(
+            self.cfg.optimizer, [p for p in self._model.parameters() if p.requires_grad]
+        )
+        self._lr_scheduler = config.instantiate(
+            self.cfg.lr_scheduler,
+            self._optimizer,
+            num_training_steps=self.cfg.num_steps * self.cfg.ppo_epochs,
+        )
+        if self.cfg.resume_from_checkpoint:
+            self._resume(checkpoint)
+        self._setup_passes()
+
+    def _setup_data(self):
+        """Tokenizes all prompts, and checks that they fit the model, before it is loaded."""
+        dataset = config.instantiate(self.cfg.dataset, self._tokenizer)
+        self._rewards.check(dataset[0]["columns"])
+        lengths = {"dataset": dataset.max_prompt_length}
+        evaluator = None
+        if self.cfg.eval_dataset is not None:
+            held_out = config.instantiate(self.cfg.eval_dataset, self._tokenizer)
+            lengths["eval_dataset"] = held_out.max_prompt_length
+            evaluator = Evaluator(
+                dataset=held_out,
+                tokenizer=self._tokenizer,
+                rewards=self._rewards,
+                accuracy_reward=self.cfg.eval_reward,
+                params=self._sampling,
+                num_samples=self.cfg.eval_samples,
+                batch_size=self.cfg.eval_batch_size or self.cfg.batch_size,
+                seed=self.seed,
+            )
+        check_context(self.cfg, prompt_lengths=lengths)
+        return dataset, evaluator
+
+    def _setup_model(self, state_dict: dict[str, Any]) -> modules.TransformerDecoder:
+        with training.set_default_dtype(self._dtype), self._device:
+            model = config.instantiate(self.cfg.model)
+        adapters = get_adapter_params(model)
+        missing, unexpected = model.load_state_dict(state_dict, strict=False)
+        missing = [name for name in missing if name not in adapters]
+        if missing or unexpected:
+            raise ValueError(
+                f"model._component_={self.cfg.model._component_}: does not match the checkpoint in "
+                f"{self.cfg.checkpointer.checkpoint_dir}: missing {missing[:3]}, unexpected "
+                f"{list(unexpected)[:3]}. Name the builder of the model that was downloaded."
+            )
+        for module in model.modules():
+            if hasattr(module, "initialize_dora_magnitude"):
+                module.initialize_dora_magnitude()
+        if adapters:
+            set_trainable_params(model, adapters)
+        return model
+
+    def _setup_reference(self):
+        if not self._loss.needs_reference:
+            return None
+        dtype = self.cfg.reference_dtype or self.cfg.dtype
+        return make_reference(
+            self._model,
+            dtype=training.get_dtype(dtype, device=self._device),
+            device=torch.device(self.cfg.reference_device or self._device),
+        )
+
+    def _setup_passes(self) -> None:
+        """Compiles and checkpoints the layers, after all that copies or loads weights."""
+        if self.cfg.compile:
+            training.compile_model(self._model, verbose=False)
+        if self.cfg.enable_activation_checkpointing:
+            training.set_activation_checkpointing(
+                self._model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+            )
+
+    def _setup_profiler(self):
+        if self.cfg.profiler is None:
+            return training.DummyProfiler()
+        profiler, _ = config.instantiate(self.cfg.profiler)
+        return profiler
+
+    def _resume(self, checkpoint: Path) -> None:
+        state = load_training_state(checkpoint)
+        weights = state["adapter"] or load_policy_weights(
+            self.cfg.checkpointer, checkpoint, output_dir=self._output_dir
+        )
+        self._model.load_state_dict(weights, strict=False)
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self._generator.set_state(state["generator"])
+        torch.set_rng_state(state["torch_rng"])
+        self.global_step = state["step"]
+        self._run_log.keep_until(self.global_step)
+        log.info(f"Resumed from {checkpoint} after step {self.global_step}.")
+
+    def generate_trajectory(self, batches: list[PromptBatch], metrics: StepMetrics) -> Trajectory:
+        """Rolls out a group per prompt, scores it, and turns rewards into advantages.
+
+        Args:
+            batches (list[PromptBatch]): the step's prompts, B at a time.
+            metrics (StepMetrics): receives the rollout's statistics.
+
+        Returns:
+            Trajectory: N rows, with the log-probs that the update needs.
+        """
+        self._model.eval()
+        with metrics.timer("rollout"):
+            parts = [
+                roll_out(
+                    self._model,
+                    batch,
+                    tokenizer=self._tokenizer,
+                    group_size=self.cfg.grpo_samples,
+                    params=self._sampling,
+                    prefill=self._dataset.prefill,
+                    generator=self._generator,
+                )
+                for batch in batches
+            ]
+            trajectory = cat_trajectories(parts)
+
+        with metrics.timer("reward"):
+            scores = self._rewards(
+                prompts=trajectory.prompts,
+                completions=trajectory.completions,
+                columns=trajectory.columns,
+            )
+            trajectory.advantages = group_advantages(
+                scores.total, group_size=self.cfg.grpo_samples
+            ).to(self._device)
+        metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
+        self._run_log.completions(self.global_step + 1, trajectory, scores)
+
+        with metrics.timer("logprobs"):
+            passes = {"temperature": self.cfg.temperature, "rows": self.cfg.rows_per_forward}
+            if self.cfg.ppo_epochs > 1:
+                trajectory.old_logprobs = trajectory_logprobs(self._model, trajectory, **passes)
+            if self._reference is not None:
+                trajectory.ref_logprobs = self._reference.logprobs(trajectory, **passes)
+        return trajectory
+
+    def grpo_step(self, trajectory: Trajectory, metrics: StepMetrics) -> None:
+        """One optimizer step on the whole trajectory, in micro-batches.
+
+        Args:
+            trajectory (Trajectory): N rows.
+            metrics (StepMetrics): receives the loss's statistics.
+        """
+        self._model.train()
+        trajectory.weights = self._loss.weights(
+            trajectory.response_mask, num_rows=trajectory.num_rows
+        )
+        for part in trajectory.micro_batches(self.cfg.rows_per_forward):
+            logprobs, entropy = response_logprobs(
+                self._model, part, temperature=self.cfg.temperature, with_entropy=True
+            )  # [n, L]
+            output = self._loss(
+                logprobs=logprobs,
+                old_logprobs=part.old_logprobs,
+                ref_logprobs=part.ref_logprobs,
+                advantages=part.advantages,
+                weights=part.weights,
+                response_mask=part.response_mask,
+            )
+            output.loss.backward()
+            metrics.add_update(
+                part,
+                output,
+                logprobs=logprobs.detach(),
+                entropy=entropy,
+                share=part.num_rows / trajectory.num_rows,
+            )
+        if self.cfg.clip_grad_norm is not None:
+            grad_norm = torch.nn.utils.clip_grad_norm_(
+                self._model.parameters(), max_norm=self.cfg.clip_grad_norm
+            )
+            metrics.add_max("grad_norm", grad_norm.item())
+        metrics.add_max("lr", self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+
+    def train(self) -> None:
+        """The paper's loop."""
+        if self.global_step == 0:
+            self._evaluate()
+        progress = tqdm(total=self.cfg.num_steps, initial=self.global_step, desc="GRPO")
+        with self._profiler as profiler:
+            while self.global_step < self.cfg.num_steps:
+                metrics = StepMetrics()
+                with metrics.timer("step"):
+                    trajectory = self.generate_trajectory(self._next_prompts(), metrics)
+                    with metrics.timer("update"):
+                        for _ in range(self.cfg.ppo_epochs):
+                            self.grpo_step(trajectory, metrics)
+                self.global_step += 1
+                profiler.step()
+                values = metrics.compute()
+                self._log(values)
+                progress.update()
+                progress.set_postfix(reward=f"{values['reward']:.3f}")
+
+                last = self.global_step == self.cfg.num_steps
+                if last or _is_due(self.global_step, self.cfg.eval_every_n_steps):
+                    self._evaluate()
+                if last or _is_due(self.global_step, self.cfg.save_every_n_steps):
+                    self.save_checkpoint()
+        progress.close()
+
+    def _next_prompts(self) -> list[PromptBatch]:
+        rows = step_indices(
+            step=self.global_step,
+            prompts_per_step=self.cfg.prompts_per_step,
+            dataset_size=len(self._dataset),
+            seed=self.seed,
+        )
+        batches = prompt_batches(
+            self._dataset,
+            rows,
+            batch_size=self.cfg.batch_size,
+            pad_id=self._tokenizer.pad_id,
+            device=self._device,
+        )
+        return list(batches)
+
+    def _log(self, values: dict[str, float]) -> None:
+        if self.cfg.log_peak_memory_stats and self._device.type != "cpu":
+            values |= training.get_memory_stats(device=self._device)
+        self._run_log.metrics(self.global_step, values)
+        if _is_due(self.global_step, self.cfg.log_every_n_steps):
+            self._metric_logger.log_dict(values, step=self.global_step)
+
+    def _evaluate(self) -> None:
+        if self._evaluator is None:
+            return
+        self._model.eval()
+        values = self._evaluator(self._model, device=self._device)
+        self._run_log.metrics(self.global_step, values)
+        self._metric_logger.log_dict(values, step=self.global_step)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        log.info(f"Step {self.global_step}: {shown}")
+
+    def save_checkpoint(self) -> None:
+        """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
+        scheduler = self._lr_scheduler
+        state = {
+            "step": self.global_step,
+            "seed": self.seed,
+            "optimizer": self._optimizer.state_dict(),
+            "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "generator": self._generator.get_state(),
+            "torch_rng": torch.get_rng_state(),
+        }
+        folder = save_checkpoint(
+            checkpointer=self._checkpointer,
+            cfg=self.cfg.checkpointer,
+            output_dir=self._output_dir,
+            step=self.global_step,
+            model=self._model,
+            training_state=state,
+            adapter_only=self.cfg.save_adapter_weights_only,
+            keep_last=self.cfg.keep_last_n_checkpoints,
+        )
+        log.info(f"Saved {folder}")
+
+    def cleanup(self) -> None:
+        """Closes the loggers."""
+        self._metric_logger.close()
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point: keys come from the config file, then from ``key=value`` on the command line."""
+    config.log_config(recipe_name="GRPOFullFinetuneRecipeSingleDevice", cfg=cfg)
+    recipe = GRPOFullFinetuneRecipeSingleDevice(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,101 @@
+"""Tiny checkpoint folders in Hugging Face's format, with byte tokenizers, for any test."""
+
+import base64
+import json
+from pathlib import Path
+
+from policies import SHAPE, randomize
+from safetensors.torch import save_file
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.models.qwen2._tokenizer import bytes_to_unicode
+
+LLAMA_SPECIALS = (
+    "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag "
+    "finetune_right_pad_id step_id image"
+).split()
+QWEN_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VOCAB = 272  # 256 bytes, the special tokens, and ids that no tokenizer knows
+TINY = {**SHAPE, "vocab_size": VOCAB, "max_seq_len": 512}
+
+
+def _common(architecture: str, model_type: str) -> dict:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "hidden_size": TINY["embed_dim"],
+        "intermediate_size": TINY["intermediate_dim"],
+        "num_hidden_layers": TINY["num_layers"],
+        "num_attention_heads": TINY["num_heads"],
+        "num_key_value_heads": TINY["num_kv_heads"],
+        "max_position_embeddings": TINY["max_seq_len"],
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+
+
+def _convert(model, convert, **more) -> dict:
+    state = convert(
+        model.state_dict(),
+        num_heads=TINY["num_heads"],
+        num_kv_heads=TINY["num_kv_heads"],
+        dim=TINY["embed_dim"],
+        **more,
+    )
+    return {name: value.contiguous() for name, value in state.items()}
+
+
+def llama_checkpoint(folder: Path) -> Path:
+    """A random two-layer Llama 3.2 with a byte tokenizer in tiktoken's format."""
+    folder.mkdir(parents=True)
+    settings = _common("LlamaForCausalLM", "llama") | {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(
+        _convert(randomize(llama3_2(**TINY)), tune_to_hf),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    _specials(folder, [f"<|{name}|>" for name in LLAMA_SPECIALS])
+    return folder
+
+
+def qwen_checkpoint(folder: Path) -> Path:
+    """A random two-layer Qwen 2.5 with a byte tokenizer in GPT-2's format."""
+    folder.mkdir(parents=True)
+    settings = _common("Qwen2ForCausalLM", "qwen2") | {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    model = randomize(qwen2(**TINY, rope_base=1_000_000.0, tie_word_embeddings=True))
+    save_file(
+        _convert(model, qwen2_tune_to_hf, tie_word_embeddings=True),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    _specials(folder, QWEN_SPECIALS)
+    return folder
+
+
+def _specials(folder: Path, names: list[str]) -> None:
+    added = [{"id": 256 + i, "content": name} for i, name in enumerate(names)]
+    (folder / "special_tokens.json").write_text(json.dumps({"added_tokens": added}))

@@ -1,0 +1,91 @@
+"""Log-probs, entropy and their gradients equal the plain way: full logits, one row at a time."""
+
+import pytest
+import torch
+from policies import VOCAB, build_policy, full_logprobs
+
+from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
+from torchtune_grpo.trajectory import Trajectory, length_mask
+
+KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
+
+
+def make_trajectory(prompts: list[int], responses: list[int], *, garbage: int = 0) -> Trajectory:
+    """Rows of random tokens; behind each row's end stands ``garbage``."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor(prompts) + torch.tensor(responses)
+    tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max())), generator=generator)
+    mask = length_mask(torch.tensor(responses), max(responses))
+    return Trajectory(
+        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), garbage),
+        prompt_lengths=torch.tensor(prompts),
+        response_mask=mask,
+        truncated=torch.zeros(len(prompts), dtype=torch.bool),
+        sampler_logprobs=torch.zeros(mask.shape),
+        prompts=[],
+        completions=[],
+        columns={},
+    )
+
+
+def plain(model, trajectory: Trajectory, temperature: float) -> torch.Tensor:
+    rows = torch.zeros(trajectory.response_mask.shape, dtype=torch.float64)
+    for i, (prompt, response) in enumerate(
+        zip(trajectory.prompt_lengths.tolist(), trajectory.response_lengths.tolist(), strict=True)
+    ):
+        tokens = trajectory.tokens[i, : prompt + response]
+        values = full_logprobs(model, tokens, temperature)[prompt - 1 :]
+        rows = rows.index_put((torch.tensor(i), torch.arange(response)), values)
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_equal_full_logits(kind):
+    model, trajectory = build_policy(kind), make_trajectory([3, 6, 1], [5, 2, 7])
+    probe = torch.randn(3, 7, generator=torch.Generator().manual_seed(2))
+
+    def gradients(values: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        (values * probe).sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = plain(model, trajectory, 0.8)
+    expected_grads = gradients(expected)
+    values, _ = response_logprobs(model, trajectory, temperature=0.8, chunk_tokens=4)
+    grads = gradients(values)
+    torch.testing.assert_close(values.double(), expected, atol=2e-5, rtol=0)
+    assert grads.keys() == expected_grads.keys()
+    for name in grads:
+        torch.testing.assert_close(grads[name], expected_grads[name], atol=2e-4, rtol=1e-4)
+
+
+def test_entropy_is_that_of_the_tempered_distribution():
+    model, trajectory = build_policy(), make_trajectory([3], [4])
+    _, entropy = response_logprobs(model, trajectory, temperature=0.5, with_entropy=True)
+    log_p = (model(trajectory.tokens)[0, 2:6].double() / 0.5).log_softmax(-1)
+    expected = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(entropy[0].double(), expected, atol=1e-5, rtol=0)
+    assert not entropy.requires_grad
+
+
+def test_padding_chunks_and_micro_batches_do_not_matter():
+    model = build_policy()
+    clean = make_trajectory([3, 6, 1], [5, 2, 7])
+    dirty = make_trajectory([3, 6, 1], [5, 2, 7], garbage=11)
+    expected = trajectory_logprobs(model, clean, temperature=1.0, rows=3)
+    for rows in (1, 2):
+        values = trajectory_logprobs(model, dirty, temperature=1.0, rows=rows)
+        torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
+    for chunk in (1, 5, 1000):
+        values, _ = response_logprobs(model, dirty, temperature=1.0, chunk_tokens=chunk)
+        torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
+    assert (expected[~clean.response_mask] == 0).all()
+
+
+def test_forward_is_restored_after_an_error():
+    model, trajectory = build_policy(), make_trajectory([3], [4])
+    broken = make_trajectory([3], [4])
+    broken.tokens = broken.tokens + 10_000
+    with pytest.raises(IndexError):
+        response_logprobs(model, broken, temperature=1.0)
+    assert model(trajectory.tokens).shape == (1, 7, VOCAB)

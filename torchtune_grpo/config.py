@@ -1,0 +1,317 @@
+"""The recipes' config keys: one table of names, types, defaults and meanings, checked when read.
+
+``read_config`` turns the OmegaConf config into a :class:`GRPOConfig`, before anything is loaded. An
+unknown key is an error with the nearest valid name, never a silent default. ``python -m
+torchtune_grpo.config`` prints the table as Markdown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtune import config
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
+
+Node = DictConfig | None
+
+
+def key(doc: str, default: Any = MISSING, *, valid: Callable[[Any], bool] | None = None, hint="") -> Any:
+    """Declares a config key: its meaning, its default, what values it takes and the remedy."""
+    metadata = {"doc": doc, "valid": valid, "hint": hint}
+    return field(default=default, metadata=metadata)
+
+
+def positive(doc: str, default: Any = MISSING) -> Any:
+    """Declares a key that takes a number above 0 (or null where its type allows it)."""
+    return key(doc, default, valid=lambda v: v is None or v > 0, hint="give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """Every key that the GRPO recipes read. Nodes hold ``_component_`` and its arguments."""
+
+    # What is trained, on what
+    output_dir: str = key("Folder for checkpoints, metrics and completions")
+    prepare: Node = key("Component called before anything is read, to make what is missing", None)
+    tokenizer: DictConfig = key("Component: the torchtune tokenizer")
+    checkpointer: DictConfig = key("Component: torchtune's HF checkpointer")
+    model: DictConfig = key("Component: a torchtune model builder; LoRA, QLoRA, DoRA or full")
+    dataset: DictConfig = key("Component: prompts to train on, called with the tokenizer")
+    rewards: ListConfig = key("List of components with `name`, `weight` and arguments")
+    loss: DictConfig = key("Component: the loss")
+    reference_dtype: str | None = key(
+        "Full fine-tuning: dtype of the frozen reference; null = `dtype`", None
+    )
+    reference_device: str | None = key(
+        "Full fine-tuning: device of the frozen reference; null = `device`", None
+    )
+    # Rollout
+    batch_size: int = positive("Prompts rolled out at once")
+    grpo_samples: int = key(
+        "Samples in a group (G)",
+        valid=lambda v: v >= 2,
+        hint="a group of one has no spread to learn from; give at least 2",
+    )
+    max_generated_tokens: int = positive("Longest response in tokens")
+    temperature: float = positive("Sampling temperature", 1.0)
+    top_k: int | None = positive("Sample among the k most likely tokens; null = all", None)
+    top_p: float | None = key(
+        "Sample within this probability mass; null = all",
+        None,
+        valid=lambda v: v is None or 0 < v <= 1,
+        hint="give a number in (0, 1], or null",
+    )
+    # Optimization
+    num_steps: int = positive("Steps of roll-out and update")
+    gradient_accumulation_steps: int = positive("Batches of prompts in one step", 1)
+    ppo_epochs: int = positive("Optimizer steps on each step's samples (the paper's mu)", 1)
+    forward_batch_size: int | None = positive(
+        "Rows in a forward and backward pass; null = a whole batch", None
+    )
+    optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")
+    lr_scheduler: Node = key("Component: torchtune's learning-rate schedule; null = constant", None)
+    clip_grad_norm: float | None = positive("Largest gradient norm; null = no clipping", None)
+    # Machine
+    device: str = key("cuda, cpu, ...", "cuda")
+    dtype: str = key(
+        "bf16 or fp32", "bf16", valid=lambda v: v in ("bf16", "fp32"), hint="give bf16 or fp32"
+    )
+    seed: int = key("Seed of the prompts' order, the sampler and everything else", 0)
+    compile: bool = key("Compile the layers for the log-prob and update passes", False)
+    enable_activation_checkpointing: bool = key("Recompute activations: less memory", False)
+    # Evaluation
+    eval_dataset: Node = key("Component: held-out prompts; null = no evaluation", None)
+    eval_every_n_steps: int | None = positive("Evaluate every n steps; null = start and end", None)
+    eval_batch_size: int | None = positive("Prompts evaluated at once; null = batch_size", None)
+    eval_samples: int = key(
+        "Also sample n responses a prompt at `temperature` for pass@1; 0 = greedy only",
+        0,
+        valid=lambda v: v >= 0,
+        hint="give 0 or more",
+    )
+    eval_reward: str | None = key("Reward that decides accuracy; null = the first", None)
+    # Checkpoints
+    save_every_n_steps: int | None = positive("Save every n steps; null = only at the end", None)
+    keep_last_n_checkpoints: int | None = positive("Delete older checkpoints; null = keep all", None)
+    save_adapter_weights_only: bool = key("Leave out the merged weights", False)
+    resume_from_checkpoint: bool = key("Continue from the newest checkpoint in output_dir", False)
+    # Logging
+    metric_logger: DictConfig = key("Component: torchtune's Disk, TensorBoard or W&B logger")
+    log_every_n_steps: int = positive("Log metrics every n steps", 1)
+    log_completions: int = key(
+        "Completions of each logged step kept in completions.jsonl; 0 = none",
+        8,
+        valid=lambda v: v >= 0,
+        hint="give 0 or more",
+    )
+    log_peak_memory_stats: bool = key("Log peak memory (CUDA)", False)
+    profiler: Node = key("Component: torchtune.training.setup_torch_profiler", None)
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of one step on this rank."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def rows_per_forward(self) -> int:
+        """Rows of one forward pass."""
+        return self.forward_batch_size or self.batch_size * self.grpo_samples
+
+
+def read_config(cfg: DictConfig) -> GRPOConfig:
+    """Checks a config and returns it as a :class:`GRPOConfig`.
+
+    Args:
+        cfg (DictConfig): what ``torchtune.config.parse`` hands to ``recipe_main``.
+
+    Returns:
+        GRPOConfig: the checked config.
+
+    Raises:
+        ValueError: naming the key, the value and the remedy.
+    """
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    fields = {f.name: f for f in dataclasses.fields(GRPOConfig)}
+    for name in cfg:
+        if name not in fields:
+            raise ValueError(f"{name}={cfg[name]}: unknown config key.{_nearest(name, fields, cfg)}")
+    hints = typing.get_type_hints(GRPOConfig)
+    values = {}
+    for name, f in fields.items():
+        if name not in cfg or OmegaConf.is_missing(cfg, name):
+            if f.default is MISSING:
+                raise ValueError(f"{name}: missing from the config. It is: {f.metadata['doc']}.")
+            continue
+        values[name] = _checked(name, cfg[name], hints[name], f.metadata)
+    settings = GRPOConfig(**values)
+    _check_components(settings)
+    _check_combinations(settings)
+    return settings
+
+
+def check_checkpoint_files(settings: GRPOConfig) -> None:
+    """Raises a ValueError if the checkpoint or tokenizer files named in the config are missing."""
+    node = settings.checkpointer
+    folder = Path(node.checkpoint_dir)
+    download = f"`tune download <model> --output-dir {folder}` fetches a model from the hub"
+    if not folder.is_dir():
+        raise ValueError(f"checkpointer.checkpoint_dir={folder}: no such folder; {download}.")
+    files = node.checkpoint_files
+    if OmegaConf.is_dict(files):
+        last = str(files.max_filename)
+        names = [
+            files.filename_format.format(str(i + 1).zfill(len(last)), last) for i in range(int(last))
+        ]
+    else:
+        names = list(files)
+    for name in [*names, "config.json"]:
+        if not (folder / name).is_file():
+            present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+            raise ValueError(
+                f"checkpointer.checkpoint_files: {folder / name} is missing; the folder holds "
+                f"{present}. Name the files that are there; {download}."
+            )
+    for name in ("path", "merges_file"):
+        path = settings.tokenizer.get(name)
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"tokenizer.{name}={path}: no such file; {download}.")
+
+
+def check_context(settings: GRPOConfig, *, prompt_lengths: Mapping[str, int]) -> None:
+    """Raises a ValueError if the longest prompt and response do not fit the model's context.
+
+    Args:
+        settings (GRPOConfig): the config.
+        prompt_lengths (Mapping[str, int]): the longest prompt in tokens of each data set's key.
+    """
+    with torch.device("meta"):  # no weights are made
+        context = config.instantiate(settings.model).max_seq_len
+    for name, longest in prompt_lengths.items():
+        room = context - settings.max_generated_tokens
+        if longest > room:
+            raise ValueError(
+                f"{name}: the longest prompt has {longest} tokens, which with max_generated_tokens="
+                f"{settings.max_generated_tokens} exceeds the model's context of {context}. Set "
+                f"{name}.max_prompt_tokens to at most {room}, or lower max_generated_tokens."
+            )
+
+
+def _nearest(name: str, fields: Iterable[str], cfg: DictConfig) -> str:
+    nested = [
+        f"{node}.{arg}"
+        for node, value in cfg.items()
+        if isinstance(value, Mapping)
+        for arg in _parameters(value.get("_component_"))
+        if arg == name
+    ]
+    close = nested or difflib.get_close_matches(name, list(fields), n=1)
+    valid = "`python -m torchtune_grpo.config` lists the keys."
+    return f" Did you mean {close[0]}? {valid}" if close else f" {valid}"
+
+
+def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in options and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:  # YAML reads 1e-4 as a string and 1 as an integer
+            value = float(value)
+        except ValueError:
+            pass
+    wrong_bool = isinstance(value, bool) and bool not in options
+    if wrong_bool or not isinstance(value, options):
+        wanted = " or ".join("null" if o is type(None) else o.__name__ for o in options)
+        wanted = wanted.replace("DictConfig", "a mapping with _component_")
+        raise ValueError(f"{name}={value!r}: not of type {wanted}.{_meaning(metadata)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={value}: not a finite number.{_meaning(metadata)}")
+    if metadata["valid"] is not None and not metadata["valid"](value):
+        raise ValueError(f"{name}={value}: {metadata['hint']}.{_meaning(metadata)}")
+    return value
+
+
+def _meaning(metadata: Mapping[str, Any]) -> str:
+    return f" It is: {metadata['doc']}."
+
+
+def _parameters(dotpath: str | None) -> dict[str, inspect.Parameter]:
+    """Parameters of a component; empty where it cannot be found or does not say."""
+    try:
+        return dict(inspect.signature(_get_component_from_path(dotpath or "")).parameters)
+    except (InstantiationError, ValueError, TypeError):
+        return {}
+
+
+def _check_components(settings: GRPOConfig) -> None:
+    """Every ``_component_`` can be imported and takes the arguments that it is given."""
+    for name, node in vars(settings).items():
+        if not isinstance(node, DictConfig):
+            continue
+        dotpath = node.get("_component_")
+        if dotpath is None:
+            raise ValueError(f"{name}: no _component_ given; name a class or function by its dotpath.")
+        try:
+            _get_component_from_path(dotpath)
+        except Exception as error:
+            raise ValueError(f"{name}._component_={dotpath}: cannot be imported: {error}") from error
+        parameters = _parameters(dotpath)
+        if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            continue
+        for arg in node:
+            if arg != "_component_" and arg not in parameters:
+                close = difflib.get_close_matches(arg, parameters, n=1)
+                raise ValueError(
+                    f"{name}.{arg}={node[arg]}: {dotpath} has no argument {arg!r}."
+                    + (f" Did you mean {name}.{close[0]}?" if close else "")
+                    + f" It takes {', '.join(parameters)}."
+                )
+
+
+def _check_combinations(settings: GRPOConfig) -> None:
+    """Contradictions between keys."""
+    rows = settings.batch_size * settings.grpo_samples
+    if rows % settings.rows_per_forward:
+        raise ValueError(
+            f"forward_batch_size={settings.forward_batch_size}: does not divide the "
+            f"batch_size * grpo_samples = {rows} rows of a batch; give a divisor of {rows}."
+        )
+    if settings.eval_dataset is None and settings.eval_every_n_steps is not None:
+        raise ValueError(
+            f"eval_every_n_steps={settings.eval_every_n_steps}: there is no eval_dataset to "
+            "evaluate on; add one, or set eval_every_n_steps to null."
+        )
+    checkpoint_dir = settings.checkpointer.get("checkpoint_dir")
+    if checkpoint_dir is None:
+        raise ValueError("checkpointer.checkpoint_dir: missing; name the folder of the base model.")
+    if Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve():
+        raise ValueError(
+            f"output_dir={settings.output_dir}: is also checkpointer.checkpoint_dir, whose files "
+            "would be overwritten; give another folder."
+        )
+
+
+def markdown_table() -> str:
+    """The keys as a Markdown table."""
+    hints = typing.get_type_hints(GRPOConfig)
+    lines = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
+    for f in dataclasses.fields(GRPOConfig):
+        options = typing.get_args(hints[f.name]) or (hints[f.name],)
+        names = ["null" if o is type(None) else o.__name__ for o in options]
+        kind = " or ".join({"DictConfig": "component", "ListConfig": "list"}.get(n, n) for n in names)
+        default = "required" if f.default is MISSING else OmegaConf.to_yaml({"x": f.default})[3:].strip()
+        lines.append(f"| `{f.name}` | {kind} | {default} | {f.metadata['doc']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

@@ -1,0 +1,62 @@
+"""Which prompts a step works on: a pure function, so that resuming and resharding need no state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from torchtune_grpo.data._collate import PromptBatch, collate_prompts
+from torchtune_grpo.data._rl_dataset import RLDataset
+
+
+def step_indices(
+    *, step: int, prompts_per_step: int, dataset_size: int, seed: int, shuffle: bool = True
+) -> list[int]:
+    """Rows of the data set for one step. Each pass over the data is a new seeded permutation.
+
+    The passes follow each other without a gap, so that no row is repeated or left out at the end of
+    a pass when ``prompts_per_step`` does not divide the data set.
+
+    Args:
+        step (int): from 0.
+        prompts_per_step (int): over all ranks.
+        dataset_size (int): rows of the data set, at least ``prompts_per_step``.
+        seed (int): of the permutations.
+        shuffle (bool): False keeps the data set's order.
+
+    Returns:
+        list[int]: ``prompts_per_step`` row numbers.
+
+    Raises:
+        ValueError: if the data set has fewer rows than a step needs.
+    """
+    if dataset_size < prompts_per_step:
+        raise ValueError(
+            f"batch_size * gradient_accumulation_steps = {prompts_per_step} prompts a step: dataset "
+            f"has only {dataset_size}; lower them, or give more prompts."
+        )
+    start = step * prompts_per_step
+    rows: list[int] = []
+    while len(rows) < prompts_per_step:
+        epoch, offset = divmod(start + len(rows), dataset_size)
+        order = torch.arange(dataset_size)
+        if shuffle:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            order = torch.randperm(dataset_size, generator=generator)
+        rows += order[offset : offset + prompts_per_step - len(rows)].tolist()
+    return rows
+
+
+def prompt_batches(
+    dataset: RLDataset,
+    rows: Sequence[int],
+    *,
+    batch_size: int,
+    pad_id: int,
+    device: torch.device,
+) -> Iterator[PromptBatch]:
+    """Batches of at most ``batch_size`` prompts from the given rows of a data set, on a device."""
+    for start in range(0, len(rows), batch_size):
+        items = [dataset[row] for row in rows[start : start + batch_size]]
+        yield collate_prompts(items, pad_id=pad_id).to(device)

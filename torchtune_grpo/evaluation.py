@@ -1,0 +1,107 @@
+"""Accuracy and pass@k on a held-out split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data._order import prompt_batches
+from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rollout import SamplingParams, roll_out
+
+
+class Evaluator:
+    """Measures a policy on a held-out split, always with the same noise.
+
+    Args:
+        dataset (RLDataset): the held-out prompts.
+        tokenizer (Any): a torchtune tokenizer.
+        rewards (RewardSet): the run's rewards.
+        accuracy_reward (str | None): name of the reward whose mean is the accuracy (a 0/1 reward);
+            None takes the first.
+        params (SamplingParams): the training's; its temperature is used for the sampled responses.
+        num_samples (int): sampled responses a prompt, 0 for greedy only.
+        batch_size (int): prompts at once.
+        seed (int): of the sampler.
+
+    Raises:
+        ValueError: if there is no reward of the given name.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: RLDataset,
+        tokenizer: Any,
+        rewards: RewardSet,
+        accuracy_reward: str | None,
+        params: SamplingParams,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        if accuracy_reward is not None and accuracy_reward not in rewards.names:
+            raise ValueError(
+                f"eval_reward={accuracy_reward}: no reward of this name; rewards has "
+                f"{', '.join(rewards.names)}."
+            )
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._column = rewards.names.index(accuracy_reward) if accuracy_reward else 0
+        self._params = params
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._seed = seed
+
+    def __call__(self, model: TransformerDecoder, *, device: torch.device) -> dict[str, float]:
+        """Evaluates a policy.
+
+        Args:
+            model (TransformerDecoder): the policy.
+            device (torch.device): where it is.
+
+        Returns:
+            dict[str, float]: ``eval/accuracy`` (greedy); with sampling also ``eval/pass@1`` (mean)
+            and ``eval/pass@n`` (share of prompts with at least one right answer among the n).
+        """
+        greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None)
+        result = {"eval/accuracy": self._scores(model, greedy, 1, device).mean().item()}
+        if self._num_samples > 0:
+            scores = self._scores(model, self._params, self._num_samples, device)
+            result["eval/pass@1"] = scores.mean().item()
+            if self._num_samples > 1:
+                result[f"eval/pass@{self._num_samples}"] = scores.amax(dim=1).mean().item()
+        return result
+
+    def _scores(
+        self, model: TransformerDecoder, params: SamplingParams, samples: int, device: torch.device
+    ) -> Tensor:
+        generator = torch.Generator(device).manual_seed(self._seed)
+        scores = []
+        for batch in prompt_batches(
+            self._dataset,
+            range(len(self._dataset)),
+            batch_size=self._batch_size,
+            pad_id=self._tokenizer.pad_id,
+            device=device,
+        ):
+            rows = roll_out(
+                model,
+                batch,
+                tokenizer=self._tokenizer,
+                group_size=samples,
+                params=params,
+                prefill=self._dataset.prefill,
+                generator=generator,
+            )
+            scored = self._rewards(
+                prompts=rows.prompts, completions=rows.completions, columns=rows.columns
+            )
+            scores.append(scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples))
+        return torch.cat(scores)  # [prompts, samples]

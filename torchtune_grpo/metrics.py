@@ -1,0 +1,209 @@
+"""Statistics of a step -> one flat dict of named numbers. Names are TRL's where TRL has one."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtune_grpo.loss import LossOutput
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.trajectory import Trajectory
+
+
+class StepMetrics:
+    """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly."""
+
+    def __init__(self) -> None:
+        # name -> [sum, sum of squares, count]
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._max: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Adds values to the mean called ``name``; NaN means "does not apply"."""
+        values = values.detach().double()
+        values = values[~values.isnan()]
+        self.add_sum(name, values.sum().item(), values.numel(), values.square().sum().item())
+
+    def add_sum(self, name: str, total: float, count: float, squares: float = 0.0) -> None:
+        """Adds ``count`` values of sum ``total`` to the mean called ``name``."""
+        for i, value in enumerate((total, squares, count)):
+            self._sums[name][i] += value
+
+    def add_max(self, name: str, value: float) -> None:
+        """Keeps the largest value."""
+        self._max[name] = max(value, self._max.get(name, -math.inf))
+
+    @contextmanager
+    def timer(self, stage: str) -> Iterator[None]:
+        """Adds the seconds that the block takes to ``time/<stage>``."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[f"time/{stage}"] += time.perf_counter() - start
+
+    def add_rollout(
+        self, trajectory: Trajectory, scores: RewardScores, *, group_size: int
+    ) -> None:
+        """Adds what the rewards and the completions' lengths say.
+
+        Args:
+            trajectory (Trajectory): N rows.
+            scores (RewardScores): of the same N rows.
+            group_size (int): G.
+        """
+        spread = scores.total.view(-1, group_size).std(dim=1)  # [B]
+        self.add_values("reward", scores.total)
+        self.add_values("reward_std", spread)
+        self.add_values("frac_reward_zero_std", (spread == 0).float())
+        self.add_values("frac_informative_groups", (spread != 0).float())
+        for column, name in enumerate(scores.names):
+            self.add_values(f"rewards/{name}/mean", scores.scores[:, column])
+        lengths = trajectory.response_lengths
+        self.add_values("completions/mean_length", lengths)
+        self.add_max("completions/max_length", lengths.max().item())
+        self.add_values("completions/clipped_ratio", trajectory.truncated.float())
+        self.add_values("completions/mean_terminated_length", lengths[~trajectory.truncated])
+
+    def add_update(
+        self,
+        part: Trajectory,
+        output: LossOutput,
+        *,
+        logprobs: Tensor,
+        entropy: Tensor,
+        share: float,
+    ) -> None:
+        """Adds what a micro-batch's loss says.
+
+        Args:
+            part (Trajectory): n rows.
+            output (LossOutput): of the same rows.
+            logprobs (Tensor): [n, L] under the current policy, without gradient.
+            entropy (Tensor): [n, L].
+            share (float): n over the rows of the whole optimizer step.
+        """
+        tokens = int(part.response_mask.sum())
+        # The shares of a step add up to one, and so do those of each of several optimizer steps.
+        self.add_sum("loss", output.loss.item(), share)
+        self.add_values("entropy", entropy[part.response_mask])
+        for name, total in output.sums.items():
+            self.add_sum(name, total.item(), tokens)
+        if part.old_logprobs is None:  # the policy is still the one that sampled
+            difference = (logprobs - part.sampler_logprobs)[part.response_mask].abs()
+            self.add_values("sampling/logp_difference/mean", difference)
+            self.add_max("sampling/logp_difference/max", difference.max().item())
+
+    def compute(self) -> dict[str, float]:
+        """Means, standard deviations (``.../std`` beside ``.../mean``), maxima and seconds.
+
+        Over all ranks: sums and counts are added before they are divided; times are the slowest
+        rank's.
+        """
+        sums, maxima = _over_ranks(dict(self._sums), {**self._max, **self._seconds})
+        result = {}
+        for name, (total, squares, count) in sums.items():
+            mean = total / count if count else math.nan
+            result[name] = mean
+            if name.startswith("rewards/") and count > 1:
+                variance = max(squares - count * mean**2, 0.0) / (count - 1)
+                result[name.removesuffix("/mean") + "/std"] = math.sqrt(variance)
+        result |= maxima
+        if "time/rollout" in result:
+            tokens = sums["completions/mean_length"][0]
+            result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
+            result["tokens_per_second"] = tokens / result["time/step"]
+        return result
+
+
+def _over_ranks(
+    sums: dict[str, list[float]], maxima: dict[str, float]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return sums, maxima
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (sums, maxima))
+    all_sums: dict[str, list[float]] = {}
+    all_max: dict[str, float] = {}
+    for rank_sums, rank_max in everyone:
+        for name, values in rank_sums.items():
+            old = all_sums.get(name, [0.0] * len(values))
+            all_sums[name] = [a + b for a, b in zip(old, values)]
+        for name, value in rank_max.items():
+            all_max[name] = max(value, all_max.get(name, -math.inf))
+    return all_sums, all_max
+
+
+class RunLog:
+    """The run's own record, in files that a report or a notebook reads back.
+
+    ``metrics.jsonl`` has one line a step, ``completions.jsonl`` some of each step's completions.
+
+    Args:
+        folder (Path): the run's folder.
+        num_completions (int): completions kept a step.
+    """
+
+    def __init__(self, folder: Path, *, num_completions: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = folder / "metrics.jsonl"
+        self._completions = folder / "completions.jsonl"
+        self._num_completions = num_completions
+
+    def keep_until(self, step: int) -> None:
+        """Drops what was recorded after ``step``: a resumed run does those steps again."""
+        for path in (self._metrics, self._completions):
+            records = read_jsonl(path) if path.exists() else []
+            path.write_text("", encoding="utf-8")
+            _append_jsonl(path, [record for record in records if record["step"] <= step])
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends a step's numbers."""
+        _append_jsonl(self._metrics, [{"step": step, **values}])
+
+    def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:
+        """Appends the first completions of a step, with their rewards and advantages."""
+        assert trajectory.advantages is not None
+        records = []
+        for row in range(min(self._num_completions, trajectory.num_rows)):
+            records.append(
+                {
+                    "step": step,
+                    "prompt": trajectory.prompts[row],
+                    "completion": trajectory.completions[row],
+                    "reward": scores.total[row].item(),
+                    "rewards": dict(zip(scores.names, scores.scores[row].tolist(), strict=True)),
+                    "advantage": trajectory.advantages[row].item(),
+                    "tokens": int(trajectory.response_lengths[row]),
+                    "truncated": bool(trajectory.truncated[row]),
+                }
+            )
+        _append_jsonl(self._completions, records)
+
+
+def _append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(lines)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSON-lines file, leaving out a line that a kill cut short."""
+    records = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records

@@ -1,0 +1,73 @@
+"""Log-probs of the reference policy: adapters switched off, a frozen copy, or none at all."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import disable_adapter, get_adapter_params
+
+from torchtune_grpo.logprobs import trajectory_logprobs
+from torchtune_grpo.trajectory import Trajectory
+
+
+class AdapterReference:
+    """The policy itself with its adapters switched off: no second copy of the weights."""
+
+    def __init__(self, policy: TransformerDecoder) -> None:
+        self._policy = policy
+
+    def logprobs(self, trajectory: Trajectory, *, temperature: float, rows: int) -> Tensor:
+        """Log-probs [N, L] of the response tokens; see :func:`trajectory_logprobs`."""
+        with disable_adapter(self._policy):
+            return trajectory_logprobs(
+                self._policy, trajectory, temperature=temperature, rows=rows
+            )
+
+
+class FrozenReference:
+    """A frozen copy of the policy as it is now, for full fine-tuning.
+
+    Args:
+        policy (TransformerDecoder): copied.
+        dtype (torch.dtype): of the copy's parameters.
+        device (torch.device): where the copy lives and computes.
+    """
+
+    def __init__(
+        self, policy: TransformerDecoder, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model = copy.deepcopy(policy).requires_grad_(False).eval().to(device)
+        for parameter in self._model.parameters():  # not the buffers: RoPE's stay in float32
+            parameter.data = parameter.data.to(dtype)
+        self._device = device
+
+    def logprobs(self, trajectory: Trajectory, *, temperature: float, rows: int) -> Tensor:
+        """Log-probs [N, L] of the response tokens; see :func:`trajectory_logprobs`."""
+        home = trajectory.tokens.device
+        moved = trajectory.to(self._device)
+        values = trajectory_logprobs(self._model, moved, temperature=temperature, rows=rows)
+        return values.to(home)
+
+
+Reference = AdapterReference | FrozenReference
+
+
+def make_reference(
+    policy: TransformerDecoder, *, dtype: torch.dtype, device: torch.device
+) -> Reference:
+    """Picks the cheapest exact reference for a policy that was just loaded.
+
+    Args:
+        policy (TransformerDecoder): with its initial weights.
+        dtype (torch.dtype): of a frozen copy's parameters, if one is needed.
+        device (torch.device): of a frozen copy, if one is needed.
+
+    Returns:
+        Reference: adapters off if the policy has adapters, else a frozen copy.
+    """
+    if get_adapter_params(policy):
+        return AdapterReference(policy)
+    return FrozenReference(policy, dtype=dtype, device=device)
