@@ -33,8 +33,7 @@ from torchtune_grpo.checkpoint import (
     set_aside_previous_run,
 )
 from torchtune_grpo.config import check_checkpoint_files, check_context, read_config
-from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.data._order import prompt_batches, step_indices
+from torchtune_grpo.data import PromptBatch, RLDataset, prompt_batches, step_indices
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
@@ -128,6 +127,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 seed=self.seed,
             )
         check_context(self.cfg, prompt_lengths=lengths)
+        self._step_rows(dataset, step=0)  # fails if there are too few prompts
         return dataset, evaluator
 
     def _setup_model(self, state_dict: dict[str, Any]) -> modules.TransformerDecoder:
@@ -271,7 +271,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 self._model.parameters(), max_norm=self.cfg.clip_grad_norm
             )
             metrics.add_max("grad_norm", grad_norm.item())
-        metrics.add_max("lr", self._optimizer.param_groups[0]["lr"])
+        metrics.add_max("lr", float(self._optimizer.param_groups[0]["lr"]))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
@@ -304,16 +304,18 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                     self.save_checkpoint()
         progress.close()
 
-    def _next_prompts(self) -> list[PromptBatch]:
-        rows = step_indices(
-            step=self.global_step,
+    def _step_rows(self, dataset: RLDataset, *, step: int) -> list[int]:
+        return step_indices(
+            step=step,
             prompts_per_step=self.cfg.prompts_per_step,
-            dataset_size=len(self._dataset),
+            dataset_size=len(dataset),
             seed=self.seed,
         )
+
+    def _next_prompts(self) -> list[PromptBatch]:
         batches = prompt_batches(
             self._dataset,
-            rows,
+            self._step_rows(self._dataset, step=self.global_step),
             batch_size=self.cfg.batch_size,
             pad_id=self._tokenizer.pad_id,
             device=self._device,

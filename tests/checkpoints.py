@@ -16,9 +16,16 @@ LLAMA_SPECIALS = (
     "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag "
     "finetune_right_pad_id step_id image"
 ).split()
-QWEN_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN_SPECIALS = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call>".split()
 VOCAB = 272  # 256 bytes, the special tokens, and ids that no tokenizer knows
-TINY = {**SHAPE, "vocab_size": VOCAB, "max_seq_len": 512}
+# Every adapted weight has a multiple of 16,384 elements, which NF4 quantization needs.
+TINY = {
+    **SHAPE,
+    "vocab_size": VOCAB,
+    "embed_dim": 256,
+    "intermediate_dim": 256,
+    "max_seq_len": 512,
+}
 
 
 def _common(architecture: str, model_type: str) -> dict:

@@ -31,7 +31,8 @@ def randomize(model: TransformerDecoder, *, seed: int = 0) -> TransformerDecoder
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+                scale = 1.4 * parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             elif "magnitude" in name:
                 parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
     return model

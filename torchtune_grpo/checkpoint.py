@@ -76,7 +76,10 @@ def set_aside_previous_run(output_dir: Path) -> None:
     Otherwise the new run, once interrupted, could resume from the old one's checkpoint.
     """
     names = ("metrics.jsonl", "completions.jsonl")
-    left = [*output_dir.glob("step_*"), *(output_dir / n for n in names if (output_dir / n).exists())]
+    left = [
+        *output_dir.glob("step_*"),
+        *(output_dir / n for n in names if (output_dir / n).exists()),
+    ]
     if not left:
         return
     archive = output_dir / "previous_runs"
@@ -93,7 +96,9 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
 
 
-def load_policy_weights(cfg: DictConfig, checkpoint: Path, *, output_dir: Path) -> dict[str, Tensor]:
+def load_policy_weights(
+    cfg: DictConfig, checkpoint: Path, *, output_dir: Path
+) -> dict[str, Tensor]:
     """Reads the full weights that a checkpoint folder holds, in torchtune's names."""
     files = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     checkpointer = make_checkpointer(

@@ -24,10 +24,10 @@ from torchtune import config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-Node = DictConfig | None
 
-
-def key(doc: str, default: Any = MISSING, *, valid: Callable[[Any], bool] | None = None, hint="") -> Any:
+def key(
+    doc: str, default: Any = MISSING, *, valid: Callable[[Any], bool] | None = None, hint: str = ""
+) -> Any:
     """Declares a config key: its meaning, its default, what values it takes and the remedy."""
     metadata = {"doc": doc, "valid": valid, "hint": hint}
     return field(default=default, metadata=metadata)
@@ -44,7 +44,9 @@ class GRPOConfig:
 
     # What is trained, on what
     output_dir: str = key("Folder for checkpoints, metrics and completions")
-    prepare: Node = key("Component called before anything is read, to make what is missing", None)
+    prepare: DictConfig | None = key(
+        "Component called before anything is read, to make what is missing", None
+    )
     tokenizer: DictConfig = key("Component: the torchtune tokenizer")
     checkpointer: DictConfig = key("Component: torchtune's HF checkpointer")
     model: DictConfig = key("Component: a torchtune model builder; LoRA, QLoRA, DoRA or full")
@@ -81,7 +83,9 @@ class GRPOConfig:
         "Rows in a forward and backward pass; null = a whole batch", None
     )
     optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")
-    lr_scheduler: Node = key("Component: torchtune's learning-rate schedule; null = constant", None)
+    lr_scheduler: DictConfig | None = key(
+        "Component: torchtune's learning-rate schedule; null = constant", None
+    )
     clip_grad_norm: float | None = positive("Largest gradient norm; null = no clipping", None)
     # Machine
     device: str = key("cuda, cpu, ...", "cuda")
@@ -92,7 +96,7 @@ class GRPOConfig:
     compile: bool = key("Compile the layers for the log-prob and update passes", False)
     enable_activation_checkpointing: bool = key("Recompute activations: less memory", False)
     # Evaluation
-    eval_dataset: Node = key("Component: held-out prompts; null = no evaluation", None)
+    eval_dataset: DictConfig | None = key("Component: held-out prompts; null = no evaluation", None)
     eval_every_n_steps: int | None = positive("Evaluate every n steps; null = start and end", None)
     eval_batch_size: int | None = positive("Prompts evaluated at once; null = batch_size", None)
     eval_samples: int = key(
@@ -104,7 +108,9 @@ class GRPOConfig:
     eval_reward: str | None = key("Reward that decides accuracy; null = the first", None)
     # Checkpoints
     save_every_n_steps: int | None = positive("Save every n steps; null = only at the end", None)
-    keep_last_n_checkpoints: int | None = positive("Delete older checkpoints; null = keep all", None)
+    keep_last_n_checkpoints: int | None = positive(
+        "Delete older checkpoints; null = keep all", None
+    )
     save_adapter_weights_only: bool = key("Leave out the merged weights", False)
     resume_from_checkpoint: bool = key("Continue from the newest checkpoint in output_dir", False)
     # Logging
@@ -117,7 +123,7 @@ class GRPOConfig:
         hint="give 0 or more",
     )
     log_peak_memory_stats: bool = key("Log peak memory (CUDA)", False)
-    profiler: Node = key("Component: torchtune.training.setup_torch_profiler", None)
+    profiler: DictConfig | None = key("Component: torchtune.training.setup_torch_profiler", None)
 
     @property
     def prompts_per_step(self) -> int:
@@ -142,11 +148,13 @@ def read_config(cfg: DictConfig) -> GRPOConfig:
     Raises:
         ValueError: naming the key, the value and the remedy.
     """
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
     fields = {f.name: f for f in dataclasses.fields(GRPOConfig)}
-    for name in cfg:
+    for name in map(str, cfg):
         if name not in fields:
-            raise ValueError(f"{name}={cfg[name]}: unknown config key.{_nearest(name, fields, cfg)}")
+            raise ValueError(
+                f"{name}={cfg[name]}: unknown config key.{_nearest(name, fields, cfg)}"
+            )
     hints = typing.get_type_hints(GRPOConfig)
     values = {}
     for name, f in fields.items():
@@ -154,7 +162,10 @@ def read_config(cfg: DictConfig) -> GRPOConfig:
             if f.default is MISSING:
                 raise ValueError(f"{name}: missing from the config. It is: {f.metadata['doc']}.")
             continue
-        values[name] = _checked(name, cfg[name], hints[name], f.metadata)
+        value = cfg[name]
+        if isinstance(value, DictConfig) and value.get("_component_", "") is None:
+            value = None  # what `key=null` on the command line makes of a component
+        values[name] = _checked(name, value, hints[name], f.metadata)
     settings = GRPOConfig(**values)
     _check_components(settings)
     _check_combinations(settings)
@@ -172,7 +183,8 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
     if OmegaConf.is_dict(files):
         last = str(files.max_filename)
         names = [
-            files.filename_format.format(str(i + 1).zfill(len(last)), last) for i in range(int(last))
+            files.filename_format.format(str(i + 1).zfill(len(last)), last)
+            for i in range(int(last))
         ]
     else:
         names = list(files)
@@ -259,11 +271,15 @@ def _check_components(settings: GRPOConfig) -> None:
             continue
         dotpath = node.get("_component_")
         if dotpath is None:
-            raise ValueError(f"{name}: no _component_ given; name a class or function by its dotpath.")
+            raise ValueError(
+                f"{name}: no _component_ given; name a class or function by its dotpath."
+            )
         try:
             _get_component_from_path(dotpath)
         except Exception as error:
-            raise ValueError(f"{name}._component_={dotpath}: cannot be imported: {error}") from error
+            raise ValueError(
+                f"{name}._component_={dotpath}: cannot be imported: {error}"
+            ) from error
         parameters = _parameters(dotpath)
         if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             continue
@@ -307,8 +323,12 @@ def markdown_table() -> str:
     for f in dataclasses.fields(GRPOConfig):
         options = typing.get_args(hints[f.name]) or (hints[f.name],)
         names = ["null" if o is type(None) else o.__name__ for o in options]
-        kind = " or ".join({"DictConfig": "component", "ListConfig": "list"}.get(n, n) for n in names)
-        default = "required" if f.default is MISSING else OmegaConf.to_yaml({"x": f.default})[3:].strip()
+        kind = " or ".join(
+            {"DictConfig": "component", "ListConfig": "list"}.get(n, n) for n in names
+        )
+        default = (
+            "required" if f.default is MISSING else OmegaConf.to_yaml({"x": f.default})[3:].strip()
+        )
         lines.append(f"| `{f.name}` | {kind} | {default} | {f.metadata['doc']} |")
     return "\n".join(lines)
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.data import RLDataset
-from torchtune_grpo.data._order import prompt_batches
+from torchtune_grpo.data import RLDataset, prompt_batches
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import SamplingParams, roll_out
 

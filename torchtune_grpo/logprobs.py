@@ -22,9 +22,7 @@ CHUNK_TOKENS = 256
 
 
 @contextmanager
-def unembed_with(
-    model: TransformerDecoder, function: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
+def unembed_with(model: TransformerDecoder, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
 
     The model's own forward still runs around it, so that hooks on the model (FSDP's, say) find the
@@ -90,9 +88,7 @@ def response_logprobs(
 
     def chunk_logprobs(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = model.output(h)  # [chunk, V]
-        return token_logprobs(
-            logits, target, temperature=temperature, with_entropy=with_entropy
-        )
+        return token_logprobs(logits, target, temperature=temperature, with_entropy=with_entropy)
 
     def unembed(h: Tensor) -> Tensor:
         h = model.norm(h[predicts])  # [K, D]

@@ -53,9 +53,7 @@ class StepMetrics:
             torch.cuda.synchronize()
         self._seconds[f"time/{stage}"] += time.perf_counter() - start
 
-    def add_rollout(
-        self, trajectory: Trajectory, scores: RewardScores, *, group_size: int
-    ) -> None:
+    def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
         """Adds what the rewards and the completions' lengths say.
 
         Args:

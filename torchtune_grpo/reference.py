@@ -22,9 +22,7 @@ class AdapterReference:
     def logprobs(self, trajectory: Trajectory, *, temperature: float, rows: int) -> Tensor:
         """Log-probs [N, L] of the response tokens; see :func:`trajectory_logprobs`."""
         with disable_adapter(self._policy):
-            return trajectory_logprobs(
-                self._policy, trajectory, temperature=temperature, rows=rows
-            )
+            return trajectory_logprobs(self._policy, trajectory, temperature=temperature, rows=rows)
 
 
 class FrozenReference:

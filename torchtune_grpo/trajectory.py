@@ -89,7 +89,7 @@ class Trajectory:
         """[N] number of trained tokens per row."""
         return self.response_mask.sum(dim=1)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The fields that are tensors and are there."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 

@@ -77,9 +77,7 @@ def test_masked_positions_never_contribute_whatever_stands_there():
     weights = loss.weights(mask, num_rows=6)
     clean = loss(**batch, weights=weights, response_mask=mask)
     for poison in (math.nan, math.inf, -math.inf):
-        dirty = {
-            k: v.masked_fill(~mask, poison) if v.dim() == 2 else v for k, v in batch.items()
-        }
+        dirty = {k: v.masked_fill(~mask, poison) if v.dim() == 2 else v for k, v in batch.items()}
         dirty["logprobs"] = dirty["logprobs"].clone().requires_grad_()
         output = loss(**dirty, weights=weights, response_mask=mask)
         assert torch.equal(output.loss.detach(), clean.loss)

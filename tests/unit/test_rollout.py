@@ -72,9 +72,7 @@ def test_reported_logprobs_equal_recomputed_ones(temperature):
     )
     for row in range(6):
         length, prompt = int(samples.lengths[row]), int(batch.lengths[row // 3])
-        tokens = torch.cat(
-            [batch.tokens[row // 3, 7 - prompt :], samples.responses[row, :length]]
-        )
+        tokens = torch.cat([batch.tokens[row // 3, 7 - prompt :], samples.responses[row, :length]])
         expected = full_logprobs(model, tokens, temperature)[prompt - 1 :]
         torch.testing.assert_close(
             samples.logprobs[row, :length].double(), expected, atol=1e-5, rtol=0
@@ -115,7 +113,7 @@ def test_uses_the_current_adapter():
     [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.8}, {"temperature": 2.5}],
 )
 def test_sampled_frequencies_match_the_distribution(options):
-    """Chi-square of 40,000 draws; the bound is the 99.99% quantile for up to 7 degrees of freedom."""
+    """Chi-square of 40,000 draws against the 99.99% quantile for 7 degrees of freedom."""
     logits = torch.tensor([[0.1, 1.9, -0.7, 1.2, 2.3, -3.0, 0.6, 1.5]])
     options = {"temperature": 1.0, **options}
     filters = {k: options.get(k) for k in ("top_k", "top_p")}

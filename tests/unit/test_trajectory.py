@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtune_grpo.data._order import step_indices
+from torchtune_grpo.data import step_indices
 from torchtune_grpo.text import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory, cat_trajectories, join_rows, length_mask
 

@@ -33,8 +33,8 @@ def step_indices(
     """
     if dataset_size < prompts_per_step:
         raise ValueError(
-            f"batch_size * gradient_accumulation_steps = {prompts_per_step} prompts a step: dataset "
-            f"has only {dataset_size}; lower them, or give more prompts."
+            f"batch_size * gradient_accumulation_steps = {prompts_per_step} prompts a step, but "
+            f"dataset has only {dataset_size}; lower them, or give more prompts."
         )
     start = step * prompts_per_step
     rows: list[int] = []

@@ -56,9 +56,7 @@ def roll_out(
         truncated=samples.truncated,
         sampler_logprobs=samples.logprobs,
         prompts=_repeat(prompts.prompts, group_size),
-        completions=decode_responses(
-            tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill
-        ),
+        completions=decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill),
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},
     )
 

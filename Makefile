@@ -1,0 +1,37 @@
+# Needs python3 (with venv) and make; everything else is installed into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_DIR ?= demo_run
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: venv test check format demo clean
+
+venv: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy torchtune_grpo
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)
+	$(BIN)/tune run grpo_full_finetune_single_device --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR)
+	$(BIN)/python -m torchtune_grpo.report $(DEMO_DIR)
+
+clean:
+	rm -rf $(VENV) $(DEMO_DIR) build dist *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

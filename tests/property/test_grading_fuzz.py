@@ -1,0 +1,231 @@
+"""Properties of the maths grader on random texts, numbers and equations.
+
+The oracle is ``fractions.Fraction``, which shares no code with the grader.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from torchtune_grpo.rewards import grade_math_answer, math_format_holds
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "12",
+        "-",
+        "$",
+        "\\boxed{",
+        "}",
+        "**",
+        ".",
+        ",",
+    ]
+    + [
+        " ",
+        "\n",
+        "=",
+        "*",
+        "/",
+        "(",
+        ")",
+        "\\frac{",
+        "not",
+        "or",
+        "1,234",
+        "%",
+        "x",
+        "km",
+        "²",
+        "^2",
+    ]
+)
+TEXTS = st.one_of(st.text(), st.lists(FRAGMENTS, max_size=30).map("".join))
+NUMBERS = st.decimals(
+    min_value=-(10**12), max_value=10**12, allow_nan=False, allow_infinity=False, places=3
+)
+INTEGERS = st.integers(min_value=-(10**9), max_value=10**9)
+UNITS = st.sampled_from(
+    ["apples", "km/h", "m²", "dollars per hour", "°C", "clips in April and May"]
+)
+
+
+def block(content: str) -> str:
+    return f"<think>99</think>\n<answer>{content}</answer>"
+
+
+def is_correct(content: str, gold: object) -> bool:
+    return grade_math_answer(block(content), str(gold))
+
+
+def plain(value: object) -> str:
+    return format(value, "f")  # type: ignore[arg-type]
+
+
+@given(TEXTS, TEXTS)
+@settings(max_examples=500, deadline=None)
+def test_never_raises_and_returns_a_bool(text, gold):
+    for candidate in (text, block(text)):
+        assert isinstance(grade_math_answer(candidate, gold), bool)
+        assert isinstance(math_format_holds(candidate), bool)
+
+
+@given(NUMBERS, UNITS)
+@settings(deadline=None)
+def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
+    text, size = plain(number), plain(abs(number))
+    sign = "-" if text.startswith("-") else ""
+    assert format(number, ",f").replace(",", "") == text
+    ways = [
+        text,
+        f" \n{text}\t",
+        f"{text}.",
+        f"{sign}${size}",
+        f"${text}",
+        f"{sign}€{size}",
+        format(number, ",f"),
+        f"{sign}${format(abs(number), ',f')}",
+        f"{text}000",
+        f"{text}%",
+        text.replace("-", "−"),
+        text if sign else f"+{text}",
+        f"{text} {unit}",
+        f"{text} {unit}.",
+        f"The answer is {text}",
+        f"x = {text}",
+        rf"\boxed{{{text}}}",
+        f"${text}$",
+        rf"\({text}\)",
+        f"**{text}**",
+        rf"{text} \text{{ apples}}",
+        rf"The final answer is $\boxed{{{text}}}$.",
+        f"**Answer:** {text}",
+        f"{text}/1",
+        f"{text} * 1 = {text}",
+    ]
+    assert [way for way in ways if not is_correct(way, text)] == []
+
+
+@given(NUMBERS, NUMBERS)
+@settings(deadline=None)
+def test_another_number_is_never_correct(number, other):
+    assume(number != other)
+    text, wrong = plain(number), plain(other)
+    ways = [wrong, f"${wrong}", f"The answer is {wrong}.", rf"\boxed{{{wrong}}}", f"{wrong} apples"]
+    ways += [f"{wrong} or {text}", f"{text}, {wrong}", f"{text} - {wrong}", f"{wrong}\n{text}"]
+    assert [way for way in ways if is_correct(way, text)] == []
+
+
+@given(NUMBERS)
+@settings(deadline=None)
+def test_what_takes_a_number_back_or_changes_it_is_not_correct(number):
+    text = plain(number)
+    assume(number != 0)
+    negated = text[1:] if text.startswith("-") else f"-{text}"
+    ways = [
+        negated,
+        f"not {text}",
+        f"isn't {text}",
+        f"{text} thousand",
+        f"about {text}",
+        f"1{negated}",
+    ]
+    ways += [
+        f"{text}1",
+        f"{text}?",
+        f"- {text}",
+        f"--{text}",
+        f"{text}e1",
+        f"{text}\u200b",
+        f"#{text}",
+    ]
+    ways += [
+        f"at least {text}",
+        f"{text} or so",
+        f"x{text}",
+        f"{text}²",
+        f"{text}!",
+        f"{text}, {text}",
+    ]
+    assert [way for way in ways if is_correct(way, text)] == []
+
+
+@given(INTEGERS, st.integers(1, 10**6), INTEGERS, st.integers(1, 10**6))
+@example(1, 3, 2, 6)
+@settings(deadline=None)
+def test_fractions_are_compared_as_rationals(a, b, c, d):
+    expected = Fraction(a, b) == Fraction(c, d)
+    assert is_correct(f"{a}/{b}", f"{c}/{d}") is expected
+    sign = "-" if a < 0 else ""
+    assert is_correct(rf"{sign}\frac{{{abs(a)}}}{{{b}}}", f"{c}/{d}") is expected
+    assert is_correct(f"{a}/{b}", f"{a * d}/{b * d}")
+
+
+OPERANDS = st.integers(0, 30).map(str) | st.tuples(st.integers(0, 9), st.integers(0, 99)).map(
+    lambda parts: f"{parts[0]}.{parts[1]:02d}"
+)
+EXPRESSIONS = st.recursive(
+    OPERANDS,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map(" ".join), inner.map("({})".format)
+    ),
+    max_leaves=8,
+)
+
+
+@given(EXPRESSIONS, st.fractions(max_denominator=50))
+@settings(deadline=None, max_examples=300)
+def test_an_equation_is_correct_exactly_if_it_holds(expression, error):
+    """The left side against Python's own grammar over ``Fraction``."""
+    exact = "".join(
+        f"Fraction('{part}')" if part[0].isdigit() else part
+        for part in expression.replace("(", "( ").replace(")", " )").split()
+    )
+    try:
+        value = eval(exact, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        assert not is_correct(f"{expression} = 0", "0")
+        return
+    assert is_correct(f"{expression} = {value}", str(value))
+    if error:
+        assert not is_correct(f"{expression} = {value + error}", str(value + error))
+        assert not is_correct(f"{expression} = {value + error}", str(value))
+
+
+@given(st.text(st.sampled_from("0123456789,."), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=300)
+def test_commas_are_allowed_only_where_python_puts_them(text):
+    whole = text.partition(".")[0]
+    if "," not in text or not whole.replace(",", "").isdigit():
+        return
+    well_placed = f"{int(whole.replace(',', '')):,}" == whole and "," not in text.partition(".")[2]
+    bare = text.replace(",", "")
+    if text.count(".") <= 1:
+        assert is_correct(text, bare) is well_placed
+
+
+@given(NUMBERS, TEXTS, TEXTS)
+@settings(deadline=None)
+def test_only_the_block_counts(number, before, after):
+    """What stands in the thinking, or behind the block, changes no verdict."""
+    for part in ("<answer>", "</answer>", "<think>", "</think>"):
+        before, after = before.replace(part, ""), after.replace(part, "")
+    assume("<" not in before + after)
+    text = f"<think>{before}</think>{after}<answer>{plain(number)}</answer>{after}"
+    assert grade_math_answer(text, plain(number))
+    assert not grade_math_answer(f"<think>{before}{plain(number)}</think>{after}", plain(number))
+
+
+@given(TEXTS, st.sampled_from(["", " ", "\n\n"]), TEXTS)
+@settings(deadline=None)
+def test_format_does_not_depend_on_what_the_blocks_say(thought, between, answer):
+    assume("<" not in thought + answer)
+    holds = math_format_holds(f"<think>{thought}1</think>{between}<answer>{answer}1</answer>")
+    assert holds
+    assert not math_format_holds(f"<think>{thought}1</think>.{between}<answer>{answer}1</answer>")

@@ -1,0 +1,313 @@
+"""Proves that an installed torchtune-grpo shows up in the stock `tune` command, and only there.
+
+The commands run in processes of their own, from an unrelated folder, and need the package installed
+(`pip install -e .`). Starting `tune` takes seconds, so commands that may share a process do.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from torchtune_grpo import _plugin
+
+REPO = Path(__file__).parents[2]
+RECIPE = "grpo_full_finetune_single_device"
+CONFIG = "tiny_arithmetic_grpo"
+CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
+TUNE = Path(sysconfig.get_path("scripts")) / "tune"
+
+# Runs the `tune` script, or `python -m torchtune_grpo`, once per command, as its own __main__.
+DRIVER = """
+import contextlib, io, json, runpy, sys, traceback
+
+results = []
+for program, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [program, *arguments]
+    run = runpy.run_module if program == "torchtune_grpo" else runpy.run_path
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(program, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
+
+# Times what the plugin adds to `import torch`: loading the entry point and calling it. It takes the
+# processor's time, which depends less on what else the machine is doing than the wall's.
+STOPWATCH = """
+import time, torch
+start = time.process_time()
+from torchtune_grpo._plugin import autoload
+autoload()
+print(time.process_time() - start)
+"""
+
+
+@dataclass
+class Result:
+    """How one command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_python(
+    *arguments: str, cwd: Path, python: str = sys.executable, **environment: str
+) -> Result:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(
+        [python, *arguments],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def drive(commands: list[list[str]], cwd: Path, **environment: str) -> list[Result]:
+    result = run_python("-c", DRIVER, json.dumps(commands), cwd=cwd, **environment)
+    assert result.code == 0, result.err
+    return [Result(*each) for each in json.loads(result.out.splitlines()[-1])]
+
+
+def listed(out: str) -> dict[str, list[str]]:
+    """What `tune ls` printed: the names of the configs, by recipe."""
+    recipes: dict[str, list[str]] = {}
+    for line in out.splitlines()[1:]:
+        names = line.split()
+        if not line.startswith(" "):
+            assert names[0] not in recipes, f"{names[0]} is listed twice"
+            recipes[names[0]] = configs = []
+        configs.append(names[-1])
+    return recipes
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unrelated")
+    # A file that happens to be called like one of the configs, and is no good config.
+    (folder / CONFIGS[0]).write_text("model:\n  _component_: module_of_the_user.model\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(workspace: Path) -> dict[str, Result]:
+    """The results of many commands, given to the stock `tune` in one process."""
+    commands = [
+        "tune ls",
+        f"tune cp {RECIPE} .",
+        f"tune cp {CONFIG} my_config.yaml",
+        f"tune cat {CONFIG}",
+        "tune validate my_config.yaml",
+        f"tune validate {CONFIGS[0]}",
+        "tune validate no_such_config",
+        "tune validate llama3_2/1B_full",
+        *(f"tune validate {name}" for name in CONFIGS[1:]),
+        "torchtune_grpo ls",
+    ]
+    programs = {"tune": str(TUNE), "torchtune_grpo": "torchtune_grpo"}
+    split = [command.split() for command in commands]
+    results = drive([[programs[name], *rest] for name, *rest in split], cwd=workspace)
+    return dict(zip(commands, results, strict=True))
+
+
+def test_ls_lists_the_recipe_with_every_config(session: dict[str, Result]) -> None:
+    assert CONFIG in CONFIGS
+    assert listed(session["tune ls"].out)[RECIPE] == CONFIGS
+
+
+def test_cp_copies_recipe_and_config(session: dict[str, Result], workspace: Path) -> None:
+    for command in (f"tune cp {RECIPE} .", f"tune cp {CONFIG} my_config.yaml"):
+        assert session[command].code == 0, session[command].err
+    recipes = REPO / "recipes"
+    assert filecmp.cmp(workspace / f"{RECIPE}.py", recipes / f"{RECIPE}.py", shallow=False)
+    config = recipes / "configs" / f"{CONFIG}.yaml"
+    assert filecmp.cmp(workspace / "my_config.yaml", config, shallow=False)
+
+
+def test_cat_prints_the_config(session: dict[str, Result]) -> None:
+    result = session[f"tune cat {CONFIG}"]
+    assert result.code == 0, result.err
+    assert "grpo_samples:" in result.out
+
+
+@pytest.mark.parametrize("config", [*CONFIGS[1:], "my_config.yaml"])
+def test_validate_takes_a_name_or_a_path(session: dict[str, Result], config: str) -> None:
+    result = session[f"tune validate {config}"]
+    assert (result.code, result.out) == (0, "Config is well-formed!\n"), result.err
+
+
+def test_validate_prefers_an_existing_path_to_a_name(session: dict[str, Result]) -> None:
+    result = session[f"tune validate {CONFIGS[0]}"]
+    assert result.code == 1
+    assert "module_of_the_user" in result.err
+
+
+@pytest.mark.parametrize("config", ["no_such_config", "llama3_2/1B_full"])
+def test_validate_refuses_names_that_are_not_ours_as_before(
+    session: dict[str, Result], config: str
+) -> None:
+    result = session[f"tune validate {config}"]
+    assert (result.code, result.out) == (1, "")
+    assert result.err.splitlines()[-1].startswith("FileNotFoundError")
+
+
+def test_module_lists_nothing_twice(session: dict[str, Result]) -> None:
+    assert session["torchtune_grpo ls"] == session["tune ls"]
+
+
+def test_module_works_where_the_hook_is_turned_off(
+    session: dict[str, Result], workspace: Path
+) -> None:
+    stock, ours = drive(
+        [[str(TUNE), "ls"], ["torchtune_grpo", "ls"]],
+        cwd=workspace,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert "grpo_full_finetune_single_device" not in listed(stock.out)
+    assert ours == session["tune ls"]
+
+
+@pytest.mark.parametrize(
+    "wrapt", ["raise RuntimeError('broken')", "raise ImportError('broken')", ""]
+)
+def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path, wrapt: str) -> None:
+    (tmp_path / "wrapt.py").write_text(wrapt)
+    code = "from torchtune_grpo import _plugin; _plugin.autoload(); print('alive')"
+    silent = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert silent == Result(0, "alive\n", "")
+    told = run_python("-m", "torchtune_grpo", "ls", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert told.code == 1
+    assert "Error" in told.err.splitlines()[-1] and "wrapt" in told.err
+
+
+def test_torch_survives_a_broken_wrapt(tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken')")
+    code = "import sys, torch; print('torchtune_grpo._plugin' in sys.modules)"
+    result = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert result == Result(0, "True\n", "")
+
+
+def test_hook_imports_neither_torch_nor_torchtune(tmp_path: Path) -> None:
+    code = (
+        "import sys; from torchtune_grpo._plugin import autoload; autoload();"
+        "print({'torch', 'torchtune', 'omegaconf'} & set(sys.modules), 'wrapt' in sys.modules)"
+    )
+    assert run_python("-c", code, cwd=tmp_path) == Result(0, "set() True\n", "")
+
+
+def test_hook_adds_less_than_20_ms_to_import_torch(tmp_path: Path) -> None:
+    runs = [
+        run_python("-c", STOPWATCH, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        for _ in range(3)
+    ]
+    assert min(float(run.out) for run in runs) < 0.020
+
+
+def test_a_hook_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _plugin._guarded(_plugin.add_recipes)(ModuleType("a_registry_without_a_list"))
+    assert "could not extend a_registry_without_a_list: AttributeError" in caplog.text
+
+
+def test_recipes_are_found_by_file_and_added_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchtune._recipe_registry as stock
+
+    registry = ModuleType("registry")
+    registry.__dict__.update(Config=stock.Config, Recipe=stock.Recipe, _ALL_RECIPES=[])
+    (tmp_path / "configs").mkdir()
+    for name in ("grpo_a_distributed.py", "grpo_b_single_device.py", "other.py", "configs/c.yaml"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(_plugin, "recipes_folder", lambda: tmp_path)
+
+    _plugin.add_recipes(registry)
+    _plugin.add_recipes(registry)
+
+    configs = [stock.Config("c", str(tmp_path / "configs" / "c.yaml"))]
+    expected = [
+        stock.Recipe(name, str(tmp_path / f"{name}.py"), configs, distributed)
+        for name, distributed in (("grpo_a_distributed", True), ("grpo_b_single_device", False))
+    ]
+    assert registry._ALL_RECIPES == expected
+
+
+def make_venv_without_us(folder: Path) -> tuple[str, Path]:
+    """A virtual environment with everything that is installed here, except this package.
+
+    Links stand for the packages: installing torch once more would take minutes.
+
+    Returns:
+        The environment's python, and its site-packages.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    here = folder / "packages_of_here"
+    here.mkdir()
+    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(site).iterdir():
+            if "torchtune_grpo" not in entry.name:
+                (here / entry.name).symlink_to(entry)
+    (site_packages,) = (folder / "venv").glob("lib/python3*/site-packages")
+    (site_packages / "packages_of_here.pth").write_text(f"{here}\n")
+    return str(folder / "venv" / "bin" / "python"), site_packages
+
+
+def files_below(folder: Path) -> set[str]:
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(name) for name in names if "__pycache__" not in name.parts}
+
+
+def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> None:
+    python, site_packages = make_venv_without_us(tmp_path)
+    source = tmp_path / "source"  # building leaves files behind, which must not be in the repo
+    source.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE"):
+        shutil.copy(REPO / name, source)
+    for name in ("torchtune_grpo", "recipes"):
+        shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(*arguments: str) -> Result:
+        result = run_python(*arguments, cwd=tmp_path, python=python, PYTHONPATH="")
+        assert result.code == 0, result.err
+        return result
+
+    def pip(*arguments: str) -> None:
+        options = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python)
+        result = run_python(*options, *arguments, cwd=tmp_path)
+        assert result.code == 0, result.err
+
+    empty = files_below(site_packages)
+    before = run(str(TUNE), "ls")
+    assert RECIPE not in listed(before.out)
+
+    pip("install", "--no-deps", "--no-build-isolation", "--no-index", str(source))
+    installed = site_packages / "torchtune_grpo"
+    recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
+    assert files_below(installed) == files_below(REPO / "torchtune_grpo") | recipes
+    assert listed(run(str(TUNE), "ls").out) == listed(before.out) | {RECIPE: CONFIGS}
+
+    pip("uninstall", "--yes", "torchtune-grpo")
+    assert files_below(site_packages) == empty
+    assert run(str(TUNE), "ls") == before

@@ -1,0 +1,220 @@
+"""The single-device recipe, through the real ``tune`` command, on every shipped config."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from runs import RECIPE, metrics, run_tiny, tiny_overrides, tune
+from safetensors.torch import load_file
+
+CONFIGS = sorted(
+    p.stem for p in (Path(__file__).parents[2] / "recipes/configs").glob("*_grpo.yaml")
+)
+GSM8K_CONFIGS = [name for name in CONFIGS if "tiny" not in name]
+EXPECTED_METRICS = """
+reward reward_std frac_reward_zero_std frac_informative_groups rewards/correctness/mean
+rewards/correctness/std rewards/format/mean completions/mean_length completions/clipped_ratio kl
+entropy clip_ratio/low clip_ratio/high loss grad_norm lr time/rollout time/reward time/logprobs
+time/update time/step tokens_per_second sampling/logp_difference/mean
+""".split()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob("model-*.safetensors")))
+
+
+@pytest.mark.parametrize("config", GSM8K_CONFIGS)
+def test_shipped_config_runs_two_steps(tmp_path, config):
+    """Only model, checkpoint, data and device are made tiny; all metrics come and are finite."""
+    run_tiny(config, tmp_path)
+    records = metrics(tmp_path / "out")
+    steps = [record for record in records if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    for name in EXPECTED_METRICS:
+        assert all(math.isfinite(record[name]) for record in steps), name
+    assert [r["step"] for r in records if "eval/accuracy" in r] == [0, 2]
+    # bf16 rounds differently in the sampler and in the trainer, but they are the same policy
+    assert all(record["sampling/logp_difference/mean"] < 0.05 for record in steps)
+    folder = tmp_path / "out" / "step_000002"
+    assert (folder / "adapter" / "adapter_model.safetensors").exists() == ("full" not in config)
+    assert (folder / "config.json").exists() and weights(folder)
+    completions = (tmp_path / "out" / "completions.jsonl").read_text().splitlines()
+    record = json.loads(completions[0])
+    assert {"step", "prompt", "completion", "reward", "rewards", "advantage"} <= record.keys()
+    logged = next((tmp_path / "out" / "logs").glob("log_*.txt")).read_text()
+    assert "reward:" in logged and "eval/accuracy:" in logged
+
+
+LENGTH_REWARD = """
+def reward_length(prompts, completions, **columns):
+    return [float(len(c) % 7) for c in completions]
+"""
+
+
+def run_variant(folder: Path, *more: str, config: str = "llama3_2_1B_lora_grpo", **env: str):
+    """A run in fp32 whose reward, a user's own file, always has spread, so that weights move."""
+    (folder / "my_rewards.py").write_text(LENGTH_REWARD)
+    reward = "rewards=[{_component_: my_rewards.reward_length}]"
+    base = ("dtype=fp32", "lr_scheduler.num_warmup_steps=0", "optimizer.lr=1e-2")
+    return run_tiny(config, folder, *base, reward, *more, **env)
+
+
+def changed(folder: Path) -> float:
+    base = load_file(folder / "llama" / "model.safetensors")
+    after = weights(folder / "out" / "step_000002")
+    return max((after[name] - base[name]).abs().max().item() for name in base)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ["ppo_epochs=2", "gradient_accumulation_steps=1"],
+        ["model.use_dora=True", "enable_activation_checkpointing=False"],
+        ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"],
+        ["loss.kl_coeff=0", "top_k=20", "top_p=0.9", "clip_grad_norm=null", "lr_scheduler=null"],
+    ],
+    ids=["ppo_epochs", "dora", "adamw8bit", "no_reference"],
+)
+def test_variants_train(tmp_path, variant):
+    run_variant(tmp_path, *variant)
+    assert changed(tmp_path) > 1e-3
+    steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
+    assert all(r["frac_informative_groups"] > 0 for r in steps)
+    if "loss.kl_coeff=0" in variant:
+        assert "kl" not in steps[0]
+    else:
+        assert steps[0]["kl"] < 1e-9 or "ppo_epochs=2" in variant
+        assert steps[1]["kl"] > 1e-6  # the reference stayed where it was while the policy moved
+
+
+def test_the_step_does_not_depend_on_how_it_is_cut(tmp_path):
+    """Micro-batches of 8 or 2 rows, activation checkpointing on or off: the same weights.
+
+    With SGD, because Adam turns a gradient of rounding noise into a full step of either sign.
+    """
+    sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=1.0"]
+    results = []
+    for name, more in {
+        "whole": ["forward_batch_size=8", "enable_activation_checkpointing=False"],
+        "cut": ["forward_batch_size=2", "enable_activation_checkpointing=True"],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run_variant(folder, "batch_size=2", "grpo_samples=4", *sgd, *more)
+        assert changed(folder) > 1e-3
+        results.append(weights(folder / "out" / "step_000002"))
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
+
+
+def test_compiled_layers_train_like_eager_ones(tmp_path):
+    """torch.compile captures the layers (aot_eager keeps the test short); weights agree."""
+    results = []
+    for name, more in {"eager": [], "compiled": ["compile=True"]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run_variant(folder, *more, TORCH_COMPILE_BACKEND="aot_eager")
+        results.append(weights(folder / "out" / "step_000002"))
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
+
+
+def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
+    run_variant(
+        tmp_path,
+        "reference_dtype=bf16",
+        "reference_device=cpu",
+        "optimizer.lr=1e-3",
+        config="llama3_2_1B_full_grpo",
+    )
+    assert changed(tmp_path) > 1e-4
+    steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
+    assert 0 < steps[0]["kl"] < 1e-2  # bf16 rounding of the reference, and nothing else
+
+
+@pytest.mark.parametrize("config", ["llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"])
+def test_resume_continues_where_the_run_stopped(tmp_path, config):
+    """4 steps at once equal 2 steps, a stop, and 2 more: weights to the last bit, and the log."""
+    lr = "optimizer.lr=1e-3"
+    for name in ("once", "twice"):
+        (tmp_path / name).mkdir()
+    constant = "lr_scheduler.num_cycles=0"  # so that the shorter run has the same learning rates
+    run_variant(tmp_path / "once", lr, constant, "num_steps=4", config=config)
+    run_variant(tmp_path / "twice", lr, constant, "num_steps=2", config=config)
+    resume = "resume_from_checkpoint=True"
+    run_variant(tmp_path / "twice", lr, constant, "num_steps=4", resume, config=config)
+    once = weights(tmp_path / "once" / "out" / "step_000004")
+    twice = weights(tmp_path / "twice" / "out" / "step_000004")
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+    rewards = [
+        [(r["step"], r["reward"]) for r in metrics(tmp_path / name / "out") if "reward" in r]
+        for name in ("once", "twice")
+    ]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_new_run_sets_the_previous_one_aside(tmp_path):
+    run_variant(tmp_path, "num_steps=1")
+    run_variant(tmp_path, "num_steps=1", "seed=1")
+    old = tmp_path / "out" / "previous_runs" / "1"
+    assert (old / "step_000001").is_dir() and (old / "metrics.jsonl").exists()
+    assert len([r for r in metrics(tmp_path / "out") if "reward" in r]) == 1
+
+
+def test_old_checkpoints_are_deleted(tmp_path):
+    run_variant(tmp_path, "num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=2")
+    names = sorted(p.name for p in (tmp_path / "out").glob("step_*"))
+    assert names == ["step_000002", "step_000003"]
+
+
+def test_errors_come_before_the_model_is_loaded(tmp_path):
+    """One process each: the checkpoint is garbage, so that loading it would fail differently."""
+    config = "llama3_2_1B_lora_grpo"
+    tiny_overrides(config, tmp_path)
+    (tmp_path / "llama" / "model.safetensors").write_bytes(b"garbage")
+    for change, named in {
+        "grpo_samples=1": "grpo_samples=1",
+        "max_generated_tokens=600": "exceeds the model's context of 512",
+        "resume_from_checkpoint=True": "holds no complete checkpoint",
+        "batch_size=7": "dataset has only 12",
+    }.items():
+        done = run_tiny(config, tmp_path, change, check=False)
+        assert done.returncode != 0
+        assert named in done.stdout.splitlines()[-1], done.stdout[-2000:]
+
+
+def test_a_copied_recipe_and_config_run_from_an_empty_folder(tmp_path):
+    config = "llama3_2_1B_lora_grpo"
+    overrides = tiny_overrides(config, tmp_path)
+    work = tmp_path / "work"
+    work.mkdir()
+    tune("cp", RECIPE, "my_grpo.py", cwd=work)
+    tune("cp", config, "my_config.yaml", cwd=work)
+    tune("run", "my_grpo.py", "--config", "my_config.yaml", *overrides, cwd=work)
+    assert (tmp_path / "out" / "step_000002").is_dir()
+
+
+def test_stock_generate_recipe_loads_a_checkpoint(tmp_path):
+    """``tune run generate`` on the merged weights, with torchtune's own components."""
+    run_variant(tmp_path)
+    folder = tmp_path / "out" / "step_000002"
+    overrides = [
+        o
+        for o in tiny_overrides("llama3_2_1B_full_grpo", tmp_path)
+        if o.startswith(("model.", "tokenizer."))
+    ]
+    done = tune(
+        "run", "generate", "--config", "generation",
+        "model=torchtune.models.llama3_2.llama3_2",
+        "tokenizer=torchtune.models.llama3.llama3_tokenizer",
+        *overrides,
+        f"checkpointer.checkpoint_dir={folder}",
+        f"checkpointer.checkpoint_files=[{next(folder.glob('model-*.safetensors')).name}]",
+        "checkpointer.model_type=LLAMA3_2",
+        f"checkpointer.output_dir={tmp_path / 'generated'}",
+        "device=cpu", "dtype=fp32", "max_new_tokens=5",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert "Time for inference" in done.stdout

@@ -1,0 +1,88 @@
+"""Runs the real ``tune`` command on shipped configs, with only model, checkpoint and data tiny."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
+
+TUNE = Path(sys.executable).parent / "tune"
+RECIPE = "grpo_full_finetune_single_device"
+
+
+def tune(*args: str, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
+    """``tune ARGS`` in a process of its own, one thread; stdout and stderr come together."""
+    done = subprocess.run(
+        [str(TUNE), *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert not check or done.returncode == 0, done.stdout[-4000:]
+    return done
+
+
+def write_gsm8k(path: Path, rows: int = 12) -> Path:
+    """Rows in GSM8K's format."""
+    with path.open("w") as file:
+        for n in range(rows):
+            answer = f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"
+            file.write(json.dumps({"question": f"{n} plus 2?", "answer": answer}) + "\n")
+    return path
+
+
+def tiny_overrides(config: str, folder: Path) -> list[str]:
+    """Command-line overrides that make a shipped GSM8K config run in seconds on a CPU."""
+    qwen = config.startswith("qwen")
+    checkpoint = folder / ("qwen" if qwen else "llama")
+    if not checkpoint.exists():
+        (qwen_checkpoint if qwen else llama_checkpoint)(checkpoint)
+    data = write_gsm8k(folder / "rows.jsonl")
+    lora = "full" not in config
+    builder = "torchtune.models." + ("qwen2." if qwen else "llama3_2.")
+    model = {"_component_": builder + ("lora_" if lora else "") + ("qwen2" if qwen else "llama3_2")}
+    model |= TINY
+    if qwen:
+        model |= {"rope_base": 1000000.0, "tie_word_embeddings": True}
+    if "qlora" in config:
+        model["quantize_base"] = True
+    overrides = {f"model.{key}": value for key, value in model.items()}
+    tokenizer = {"path": checkpoint / ("vocab.json" if qwen else "tokenizer.model")}
+    tokenizer["special_tokens_path"] = checkpoint / "special_tokens.json"
+    if qwen:
+        tokenizer["merges_file"] = checkpoint / "merges.txt"
+    overrides |= {f"tokenizer.{key}": value for key, value in tokenizer.items()}
+    for node in ("dataset", "eval_dataset"):
+        overrides |= {
+            f"{node}.source": "json",
+            f"{node}.data_files": data,
+            f"{node}.system_prompt": "null",
+        }
+    overrides |= {
+        "checkpointer.checkpoint_dir": checkpoint,
+        "checkpointer.checkpoint_files": "[model.safetensors]",
+        "output_dir": folder / "out",
+        "device": "cpu",
+        "num_steps": 2,
+        "max_generated_tokens": 12,
+    }
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def run_tiny(config: str, folder: Path, *more: str, check: bool = True, **env: str):
+    """``tune run`` of a shipped config made tiny; later overrides win."""
+    overrides = tiny_overrides(config, folder)
+    return tune(
+        "run", RECIPE, "--config", config, *overrides, *more, cwd=folder, check=check, **env
+    )
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The run's ``metrics.jsonl``."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

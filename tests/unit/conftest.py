@@ -1,0 +1,129 @@
+"""Tiny tokenizers of every family that torchtune knows, made on the spot.
+
+In those of the Llama 3 and Qwen families a text's tokens are its UTF-8 bytes, so that tests can
+write down what they expect. Special tokens have ids from 256 on.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import sentencepiece
+from torchtune.models.gemma import GemmaTokenizer
+from torchtune.models.llama2 import Llama2Tokenizer
+from torchtune.models.llama3 import Llama3Tokenizer
+from torchtune.models.mistral import MistralTokenizer
+from torchtune.models.phi3 import Phi3MiniTokenizer
+from torchtune.models.qwen2 import Qwen2Tokenizer
+from torchtune.models.qwen2._tokenizer import bytes_to_unicode
+from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
+
+LLAMA3_NAMES = (
+    "begin_of_text",
+    "end_of_text",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
+    "finetune_right_pad_id",
+    "step_id",
+    "image",
+)
+QWEN_NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps the files of tests out of the user's cache of data sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        # tiktoken caches a file under its path and would not see that it has changed.
+        patch.setenv("TIKTOKEN_CACHE_DIR", "")
+        yield tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(scope="session")
+def llama3_tokenizer(tokenizer_dir: Path) -> Llama3Tokenizer:
+    path = tokenizer_dir / "bytes.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    special_tokens = {f"<|{name}|>": 256 + i for i, name in enumerate(LLAMA3_NAMES)}
+    return Llama3Tokenizer(str(path), special_tokens=special_tokens)
+
+
+@pytest.fixture(scope="session")
+def qwen_files(tokenizer_dir: Path) -> dict[str, Any]:
+    vocab, merges = tokenizer_dir / "vocab.json", tokenizer_dir / "merges.txt"
+    vocab.write_text(json.dumps({char: byte for byte, char in bytes_to_unicode().items()}))
+    merges.write_text("#version: 0.2\n")
+    special_tokens = {name: 256 + i for i, name in enumerate(QWEN_NAMES)}
+    return {"path": str(vocab), "merges_file": str(merges), "special_tokens": special_tokens}
+
+
+@pytest.fixture(scope="session")
+def qwen2_tokenizer(qwen_files: dict[str, Any]) -> Qwen2Tokenizer:
+    return Qwen2Tokenizer(**qwen_files)
+
+
+@pytest.fixture(scope="session")
+def qwen2_5_tokenizer(qwen_files: dict[str, Any]) -> Qwen2_5Tokenizer:
+    return Qwen2_5Tokenizer(**qwen_files)
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_file(tokenizer_dir: Path) -> Callable[[bool], str]:
+    """Path of a small SentencePiece model, with or without the leading space of Llama 2."""
+
+    def make(add_dummy_prefix: bool) -> str:
+        path = tokenizer_dir / f"prefix_{add_dummy_prefix}.model"
+        if not path.exists():
+            model = io.BytesIO()
+            words = "what is the sum of these numbers think step by answer reply INST SYS user"
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter([words] * 20),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=330,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=add_dummy_prefix,
+                minloglevel=2,
+            )
+            path.write_bytes(model.getvalue())
+        return str(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama2_tokenizer(sentencepiece_file: Callable[[bool], str]) -> Llama2Tokenizer:
+    return Llama2Tokenizer(sentencepiece_file(True))
+
+
+@pytest.fixture(scope="session")
+def mistral_tokenizer(sentencepiece_file: Callable[[bool], str]) -> MistralTokenizer:
+    return MistralTokenizer(sentencepiece_file(True))
+
+
+@pytest.fixture(scope="session")
+def phi3_tokenizer(sentencepiece_file: Callable[[bool], str]) -> Phi3MiniTokenizer:
+    return Phi3MiniTokenizer(sentencepiece_file(True))
+
+
+@pytest.fixture(scope="session")
+def gemma_tokenizer(sentencepiece_file: Callable[[bool], str]) -> GemmaTokenizer:
+    return GemmaTokenizer(sentencepiece_file(False))

@@ -1,0 +1,363 @@
+"""RLDataset: rows in, prompt tokens and reward columns out; every bad key or row is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from omegaconf import OmegaConf
+from torchtune import config
+
+from torchtune_grpo.data import RLDataset
+
+ROWS = [
+    {"prompt": "1+1?", "answer": "2", "level": 1},
+    {"prompt": "twelve times twelve?", "answer": "144", "level": 3},
+    {"prompt": "2+3?", "answer": "5", "level": 1},
+]
+
+
+def make(tokenizer: Any, rows: Any = ROWS, **options: Any) -> RLDataset:
+    return RLDataset(tokenizer, rows=rows, **options)
+
+
+def utf8(text: str) -> list[int]:
+    return list(text.encode())
+
+
+# Items
+
+
+def test_an_item_holds_tokens_text_and_the_other_columns(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer, chat=False, prefill="<think>")
+    assert len(data) == 3
+    assert data[1] == {
+        "index": 1,
+        "tokens": [llama3_tokenizer.bos_id, *utf8("twelve times twelve?<think>")],
+        "prompt": "twelve times twelve?",
+        "columns": {"answer": "144", "level": 3},
+    }
+    assert data.prefill == "<think>"
+    assert data.max_prompt_length == len(data[1]["tokens"])
+
+
+def test_positions_count_from_both_ends_and_end(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer)
+    assert data[-1] == data[2] and data[-1]["index"] == 2
+    assert [item["index"] for item in data] == [0, 1, 2]
+
+
+def test_changing_an_item_leaves_the_data_set_alone(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer)
+    changed = data[0]
+    changed["tokens"].append(-7)
+    changed["columns"]["answer"] = "wrong"
+    assert -7 not in data[0]["tokens"]
+    assert data[0]["columns"] == {"answer": "2", "level": 1}
+
+
+def test_chat_and_system_prompt_reach_the_tokens(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer, system_prompt="Be brief.", prefill="<think>\n")
+    text = llama3_tokenizer.decode(
+        data[0]["tokens"], truncate_at_eos=False, skip_special_tokens=False
+    )
+    assert text == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\n"
+    )
+    assert data[0]["prompt"] == "1+1?"
+
+
+def test_workers_get_the_data_set_by_pickle(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer)
+    assert list(pickle.loads(pickle.dumps(data))) == list(data)
+
+
+# Templates
+
+
+def test_a_template_draws_on_every_column(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer, prompt_template="({level}) {prompt} {{x}}")
+    assert data[1]["prompt"] == "(3) twelve times twelve? {x}"
+
+
+def test_prompt_stands_for_the_prompt_column(llama3_tokenizer: Any) -> None:
+    rows = [{"question": "1+1?", "answer": "2"}]
+    data = make(llama3_tokenizer, rows, prompt_column="question", prompt_template="Q: {prompt}")
+    assert data[0]["prompt"] == "Q: 1+1?"
+    assert data[0]["columns"] == {"answer": "2"}
+
+
+def test_braces_in_the_data_are_only_text(llama3_tokenizer: Any) -> None:
+    text = r"\boxed{} {answer} {0} {{level}} {prompt.__class__} }{"
+    data = make(llama3_tokenizer, [{"prompt": text, "answer": "2"}], prompt_template="{prompt}!")
+    assert data[0]["prompt"] == text + "!"
+
+
+def test_no_prompt_column_is_needed_by_a_template_without_it(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer, [{"a": 1, "b": 2.5}], prompt_template="{a} + {b}")
+    assert data[0]["prompt"] == "1 + 2.5"
+    assert data[0]["columns"] == {"a": 1, "b": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{promt}", "'promt'.*Did you mean 'prompt'.*level"),
+        ("{answr} {prompt}", "'answr'.*'answer'"),
+        ("{prompt!r}", "plain column names"),
+        ("{level:>9}", "plain column names"),
+        ("{level.real}", "'level.real'"),
+        ("{}", r"\{\{ and \}\}"),
+        (r"{prompt} \boxed{", r"\{\{ and \}\}"),
+        ("solve it", r"no placeholder.*\{prompt\}"),
+    ],
+)
+def test_a_faulty_template_is_named(llama3_tokenizer: Any, template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^prompt_template: .*{message}"):
+        make(llama3_tokenizer, prompt_template=template)
+
+
+# Columns
+
+
+def test_columns_are_renamed_for_rewards(llama3_tokenizer: Any) -> None:
+    rows = [{"prompt": "1+1?", "answer": "one and one is 2", "gold": "2", "level": 1}]
+    renamed = make(llama3_tokenizer, rows, columns={"answer": "gold", "problem": "prompt"})
+    assert renamed[0]["columns"] == {"answer": "2", "problem": "1+1?", "level": 1}
+    both = make(llama3_tokenizer, rows, columns={"answer": "gold", "solution": "answer"})
+    assert both[0]["columns"] == {"answer": "2", "solution": "one and one is 2", "level": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_column": "promt"}, "prompt_column.*'promt'.*Did you mean 'prompt'.*answer"),
+        ({"columns": {"answer": "anwser"}}, "columns.*'anwser'.*Did you mean 'answer'"),
+    ],
+)
+def test_an_unknown_column_gets_the_nearest_name(
+    llama3_tokenizer: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(llama3_tokenizer, **options)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_columns_with_names_of_reward_arguments_are_refused(
+    llama3_tokenizer: Any, name: str
+) -> None:
+    rows = [{"prompt": "1+1?", name: "x"}]
+    with pytest.raises(ValueError, match=f"{name}.*columns: {{other_name: {name}}}"):
+        make(llama3_tokenizer, rows)
+    assert make(llama3_tokenizer, rows, columns={"old": name})[0]["columns"] == {"old": "x"}
+    with pytest.raises(ValueError, match=name):
+        make(llama3_tokenizer, ROWS, columns={name: "answer"})
+
+
+# Rows
+
+
+@pytest.mark.parametrize("value", [None, 7, ["1+1?"], True])
+def test_a_prompt_that_is_no_text_names_its_row(llama3_tokenizer: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="Row 1: .*'prompt'.*not text"):
+        make(llama3_tokenizer, [{"prompt": "ok"}, {"prompt": value}])
+
+
+def test_a_blank_prompt_names_its_row(llama3_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="Row 1: .*blank"):
+        make(llama3_tokenizer, [{"prompt": "ok"}, {"prompt": " \n"}])
+
+
+def test_rows_with_different_columns_are_refused(llama3_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="Row 1 .*answer.*row 0"):
+        make(llama3_tokenizer, [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
+
+
+def test_a_transform_makes_the_rows_and_its_errors_name_them(llama3_tokenizer: Any) -> None:
+    def to_row(row: Any) -> dict[str, Any]:
+        if row["level"] == 3:
+            raise ValueError("level 3 is too hard")
+        return {"prompt": row["prompt"].upper(), "twice": 2 * row["level"]}
+
+    data = make(llama3_tokenizer, [{"prompt": "go", "level": 2}], transform=to_row)
+    assert (data[0]["prompt"], data[0]["columns"]) == ("GO", {"twice": 4})
+    with pytest.raises(ValueError, match="Row 1 .*too hard"):
+        make(llama3_tokenizer, transform=to_row)
+
+
+def test_num_samples_takes_the_first_rows(llama3_tokenizer: Any) -> None:
+    assert [item["prompt"] for item in make(llama3_tokenizer, num_samples=2)] == [
+        "1+1?",
+        "twelve times twelve?",
+    ]
+    assert len(make(llama3_tokenizer, num_samples=99)) == 3
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
+@pytest.mark.parametrize("key", ["num_samples", "max_prompt_tokens"])
+def test_limits_are_positive_integers(llama3_tokenizer: Any, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: {value!r}"):
+        make(llama3_tokenizer, **{key: value})
+
+
+def test_no_rows_and_no_source_are_refused(llama3_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="holds no rows"):
+        make(llama3_tokenizer, [])
+    with pytest.raises(ValueError, match="either source or rows"):
+        RLDataset(llama3_tokenizer)
+    with pytest.raises(ValueError, match="either source or rows"):
+        make(llama3_tokenizer, source="json", data_files="x.json")
+    with pytest.raises(ValueError, match="max_promt_tokens"):
+        make(llama3_tokenizer, max_promt_tokens=9)
+
+
+# Lengths
+
+
+def test_long_prompts_are_left_out_with_one_line(
+    llama3_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt of exactly the limit stays; positions count the kept prompts."""
+    with caplog.at_level(logging.INFO):
+        data = make(llama3_tokenizer, chat=False, max_prompt_tokens=5)
+    assert [item["prompt"] for item in data] == ["1+1?", "2+3?"]
+    assert [item["index"] for item in data] == [0, 1]
+    assert [item["columns"]["answer"] for item in data] == ["2", "5"]
+    assert data.max_prompt_length == 5
+    assert [record.getMessage() for record in caplog.records] == [
+        "RLDataset keeps 2 of 3 prompts; 1 are longer than max_prompt_tokens=5 (up to 21 tokens)."
+    ]
+    caplog.clear()
+    assert len(make(llama3_tokenizer, chat=False, max_prompt_tokens=21)) == 3
+    assert not caplog.records
+
+
+def test_a_limit_that_leaves_nothing_says_what_would(llama3_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="max_prompt_tokens: 4 .* 3 prompts.* 5 to 21 .* 5 or"):
+        make(llama3_tokenizer, chat=False, max_prompt_tokens=4)
+
+
+def test_the_tokenizers_limit_never_cuts_silently(qwen2_tokenizer: Any) -> None:
+    longest = make(qwen2_tokenizer).max_prompt_length
+    limited = copy.copy(qwen2_tokenizer)
+    limited.max_seq_len = longest - 1
+    with pytest.raises(
+        ValueError,
+        match=rf"tokenizer.max_seq_len: {longest - 1} .* {longest} tokens.*null.*max_prompt_tokens",
+    ):
+        make(limited)
+    assert len(make(limited, max_prompt_tokens=longest - 1)) == 2
+    limited.max_seq_len = longest
+    assert list(make(limited)) == list(make(qwen2_tokenizer))
+
+
+# Files
+
+
+@pytest.fixture
+def jsonl_file(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+@pytest.mark.parametrize("file_format", ["json", "csv", "parquet"])
+def test_files_of_every_format_give_the_same_rows(
+    llama3_tokenizer: Any, tmp_path: Path, jsonl_file: str, file_format: str
+) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    path = str(tmp_path / f"rows.{file_format}")
+    if file_format == "csv":
+        # A CSV file has no types; this column would be read as numbers.
+        table = table.remove_columns("answer")
+    {"json": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[file_format](path)
+    rows = [{**row} for row in table]
+    data = RLDataset(llama3_tokenizer, source=file_format, data_files=path)
+    assert list(data) == list(make(llama3_tokenizer, rows))
+
+
+def test_a_config_reaches_the_class(llama3_tokenizer: Any, jsonl_file: str) -> None:
+    settings = OmegaConf.create(
+        {
+            "_component_": "torchtune_grpo.data.RLDataset",
+            "source": "json",
+            "data_files": {"train": [jsonl_file], "test": jsonl_file},
+            "split": "test",
+            "columns": {"gold": "answer"},
+            "num_samples": 2,
+        }
+    )
+    data = config.instantiate(settings, llama3_tokenizer)
+    assert [item["columns"] for item in data] == [
+        {"gold": "2", "level": 1},
+        {"gold": "144", "level": 3},
+    ]
+
+
+def test_local_files_need_no_network_and_print_nothing(
+    llama3_tokenizer: Any,
+    jsonl_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("tried the network")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    assert not datasets.are_progress_bars_disabled(), "the user's setting before"
+    assert len(RLDataset(llama3_tokenizer, source="json", data_files=jsonl_file)) == 3
+    assert not datasets.are_progress_bars_disabled(), "the user's setting after"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_files": "/nowhere/rows.jsonl"}, "^data_files: '/nowhere/rows.jsonl' not found"),
+        ({}, "data_files is None"),
+        ({"data_files": []}, r"data_files is \[\]"),
+        ({"split": None, "data_files": "x"}, "split: None"),
+        ({"data_files": {"train": "ROWS"}, "split": "tset"}, r"split: 'tset' .*\['train'\]"),
+        ({"data_files": "ROWS", "max_promt_tokens": 9}, "max_promt_tokens"),
+        ({"data_files": "ROWS", "streaming": True}, "streaming"),
+        ({"data_files": "BROKEN"}, "Cannot load .*JSON parse error"),
+        ({"data_files": "EMPTY"}, "holds no rows"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    llama3_tokenizer: Any,
+    tmp_path: Path,
+    jsonl_file: str,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    broken, empty = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl"
+    broken.write_text('{"prompt": "a"}\n{"prompt":\n')
+    empty.write_text("")
+    paths = {"ROWS": jsonl_file, "BROKEN": str(broken), "EMPTY": str(empty)}
+    files = options.get("data_files")
+    if isinstance(files, str):
+        options = {**options, "data_files": paths.get(files, files)}
+    elif isinstance(files, dict):
+        options = {**options, "data_files": {key: paths[name] for key, name in files.items()}}
+    with pytest.raises(ValueError, match=message):
+        RLDataset(llama3_tokenizer, source="json", **options)
+
+
+def test_a_csv_file_with_only_a_header_holds_no_rows(llama3_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer\n")
+    with pytest.raises(ValueError, match="holds no rows"):
+        RLDataset(llama3_tokenizer, source="csv", data_files=str(path))

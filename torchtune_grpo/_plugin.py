@@ -1,0 +1,110 @@
+"""Makes the stock `tune` command see the recipes of this package, and does nothing else.
+
+`tune` has no plugin discovery, but torch has: at the end of `import torch` it calls every entry
+point of the group `torch.backends`. Ours, `autoload`, asks to be called back when torchtune's list
+of recipes is imported; a process that never imports torchtune pays only for that request.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off; `python -m torchtune_grpo` works all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def autoload() -> None:
+    """`register`, as torch calls it: silent, because an error here would fail `import torch`."""
+    with contextlib.suppress(Exception):
+        register()
+
+
+def register() -> None:
+    """Have the two hooks below called when the modules of torchtune that they extend are imported.
+
+    Calling it again, or when torchtune has been imported already, does no harm.
+
+    Raises:
+        ImportError: If wrapt is missing or broken.
+    """
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(_guarded(add_recipes), "torchtune._recipe_registry")
+    register_post_import_hook(_guarded(resolve_names_in_validate), "torchtune._cli.validate")
+
+
+def recipes_folder() -> Path:
+    """Absolute path of the installed `torchtune_grpo.recipes`.
+
+    Raises:
+        ModuleNotFoundError: If the package runs from a source tree that was never installed.
+    """
+    spec = find_spec("torchtune_grpo.recipes")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            "torchtune_grpo.recipes is not installed. Run `pip install -e .` in the source tree."
+        )
+    return Path(spec.origin).resolve().parent
+
+
+def config_files() -> dict[str, Path]:
+    """Absolute path of each config of this package, by the name that `tune` knows it by."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("configs/*.yaml"))}
+
+
+def add_recipes(registry: ModuleType) -> None:
+    """Append to torchtune's list of recipes those of ours that it does not hold yet.
+
+    Args:
+        registry: the module `torchtune._recipe_registry`.
+    """
+    known = {recipe.name for recipe in registry._ALL_RECIPES}
+    for path in sorted(recipes_folder().glob("grpo_*.py")):
+        if path.stem in known:
+            continue
+        # torchtune joins its own folder with `file_path`; an absolute path survives that.
+        configs = [registry.Config(name, str(file)) for name, file in config_files().items()]
+        recipe = registry.Recipe(
+            name=path.stem,
+            file_path=str(path),
+            configs=configs,
+            supports_distributed=path.stem.endswith("_distributed"),
+        )
+        registry._ALL_RECIPES.append(recipe)
+
+
+def resolve_names_in_validate(validate: ModuleType) -> None:
+    """Let `tune validate` take our configs by name; of all subcommands it alone knows only paths.
+
+    Args:
+        validate: the module `torchtune._cli.validate`.
+    """
+    stock = validate.Validate._validate_cmd
+
+    @functools.wraps(stock)
+    def _validate_cmd(self: Any, args: Any) -> None:
+        if not args.config.exists():
+            args.config = config_files().get(str(args.config), args.config)
+        stock(self, args)
+
+    validate.Validate._validate_cmd = _validate_cmd
+
+
+def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """The same hook, but a failure is logged, and stock `tune` goes on without our recipes."""
+
+    @functools.wraps(hook)
+    def guarded(module: ModuleType) -> None:
+        try:
+            hook(module)
+        except Exception as error:
+            logging.getLogger(__name__).warning(
+                "torchtune-grpo could not extend %s: %r", module.__name__, error
+            )
+
+    return guarded

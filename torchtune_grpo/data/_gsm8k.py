@@ -1,0 +1,93 @@
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade school word problems with worked answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune.modules.transforms.tokenizers import ModelTokenizer
+
+from torchtune_grpo.data._rl_dataset import RLDataset
+
+SYSTEM_PROMPT = (
+    "Solve the problem step by step. Put your reasoning between <think> and </think>, and then the "
+    "result, one plain number, between <answer> and </answer>. Your whole reply has this form: "
+    "<think> reasoning </think> <answer> number </answer>"
+)
+
+_GOLD_MARK = "#### "
+_CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
+
+
+def gsm8k_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: str = "openai/gsm8k",
+    name: str | None = "main",
+    split: str = "train",
+    data_files: Any = None,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    prefill: str = "",
+    max_prompt_tokens: int | None = None,
+    num_samples: int | None = None,
+    **dataset_kwargs: Any,
+) -> RLDataset:
+    """An :class:`~torchtune_grpo.data.RLDataset` of GSM8K, from the hub or from its jsonl files.
+
+    Args:
+        tokenizer: a torchtune model tokenizer.
+        source: data set on the hub with GSM8K's columns ``question`` and ``answer``; json or
+            parquet together with ``data_files``.
+        name: configuration of the hub data set. Files have none, so ``data_files`` overrides it.
+        split: ``train`` (7,473 problems) or ``test`` (1,319).
+        data_files: path of local files with the problems of ``split``.
+        system_prompt: asks for ``<think> ... </think> <answer> ... </answer>`` by default.
+        prefill: text that every response begins with, for instance ``<think>``.
+        max_prompt_tokens: longer prompts are left out. None keeps all.
+        num_samples: use only this many rows from the start. None uses all.
+        **dataset_kwargs: handed to RLDataset: ``prompt_template``, ``chat``, ``columns``.
+
+    Returns:
+        RLDataset: the prompt is the question; the items' columns are ``question``, ``answer`` (the
+        gold number as text) and ``solution`` (the worked answer, without calculator notes).
+
+    Raises:
+        ValueError: if a row's answer has no ``#### `` with a gold behind it, and as RLDataset does.
+    """
+    if name is not None and data_files is None:
+        dataset_kwargs["name"] = name
+    if data_files is not None:
+        dataset_kwargs["data_files"] = data_files
+    return RLDataset(
+        tokenizer,
+        source=source,
+        split=split,
+        transform=_to_row,
+        system_prompt=system_prompt,
+        prefill=prefill,
+        max_prompt_tokens=max_prompt_tokens,
+        num_samples=num_samples,
+        **dataset_kwargs,
+    )
+
+
+def _to_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    for column in ("question", "answer"):
+        if column not in row:
+            raise ValueError(
+                f"GSM8K has the columns question and answer, but here are {sorted(row)}. "
+                "Use RLDataset for other data."
+            )
+    worked, mark, gold = str(row["answer"]).rpartition(_GOLD_MARK)
+    gold = gold.replace(",", "").strip()
+    if not (mark and gold):
+        raise ValueError(
+            f"its answer does not end in {_GOLD_MARK!r} and the gold: {row['answer']!r}"
+        )
+    return {
+        **row,
+        "prompt": row["question"],
+        "answer": gold,
+        "solution": _CALCULATOR_NOTE.sub("", worked).strip(),
+    }

@@ -1,0 +1,100 @@
+"""Fills a prompt template with a row's columns."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+_BRACES_HINT = "Write literal braces as {{ and }}."
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Literal text, and the column whose value follows it."""
+
+    literal: str
+    column: str | None
+    types: tuple[type, ...]
+
+
+class RowTemplate:
+    """A format string over columns: ``{prompt}`` is the prompt column, others go by their name.
+
+    Values are inserted and never read as a template, so braces in the data have no meaning.
+
+    Args:
+        template: the format string; ``{{`` and ``}}`` stand for literal braces.
+        prompt_column: name of the column that ``{prompt}`` stands for.
+        names: the columns that there are.
+
+    Raises:
+        ValueError: for a placeholder that is no column, for one with a format, or for none at all.
+    """
+
+    def __init__(self, template: str, *, prompt_column: str, names: Collection[str]) -> None:
+        try:
+            fields = list(string.Formatter().parse(template))
+        except ValueError as error:
+            raise ValueError(
+                f"prompt_template: {template!r} cannot be read: {error}. {_BRACES_HINT}"
+            ) from error
+        self._parts: list[_Part] = []
+        for literal, field, spec, conversion in fields:
+            if spec or conversion:
+                raise ValueError(
+                    f"prompt_template: the placeholder {field!r} in {template!r} has a format; "
+                    f"placeholders are plain column names. {_BRACES_HINT}"
+                )
+            if field == "prompt":
+                column = known_column("prompt_column", prompt_column, names)
+                self._parts.append(_Part(literal, column, (str,)))
+            elif field is not None:
+                known_column("prompt_template", field, ["prompt", *names], _BRACES_HINT)
+                self._parts.append(_Part(literal, field, (str, int, float)))
+            else:
+                self._parts.append(_Part(literal, None, ()))
+        if all(part.column is None for part in self._parts):
+            raise ValueError(
+                f"prompt_template: {template!r} has no placeholder, so all prompts would be the "
+                "same. Use {prompt} for the prompt column."
+            )
+
+    def render(self, row: Mapping[str, Any], index: int) -> str:
+        """Returns the prompt of a row.
+
+        Raises:
+            ValueError: naming the row by its index, if a value is no text or the prompt is blank.
+        """
+        texts = []
+        for part in self._parts:
+            value = "" if part.column is None else row[part.column]
+            if part.column is not None and not isinstance(value, part.types):
+                raise ValueError(
+                    f"Row {index}: the prompt's column {part.column!r} holds {value!r} "
+                    f"({type(value).__name__}), not text. Correct or remove the row, or choose "
+                    "another prompt_column."
+                )
+            texts.append(f"{part.literal}{value}")
+        prompt = "".join(texts)
+        if not prompt.strip():
+            raise ValueError(f"Row {index}: the prompt is blank. Correct or remove the row.")
+        return prompt
+
+
+def known_column(key: str, name: str, names: Collection[str], hint: str = "") -> str:
+    """Returns ``name`` if it is among ``names``.
+
+    Raises:
+        ValueError: naming the config key and the nearest column.
+    """
+    if name in names:
+        return name
+    nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+    suggestion = f"Did you mean {nearest[0]!r}? " if nearest else ""
+    raise ValueError(
+        f"{key}: the data set has no column {name!r}. {suggestion}"
+        f"Its columns are {sorted(names)}. {hint}".rstrip()
+    )

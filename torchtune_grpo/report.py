@@ -1,0 +1,83 @@
+"""The run as a picture and a few lines: ``python -m torchtune_grpo.report OUTPUT_DIR``.
+
+Draws ``reward_curve.png`` from the run's ``metrics.jsonl`` and prints held-out accuracy before and
+after. Needs matplotlib: ``pip install torchtune-grpo[report]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torchtune_grpo.metrics import read_jsonl
+
+Series = tuple[list[int], list[float]]
+
+
+def series(records: list[dict[str, Any]], name: str) -> Series:
+    """Steps and values of one metric, where it was recorded."""
+    found = [(record["step"], record[name]) for record in records if name in record]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
+    """Draws reward, its spread within the groups, and held-out accuracy against the step.
+
+    Args:
+        records (list[dict[str, Any]]): lines of ``metrics.jsonl``.
+        path (Path): of the picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    steps, rewards = series(records, "reward")
+    _, spread = series(records, "reward_std")
+    left.plot(steps, rewards, color="tab:blue", label="reward")
+    low = [r - s for r, s in zip(rewards, spread, strict=True)]
+    high = [r + s for r, s in zip(rewards, spread, strict=True)]
+    left.fill_between(steps, low, high, color="tab:blue", alpha=0.2, label="± spread in a group")
+    left.set(xlabel="step", title="Training reward")
+    left.legend(loc="lower right")
+    for name in sorted({key for record in records for key in record if key.startswith("eval/")}):
+        right.plot(*series(records, name), marker="o", label=name.removeprefix("eval/"))
+    right.set(xlabel="step", title="Held-out accuracy", ylim=(-0.02, 1.02))
+    if right.lines:
+        right.legend(loc="lower right")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def summary(records: list[dict[str, Any]]) -> list[str]:
+    """One line per evaluation metric: its first and its last value."""
+    lines = []
+    for name in sorted({key for record in records for key in record if key.startswith("eval/")}):
+        steps, values = series(records, name)
+        lines.append(
+            f"held-out {name.removeprefix('eval/')}: {values[0]:.3f} before (step {steps[0]}), "
+            f"{values[-1]:.3f} after (step {steps[-1]})"
+        )
+    return lines
+
+
+def main() -> None:
+    """Reads a run's folder, prints the summary and the picture's path."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output_dir", type=Path, help="the run's output_dir")
+    folder = parser.parse_args().output_dir
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        parser.error(f"{file} does not exist; give the output_dir of a run that made a step.")
+    records = read_jsonl(file)
+    picture = folder / "reward_curve.png"
+    draw_reward_curve(records, picture)
+    print("\n".join([*summary(records), f"reward curve: {picture}"]))
+
+
+if __name__ == "__main__":
+    main()

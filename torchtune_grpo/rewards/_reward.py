@@ -1,0 +1,112 @@
+"""What a reward is, and the checks that need only its signature."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+
+# reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None];
+# None says that the reward does not apply to a completion. It is the interface of TRL's trainer.
+RewardFunction = Callable[..., Sequence[float | None]]
+
+GIVEN = ("prompts", "completions")  # what every reward gets besides the columns
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One reward.
+
+    Args:
+        name (str): what it is called in metrics and errors; unique within a set.
+        function (RewardFunction): called with the keywords prompts, completions and every column.
+        weight (float): its factor in the total; with 0 it is only watched.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+
+
+def bound_arguments(function: RewardFunction) -> frozenset[str]:
+    """The keyword arguments that a config has fixed; a column of that name is not passed."""
+    return frozenset(function.keywords) if isinstance(function, partial) else frozenset()
+
+
+def keyword_parameters(function: Callable[..., object]) -> dict[str, bool]:
+    """The parameters that can be given by name, but prompts and completions: name -> required."""
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in _BY_KEYWORD and parameter.name not in GIVEN
+    }
+
+
+def takes_any_keyword(function: Callable[..., object]) -> bool:
+    """Whether the function has a parameter such as ``**columns``."""
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def check_reward(reward: Reward, key: str) -> None:
+    """Checks the weight, and that the function can be called the way rewards are called.
+
+    Args:
+        reward (Reward): what is checked.
+        key (str): where it stands in the config, such as ``rewards[0]``; for the error.
+
+    Raises:
+        ValueError: naming the key, the value and the remedy.
+    """
+    where = f"{key} ({reward.name})"
+    if isinstance(reward.weight, bool) or not isinstance(reward.weight, (int, float)):
+        raise ValueError(f"{where}.weight is {reward.weight!r}; give a number.")
+    if not math.isfinite(reward.weight):
+        raise ValueError(f"{where}.weight is {reward.weight}; give a finite number.")
+    if not callable(reward.function):
+        raise ValueError(f"{where} is {reward.function!r}, which cannot be called.")
+    try:
+        parameters = inspect.signature(reward.function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: the signature of {reward.function!r} cannot be read ({error}); wrap it in a "
+            "function reward(prompts, completions, **columns)."
+        ) from error
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if unnamed or not takes_any_keyword(reward.function):
+        problem = f"cannot be given {unnamed} by name" if unnamed else "refuses further columns"
+        raise ValueError(
+            f"{where} has the signature {inspect.signature(reward.function)} and {problem}; "
+            "declare it as reward(prompts, completions, **columns)."
+        )
+
+
+def check_columns(reward: Reward, columns: Iterable[str]) -> None:
+    """Checks that a data set has the columns that a reward cannot do without.
+
+    Raises:
+        ValueError: naming the missing column and those that there are.
+    """
+    present = sorted(columns)
+    reserved = [name for name in present if name in GIVEN]
+    if reserved:
+        raise ValueError(
+            f"The data set has a column {reserved[0]!r}, a name that rewards get their "
+            f"{reserved[0]} under; rename the column."
+        )
+    for name, required in keyword_parameters(reward.function).items():
+        if required and name not in present:
+            raise ValueError(
+                f"The reward {reward.name!r} needs the column {name!r}, but the data set has "
+                f"{present}{nearest(name, present)}. Add the column or set {name} in the config."
+            )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the known word that ``word`` was perhaps meant to be, or nothing."""
+    matches = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

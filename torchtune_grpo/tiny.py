@@ -1,0 +1,331 @@
+"""The embedded default: a tiny Llama 3.2 that adds a little, made on the spot, not downloaded.
+
+    python -m torchtune_grpo.tiny OUTPUT_DIR
+
+writes a checkpoint in Hugging Face's layout, which torchtune's FullModelHFCheckpointer and
+transformers both read. The model has been warm-started on worked arithmetic until it solves some
+problems, so that reinforcement learning has something to reinforce.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save
+from torch import Tensor
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.llama3 import Llama3Tokenizer, llama3_tokenizer
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import LORA_ATTN_MODULES
+from torchtune.utils import get_logger
+
+from torchtune_grpo._tiny_tokenizer import train_merges, write_tokenizer
+from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_dataset, arithmetic_problems
+
+VOCAB_SIZE = 448
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 192,
+    "max_seq_len": 16_384,
+    "rope_base": 500_000,
+    "norm_eps": 1e-5,
+    "scale_factor": 32,
+}
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
+_SETTINGS_KEY = "torchtune_grpo_tiny"
+
+_log = get_logger("INFO")
+
+
+def tiny_llama3_2() -> TransformerDecoder:
+    """Builder of the tiny model, for ``model._component_``: about 0.2M parameters, tied."""
+    return llama3_2(**_SHAPE)
+
+
+def lora_tiny_llama3_2(
+    lora_attn_modules: list[LORA_ATTN_MODULES],
+    apply_lora_to_mlp: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    quantize_base: bool = False,
+    use_dora: bool = False,
+) -> TransformerDecoder:
+    """Builder of the tiny model with LoRA; the arguments are those of torchtune's builders."""
+    return lora_llama3_2(
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
+        quantize_base=quantize_base,
+        use_dora=use_dora,
+        **_SHAPE,
+    )
+
+
+def tiny_tokenizer(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> Llama3Tokenizer:
+    """The tokenizer of a tiny checkpoint folder: Llama 3's, with a vocabulary of its own."""
+    folder = Path(checkpoint_dir)
+    # tiktoken caches files by their paths and would not see that a folder was made anew.
+    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
+        return llama3_tokenizer(
+            path=str(folder / "tokenizer.model"),
+            special_tokens_path=str(folder / "tokenizer.json"),
+            max_seq_len=max_seq_len,
+        )
+
+
+def make_tiny_checkpoint(
+    output_dir: str | Path,
+    *,
+    seed: int = 0,
+    levels: int | list[int] = 3,
+    target_accuracy: float = 0.3,
+    warmup_steps: int = 2000,
+) -> Path:
+    """Makes the tiny model, warm-starts it and writes its checkpoint folder in one move.
+
+    Args:
+        output_dir: the folder to make. If it exists, it may hold nothing but an earlier tiny
+            checkpoint, which is replaced.
+        seed: of weights and problems.
+        levels: the problems' levels, see
+            :func:`~torchtune_grpo.data._arithmetic.arithmetic_problems`.
+        target_accuracy: the warm-up ends when a sampled answer to a new training problem is right
+            with about this probability.
+        warmup_steps: and at the latest after so many steps; 0 leaves the weights random.
+
+    Returns:
+        Path: the folder.
+
+    Raises:
+        ValueError: if ``output_dir`` holds other files.
+    """
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "levels": [levels] if isinstance(levels, int) else list(levels),
+        "target_accuracy": target_accuracy,
+        "warmup_steps": warmup_steps,
+    }
+    target = Path(output_dir).absolute()
+    _check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
+        folder = Path(name) / target.name
+        folder.mkdir()
+        write_tokenizer(folder, _merges(), VOCAB_SIZE)
+        model = _warm_started(tiny_tokenizer(folder), **settings)
+        _write_model(folder, model, settings)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(folder, target)
+    _log.info(f"Made the tiny checkpoint {target} in {time.perf_counter() - start:.0f} s.")
+    return target
+
+
+def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
+    """Makes the tiny checkpoint unless it is there. Several processes may call this at once.
+
+    Args:
+        checkpoint_dir: the folder.
+        **settings: as :func:`make_tiny_checkpoint` takes them.
+
+    Raises:
+        ValueError: if the folder holds a checkpoint made with other settings, or other files.
+    """
+    folder = Path(checkpoint_dir).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent / f".{folder.name}.lock"):
+        if not all((folder / name).is_file() for name in _FILES):
+            _log.info(f"{folder} holds no checkpoint yet; making one takes about a minute.")
+            make_tiny_checkpoint(folder, **settings)
+            return
+    made = json.loads((folder / "config.json").read_text()).get(_SETTINGS_KEY, {})
+    differing = {key: made.get(key) for key, value in settings.items() if made.get(key) != value}
+    if differing:
+        raise ValueError(
+            f"prepare: {folder} was made with {differing}, the config asks for "
+            f"{ {key: settings[key] for key in differing} }. "
+            "Delete the folder, or name another checkpoint_dir."
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that the system releases if this process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and (others := {path.name for path in folder.iterdir()} - set(_FILES)):
+        raise ValueError(
+            f"checkpoint_dir: {folder} holds other files ({', '.join(sorted(others)[:5])}). "
+            "Name a new folder."
+        )
+
+
+def _merges() -> list[tuple[bytes, bytes]]:
+    # Always seed 0: the vocabulary is the same whatever the model's seed.
+    rows = arithmetic_problems(levels=LEVELS, split="train", num_samples=70 * len(LEVELS))
+    texts = [f"{row['question']}\n\n<think>{_completion(row)}" for row in rows]
+    return train_merges([*texts, "system", "user", "assistant", "\n\n"], max_merges=VOCAB_SIZE)
+
+
+def _completion(row: dict[str, Any]) -> str:
+    """What the model should answer, behind the prefill ``<think>``."""
+    steps = row["solution"].rpartition("\n####")[0]
+    return f"{steps}</think>\n<answer>{row['answer']}</answer>"
+
+
+def _warm_started(
+    tokenizer: Llama3Tokenizer,
+    *,
+    seed: int,
+    levels: list[int],
+    target_accuracy: float,
+    warmup_steps: int,
+    batch_size: int = 32,
+    lr: float = 4e-3,
+) -> TransformerDecoder:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny_llama3_2()
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                # torchtune's N(0, 1) embeddings would, being tied, start with huge logits.
+                std = 0.02 if name.startswith("tok_embeddings") else weight.shape[1] ** -0.5
+                torch.nn.init.normal_(weight, std=std)
+    if warmup_steps == 0:
+        return model
+    examples = _examples(tokenizer, levels, seed)
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    accuracy = 0.0
+    for step in range(warmup_steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 50)
+        log_probs, mask = _log_probs(model, rng.sample(examples, batch_size))
+        (-log_probs.sum() / mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        # The chance to sample the worked answer as it stands.
+        accuracy += 0.05 * (log_probs.detach().sum(1).exp().mean().item() - accuracy)
+        if (step + 1) % 100 == 0:
+            _log.info(f"warm-up step {step + 1}: accuracy about {accuracy:.2f}")
+        if accuracy >= target_accuracy:
+            break
+    return model
+
+
+def _examples(tokenizer: Any, levels: list[int], seed: int) -> list[tuple[list[int], list[int]]]:
+    rows = arithmetic_problems(levels=levels, split="train", num_samples=8000, seed=seed)
+    prompts = arithmetic_dataset(
+        tokenizer, levels=levels, split="train", num_samples=8000, seed=seed, prefill="<think>"
+    )
+    return [
+        (
+            prompts[i]["tokens"],
+            tokenizer.encode(_completion(row), add_bos=False, add_eos=False) + [tokenizer.eot_id],
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _log_probs(
+    model: TransformerDecoder, examples: list[tuple[list[int], list[int]]]
+) -> tuple[Tensor, Tensor]:
+    """Returns the log-probs of the completions, 0 elsewhere, and their mask: both [B, S-1]."""
+    length = max(len(prompt) + len(completion) for prompt, completion in examples)
+    tokens = torch.zeros(len(examples), length, dtype=torch.long)  # [B, S]
+    mask = torch.zeros(len(examples), length, dtype=torch.bool)
+    for i, (prompt, completion) in enumerate(examples):
+        end = len(prompt) + len(completion)
+        tokens[i, :end] = torch.tensor(prompt + completion)
+        mask[i, len(prompt) : end] = True
+    logits = model(tokens[:, :-1])
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return -losses.view(len(examples), -1).where(mask[:, 1:], 0.0), mask[:, 1:]
+
+
+def _write_model(folder: Path, model: TransformerDecoder, settings: dict[str, Any]) -> None:
+    heads, kv_heads, dim = _SHAPE["num_heads"], _SHAPE["num_kv_heads"], _SHAPE["embed_dim"]
+    weights = tune_to_hf(model.state_dict(), num_heads=heads, num_kv_heads=kv_heads, dim=dim)
+    weights = {key: weight.detach().contiguous() for key, weight in weights.items()}
+    # Not save_file, whose files are readable by their owner only.
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    special = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in special}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": dim,
+        "head_dim": dim // heads,
+        "intermediate_size": _SHAPE["intermediate_dim"],
+        "num_hidden_layers": _SHAPE["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": _SHAPE["max_seq_len"],
+        "rms_norm_eps": _SHAPE["norm_eps"],
+        "rope_theta": float(_SHAPE["rope_base"]),
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": float(_SHAPE["scale_factor"]),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": ids["<|begin_of_text|>"],
+        "eos_token_id": ids["<|eot_id|>"],
+        "pad_token_id": ids["<|finetune_right_pad_id|>"],
+        "torch_dtype": "float32",
+        _SETTINGS_KEY: settings,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> None:
+    """Command line: ``python -m torchtune_grpo.tiny OUTPUT_DIR [--seed N]``."""
+    parser = argparse.ArgumentParser(prog="python -m torchtune_grpo.tiny", description=__doc__)
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warmup-steps", type=int, default=2000)
+    arguments = parser.parse_args()
+    make_tiny_checkpoint(
+        arguments.output_dir, seed=arguments.seed, warmup_steps=arguments.warmup_steps
+    )
+
+
+if __name__ == "__main__":
+    main()
