@@ -40,15 +40,16 @@ def _two_digit_step(rng: random.Random) -> Chain:
 
 
 def _two_steps(rng: random.Random) -> Chain:
-    return (("+", rng.randint(2, 9)), *_small_steps(rng, 2))
+    return _small_steps(rng, (("+", rng.randint(1, 9)),), 2)
 
 
 def _three_steps(rng: random.Random) -> Chain:
-    return (("+", rng.randint(2, 9)), *_small_steps(rng, 3))
+    return _small_steps(rng, (("+", rng.randint(1, 9)),), 3)
 
 
 def _product_and_step(rng: random.Random) -> Chain:
-    return (("+", rng.randint(2, 9)), ("*", rng.randint(2, 9)), *_small_steps(rng, 1))
+    product = (("+", rng.randint(2, 9)), ("*", rng.randint(2, 9)))
+    return _small_steps(rng, product, 1, limit=90)
 
 
 def _product_step_and_share(rng: random.Random) -> Chain:
@@ -60,8 +61,14 @@ def _product_step_and_share(rng: random.Random) -> Chain:
             return (*chain, ("/", rng.choice(divisors)))
 
 
-def _small_steps(rng: random.Random, count: int) -> Chain:
-    return tuple((rng.choice("+-"), rng.randint(2, 9)) for _ in range(count))
+def _small_steps(rng: random.Random, chain: Chain, count: int, limit: int = 20) -> Chain:
+    """Adds one-digit steps that keep within 0 and the limit."""
+    for _ in range(count):
+        value = evaluate_chain(chain)
+        steps = [("+", n) for n in range(1, 10) if value + n <= limit]
+        steps += [("-", n) for n in range(1, 10) if value - n >= 0]
+        chain = (*chain, rng.choice(steps))
+    return chain
 
 
 # Level -> (what draws a chain, whether it is told as a story).
@@ -143,7 +150,8 @@ def arithmetic_problems(
 
     Levels: 1 one-digit sums; 2 and 3 two and three sums or differences in a row; 4 one sum or
     difference of two-digit numbers; 5 and 6 like 2 and 3, told as a story; 7 a story of a product
-    and a sum or difference; 8 the same, ending in a division. No value on the way is negative.
+    and a sum or difference; 8 the same, ending in a division. No value on the way is negative, and
+    none of levels 2, 3, 5 and 6 is above 20.
 
     Args:
         levels: one level or several; several take turns, so each gets its equal share.

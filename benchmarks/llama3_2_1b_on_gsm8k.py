@@ -1,0 +1,107 @@
+"""Runs the shipped `llama3_2_1B_lora_grpo` at the true 1B shape for two steps on the CPU.
+
+    python benchmarks/llama3_2_1b_on_gsm8k.py --gsm8k train.jsonl --work-dir /tmp/llama1b
+
+Without a download the weights are random, written in Hugging Face's format (2.5 GB), and the
+tokenizer is one of bytes with Llama 3's special tokens, so the text is longer than in reality and
+the samples are noise. What it shows is that config, checkpoint, data and memory hold at full size.
+Prints one JSON line.
+"""
+
+import argparse
+import base64
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.llama3_2 import llama3_2_1b
+from torchtune.training import set_default_dtype
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Random weights at Llama 3.2 1B's shape, and a byte tokenizer."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    torch.manual_seed(0)
+    with set_default_dtype(torch.bfloat16):
+        model = llama3_2_1b()
+    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+    state = tune_to_hf(model.state_dict(), num_heads=32, num_kv_heads=8, dim=2048, head_dim=64)
+    save_file(
+        {name: value.contiguous() for name, value in state.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+
+
+def main() -> None:
+    """Makes the checkpoint if it is missing, runs two steps, prints what they took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K's train.jsonl")
+    parser.add_argument("--work-dir", type=Path, required=True, help="folder for 5 GB of weights")
+    parser.add_argument("--config", default="llama3_2_1B_lora_grpo")
+    args = parser.parse_args()
+    checkpoint, output = args.work_dir / "checkpoint", args.work_dir / "output"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
+    settings = {
+        "checkpointer.checkpoint_dir": checkpoint,
+        "tokenizer.path": checkpoint / "tokenizer.model",
+        "output_dir": output,
+        "device": "cpu",
+        "dataset.source": "json",
+        "dataset.data_files": args.gsm8k.resolve(),
+        "dataset.num_samples": 64,
+        "dataset.system_prompt": "null",
+        "dataset.max_prompt_tokens": 250,
+        "eval_dataset": "null",
+        "eval_every_n_steps": "null",
+        "num_steps": 2,
+        "batch_size": 1,
+        "grpo_samples": 2,
+        "forward_batch_size": 2,
+        "max_generated_tokens": 16,
+        "log_peak_memory_stats": "false",
+    }
+    command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
+    command += ["--config", args.config, *(f"{key}={value}" for key, value in settings.items())]
+    start = time.perf_counter()
+    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
+    seconds = time.perf_counter() - start
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    names = ("time/rollout", "time/logprobs", "time/update", "time/step")
+    result = {
+        "benchmark": "llama3_2_1b_on_gsm8k",
+        "config": args.config,
+        "threads": torch.get_num_threads(),
+        "overrides": {key: str(value) for key, value in settings.items() if "/" not in str(value)},
+        "seconds": round(seconds, 1),
+        "peak_memory_gib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
+        "steps": [{name: round(step[name], 2) for name in names} for step in steps],
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
