@@ -23,7 +23,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
-from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
     load_policy_weights,
@@ -35,6 +35,7 @@ from torchtune_grpo.checkpoint import (
 from torchtune_grpo.config import check_checkpoint_files, check_context, read_config
 from torchtune_grpo.data import PromptBatch, RLDataset, prompt_batches, step_indices
 from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
 from torchtune_grpo.reference import make_reference
@@ -221,11 +222,17 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 completions=trajectory.completions,
                 columns=trajectory.columns,
             )
-            trajectory.advantages = group_advantages(
-                scores.total, group_size=self.cfg.grpo_samples
+            trajectory.advantages = reward_advantages(
+                scores.scores,
+                scores.weights,
+                group_size=self.cfg.grpo_samples,
+                normalization=self.cfg.advantage,
+                objectives=self.cfg.objectives,
             ).to(self._device)
         metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
         self._run_log.completions(self.global_step + 1, trajectory, scores)
+        if self.cfg.mask_truncated_completions:
+            trajectory.response_mask &= ~trajectory.truncated[:, None]
 
         with metrics.timer("logprobs"):
             passes = {"temperature": self.cfg.temperature, "rows": self.cfg.rows_per_forward}
@@ -244,11 +251,18 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         """
         self._model.train()
         trajectory.weights = self._loss.weights(
-            trajectory.response_mask, num_rows=trajectory.num_rows
+            trajectory.response_mask,
+            num_rows=trajectory.num_rows,
+            num_tokens=int(trajectory.response_mask.sum()),
+            max_generated_tokens=self.cfg.max_generated_tokens,
         )
         for part in trajectory.micro_batches(self.cfg.rows_per_forward):
             logprobs, entropy = response_logprobs(
-                self._model, part, temperature=self.cfg.temperature, with_entropy=True
+                self._model,
+                part,
+                temperature=self.cfg.temperature,
+                with_entropy=True,
+                entropy_gradient=self._loss.needs_entropy_gradient,
             )  # [n, L]
             output = self._loss(
                 logprobs=logprobs,
@@ -257,13 +271,15 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 advantages=part.advantages,
                 weights=part.weights,
                 response_mask=part.response_mask,
+                entropy=entropy,
+                corrections=self._corrections(part, logprobs),
             )
             output.loss.backward()
             metrics.add_update(
                 part,
                 output,
                 logprobs=logprobs.detach(),
-                entropy=entropy,
+                entropy=entropy.detach(),
                 share=part.num_rows / trajectory.num_rows,
             )
         if self.cfg.clip_grad_norm is not None:
@@ -276,6 +292,17 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
+
+    def _corrections(self, part: Trajectory, logprobs: torch.Tensor) -> torch.Tensor | None:
+        if self.cfg.sampling_correction is None:
+            return None
+        return importance_weights(
+            trainer_logprobs=logprobs if part.old_logprobs is None else part.old_logprobs,
+            sampler_logprobs=part.sampler_logprobs,
+            response_mask=part.response_mask,
+            correction=self.cfg.sampling_correction,
+            cap=self.cfg.sampling_correction_cap,
+        )
 
     def train(self) -> None:
         """The paper's loop."""

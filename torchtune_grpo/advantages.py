@@ -1,26 +1,87 @@
-"""Rewards -> group-relative advantages."""
+"""Rewards -> group-relative advantages.
+
+    group           c / (std of the group + 1e-4)       GRPO: Shao et al. 2024, arXiv:2402.03300
+    batch           c / (std of all raw rewards + 1e-4) Lite PPO: Liu et al. 2025, arXiv:2508.08221
+    none            c                                   Dr. GRPO: Liu et al. 2025, arXiv:2503.20783
+    leave_one_out   r - mean of the others              RLOO: Ahmadian et al. 2024, arXiv:2402.14740
+
+with c = r - mean of the group, and every std with ddof=1.
+"""
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
+import torch
 from torch import Tensor
 
-# Keeps the quotient finite where all rewards of a group are (nearly) equal.
+Normalization = Literal["group", "batch", "none", "leave_one_out"]
+Objectives = Literal["sum_then_normalize", "normalize_then_sum"]
+NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
+OBJECTIVES: tuple[str, ...] = get_args(Objectives)
+
+# Keeps the quotient finite where all rewards are (nearly) equal.
 STD_EPSILON = 1e-4
 
 
-def group_advantages(rewards: Tensor, *, group_size: int) -> Tensor:
-    """Centres each reward on its group's mean and scales it by its group's spread.
-
-    ``A = (r - mean(group)) / (std(group, ddof=1) + 1e-4)``; equal rewards give zeros.
-    Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2.
+def group_advantages(
+    rewards: Tensor, *, group_size: int, normalization: Normalization = "group"
+) -> Tensor:
+    """Compares each reward with the others of its group; equal rewards give zeros.
 
     Args:
-        rewards (Tensor): [N] with N = B * G, prompt-major.
+        rewards (Tensor): [N] with N = B * G, prompt-major; all rows of the optimizer step.
         group_size (int): G, at least 2.
+        normalization (Normalization): see the module's docstring.
 
     Returns:
         Tensor: [N] advantages.
     """
     groups = rewards.view(-1, group_size)  # [B, G]
-    centred = groups - groups.mean(dim=1, keepdim=True)
-    return (centred / (groups.std(dim=1, keepdim=True) + STD_EPSILON)).view(-1)
+    # Subtracting one of the rewards first makes equal rewards exactly zero, whatever they are.
+    shifted = groups - groups[:, :1]
+    centred = shifted - shifted.mean(dim=1, keepdim=True)
+    if normalization == "group":
+        centred = centred / (shifted.std(dim=1, keepdim=True) + STD_EPSILON)
+    elif normalization == "batch":
+        centred = centred / (rewards.std() + STD_EPSILON)
+    elif normalization == "leave_one_out":  # r - (sum - r) / (G - 1) = c G / (G - 1)
+        centred = centred * group_size / (group_size - 1)
+    return centred.reshape(-1)
+
+
+def reward_advantages(
+    scores: Tensor,
+    weights: Tensor,
+    *,
+    group_size: int,
+    normalization: Normalization = "group",
+    objectives: Objectives = "sum_then_normalize",
+) -> Tensor:
+    """Turns several rewards into one advantage per row.
+
+    ``sum_then_normalize`` normalizes the weighted sum (GRPO). ``normalize_then_sum`` normalizes
+    each reward by itself and sums the results with the weights, so that a reward with a small
+    spread is not drowned by one with a large spread (GDPO, arXiv:2601.05242).
+
+    Args:
+        scores (Tensor): [N, R], NaN where a reward does not apply; it then counts as 0 in the sum,
+            and as the mean of its group when rewards are normalized one by one.
+        weights (Tensor): [R].
+        group_size (int): G.
+        normalization (Normalization): see :func:`group_advantages`.
+        objectives (Objectives): the order of normalizing and summing.
+
+    Returns:
+        Tensor: [N] advantages.
+    """
+    if objectives == "sum_then_normalize":
+        total = (scores.nan_to_num(0.0) * weights).sum(dim=1)
+        return group_advantages(total, group_size=group_size, normalization=normalization)
+    columns = scores.view(-1, group_size, scores.shape[1])  # [B, G, R]
+    filled = columns.where(~columns.isnan(), columns.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
+    normalized = [
+        group_advantages(column.reshape(-1), group_size=group_size, normalization=normalization)
+        for column in filled.unbind(dim=-1)
+    ]
+    return (torch.stack(normalized, dim=1) * weights).sum(dim=1)

@@ -24,6 +24,9 @@ from torchtune import config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
+from torchtune_grpo.importance import CORRECTIONS
+
 
 def key(
     doc: str, default: Any = MISSING, *, valid: Callable[[Any], bool] | None = None, hint: str = ""
@@ -36,6 +39,17 @@ def key(
 def positive(doc: str, default: Any = MISSING) -> Any:
     """Declares a key that takes a number above 0 (or null where its type allows it)."""
     return key(doc, default, valid=lambda v: v is None or v > 0, hint="give a number above 0")
+
+
+def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
+    """Declares a key that takes one of some words (or null where its type allows it)."""
+    words = ", ".join(options)
+    return key(
+        f"{doc} ({words})",
+        default,
+        valid=lambda v: v is None or v in options,
+        hint=f"give one of {words}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +88,24 @@ class GRPOConfig:
         None,
         valid=lambda v: v is None or 0 < v <= 1,
         hint="give a number in (0, 1], or null",
+    )
+    # Objective
+    advantage: str = one_of(
+        "Baseline and scale of an advantage; see docs/objectives.md", "group", NORMALIZATIONS
+    )
+    objectives: str = one_of(
+        "Whether several rewards are summed or normalized first", "sum_then_normalize", OBJECTIVES
+    )
+    mask_truncated_completions: bool = key(
+        "Do not train on responses without a stop token (their rewards still count)", False
+    )
+    sampling_correction: str | None = one_of(
+        "Importance weights for the gap between sampler and trainer; null = none",
+        None,
+        CORRECTIONS,
+    )
+    sampling_correction_cap: float = key(
+        "Largest such weight", 2.0, valid=lambda v: v > 1, hint="give a number above 1"
     )
     # Optimization
     num_steps: int = positive("Steps of roll-out and update")

@@ -36,7 +36,12 @@ def unembed_with(model: TransformerDecoder, function: Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets, and the entropy, under ``softmax(logits / temperature)``.
 
@@ -45,15 +50,16 @@ def token_logprobs(
         targets (Tensor): [K] token ids.
         temperature (float): > 0.
         with_entropy (bool): False returns zeros for the entropy.
+        entropy_gradient (bool): whether the entropy is differentiated.
 
     Returns:
-        tuple[Tensor, Tensor]: log-probs [K] and entropy in nats [K] (without gradient), float32.
+        tuple[Tensor, Tensor]: log-probs [K] and entropy in nats [K], float32.
     """
     logits = logits.float() / temperature
     logprobs = -F.cross_entropy(logits, targets, reduction="none")
     if not with_entropy:
         return logprobs, torch.zeros_like(logprobs)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         log_p = logits.log_softmax(dim=-1)
         entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return logprobs, entropy
@@ -65,6 +71,7 @@ def response_logprobs(
     *,
     temperature: float,
     with_entropy: bool = False,
+    entropy_gradient: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy of the response tokens of a batch of rows.
@@ -73,7 +80,8 @@ def response_logprobs(
         model (TransformerDecoder): the policy, or the reference.
         batch (Trajectory): n rows; tokens [n, T], prompt_lengths [n], response_mask [n, L].
         temperature (float): the temperature that the rows were sampled with, > 0.
-        with_entropy (bool): compute the entropy as well (a metric, without gradient).
+        with_entropy (bool): compute the entropy as well.
+        entropy_gradient (bool): whether the entropy is differentiated.
         chunk_tokens (int): how many tokens' logits exist at once.
 
     Returns:
@@ -88,7 +96,13 @@ def response_logprobs(
 
     def chunk_logprobs(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = model.output(h)  # [chunk, V]
-        return token_logprobs(logits, target, temperature=temperature, with_entropy=with_entropy)
+        return token_logprobs(
+            logits,
+            target,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
+        )
 
     def unembed(h: Tensor) -> Tensor:
         h = model.norm(h[predicts])  # [K, D]
@@ -102,7 +116,7 @@ def response_logprobs(
         values = model(batch.tokens)  # [2, K]
     out = values.new_zeros(2, *batch.response_mask.shape)  # [2, n, L]
     out = out.masked_scatter(batch.response_mask.expand_as(out), values)
-    return out[0], out[1].detach()
+    return out[0], out[1] if entropy_gradient else out[1].detach()
 
 
 @torch.no_grad()

@@ -68,6 +68,21 @@ def test_entropy_is_that_of_the_tempered_distribution():
     assert not entropy.requires_grad
 
 
+def test_entropy_gradient_equals_full_logits():
+    model, trajectory = build_policy(), make_trajectory([3], [4])
+
+    def gradients(value: torch.Tensor) -> list[torch.Tensor]:
+        return torch.autograd.grad(value, list(model.parameters()))
+
+    _, entropy = response_logprobs(
+        model, trajectory, temperature=0.5, with_entropy=True, entropy_gradient=True, chunk_tokens=3
+    )
+    log_p = (model(trajectory.tokens)[0, 2:6] / 0.5).log_softmax(-1)
+    expected = gradients(-(log_p.exp() * log_p).sum())
+    for grad, expected_grad in zip(gradients(entropy.sum()), expected, strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
+
+
 def test_padding_chunks_and_micro_batches_do_not_matter():
     model = build_policy()
     clean = make_trajectory([3, 6, 1], [5, 2, 7])

@@ -1,146 +1,309 @@
-"""The GRPO loss against hand-computed numbers and a plain float64 loop over tokens."""
+"""The loss family against hand-computed numbers and plain float64 loops, for every combination."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from torchtune_grpo.advantages import group_advantages
-from torchtune_grpo.loss import GRPOLoss, clipped_surrogate, kl_k3, row_mean_weights
+from torchtune_grpo.advantages import group_advantages, reward_advantages
+from torchtune_grpo.importance import importance_weights
+from torchtune_grpo.loss import (
+    GRPOLoss,
+    cispo_surrogate,
+    clipped_surrogate,
+    kl_penalty,
+    loss_weights,
+    sequence_log_ratio,
+)
+
+ROWS, WIDTH, LIMIT = 6, 5, 8
+LENGTHS = [3, 5, 1, 0, 4, 2]
+MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+
+
+# --- By hand ----------------------------------------------------------------------------------
 
 
 def test_advantages_by_hand():
-    """Group 1: 1,0,0,1 has mean .5 and std(ddof=1) sqrt(1/3); group 2 has no spread."""
+    """Group 1: 1,0,0,1 has mean .5 and std(ddof=1) sqrt(1/3); group 2 has no spread.
+
+    All eight: mean 1.25, squares 2 * .0625 + 2 * 1.5625 + 4 * .5625 = 5.5, std sqrt(5.5 / 7).
+    """
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    torch.testing.assert_close(
-        group_advantages(rewards, group_size=4),
-        torch.tensor([expected, -expected, -expected, expected, 0, 0, 0, 0]),
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0, 0, 0, 0, 0])
+    for normalization, size in {
+        "group": 0.5 / (math.sqrt(1 / 3) + 1e-4),
+        "batch": 0.5 / (math.sqrt(5.5 / 7) + 1e-4),
+        "none": 0.5,
+        "leave_one_out": 2 / 3,  # 1 - mean(0, 0, 1) and 0 - mean(1, 0, 1)
+    }.items():
+        values = group_advantages(rewards, group_size=4, normalization=normalization)
+        torch.testing.assert_close(values, signs * size)
+
+
+def test_several_rewards_by_hand():
+    """Column 1 has spread 1, column 2 spread 100; summed first, the second drowns the first."""
+    scores = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 100.0], [1.0, 100.0]])
+    weights = torch.tensor([1.0, 0.5])
+    together = reward_advantages(scores, weights, group_size=4)
+    expected = group_advantages(torch.tensor([0.0, 1.0, 50.0, 51.0]), group_size=4)
+    torch.testing.assert_close(together, expected)
+    apart = reward_advantages(scores, weights, group_size=4, objectives="normalize_then_sum")
+    one = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    two = 50 / (100 * math.sqrt(1 / 3) + 1e-4)
+    expected = torch.tensor([-one - two / 2, one - two / 2, -one + two / 2, one + two / 2])
+    torch.testing.assert_close(apart, expected)
+
+
+def test_a_reward_that_does_not_apply_is_left_out():
+    nan = math.nan
+    scores = torch.tensor([[1.0, nan], [0.0, nan], [1.0, 4.0], [0.0, nan]])
+    weights = torch.tensor([1.0, 1.0])
+    summed = reward_advantages(scores, weights, group_size=2, normalization="none")
+    torch.testing.assert_close(summed, torch.tensor([0.5, -0.5, 2.5, -2.5]))
+    apart = reward_advantages(
+        scores, weights, group_size=2, normalization="none", objectives="normalize_then_sum"
     )
+    torch.testing.assert_close(apart, torch.tensor([0.5, -0.5, 0.5, -0.5]))
 
 
 def test_surrogate_by_hand():
     """Ratio 1.5: clipped to 1.3 when that is worse for the objective, else left alone."""
-    log_ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5]]).log()
-    advantages = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
-    loss = clipped_surrogate(log_ratio, advantages, epsilon_low=0.2, epsilon_high=0.3)
-    torch.testing.assert_close(loss, torch.tensor([[-2.6, 3.0, -1.0, 1.6]]))
+    log_ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 9.0]]).log()
+    advantages = torch.tensor([[2.0, -2.0, 2.0, -2.0, -2.0]])
+    bounds = {"epsilon_low": 0.2, "epsilon_high": 0.3}
+    loss = clipped_surrogate(log_ratio, advantages, **bounds)
+    torch.testing.assert_close(loss, torch.tensor([[-2.6, 3.0, -1.0, 1.6, 18.0]]))
+    loss = clipped_surrogate(log_ratio, advantages, **bounds, dual_clip=3.0)
+    torch.testing.assert_close(loss, torch.tensor([[-2.6, 3.0, -1.0, 1.6, 6.0]]))
 
 
-def test_k3_by_hand():
+def test_cispo_by_hand():
+    new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old = new.detach() - torch.tensor([[1.5, 0.5]]).log()
+    loss = cispo_surrogate(new - old, new, torch.tensor([[2.0]]), epsilon_low=0.2, epsilon_high=0.3)
+    torch.testing.assert_close(loss, torch.tensor([[2.6, 3.2]]))
+    loss.sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([[-2.6, -1.6]]))  # clipped, yet not zero
+
+
+def test_sequence_ratio_and_kl_by_hand():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    log_ratio = torch.tensor([[0.2, 0.4, 0.0], [0.3, -0.6, 0.9]])
+    torch.testing.assert_close(sequence_log_ratio(log_ratio, mask), torch.tensor([[0.3], [0.2]]))
     d = torch.tensor([0.0, 1.0, -2.0])
-    expected = torch.tensor([0.0, math.e - 2, math.exp(-2) + 1])
-    torch.testing.assert_close(kl_k3(d), expected)
+    for estimator, expected in {
+        "k1": [0.0, -1.0, 2.0],
+        "k2": [0.0, 0.5, 2.0],
+        "k3": [0.0, math.e - 2, math.exp(-2) + 1],
+    }.items():
+        torch.testing.assert_close(kl_penalty(d, estimator=estimator), torch.tensor(expected))
 
 
-def random_batch(seed: int = 0):
+def test_weights_by_hand():
+    mask = torch.tensor([[True, False], [True, True], [False, False]])
+    for aggregation, expected in {
+        "grpo": [[1 / 4, 0], [1 / 8, 1 / 8], [0, 0]],
+        "dapo": [[1 / 9, 0], [1 / 9, 1 / 9], [0, 0]],
+        "dr_grpo": [[1 / 20, 0], [1 / 20, 1 / 20], [0, 0]],
+    }.items():
+        weights = loss_weights(
+            mask, aggregation=aggregation, num_rows=4, num_tokens=9, max_generated_tokens=5
+        )
+        torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+def test_importance_weights_by_hand():
+    ratio = torch.tensor([[1.5, 4.0, math.nan], [0.5, 0.5, 3.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    for correction, expected in {
+        "token_truncate": [[1.5, 2.0, 0], [0.5, 0.5, 2.0]],
+        "token_mask": [[1.5, 0.0, 0], [0.5, 0.5, 0.0]],
+        "sequence_truncate": [[2.0, 2.0, 0], [0.75, 0.75, 0.75]],
+        "sequence_mask": [[0.0, 0.0, 0], [0.75, 0.75, 0.75]],
+    }.items():
+        weights = importance_weights(
+            trainer_logprobs=ratio.log() - 1,
+            sampler_logprobs=torch.full((2, 3), -1.0),
+            response_mask=mask,
+            correction=correction,
+            cap=2.0,
+        )
+        torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+# --- Against a loop ---------------------------------------------------------------------------
+
+
+def random_batch(seed: int = 0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    lengths = [3, 5, 1, 0, 4, 2]
-    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
-    new, old, ref = (-torch.rand(6, 5, generator=g, dtype=torch.float64) * 2 for _ in range(3))
-    advantages = torch.randn(6, generator=g, dtype=torch.float64)
-    return dict(logprobs=new, old_logprobs=old, ref_logprobs=ref, advantages=advantages), mask
+    draw = lambda: -torch.rand(ROWS, WIDTH, generator=g, dtype=torch.float64) * 2  # noqa: E731
+    return {
+        "logprobs": draw(),
+        "old_logprobs": draw(),
+        "ref_logprobs": draw(),
+        "advantages": torch.randn(ROWS, generator=g, dtype=torch.float64),
+        "entropy": -draw(),
+        "corrections": -draw(),
+    }
 
 
-def loop_loss(batch, mask, *, kl_coeff, low, high, num_rows) -> torch.Tensor:
-    """The paper's equation 3, written as it stands there."""
+def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
+    """The papers' equations, token by token."""
     total = torch.zeros((), dtype=torch.float64)
-    for i in range(mask.shape[0]):
-        tokens = int(mask[i].sum())
-        for t in range(tokens):
-            new, old = batch["logprobs"][i, t], batch["old_logprobs"][i, t]
-            ratio, a = torch.exp(new - old), batch["advantages"][i]
-            policy = torch.min(ratio * a, torch.clamp(ratio, 1 - low, 1 + high) * a)
-            d = batch["ref_logprobs"][i, t] - new
-            total = total - (policy - kl_coeff * (torch.exp(d) - d - 1)) / tokens / num_rows
+    for i, length in enumerate(LENGTHS):
+        a = batch["advantages"][i]
+        new, old, ref = (batch[k][i, :length] for k in ("logprobs", "old_logprobs", "ref_logprobs"))
+        for t in range(length):
+            r = torch.exp((new - old).mean() if loss.ratio == "gspo" else new[t] - old[t])
+            clipped = torch.clamp(r, 1 - loss.epsilon_low, 1 + loss.epsilon_high)
+            if loss.ratio == "cispo":
+                policy = clipped.detach() * a * new[t]
+            else:
+                policy = torch.min(r * a, clipped * a)
+                if loss.dual_clip is not None and a < 0:
+                    policy = torch.max(policy, loss.dual_clip * a)
+            d = ref[t] - new[t]
+            kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[loss.kl_estimator]
+            token = -policy * batch["corrections"][i, t] + loss.kl_coeff * kl
+            token = token - loss.entropy_coeff * batch["entropy"][i, t]
+            share = {
+                "grpo": 1 / (ROWS * length),
+                "dapo": 1 / sum(LENGTHS),
+                "dr_grpo": 1 / (ROWS * LIMIT),
+            }[loss.aggregation]
+            total = total + token * share
     return total
 
 
-@pytest.mark.parametrize("kl_coeff", [0.0, 0.04, 1.5])
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4)])
-def test_loss_and_gradient_equal_the_loop(kl_coeff, low, high):
-    batch, mask = random_batch()
-    batch["logprobs"].requires_grad_()
-    loss = GRPOLoss(kl_coeff=kl_coeff, epsilon_low=low, epsilon_high=high)
-    weights = loss.weights(mask, num_rows=6).double()
-    value = loss(**batch, weights=weights, response_mask=mask).loss
-    (grad,) = torch.autograd.grad(value, batch["logprobs"])
-    expected = loop_loss(batch, mask, kl_coeff=kl_coeff, low=low, high=high, num_rows=6)
-    (expected_grad,) = torch.autograd.grad(expected, batch["logprobs"])
+def step_weights(loss: GRPOLoss) -> torch.Tensor:
+    return loss.weights(
+        MASK, num_rows=ROWS, num_tokens=sum(LENGTHS), max_generated_tokens=LIMIT
+    ).double()
+
+
+COMBINATIONS = [
+    dict(ratio=ratio, kl_estimator=kl, aggregation=aggregation, dual_clip=dual, entropy_coeff=ent)
+    for ratio, kl, aggregation, dual, ent in itertools.product(
+        ["token", "gspo", "cispo"],
+        ["k1", "k2", "k3"],
+        ["grpo", "dapo", "dr_grpo"],
+        [None, 1.5],
+        [0.0, 0.1],
+    )
+    if not (ratio == "cispo" and dual)
+]
+
+
+@pytest.mark.parametrize("options", COMBINATIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("kl_coeff", [0.0, 0.7])
+def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
+    batch = random_batch()
+    loss = GRPOLoss(kl_coeff=kl_coeff, epsilon_low=0.1, epsilon_high=0.3, **options)
+    leaves = [batch["logprobs"].requires_grad_(), batch["entropy"].requires_grad_()]
+    value = loss(**batch, weights=step_weights(loss), response_mask=MASK).loss
+    grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+    expected = loop_loss(batch, loss)
+    expected_grads = torch.autograd.grad(expected, leaves, materialize_grads=True)
     torch.testing.assert_close(value, expected, atol=1e-7, rtol=0)
-    torch.testing.assert_close(grad, expected_grad, atol=1e-7, rtol=0)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-7, rtol=0)
 
 
-def test_masked_positions_never_contribute_whatever_stands_there():
-    batch, mask = random_batch()
-    loss = GRPOLoss()
-    weights = loss.weights(mask, num_rows=6)
-    clean = loss(**batch, weights=weights, response_mask=mask)
+# --- Invariants -------------------------------------------------------------------------------
+
+FAMILY = [
+    GRPOLoss(ratio=ratio, aggregation=aggregation, entropy_coeff=0.1)
+    for ratio in ("token", "gspo", "cispo")
+    for aggregation in ("grpo", "dapo", "dr_grpo")
+]
+
+
+@pytest.mark.parametrize("loss", FAMILY, ids=lambda loss: f"{loss.ratio}-{loss.aggregation}")
+def test_masked_positions_never_contribute_whatever_stands_there(loss):
+    batch = random_batch()
+    weights = step_weights(loss)
+    clean = loss(**batch, weights=weights, response_mask=MASK)
     for poison in (math.nan, math.inf, -math.inf):
-        dirty = {k: v.masked_fill(~mask, poison) if v.dim() == 2 else v for k, v in batch.items()}
+        dirty = {k: v.masked_fill(~MASK, poison) if v.dim() == 2 else v for k, v in batch.items()}
         dirty["logprobs"] = dirty["logprobs"].clone().requires_grad_()
-        output = loss(**dirty, weights=weights, response_mask=mask)
+        output = loss(**dirty, weights=weights, response_mask=MASK)
         assert torch.equal(output.loss.detach(), clean.loss)
         assert all(torch.equal(output.sums[k], clean.sums[k]) for k in clean.sums)
         (grad,) = torch.autograd.grad(output.loss, dirty["logprobs"])
-        assert grad.isfinite().all() and (grad[~mask] == 0).all()
+        assert grad.isfinite().all() and (grad[~MASK] == 0).all()
 
 
-def test_on_policy_gradient_is_the_plain_policy_gradient():
-    """Without old log-probs the ratio is 1, and the gradient of -A log p remains."""
-    batch, mask = random_batch()
-    batch |= {"old_logprobs": None, "ref_logprobs": None}
-    batch["logprobs"].requires_grad_()
-    loss = GRPOLoss(kl_coeff=0)
-    weights = loss.weights(mask, num_rows=6)
-    value = loss(**batch, weights=weights, response_mask=mask).loss
-    (grad,) = torch.autograd.grad(value, batch["logprobs"])
-    torch.testing.assert_close(grad, -batch["advantages"][:, None] * weights.double())
-
-
-def test_micro_batches_add_up():
-    batch, mask = random_batch()
-    loss = GRPOLoss()
-    weights = loss.weights(mask, num_rows=6)
-    whole = loss(**batch, weights=weights, response_mask=mask).loss
+@pytest.mark.parametrize("loss", FAMILY, ids=lambda loss: f"{loss.ratio}-{loss.aggregation}")
+def test_micro_batches_add_up_in_any_order_of_rows(loss):
+    batch, weights = random_batch(), step_weights(loss)
+    whole = loss(**batch, weights=weights, response_mask=MASK).loss
+    order = torch.tensor([4, 1, 5, 0, 3, 2])
     parts = [
         loss(
-            **{k: v[i : i + 2] for k, v in batch.items()},
-            weights=weights[i : i + 2],
-            response_mask=mask[i : i + 2],
+            **{name: value[rows] for name, value in batch.items()},
+            weights=weights[rows],
+            response_mask=MASK[rows],
         ).loss
-        for i in (0, 2, 4)
+        for rows in order.split(2)
     ]
     torch.testing.assert_close(sum(parts), whole, atol=1e-12, rtol=0)
 
 
-def test_weights_sum_to_the_share_of_rows_with_tokens():
-    _, mask = random_batch()
-    weights = row_mean_weights(mask, num_rows=6)
-    torch.testing.assert_close(weights.sum(dim=1), torch.tensor([1, 1, 1, 0, 1, 1]) / 6)
+@pytest.mark.parametrize("ratio", ["token", "gspo", "cispo"])
+def test_on_policy_gradient_is_the_plain_policy_gradient(ratio):
+    """Without old log-probs the ratio is 1; the gradient of -A log p remains.
+
+    GSPO's ratio of a row moves by the mean of its tokens, so its tokens share the row's weight.
+    """
+    batch = random_batch()
+    logprobs = batch["logprobs"].requires_grad_()
+    loss = GRPOLoss(kl_coeff=0, ratio=ratio)
+    weights = step_weights(loss)
+    value = loss(
+        logprobs=logprobs,
+        old_logprobs=None,
+        ref_logprobs=None,
+        advantages=batch["advantages"],
+        weights=weights,
+        response_mask=MASK,
+    ).loss
+    (grad,) = torch.autograd.grad(value, logprobs)
+    torch.testing.assert_close(grad, -batch["advantages"][:, None] * weights)
 
 
 def test_clip_ratio_counts_tokens_where_clipping_bites():
     """Clipped is a low ratio that would still be pushed down, or a high one pushed up."""
-    old = torch.zeros(1, 4)
-    new = torch.tensor([[0.5, 0.5, 1.5, 1.5]]).log()
     mask = torch.ones(1, 4, dtype=torch.bool)
     loss = GRPOLoss(kl_coeff=0)
     for advantage, low, high in ((1.0, 0, 2), (-1.0, 2, 0)):
         sums = loss(
-            logprobs=new,
-            old_logprobs=old,
+            logprobs=torch.tensor([[0.5, 0.5, 1.5, 1.5]]).log(),
+            old_logprobs=torch.zeros(1, 4),
             ref_logprobs=None,
             advantages=torch.tensor([advantage]),
-            weights=loss.weights(mask, num_rows=1),
+            weights=torch.ones(1, 4),
             response_mask=mask,
         ).sums
         assert (int(sums["clip_ratio/low"]), int(sums["clip_ratio/high"])) == (low, high)
 
 
 @pytest.mark.parametrize(
-    "bad", [{"kl_coeff": -1}, {"epsilon_low": 1.0}, {"epsilon_low": -0.1}, {"epsilon_high": -1}]
+    "bad",
+    [
+        {"kl_coeff": -1},
+        {"epsilon_low": 1.5},
+        {"epsilon_low": -0.1},
+        {"epsilon_high": -1},
+        {"ratio": "sequence"},
+        {"dual_clip": 1.0},
+        {"kl_estimator": "k4"},
+        {"aggregation": "mean"},
+        {"entropy_coeff": -0.1},
+        {"dual_clip": 2.0, "ratio": "cispo"},
+    ],
 )
-def test_bad_coefficients_are_refused_by_name(bad):
+def test_bad_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=rf"loss\.{next(iter(bad))}="):
         GRPOLoss(**bad)

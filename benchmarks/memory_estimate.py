@@ -1,0 +1,85 @@
+"""Estimates a config's GPU memory from its shapes.
+
+    python benchmarks/memory_estimate.py recipes/configs/llama3_2_1B_lora_grpo.yaml
+
+Nothing is measured. The model is made on the meta device and its parts are counted:
+
+    weights      parameters x bytes of dtype; NF4 base weights 0.52 bytes a parameter
+    training     trained parameters x (gradient + two Adam moments; 8-bit moments 1 byte each)
+    reference    full fine-tuning with kl_coeff > 0: a second copy of the weights
+    rollout      keys and values: rows x (prompt + response) x layers x 2 x kv width x bytes, and
+                 once more for attention's expanded heads of one layer
+    update       layer inputs kept by activation checkpointing: rows x tokens x layers x D x bytes;
+                 one layer's own activations while it is recomputed; logits of one chunk of tokens
+
+Rollout and update do not happen at once, so the larger counts. Prints one JSON line, in GiB.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torchtune import config
+
+from torchtune_grpo.logprobs import CHUNK_TOKENS
+
+GIB = 2**30
+
+
+def estimate(cfg) -> dict[str, float]:
+    """GiB by part for a config with activation checkpointing."""
+    size = 2 if cfg.dtype == "bf16" else 4
+    quantized = "qlora" in cfg.model._component_
+    node = OmegaConf.create({**cfg.model})
+    node._component_ = node._component_.replace("qlora_", "lora_")
+    with torch.device("meta"):
+        model = config.instantiate(node)
+    named = dict(model.named_parameters())
+    adapters = {name for name in named if "lora_" in name or "magnitude" in name}
+    base = sum(p.numel() for name, p in named.items() if name not in adapters)
+    linear = sum(
+        p.numel()
+        for name, p in named.items()
+        if name not in adapters and p.dim() == 2 and name.startswith("layers")
+    )
+    trained = sum(named[name].numel() for name in adapters) or base
+    moments = 2 if "8bit" in cfg.optimizer._component_ else 2 * size
+    layer = model.layers[0]
+    kv_width = layer.attn.num_kv_heads * layer.attn.head_dim
+    dim = model.tok_embeddings.embedding_dim
+    hidden = layer.mlp.w1.weight.shape[0]
+    depth, vocab = len(model.layers), model.tok_embeddings.num_embeddings
+    tokens = cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens
+    rows = cfg.batch_size * cfg.grpo_samples
+    eval_rows = (cfg.eval_batch_size or cfg.batch_size) if cfg.eval_dataset else 0
+    cached = max(rows, eval_rows) * tokens
+    micro = (cfg.forward_batch_size or rows) * tokens
+    weights = (base - linear) * size + linear * (0.52 if quantized else size)
+    parts = {
+        "weights": weights + (trained * size if adapters else 0),
+        "training": trained * (size + moments),
+        "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
+        "rollout": cached * 2 * kv_width * size * depth + cached * 2 * dim * size,
+        "update": micro * dim * size * depth
+        + micro * (8 * dim + 4 * hidden) * size
+        + 3 * CHUNK_TOKENS * vocab * 4,
+    }
+    parts = {name: value / GIB for name, value in parts.items()}
+    fixed = parts["weights"] + parts["training"] + parts["reference"]
+    return parts | {"peak": fixed + max(parts["rollout"], parts["update"])}
+
+
+def main() -> None:
+    """Prints the estimate of one config."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    path = parser.parse_args().config
+    parts = estimate(OmegaConf.load(path))
+    result = {"benchmark": "memory_estimate", "config": path.stem}
+    print(json.dumps(result | {name: round(value, 2) for name, value in parts.items()}))
+
+
+if __name__ == "__main__":
+    main()
