@@ -23,6 +23,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
+from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
@@ -63,6 +64,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self.cfg = read_config(cfg)
         self._device = utils.get_device(device=self.cfg.device)
         self._dtype = training.get_dtype(self.cfg.dtype, device=self._device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._output_dir = Path(self.cfg.output_dir)
         self.seed = training.set_seed(seed=self.cfg.seed)
         # The sampler has a generator of its own, so that nothing else changes the samples.
@@ -235,7 +238,11 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             trajectory.response_mask &= ~trajectory.truncated[:, None]
 
         with metrics.timer("logprobs"):
-            passes = {"temperature": self.cfg.temperature, "rows": self.cfg.rows_per_forward}
+            passes = {
+                "temperature": self.cfg.temperature,
+                "rows": self.cfg.rows_per_forward,
+                "group_size": self.cfg.packed_group_size,
+            }
             if self.cfg.ppo_epochs > 1:
                 trajectory.old_logprobs = trajectory_logprobs(self._model, trajectory, **passes)
             if self._reference is not None:
@@ -261,6 +268,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 self._model,
                 part,
                 temperature=self.cfg.temperature,
+                group_size=self.cfg.packed_group_size,
                 with_entropy=True,
                 entropy_gradient=self._loss.needs_entropy_gradient,
             )  # [n, L]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ class AdapterReference:
     def __init__(self, policy: TransformerDecoder) -> None:
         self._policy = policy
 
-    def logprobs(self, trajectory: Trajectory, *, temperature: float, rows: int) -> Tensor:
-        """Log-probs [N, L] of the response tokens; see :func:`trajectory_logprobs`."""
+    def logprobs(self, trajectory: Trajectory, **passes: Any) -> Tensor:
+        """Log-probs [N, L]; the arguments are those of :func:`trajectory_logprobs`."""
         with disable_adapter(self._policy):
-            return trajectory_logprobs(self._policy, trajectory, temperature=temperature, rows=rows)
+            return trajectory_logprobs(self._policy, trajectory, **passes)
 
 
 class FrozenReference:
@@ -42,11 +43,11 @@ class FrozenReference:
             parameter.data = parameter.data.to(dtype)
         self._device = device
 
-    def logprobs(self, trajectory: Trajectory, *, temperature: float, rows: int) -> Tensor:
-        """Log-probs [N, L] of the response tokens; see :func:`trajectory_logprobs`."""
+    def logprobs(self, trajectory: Trajectory, **passes: Any) -> Tensor:
+        """Log-probs [N, L]; the arguments are those of :func:`trajectory_logprobs`."""
         home = trajectory.tokens.device
         moved = trajectory.to(self._device)
-        values = trajectory_logprobs(self._model, moved, temperature=temperature, rows=rows)
+        values = trajectory_logprobs(self._model, moved, **passes)
         return values.to(home)
 
 

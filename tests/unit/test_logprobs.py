@@ -3,8 +3,9 @@
 import pytest
 import torch
 from policies import VOCAB, build_policy, full_logprobs
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
+from torchtune_grpo.logprobs import frozen_head, response_logprobs, trajectory_logprobs
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
@@ -39,9 +40,14 @@ def plain(model, trajectory: Trajectory, temperature: float) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "lora_frozen", "dora_frozen"])
 def test_values_and_gradients_equal_full_logits(kind):
-    model, trajectory = build_policy(kind), make_trajectory([3, 6, 1], [5, 2, 7])
+    """Frozen: only adapters are trained, so that the gradient comes from the frozen-head path."""
+    model = build_policy(kind.removesuffix("_frozen"))
+    trajectory = make_trajectory([3, 6, 1], [5, 2, 7])
+    if kind.endswith("_frozen"):
+        set_trainable_params(model, get_adapter_params(model))
+    assert (frozen_head(model) is not None) == kind.endswith("_frozen")
     probe = torch.randn(3, 7, generator=torch.Generator().manual_seed(2))
 
     def gradients(values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -81,6 +87,25 @@ def test_entropy_gradient_equals_full_logits():
     expected = gradients(-(log_p.exp() * log_p).sum())
     for grad, expected_grad in zip(gradients(entropy.sum()), expected, strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_groups_equal_single_rows(kind):
+    """Values and gradients of one row per group are those of one row each, also for masked rows."""
+    model = build_policy(kind)
+    trajectory = make_trajectory([4, 4, 4, 2, 2, 2], [5, 1, 3, 2, 6, 4])
+    trajectory.tokens[1:3, :4] = trajectory.tokens[0, :4]
+    trajectory.tokens[4:6, :2] = trajectory.tokens[3, :2]
+    trajectory.response_mask[4] = False
+    probe = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
+    results = []
+    for group_size in (None, 3):
+        values, _ = response_logprobs(model, trajectory, temperature=0.8, group_size=group_size)
+        grads = torch.autograd.grad((values * probe).sum(), list(model.parameters()))
+        results.append([values, *grads])
+    for expected, packed in zip(*results, strict=True):
+        torch.testing.assert_close(packed, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=0)
 
 
 def test_padding_chunks_and_micro_batches_do_not_matter():
