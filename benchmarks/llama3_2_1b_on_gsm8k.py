@@ -70,6 +70,7 @@ def main() -> None:
         "tokenizer.path": checkpoint / "tokenizer.model",
         "output_dir": output,
         "device": "cpu",
+        "dtype": "fp32",  # few CPUs multiply bf16 fast
         "dataset.source": "json",
         "dataset.data_files": args.gsm8k.resolve(),
         "dataset.num_samples": 64,

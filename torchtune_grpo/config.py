@@ -322,6 +322,14 @@ def _check_components(settings: GRPOConfig) -> None:
                 f"{name}._component_={dotpath}: cannot be imported: {error}"
             ) from error
         parameters = _parameters(dotpath)
+        if name in ("model", "loss", "tokenizer", "prepare"):  # the others get arguments in code
+            for arg, parameter in parameters.items():
+                needed = parameter.default is parameter.empty and parameter.kind in (
+                    parameter.POSITIONAL_OR_KEYWORD,
+                    parameter.KEYWORD_ONLY,
+                )
+                if needed and arg not in node:
+                    raise ValueError(f"{name}.{arg}: missing; {dotpath} needs it.")
         if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             continue
         for arg in node:

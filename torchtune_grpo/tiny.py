@@ -13,20 +13,17 @@ import argparse
 import fcntl
 import json
 import os
-import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save
-from torch import Tensor
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3 import Llama3Tokenizer, llama3_tokenizer
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
@@ -35,16 +32,17 @@ from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.utils import get_logger
 
 from torchtune_grpo._tiny_tokenizer import train_merges, write_tokenizer
-from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_dataset, arithmetic_problems
+from torchtune_grpo._tiny_warmup import guessed_completion, warm_up, worked_completion
+from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_problems
 
 VOCAB_SIZE = 448
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "num_layers": 3,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "embed_dim": 64,
-    "intermediate_dim": 192,
+    "intermediate_dim": 320,
     "max_seq_len": 16_384,
     "rope_base": 500_000,
     "norm_eps": 1e-5,
@@ -68,8 +66,8 @@ def tiny_llama3_2() -> TransformerDecoder:
 
 
 def lora_tiny_llama3_2(
-    lora_attn_modules: list[LORA_ATTN_MODULES],
-    apply_lora_to_mlp: bool = False,
+    lora_attn_modules: Sequence[LORA_ATTN_MODULES] = ("q_proj", "k_proj", "v_proj", "output_proj"),
+    apply_lora_to_mlp: bool = True,
     lora_rank: int = 8,
     lora_alpha: float = 16,
     lora_dropout: float = 0.0,
@@ -78,7 +76,7 @@ def lora_tiny_llama3_2(
 ) -> TransformerDecoder:
     """Builder of the tiny model with LoRA; the arguments are those of torchtune's builders."""
     return lora_llama3_2(
-        lora_attn_modules,
+        list(lora_attn_modules),
         apply_lora_to_mlp,
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
@@ -107,7 +105,7 @@ def make_tiny_checkpoint(
     seed: int = 0,
     levels: int | list[int] = 3,
     target_accuracy: float = 0.3,
-    warmup_steps: int = 2000,
+    warmup_steps: int = 4000,
 ) -> Path:
     """Makes the tiny model, warm-starts it and writes its checkpoint folder in one move.
 
@@ -117,8 +115,8 @@ def make_tiny_checkpoint(
         seed: of weights and problems.
         levels: the problems' levels, see
             :func:`~torchtune_grpo.data._arithmetic.arithmetic_problems`.
-        target_accuracy: the warm-up ends when a sampled answer to a new training problem is right
-            with about this probability.
+        target_accuracy: the warm-up ends when a sampled answer is right with about this
+            probability; see :mod:`torchtune_grpo._tiny_warmup`.
         warmup_steps: and at the latest after so many steps; 0 leaves the weights random.
 
     Returns:
@@ -141,7 +139,15 @@ def make_tiny_checkpoint(
         folder = Path(name) / target.name
         folder.mkdir()
         write_tokenizer(folder, _merges(), VOCAB_SIZE)
-        model = _warm_started(tiny_tokenizer(folder), **settings)
+        model = _random_model(seed)
+        warm_up(
+            model,
+            tiny_tokenizer(folder),
+            seed=seed,
+            levels=settings["levels"],
+            target_accuracy=target_accuracy,
+            max_steps=warmup_steps,
+        )
         _write_model(folder, model, settings)
         if target.exists():
             shutil.rmtree(target)
@@ -196,26 +202,12 @@ def _check_replaceable(folder: Path) -> None:
 def _merges() -> list[tuple[bytes, bytes]]:
     # Always seed 0: the vocabulary is the same whatever the model's seed.
     rows = arithmetic_problems(levels=LEVELS, split="train", num_samples=70 * len(LEVELS))
-    texts = [f"{row['question']}\n\n<think>{_completion(row)}" for row in rows]
+    texts = [f"{row['question']}\n\n<think>{worked_completion(row)}" for row in rows]
+    texts += [guessed_completion(row) for row in rows[:70]]
     return train_merges([*texts, "system", "user", "assistant", "\n\n"], max_merges=VOCAB_SIZE)
 
 
-def _completion(row: dict[str, Any]) -> str:
-    """What the model should answer, behind the prefill ``<think>``."""
-    steps = row["solution"].rpartition("\n####")[0]
-    return f"{steps}</think>\n<answer>{row['answer']}</answer>"
-
-
-def _warm_started(
-    tokenizer: Llama3Tokenizer,
-    *,
-    seed: int,
-    levels: list[int],
-    target_accuracy: float,
-    warmup_steps: int,
-    batch_size: int = 32,
-    lr: float = 4e-3,
-) -> TransformerDecoder:
+def _random_model(seed: int) -> TransformerDecoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = tiny_llama3_2()
@@ -224,56 +216,7 @@ def _warm_started(
                 # torchtune's N(0, 1) embeddings would, being tied, start with huge logits.
                 std = 0.02 if name.startswith("tok_embeddings") else weight.shape[1] ** -0.5
                 torch.nn.init.normal_(weight, std=std)
-    if warmup_steps == 0:
-        return model
-    examples = _examples(tokenizer, levels, seed)
-    rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
-    accuracy = 0.0
-    for step in range(warmup_steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 50)
-        log_probs, mask = _log_probs(model, rng.sample(examples, batch_size))
-        (-log_probs.sum() / mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        # The chance to sample the worked answer as it stands.
-        accuracy += 0.05 * (log_probs.detach().sum(1).exp().mean().item() - accuracy)
-        if (step + 1) % 100 == 0:
-            _log.info(f"warm-up step {step + 1}: accuracy about {accuracy:.2f}")
-        if accuracy >= target_accuracy:
-            break
     return model
-
-
-def _examples(tokenizer: Any, levels: list[int], seed: int) -> list[tuple[list[int], list[int]]]:
-    rows = arithmetic_problems(levels=levels, split="train", num_samples=8000, seed=seed)
-    prompts = arithmetic_dataset(
-        tokenizer, levels=levels, split="train", num_samples=8000, seed=seed, prefill="<think>"
-    )
-    return [
-        (
-            prompts[i]["tokens"],
-            tokenizer.encode(_completion(row), add_bos=False, add_eos=False) + [tokenizer.eot_id],
-        )
-        for i, row in enumerate(rows)
-    ]
-
-
-def _log_probs(
-    model: TransformerDecoder, examples: list[tuple[list[int], list[int]]]
-) -> tuple[Tensor, Tensor]:
-    """Returns the log-probs of the completions, 0 elsewhere, and their mask: both [B, S-1]."""
-    length = max(len(prompt) + len(completion) for prompt, completion in examples)
-    tokens = torch.zeros(len(examples), length, dtype=torch.long)  # [B, S]
-    mask = torch.zeros(len(examples), length, dtype=torch.bool)
-    for i, (prompt, completion) in enumerate(examples):
-        end = len(prompt) + len(completion)
-        tokens[i, :end] = torch.tensor(prompt + completion)
-        mask[i, len(prompt) : end] = True
-    logits = model(tokens[:, :-1])
-    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return -losses.view(len(examples), -1).where(mask[:, 1:], 0.0), mask[:, 1:]
 
 
 def _write_model(folder: Path, model: TransformerDecoder, settings: dict[str, Any]) -> None:
@@ -320,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m torchtune_grpo.tiny", description=__doc__)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warmup-steps", type=int, default=2000)
+    parser.add_argument("--warmup-steps", type=int, default=4000)
     arguments = parser.parse_args()
     make_tiny_checkpoint(
         arguments.output_dir, seed=arguments.seed, warmup_steps=arguments.warmup_steps

@@ -26,6 +26,7 @@ def test_defaults_and_numbers_are_read():
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"
 
 
+LORA_1B = "torchtune.models.llama3_2.lora_llama3_2_1b"
 BAD = [
     ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
     ({"kl_coeff": 0.1}, "kl_coeff=0.1: unknown config key", "Did you mean loss.kl_coeff?"),
@@ -45,6 +46,7 @@ BAD = [
     ({"output_dir": "/tmp/Llama-3.2-1B-Instruct"}, "output_dir=", "another folder"),
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
+    ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
 ]
 

@@ -1,0 +1,88 @@
+"""The embedded default: no download, no files of its own, one command."""
+
+import os
+from pathlib import Path
+
+import pytest
+from runs import RECIPE, metrics, run_tiny, tune
+
+CONFIG = "tiny_arithmetic_grpo"
+QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "optimizer.lr=3e-3"],
+    ],
+    ids=["full", "lora"],
+)
+def test_runs_from_an_empty_folder(tmp_path, more):
+    """The checkpoint is made on the spot; the report draws the run."""
+    tune("run", RECIPE, "--config", CONFIG, *QUICK, "forward_batch_size=64", *more, cwd=tmp_path)
+    output = tmp_path / CONFIG
+    records = metrics(output)
+    assert [r["step"] for r in records if "reward" in r] == [1, 2]
+    assert [r["step"] for r in records if "eval/pass@1" in r] == [0, 2]
+    assert (output / "step_000002" / "training_state.pt").is_file()
+    assert (output / "step_000002" / "adapter").exists() == bool(more)
+
+
+def test_a_killed_run_resumes_to_the_same_result(tmp_path):
+    """kill -9 after some steps, then resume: the metrics of an uninterrupted run, step by step."""
+    import signal
+    import subprocess
+    import time
+
+    from runs import TUNE
+
+    more = [*QUICK, "forward_batch_size=64", "num_steps=6", "save_every_n_steps=2"]
+    tune("run", RECIPE, "--config", CONFIG, *more, "output_dir=whole", cwd=tmp_path)
+    command = [str(TUNE), "run", RECIPE, "--config", CONFIG, *more, "output_dir=cut"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    cut = tmp_path / "cut"
+    deadline = time.monotonic() + 200
+    while not (cut / "step_000002").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (cut / "step_000006").exists()
+    tune(*command[1:], "resume_from_checkpoint=True", cwd=tmp_path)
+    names = ("step", "reward", "loss", "entropy", "grad_norm", "completions/mean_length")
+    whole, resumed = (
+        [[r[n] for n in names] for r in metrics(tmp_path / folder) if "reward" in r]
+        for folder in ("whole", "cut")
+    )
+    assert whole == resumed
+
+
+GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", Path(__file__).parents[3] / "shared/gsm8k"))
+
+
+@pytest.mark.skipif(not (GSM8K / "train.jsonl").exists(), reason="no GSM8K files here")
+def test_twenty_steps_on_real_gsm8k(tmp_path):
+    """Real rows through the whole loop: lengths vary, nothing is filtered, all numbers finite."""
+    run_tiny(
+        "llama3_2_1B_lora_grpo",
+        tmp_path,
+        f"dataset.data_files={GSM8K / 'train.jsonl'}",
+        f"eval_dataset.data_files={GSM8K / 'test.jsonl'}",
+        "dataset.max_prompt_tokens=400",
+        "dataset.num_samples=200",
+        "eval_dataset.max_prompt_tokens=400",
+        "eval_dataset.num_samples=8",
+        "num_steps=20",
+        "grpo_samples=2",
+        "batch_size=2",
+        "forward_batch_size=4",
+        "gradient_accumulation_steps=1",
+    )
+    steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    assert all(
+        v == v for r in steps for k, v in r.items() if k != "completions/mean_terminated_length"
+    )

@@ -1,0 +1,162 @@
+"""The tiny model's warm-up: supervised, until it can reason but mostly does not bother to.
+
+First it learns to work problems out step by step, then to write down a guess in most cases. A
+sampled answer is then right only where the model happened to work it out, and reinforcement
+learning finds out that working it out pays.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+from torchtune.utils import get_logger
+
+from torchtune_grpo._malloc import keep_freed_memory
+from torchtune_grpo.data._arithmetic import arithmetic_dataset, arithmetic_problems
+
+_log = get_logger("INFO")
+
+Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its completion
+
+BATCH_SIZE = 16
+# Learning rates and lengths of the stages, found by trial.
+LR, WARMUP, ENOUGH, COOLDOWN = 4e-3, 50, 0.7, 800
+GUESS_LR, GUESS_SHARE = 5e-4, 0.75
+
+
+def warm_up(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    *,
+    seed: int,
+    levels: list[int],
+    target_accuracy: float,
+    max_steps: int,
+) -> None:
+    """Trains a model in place.
+
+    Args:
+        model (TransformerDecoder): with random weights.
+        tokenizer (Any): the tiny model's.
+        seed (int): of the problems and their order.
+        levels (list[int]): of the problems.
+        target_accuracy (float): the chance of a right answer at which the second stage ends.
+        max_steps (int): of both stages together; 0 does nothing.
+    """
+    if max_steps == 0:
+        return
+    keep_freed_memory()
+    worked, guessed = _examples(tokenizer, levels, seed)
+    rng = random.Random(seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second thread costs such a small model more than it gives
+    try:
+        steps = _learn_to_work(model, worked, rng, max_steps)
+        _learn_to_guess(model, worked, guessed, rng, max_steps - steps, target_accuracy)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _learn_to_work(
+    model: TransformerDecoder, worked: Sequence[Example], rng: random.Random, max_steps: int
+) -> int:
+    """Stage 1. Returns the number of steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+    accuracy, cooling_from = 0.0, None
+    for step in range(max_steps):
+        if cooling_from is None and accuracy > ENOUGH:
+            cooling_from = step
+        left = 1.0 if cooling_from is None else 1 - (step - cooling_from) / COOLDOWN
+        if left <= 0:
+            return step
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP) * left
+        chance = _train_step(model, optimizer, rng.sample(worked, BATCH_SIZE))
+        accuracy += 0.04 * (chance.mean().item() - accuracy)
+        if (step + 1) % 200 == 0:
+            _log.info(f"warm-up step {step + 1}: works out about {accuracy:.0%}")
+    return max_steps
+
+
+def _learn_to_guess(
+    model: TransformerDecoder,
+    worked: Sequence[Example],
+    guessed: Sequence[Example],
+    rng: random.Random,
+    max_steps: int,
+    target_accuracy: float,
+) -> None:
+    """Stage 2: ends when a sampled answer is right with the target's chance."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=GUESS_LR, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    accuracy = 1.0
+    for _ in range(max_steps):
+        rows = rng.sample(range(len(worked)), 2 * BATCH_SIZE)
+        guesses = int(GUESS_SHARE * len(rows))
+        batch = [guessed[row] for row in rows[:guesses]] + [worked[row] for row in rows[guesses:]]
+        chance = _train_step(model, optimizer, batch)
+        right = chance[:guesses].mean().item() + chance[guesses:].mean().item()
+        accuracy += 0.1 * (right - accuracy)
+        if accuracy <= target_accuracy:
+            break
+    _log.info(f"warm-up done: a sampled answer is right in about {accuracy:.0%} of the cases")
+
+
+def _train_step(
+    model: TransformerDecoder, optimizer: torch.optim.Optimizer, batch: Sequence[Example]
+) -> Tensor:
+    """One optimizer step. Returns each completion's chance of being sampled as it stands, [B]."""
+    log_probs, mask = completion_log_probs(model, batch)
+    (-log_probs.sum() / mask.sum()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return log_probs.detach().sum(dim=1).exp()
+
+
+def _examples(tokenizer: Any, levels: list[int], seed: int) -> tuple[list[Example], list[Example]]:
+    rows = arithmetic_problems(levels=levels, split="train", num_samples=8000, seed=seed)
+    prompts = arithmetic_dataset(
+        tokenizer, levels=levels, split="train", num_samples=8000, seed=seed, prefill="<think>"
+    )
+
+    def examples(completions: list[str]) -> list[Example]:
+        encoded = (tokenizer.encode(text, add_bos=False, add_eos=False) for text in completions)
+        return [(prompts[i]["tokens"], [*ids, tokenizer.eot_id]) for i, ids in enumerate(encoded)]
+
+    return examples([worked_completion(row) for row in rows]), examples(
+        [guessed_completion(row) for row in rows]
+    )
+
+
+def worked_completion(row: dict[str, Any]) -> str:
+    """A worked answer, behind the prefill ``<think>``."""
+    steps = row["solution"].rpartition("\n####")[0]
+    return f"{steps}</think>\n<answer>{row['answer']}</answer>"
+
+
+def guessed_completion(row: dict[str, Any]) -> str:
+    """An answer without working, behind the prefill ``<think>``."""
+    return f"I guess {row['answer']}.</think>\n<answer>{row['answer']}</answer>"
+
+
+def completion_log_probs(
+    model: TransformerDecoder, examples: Sequence[Example]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the completions' tokens, 0 elsewhere, and their mask: both [B, S-1]."""
+    length = max(len(prompt) + len(completion) for prompt, completion in examples)
+    tokens = torch.zeros(len(examples), length, dtype=torch.long)  # [B, S]
+    mask = torch.zeros(len(examples), length, dtype=torch.bool)
+    for i, (prompt, completion) in enumerate(examples):
+        end = len(prompt) + len(completion)
+        tokens[i, :end] = torch.tensor(prompt + completion)
+        mask[i, len(prompt) : end] = True
+    logits = model(tokens[:, :-1])
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return -losses.view(len(examples), -1).where(mask[:, 1:], 0.0), mask[:, 1:]
