@@ -1,7 +1,7 @@
-"""Runs the demo for several seeds, checkpoint included: `python benchmarks/demo_seeds.py`.
+"""Runs the demo for several seeds, each with its own checkpoint made on the spot.
 
-    python benchmarks/demo_seeds.py --seeds 0 1 2 3 4 --threads 2
-    python benchmarks/demo_seeds.py --lora
+    python benchmarks/demo_seeds.py --seeds 0 1 2 3 4 --jobs 2 --threads 1
+    python benchmarks/demo_seeds.py --lora --seeds 0
 
 Prints one JSON line: per seed the held-out pass@1 at the training temperature and the greedy
 accuracy, before and after, and the seconds that everything took.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "optimizer.lr=3e-3"]
@@ -43,17 +44,24 @@ def run(seed: int, threads: int, overrides: list[str], folder: Path) -> dict[str
 
 
 def main() -> None:
-    """Runs the seeds one after the other."""
+    """Runs the seeds, as many at once as there are jobs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--lora", action="store_true", help="LoRA instead of full fine-tuning")
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     args = parser.parse_args()
     overrides = (LORA if args.lora else []) + args.overrides
     with tempfile.TemporaryDirectory() as work:
-        rows = [run(s, args.threads, overrides, Path(work) / str(s)) for s in args.seeds]
-    result = {"benchmark": "demo_seeds", "threads": args.threads, "overrides": overrides}
+
+        def run_seed(seed: int) -> dict[str, float]:
+            return run(seed, args.threads, overrides, Path(work) / str(seed))
+
+        with ThreadPoolExecutor(max_workers=args.jobs) as pool:
+            rows = list(pool.map(run_seed, args.seeds))
+    settings = {"jobs": args.jobs, "threads": args.threads, "overrides": overrides}
+    result = {"benchmark": "demo_seeds", **settings}
     print(json.dumps(result | {"runs": rows}))
 
 

@@ -23,6 +23,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
+from torchtune_grpo._config_checks import check_checkpoint_files, check_context
 from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
@@ -33,7 +34,7 @@ from torchtune_grpo.checkpoint import (
     save_checkpoint,
     set_aside_previous_run,
 )
-from torchtune_grpo.config import check_checkpoint_files, check_context, read_config
+from torchtune_grpo.config import read_config
 from torchtune_grpo.data import PromptBatch, RLDataset, prompt_batches, step_indices
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
@@ -180,6 +181,11 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
 
     def _resume(self, checkpoint: Path) -> None:
         state = load_training_state(checkpoint)
+        if state["seed"] != self.seed:
+            raise ValueError(
+                f"seed={self.seed}: {checkpoint} was made with seed {state['seed']}, which decides "
+                f"the order of the prompts; set seed to {state['seed']}."
+            )
         weights = state["adapter"] or load_policy_weights(
             self.cfg.checkpointer, checkpoint, output_dir=self._output_dir
         )

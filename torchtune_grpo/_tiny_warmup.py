@@ -26,8 +26,9 @@ Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its compl
 
 BATCH_SIZE = 16
 # Learning rates and lengths of the stages, found by trial.
-LR, WARMUP, ENOUGH, COOLDOWN = 4e-3, 50, 0.7, 800
-GUESS_LR, GUESS_SHARE = 5e-4, 0.75
+LR, WARMUP, ENOUGH, COOLDOWN = 4e-3, 50, 0.65, 800
+GUESS_LR, GUESS_STEPS = 1e-3, 80
+FEW_GUESSES, MANY_GUESSES = 0.1, 0.75
 
 
 def warm_up(
@@ -36,7 +37,6 @@ def warm_up(
     *,
     seed: int,
     levels: list[int],
-    target_accuracy: float,
     max_steps: int,
 ) -> None:
     """Trains a model in place.
@@ -46,7 +46,6 @@ def warm_up(
         tokenizer (Any): the tiny model's.
         seed (int): of the problems and their order.
         levels (list[int]): of the problems.
-        target_accuracy (float): the chance of a right answer at which the second stage ends.
         max_steps (int): of both stages together; 0 does nothing.
     """
     if max_steps == 0:
@@ -57,16 +56,24 @@ def warm_up(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a second thread costs such a small model more than it gives
     try:
-        steps = _learn_to_work(model, worked, rng, max_steps)
-        _learn_to_guess(model, worked, guessed, rng, max_steps - steps, target_accuracy)
+        steps = _learn_to_work(model, worked, guessed, rng, max_steps)
+        _learn_to_guess(model, worked, guessed, rng, max_steps - steps)
     finally:
         torch.set_num_threads(threads)
 
 
 def _learn_to_work(
-    model: TransformerDecoder, worked: Sequence[Example], rng: random.Random, max_steps: int
+    model: TransformerDecoder,
+    worked: Sequence[Example],
+    guessed: Sequence[Example],
+    rng: random.Random,
+    max_steps: int,
 ) -> int:
-    """Stage 1. Returns the number of steps."""
+    """Stage 1: working out, and a few guesses so that stage 2 has less to change.
+
+    Returns:
+        int: the number of steps.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     accuracy, cooling_from = 0.0, None
     for step in range(max_steps):
@@ -76,8 +83,10 @@ def _learn_to_work(
         if left <= 0:
             return step
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP) * left
-        chance = _train_step(model, optimizer, rng.sample(worked, BATCH_SIZE))
-        accuracy += 0.04 * (chance.mean().item() - accuracy)
+        batch, is_guess = _draw(worked, guessed, rng, BATCH_SIZE, FEW_GUESSES)
+        chance = _train_step(model, optimizer, batch)[~is_guess]
+        if len(chance):
+            accuracy += 0.04 * (chance.mean().item() - accuracy)
         if (step + 1) % 200 == 0:
             _log.info(f"warm-up step {step + 1}: works out about {accuracy:.0%}")
     return max_steps
@@ -89,23 +98,27 @@ def _learn_to_guess(
     guessed: Sequence[Example],
     rng: random.Random,
     max_steps: int,
-    target_accuracy: float,
 ) -> None:
-    """Stage 2: ends when a sampled answer is right with the target's chance."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=GUESS_LR, betas=(0.9, 0.98), weight_decay=0.0
-    )
-    accuracy = 1.0
-    for _ in range(max_steps):
-        rows = rng.sample(range(len(worked)), 2 * BATCH_SIZE)
-        guesses = int(GUESS_SHARE * len(rows))
-        batch = [guessed[row] for row in rows[:guesses]] + [worked[row] for row in rows[guesses:]]
-        chance = _train_step(model, optimizer, batch)
-        right = chance[:guesses].mean().item() + chance[guesses:].mean().item()
-        accuracy += 0.1 * (right - accuracy)
-        if accuracy <= target_accuracy:
-            break
-    _log.info(f"warm-up done: a sampled answer is right in about {accuracy:.0%} of the cases")
+    """Stage 2: a fixed number of steps with a learning rate that ends at 0, so that it settles."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+    for step in range(min(GUESS_STEPS, max_steps)):
+        optimizer.param_groups[0]["lr"] = GUESS_LR * (1 - step / GUESS_STEPS)
+        batch, _ = _draw(worked, guessed, rng, 2 * BATCH_SIZE, MANY_GUESSES)
+        _train_step(model, optimizer, batch)
+
+
+def _draw(
+    worked: Sequence[Example],
+    guessed: Sequence[Example],
+    rng: random.Random,
+    size: int,
+    share: float,
+) -> tuple[list[Example], Tensor]:
+    """Draws different problems, each answered by a guess with the given chance."""
+    rows = rng.sample(range(len(worked)), size)
+    is_guess = [rng.random() < share for _ in rows]
+    batch = [(guessed if g else worked)[row] for row, g in zip(rows, is_guess, strict=True)]
+    return batch, torch.tensor(is_guess)
 
 
 def _train_step(

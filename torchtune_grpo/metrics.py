@@ -101,7 +101,8 @@ class StepMetrics:
         if part.old_logprobs is None:  # the policy is still the one that sampled
             difference = (logprobs - part.sampler_logprobs)[part.response_mask].abs()
             self.add_values("sampling/logp_difference/mean", difference)
-            self.add_max("sampling/logp_difference/max", difference.max().item())
+            if tokens:
+                self.add_max("sampling/logp_difference/max", difference.max().item())
 
     def compute(self) -> dict[str, float]:
         """Means, standard deviations (``.../std`` beside ``.../mean``), maxima and seconds.
@@ -112,7 +113,9 @@ class StepMetrics:
         sums, maxima = _over_ranks(dict(self._sums), {**self._max, **self._seconds})
         result = {}
         for name, (total, squares, count) in sums.items():
-            mean = total / count if count else math.nan
+            if not count:
+                continue  # nothing that it applies to
+            mean = total / count
             result[name] = mean
             if name.startswith("rewards/") and count > 1:
                 variance = max(squares - count * mean**2, 0.0) / (count - 1)

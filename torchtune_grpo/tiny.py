@@ -104,7 +104,6 @@ def make_tiny_checkpoint(
     *,
     seed: int = 0,
     levels: int | list[int] = 3,
-    target_accuracy: float = 0.3,
     warmup_steps: int = 4000,
 ) -> Path:
     """Makes the tiny model, warm-starts it and writes its checkpoint folder in one move.
@@ -115,9 +114,8 @@ def make_tiny_checkpoint(
         seed: of weights and problems.
         levels: the problems' levels, see
             :func:`~torchtune_grpo.data._arithmetic.arithmetic_problems`.
-        target_accuracy: the warm-up ends when a sampled answer is right with about this
-            probability; see :mod:`torchtune_grpo._tiny_warmup`.
-        warmup_steps: and at the latest after so many steps; 0 leaves the weights random.
+        warmup_steps: at most so many steps of :mod:`torchtune_grpo._tiny_warmup`; 0 leaves the
+            weights random.
 
     Returns:
         Path: the folder.
@@ -128,7 +126,6 @@ def make_tiny_checkpoint(
     settings: dict[str, Any] = {
         "seed": seed,
         "levels": [levels] if isinstance(levels, int) else list(levels),
-        "target_accuracy": target_accuracy,
         "warmup_steps": warmup_steps,
     }
     target = Path(output_dir).absolute()
@@ -145,7 +142,6 @@ def make_tiny_checkpoint(
             tiny_tokenizer(folder),
             seed=seed,
             levels=settings["levels"],
-            target_accuracy=target_accuracy,
             max_steps=warmup_steps,
         )
         _write_model(folder, model, settings)

@@ -1,0 +1,83 @@
+"""The synthetic problems are right, seeded, and their splits have no problem in common."""
+
+import re
+
+import pytest
+
+from torchtune_grpo.data import arithmetic_dataset
+from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_problems
+
+# Level 1 has only a few dozen problems in its test split.
+SIZES = {level: 15 if level == 1 else 300 for level in LEVELS}
+ACTS = {"finds": "+", "buys": "+", "gets": "+", "wins": "+"}
+ACTS |= {"loses": "-", "sells": "-", "gives away": "-", "lends out": "-"}
+
+
+def answer_from_question(question: str) -> int:
+    """Reads the question alone, as a pupil would: an oracle that shares no code with the maker."""
+    if question.startswith("What is "):
+        return eval(question.removeprefix("What is ").removesuffix("?"))  # our own digits and signs
+    story = question.split(". How many")[0]
+    first = re.search(r"has (\d+) (?:\w+ of (\d+) )?", story)
+    value = int(first[1]) * int(first[2] or 1)
+    acts = "|".join(ACTS)
+    for act, number, friends in re.findall(rf"({acts}) (\d+)|among (\d+) friends", story):
+        if friends:
+            assert value % int(friends) == 0
+            value //= int(friends)
+        else:
+            value += int(number) if ACTS[act] == "+" else -int(number)
+    return value
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_answers_and_worked_steps_are_right(level, split):
+    rows = arithmetic_problems(levels=level, split=split, num_samples=SIZES[level], seed=3)
+    assert len({row["question"] for row in rows}) == SIZES[level]
+    for row in rows:
+        assert row["level"] == level
+        assert int(row["answer"]) == answer_from_question(row["question"]), row
+        *lines, last = row["solution"].split("\n")
+        assert last == f"#### {row['answer']}"
+        for line in lines:
+            left, right = line.split("=")
+            assert eval(left) == int(right) >= 0, line
+        assert lines[-1].endswith(f"={row['answer']}")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_splits_share_no_problem_whatever_the_seeds(level):
+    size = SIZES[level]
+    test = arithmetic_problems(levels=level, split="test", num_samples=size, seed=1)
+    train = arithmetic_problems(levels=level, split="train", num_samples=2 * size, seed=2)
+    questions = {row["question"] for row in test}
+    assert questions.isdisjoint(row["question"] for row in train)
+
+
+def test_the_same_seed_gives_the_same_problems_and_another_gives_others():
+    make = lambda seed: arithmetic_problems(levels=[2, 6], split="train", num_samples=40, seed=seed)  # noqa: E731
+    assert make(0) == make(0)
+    assert make(0) != make(1)
+    assert [row["level"] for row in make(0)] == [2, 6] * 20
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"levels": 9}, "levels must be among"),
+        ({"levels": []}, "levels must be among"),
+        ({"split": "dev"}, "split must be"),
+        ({"num_samples": 0}, "num_samples must be"),
+        ({"levels": 1, "num_samples": 1000}, "Lower num_samples"),
+    ],
+)
+def test_bad_arguments_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        arithmetic_problems(**{"levels": 2, "split": "train", "num_samples": 4, **bad})
+
+
+def test_dataset_carries_the_columns_that_rewards_need(llama3_tokenizer):
+    data = arithmetic_dataset(llama3_tokenizer, levels=5, split="test", num_samples=3)
+    assert len(data) == 3
+    assert set(data[0]["columns"]) == {"solution", "answer", "level"}

@@ -1,0 +1,96 @@
+"""The embedded default loads in torchtune and in transformers alike, and is made safely."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from torchtune import training
+from torchtune.training import FullModelHFCheckpointer
+from transformers import AutoModelForCausalLM
+
+from torchtune_grpo._tiny_warmup import completion_log_probs, warm_up
+from torchtune_grpo.tiny import (
+    VOCAB_SIZE,
+    lora_tiny_llama3_2,
+    make_tiny_checkpoint,
+    prepare,
+    tiny_llama3_2,
+    tiny_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", warmup_steps=0)
+
+
+@torch.no_grad()
+def test_torchtune_and_transformers_give_the_same_logits(folder, tmp_path):
+    checkpointer = FullModelHFCheckpointer(
+        str(folder), ["model.safetensors"], "LLAMA3_2", str(tmp_path / "out")
+    )
+    model = tiny_llama3_2()
+    model.load_state_dict(checkpointer.load_checkpoint()[training.MODEL_KEY])
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(60).view(2, 30) * 7 % VOCAB_SIZE
+    torch.testing.assert_close(other(tokens).logits, model(tokens), atol=1e-4, rtol=0)
+    missing, unexpected = lora_tiny_llama3_2().load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected and all("lora" in name for name in missing)
+
+
+def test_tokenizer_round_trips_any_text_and_keeps_digits_apart(folder):
+    tokenizer = tiny_tokenizer(folder)
+    for text in ("12+34=46\n</think>\n<answer>46</answer>", "Größe 漢字 \U0001f600", ""):
+        ids = tokenizer.encode(text, add_bos=False, add_eos=False)
+        assert tokenizer.decode(ids) == text
+        assert max(ids, default=0) < VOCAB_SIZE
+    assert len(tokenizer.encode("1234", add_bos=False, add_eos=False)) == 4
+    assert max(tokenizer.special_tokens.values()) < VOCAB_SIZE
+
+
+def test_prepare_keeps_what_is_there_and_refuses_other_settings(tmp_path):
+    prepare(tmp_path / "m", warmup_steps=0, seed=1)
+    before = (tmp_path / "m" / "model.safetensors").stat()
+    prepare(tmp_path / "m", warmup_steps=0, seed=1)
+    assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(ValueError, match="seed"):
+        prepare(tmp_path / "m", warmup_steps=0, seed=2)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="thesis.tex"):
+        make_tiny_checkpoint(tmp_path / "mine", warmup_steps=0)
+
+
+def test_several_processes_may_prepare_at_once(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    processes = [
+        spawn.Process(target=prepare, args=(tmp_path / "m",), kwargs={"warmup_steps": 0})
+        for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert (tmp_path / "m" / "config.json").is_file()
+
+
+def test_the_same_seed_gives_the_same_weights(folder, tmp_path):
+    again = make_tiny_checkpoint(tmp_path / "again", warmup_steps=0)
+    other = make_tiny_checkpoint(tmp_path / "other", warmup_steps=0, seed=1)
+    bytes_of = lambda path: (path / "model.safetensors").read_bytes()  # noqa: E731
+    assert bytes_of(again) == bytes_of(folder) != bytes_of(other)
+
+
+def test_warm_up_teaches(folder):
+    """A hundred steps raise the likelihood of worked answers, whatever the machine's speed."""
+    torch.manual_seed(0)
+    tokenizer, model = tiny_tokenizer(folder), tiny_llama3_2()
+    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+    answer = tokenizer.encode("2+3=5\n5+4=9</think>", add_bos=False, add_eos=False)
+    example = [(tokenizer.encode("What is 2 + 3 + 4?", add_eos=False), answer)]
+    before = completion_log_probs(model, example)[0].sum()
+    warm_up(model, tokenizer, seed=0, levels=[2], max_steps=100)
+    assert completion_log_probs(model, example)[0].sum() > before + 10
