@@ -16,7 +16,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -75,7 +75,12 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
 
 
 def run_tiny(config: str, folder: Path, *more: str, check: bool = True, **env: str):
-    """``tune run`` of a shipped config made tiny; later overrides win."""
+    """``tune run`` of a shipped config made tiny; later overrides win.
+
+    torchao compiles its optimizers, which takes longer than the run; ``compiled="1"`` lets it.
+    """
+    if env.pop("compiled", None) is None:
+        env["TORCHDYNAMO_DISABLE"] = "1"
     overrides = tiny_overrides(config, folder)
     return tune(
         "run", RECIPE, "--config", config, *overrides, *more, cwd=folder, check=check, **env

@@ -1,10 +1,14 @@
 """The embedded default: no download, no files of its own, one command."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from runs import RECIPE, metrics, run_tiny, tune
+from runs import RECIPE, TUNE, metrics, run_tiny, tune
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
@@ -27,16 +31,15 @@ def test_runs_from_an_empty_folder(tmp_path, more):
     assert [r["step"] for r in records if "eval/pass@1" in r] == [0, 2]
     assert (output / "step_000002" / "training_state.pt").is_file()
     assert (output / "step_000002" / "adapter").exists() == bool(more)
+    report = subprocess.run(
+        [sys.executable, "-m", "torchtune_grpo.report", output], capture_output=True, text=True
+    )
+    assert "held-out pass@1:" in report.stdout and "after (step 2)" in report.stdout
+    assert (output / "reward_curve.png").stat().st_size > 10_000
 
 
 def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     """kill -9 after some steps, then resume: the metrics of an uninterrupted run, step by step."""
-    import signal
-    import subprocess
-    import time
-
-    from runs import TUNE
-
     more = [*QUICK, "forward_batch_size=64", "num_steps=6", "save_every_n_steps=2"]
     tune("run", RECIPE, "--config", CONFIG, *more, "output_dir=whole", cwd=tmp_path)
     command = [str(TUNE), "run", RECIPE, "--config", CONFIG, *more, "output_dir=cut"]

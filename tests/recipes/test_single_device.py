@@ -78,7 +78,7 @@ def changed(folder: Path) -> float:
     ids=["ppo_epochs", "dora", "adamw8bit", "no_reference"],
 )
 def test_variants_train(tmp_path, variant):
-    run_variant(tmp_path, *variant)
+    run_variant(tmp_path, *variant, **({"compiled": "1"} if "8bit" in variant[0] else {}))
     assert changed(tmp_path) > 1e-3
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
     assert all(r["frac_informative_groups"] > 0 for r in steps)
@@ -115,7 +115,7 @@ def test_compiled_layers_train_like_eager_ones(tmp_path):
     for name, more in {"eager": [], "compiled": ["compile=True"]}.items():
         folder = tmp_path / name
         folder.mkdir()
-        run_variant(folder, *more, TORCH_COMPILE_BACKEND="aot_eager")
+        run_variant(folder, *more, compiled="1", TORCH_COMPILE_BACKEND="aot_eager")
         results.append(weights(folder / "out" / "step_000002"))
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
@@ -153,6 +153,12 @@ def test_resume_continues_where_the_run_stopped(tmp_path, config):
         for name in ("once", "twice")
     ]
     assert rewards[0] == rewards[1]
+
+
+def test_profiler_writes_a_trace(tmp_path):
+    schedule = ["profiler.wait_steps=0", "profiler.warmup_steps=1", "profiler.active_steps=1"]
+    run_variant(tmp_path, "profiler.enabled=True", *schedule)
+    assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace*"))
 
 
 def test_a_new_run_sets_the_previous_one_aside(tmp_path):
