@@ -67,10 +67,13 @@ def changed(folder: Path) -> float:
     return max((after[name] - base[name]).abs().max().item() for name in base)
 
 
+TENSORBOARD = "metric_logger=torchtune.training.metric_logging.TensorBoardLogger"
+
+
 @pytest.mark.parametrize(
     "variant",
     [
-        ["ppo_epochs=2", "gradient_accumulation_steps=1"],
+        ["ppo_epochs=2", "gradient_accumulation_steps=1", TENSORBOARD],
         ["model.use_dora=True", "enable_activation_checkpointing=False"],
         ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"],
         ["loss.kl_coeff=0", "top_k=20", "top_p=0.9", "clip_grad_norm=null", "lr_scheduler=null"],
@@ -82,6 +85,8 @@ def test_variants_train(tmp_path, variant):
     assert changed(tmp_path) > 1e-3
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
     assert all(r["frac_informative_groups"] > 0 for r in steps)
+    if TENSORBOARD in variant:
+        assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents.*"))
     if "loss.kl_coeff=0" in variant:
         assert "kl" not in steps[0]
     else:
