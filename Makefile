@@ -16,7 +16,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .
