@@ -92,5 +92,5 @@ def test_warm_up_teaches(folder):
     answer = tokenizer.encode("2+3=5\n5+4=9</think>", add_bos=False, add_eos=False)
     example = [(tokenizer.encode("What is 2 + 3 + 4?", add_eos=False), answer)]
     before = completion_log_probs(model, example)[0].sum()
-    warm_up(model, tokenizer, seed=0, levels=[2], max_steps=100)
+    warm_up(model, tokenizer, seed=0, levels=[3], max_steps=100)
     assert completion_log_probs(model, example)[0].sum() > before + 10
