@@ -37,12 +37,31 @@ class Samples:
         lengths (Tensor): [N] number of tokens of each response, its stop token included.
         truncated (Tensor): [N] bool, True where no stop token came in time.
         logprobs (Tensor): [N, L] log-prob of each sampled token under ``logits / temperature``.
+        drawn_logprobs (Tensor): [N, L] its log-prob under the distribution that it was drawn from:
+            the same without filters and penalties, else that of what they left.
     """
 
     responses: Tensor
     lengths: Tensor
     truncated: Tensor
     logprobs: Tensor
+    drawn_logprobs: Tensor
+
+
+def cat_samples(parts: Sequence[Samples]) -> Samples:
+    """Stacks the rows of several samples, padding each tensor to the widest."""
+    width = max(part.responses.shape[1] for part in parts)
+    return Samples(
+        **{
+            name: torch.cat(
+                [
+                    F.pad(value, (0, width - value.shape[1])) if value.dim() > 1 else value
+                    for value in (getattr(part, name) for part in parts)
+                ]
+            )
+            for name in vars(parts[0])
+        }
+    )
 
 
 @dataclass
@@ -55,6 +74,7 @@ class Trajectory:
         response_mask (Tensor): [N, L] bool, True = this response token is trained on.
         truncated (Tensor): [N] bool, True where no stop token came in time.
         sampler_logprobs (Tensor): [N, L] what the sampler reported for its own tokens.
+        drawn_logprobs (Tensor): [N, L] the same under the distribution with filters and penalties.
         prompts (list[str]): N texts, as rewards see them.
         completions (list[str]): N texts, prefill included, as rewards see them.
         columns (dict[str, list]): the data set's other columns, N values each.
@@ -71,6 +91,7 @@ class Trajectory:
     response_mask: Tensor
     truncated: Tensor
     sampler_logprobs: Tensor
+    drawn_logprobs: Tensor
     prompts: list[str]
     completions: list[str]
     columns: dict[str, list[Any]]

@@ -1,7 +1,22 @@
 """Sampling a group of completions for each prompt: the generation engine."""
 
+from torchtune_grpo.rollout._engine import NativeEngine, RolloutEngine
+from torchtune_grpo.rollout._decoder import unsupported_reason
+from torchtune_grpo.rollout._noise import row_keys
+from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._roll_out import roll_out
 from torchtune_grpo.rollout._sampling import filter_logits, sample_tokens
-from torchtune_grpo.rollout._torchtune import SamplingParams, generate
+from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 
-__all__ = ["SamplingParams", "filter_logits", "generate", "roll_out", "sample_tokens"]
+__all__ = [
+    "NativeEngine",
+    "Progress",
+    "RolloutEngine",
+    "SamplingParams",
+    "TorchtuneEngine",
+    "filter_logits",
+    "roll_out",
+    "row_keys",
+    "sample_tokens",
+    "unsupported_reason",
+]

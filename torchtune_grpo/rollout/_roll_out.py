@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torchtune.modules import TransformerDecoder
-
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.rollout._torchtune import SamplingParams, generate
-from torchtune_grpo.text import decode_responses
+from torchtune_grpo.rollout._engine import RolloutEngine
+from torchtune_grpo.rollout._noise import row_keys
+from torchtune_grpo.rollout._params import Progress, SamplingParams
+from torchtune_grpo.text import decode_responses, decode_tokens
 from torchtune_grpo.trajectory import Trajectory, join_rows, length_mask
 
 
 def roll_out(
-    model: TransformerDecoder,
+    engine: RolloutEngine,
     prompts: PromptBatch,
     *,
     tokenizer: Any,
     group_size: int,
     params: SamplingParams,
     prefill: str,
-    generator: torch.Generator,
+    seed: int,
+    step: int,
+    report: Callable[[Progress], None] | None = None,
 ) -> Trajectory:
     """Samples a group of responses for each prompt.
 
     Args:
-        model (TransformerDecoder): the policy.
+        engine (RolloutEngine): of the policy.
         prompts (PromptBatch): B prompts on the model's device.
         tokenizer (Any): a torchtune tokenizer.
         group_size (int): G.
         params (SamplingParams): how to sample.
         prefill (str): the beginning of the answer that the prompts end with.
-        generator (torch.Generator): on the model's device.
+        seed (int): of the run.
+        step (int): of the run. The noise is a function of seed, step, prompt and sample.
+        report (Callable[[Progress], None] | None): told of the progress now and then.
 
     Returns:
         Trajectory: N = B*G rows, prompt-major, not yet scored.
     """
     stop_tokens = tokenizer.stop_tokens
-    samples = generate(
-        model,
+    samples = engine.generate(
         prompts,
         group_size=group_size,
         params=params,
         stop_tokens=stop_tokens,
-        generator=generator,
+        keys=row_keys(
+            seed=seed, step=step, prompt_indices=prompts.indices, group_size=group_size
+        ),
+        decode=lambda tokens: decode_tokens(tokenizer, tokens),
+        report=report,
     )
     tokens, prompt_lengths = join_rows(
         prompt_tokens=prompts.tokens, prompt_lengths=prompts.lengths, samples=samples
@@ -55,6 +62,7 @@ def roll_out(
         response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
         truncated=samples.truncated,
         sampler_logprobs=samples.logprobs,
+        drawn_logprobs=samples.drawn_logprobs,
         prompts=_repeat(prompts.prompts, group_size),
         completions=decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill),
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},

@@ -1,22 +1,37 @@
-"""One token per row from a row of logits: temperature, top-k, top-p, and its log-prob."""
+"""One token per row from a row of logits: penalties, temperature, filters, and the log-probs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from torchtune_grpo.rollout._params import SamplingParams
 
-def filter_logits(logits: Tensor, *, top_k: int | None, top_p: float | None) -> Tensor:
-    """Sets every logit outside the top k, or outside the nucleus, to -inf.
+_BLOCK = 128  # vocabulary entries summed at once; only one block per row is searched entry by entry
+
+
+def filter_logits(
+    logits: Tensor,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Tensor:
+    """Sets every logit outside the top k, the nucleus, or the likely enough ones to -inf.
 
     Args:
-        logits (Tensor): [N, V].
+        logits (Tensor): [N, V], already divided by the temperature.
         top_k (int | None): keep the k largest; ties with the k-th are kept too.
         top_p (float | None): keep the smallest set of largest tokens whose probabilities sum to at
-            least top_p (Holtzman et al. 2020, arXiv:1904.09751, section 3.1).
+            least top_p (Holtzman et al. 2020, arXiv:1904.09751, section 3.1), among those top_k
+            leaves.
+        min_p (float | None): keep tokens at least min_p times as likely as the likeliest one
+            (Nguyen et al. 2024, arXiv:2407.01082).
 
     Returns:
-        Tensor: [N, V].
+        Tensor: [N, V]; the same tensor where no filter is given.
     """
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -26,42 +41,132 @@ def filter_logits(logits: Tensor, *, top_k: int | None, top_p: float | None) -> 
         probs = ordered.softmax(dim=-1)
         outside = probs.cumsum(dim=-1) - probs >= top_p  # the mass before a token is enough
         logits = logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
+    if min_p is not None and min_p > 0:
+        floor = logits.amax(dim=-1, keepdim=True) + torch.tensor(min_p).log().item()
+        logits = logits.masked_fill(logits < floor, -torch.inf)
     return logits
+
+
+def adjust_logits(
+    logits: Tensor,
+    *,
+    params: SamplingParams,
+    seen: Tensor | None,
+    counts: Tensor,
+    stop_tokens: Sequence[int],
+) -> Tensor:
+    """Applies the repetition penalty, ``min_new_tokens`` and ``suppressed_tokens``.
+
+    Args:
+        logits (Tensor): [N, V]; the penalty commutes with the temperature.
+        params (SamplingParams): the settings.
+        seen (Tensor | None): [N, V] bool, tokens of prompt and response so far; needed by the
+            penalty only.
+        counts (Tensor): [N] tokens that each response has so far.
+        stop_tokens (Sequence[int]): not sampled before ``min_new_tokens``.
+
+    Returns:
+        Tensor: [N, V]; the same tensor where nothing is set.
+    """
+    if params.repetition_penalty != 1:
+        assert seen is not None, "the engines keep track of it where it is needed"
+        penalty = params.repetition_penalty
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, penalized, logits)
+    if params.suppressed_tokens:
+        ids = torch.tensor(list(params.suppressed_tokens), device=logits.device)
+        logits = logits.index_fill(-1, ids, -torch.inf)
+    if params.min_new_tokens and stop_tokens:
+        ids = torch.tensor(list(stop_tokens), device=logits.device)
+        without_stops = logits.index_fill(-1, ids, -torch.inf)
+        logits = torch.where((counts < params.min_new_tokens)[:, None], without_stops, logits)
+    return logits
+
+
+def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws from softmax(logits) with one uniform number per row, exactly for every filter.
+
+    The cumulative sum runs over blocks of the vocabulary and then within the block that was hit, so
+    that the vocabulary itself is only read to exponentiate and sum it.
+
+    Args:
+        logits (Tensor): [N, V] float32; -inf is never drawn.
+        uniforms (Tensor): [N] float64 in [0, 1).
+
+    Returns:
+        tuple[Tensor, Tensor]: tokens [N] int64, and the log of the normalizer [N] float32.
+    """
+    vocab = logits.shape[-1]
+    peak = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - peak).exp_()  # [N, V]
+    whole = vocab // _BLOCK * _BLOCK
+    sums = weights[:, :whole].unflatten(-1, (whole // _BLOCK, _BLOCK)).sum(dim=-1)
+    if whole < vocab:
+        sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+    cdf = sums.double().cumsum(dim=-1)  # [N, blocks]
+    total = cdf[:, -1:]
+    target = uniforms[:, None] * total
+    block = _search(cdf, target)  # [N, 1]
+    below = cdf.gather(-1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    column = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    entries = weights.gather(-1, column.clamp(max=vocab - 1)).masked_fill(column >= vocab, 0)
+    offset = _search(entries.double().cumsum(dim=-1), target - below)
+    tokens = (block * _BLOCK + offset).clamp(max=vocab - 1)
+    return tokens[:, 0], (peak + total.log())[:, 0].float()
+
+
+def _search(cdf: Tensor, target: Tensor) -> Tensor:
+    """First index whose cumulative sum exceeds the target; never one with an empty step."""
+    found = torch.searchsorted(cdf, target, right=True)
+    last = (cdf < cdf[:, -1:]).sum(dim=-1, keepdim=True)  # target can round up to the total
+    return torch.minimum(found, last)
 
 
 def sample_tokens(
     logits: Tensor,
     *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Samples by inverse CDF: one uniform number per row, exact for every filter.
+    params: SamplingParams,
+    uniforms: Tensor,
+    counts: Tensor | None = None,
+    seen: Tensor | None = None,
+    stop_tokens: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples one token per row.
 
     Args:
         logits (Tensor): [N, V].
-        temperature (float): 0 takes the most likely token.
-        top_k (int | None): see :func:`filter_logits`.
-        top_p (float | None): see :func:`filter_logits`.
-        generator (torch.Generator | None): on the logits' device.
+        params (SamplingParams): the settings; temperature 0 takes the most likely token.
+        uniforms (Tensor): [N] float64 in [0, 1), the noise.
+        counts (Tensor | None): [N], see :func:`adjust_logits`; needed if ``params.changes_logits``.
+        seen (Tensor | None): [N, V], see :func:`adjust_logits`.
+        stop_tokens (Sequence[int]): see :func:`adjust_logits`.
 
     Returns:
-        tuple[Tensor, Tensor]: tokens [N], and their log-probs [N] under the *unfiltered*
-        ``softmax(logits / temperature)`` (temperature 1 when greedy), float32.
+        tuple[Tensor, Tensor, Tensor]: tokens [N]; their log-probs [N] under the plain
+        ``softmax(logits / temperature)`` (temperature 1 when greedy), which the trainer recomputes;
+        and under the distribution that they were drawn from, with penalties and filters (0 when
+        greedy). Both float32.
     """
-    logits = logits.float()
-    if temperature > 0:
-        logits = logits / temperature
-        probs = filter_logits(logits, top_k=top_k, top_p=top_p).softmax(dim=-1)
-        cdf = probs.cumsum(dim=-1)
-        uniform = torch.rand(logits.shape[0], 1, device=logits.device, generator=generator)
-        # right=True never lands on a token of probability zero, whose cdf step is empty.
-        tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
-        # uniform * total can round up to total itself: then take the last possible token.
-        last = (cdf < cdf[:, -1:]).sum(dim=-1, keepdim=True)
-        tokens = torch.minimum(tokens, last)
-    else:
-        tokens = logits.argmax(dim=-1, keepdim=True)
-    logprobs = logits.gather(-1, tokens) - logits.logsumexp(dim=-1, keepdim=True)
-    return tokens.squeeze(-1), logprobs.squeeze(-1)
+    greedy = params.temperature == 0
+    plain = logits.float()
+    if not greedy and params.temperature != 1:
+        plain = plain / params.temperature
+    drawn_from = plain
+    if params.changes_logits:
+        assert counts is not None
+        drawn_from = adjust_logits(
+            plain, params=params, seen=seen, counts=counts, stop_tokens=stop_tokens
+        )
+    if greedy:
+        tokens = drawn_from.argmax(dim=-1)
+        logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
+        return tokens, logprobs, torch.zeros_like(logprobs)
+    drawn_from = filter_logits(
+        drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+    )
+    tokens, normalizer = sample_inverse_cdf(drawn_from, uniforms)
+    chosen = tokens[:, None]
+    drawn = drawn_from.gather(-1, chosen)[:, 0] - normalizer
+    if drawn_from is plain:
+        return tokens, drawn, drawn
+    return tokens, plain.gather(-1, chosen)[:, 0] - plain.logsumexp(dim=-1), drawn

@@ -6,8 +6,7 @@ rows; only the last position is unembedded; the loop ends when every row has met
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,25 +15,11 @@ from torchtune.modules.common_utils import local_kv_cache
 
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.logprobs import unembed_with
+from torchtune_grpo.rollout._noise import uniforms
+from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._sampling import sample_tokens
-from torchtune_grpo.trajectory import Samples, length_mask
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How responses are sampled.
-
-    Attributes:
-        max_generated_tokens (int): longest response, its stop token included.
-        temperature (float): 0 is greedy.
-        top_k (int | None): sample among the k most likely tokens only.
-        top_p (float | None): sample within the nucleus of this mass only.
-    """
-
-    max_generated_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
+from torchtune_grpo.rollout._stop_strings import Decode, StopStrings, stop_strings_of
+from torchtune_grpo.trajectory import Samples, cat_samples, length_mask
 
 
 def prefill_mask(lengths: Tensor, prompt_width: int, cache_width: int) -> Tensor:
@@ -65,46 +50,86 @@ def repeat_caches(model: TransformerDecoder, group_size: int) -> None:
         cache.batch_size *= group_size
 
 
+class TorchtuneEngine:
+    """Generation with the model's own forward: slower, and right for every torchtune decoder.
+
+    Args:
+        model (TransformerDecoder): the policy, without caches set up.
+        max_rows (int): most responses that are worked on at once; at least one whole group is.
+    """
+
+    def __init__(self, model: TransformerDecoder, *, max_rows: int) -> None:
+        self._model = model
+        self._max_rows = max_rows
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        *,
+        group_size: int,
+        params: SamplingParams,
+        stop_tokens: Sequence[int],
+        keys: Tensor,
+        decode: Decode | None = None,
+        report: Callable[[Progress], None] | None = None,
+    ) -> Samples:
+        """See :meth:`torchtune_grpo.rollout.RolloutEngine.generate`."""
+        rows = len(prompts.lengths) * group_size
+        at_once = max(1, self._max_rows // group_size)
+        parts = []
+        for start in range(0, len(prompts.lengths), at_once):
+            part = slice(start, start + at_once)
+            parts.append(
+                _generate_groups(
+                    self._model,
+                    prompts.tokens[part],
+                    prompts.lengths[part],
+                    group_size=group_size,
+                    params=params,
+                    stop_tokens=stop_tokens,
+                    stop_strings=stop_strings_of(params, decode),
+                    noise=uniforms(
+                        keys.view(-1, group_size)[part].flatten(), params.max_generated_tokens
+                    ),
+                )
+            )
+            if report is not None:
+                done = sum(len(p.lengths) for p in parts)
+                tokens = sum(int(p.lengths.sum()) for p in parts)
+                report(Progress(tokens=tokens, finished=done, live=0, rows=rows))
+        return cat_samples(parts)
+
+
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def generate(
+def _generate_groups(
     model: TransformerDecoder,
-    prompts: PromptBatch,
+    prompt_tokens: Tensor,
+    prompt_lengths: Tensor,
     *,
     group_size: int,
     params: SamplingParams,
     stop_tokens: Sequence[int],
-    generator: torch.Generator | None = None,
+    stop_strings: StopStrings | None,
+    noise: Tensor,
 ) -> Samples:
-    """Samples ``group_size`` responses for each prompt.
-
-    Args:
-        model (TransformerDecoder): the policy, without caches set up.
-        prompts (PromptBatch): B left-padded prompts.
-        group_size (int): G.
-        params (SamplingParams): temperature, filters, length.
-        stop_tokens (Sequence[int]): a response ends with the first of these.
-        generator (torch.Generator | None): on the model's device; None draws from the global one.
-
-    Returns:
-        Samples: N = B*G rows, prompt-major, L = the longest response.
-    """
-    device = prompts.tokens.device
-    batch, width = prompts.tokens.shape
+    """Samples whole groups side by side: prompts [B, P] left-padded, noise [B*G, L]."""
+    device = prompt_tokens.device
+    batch, width = prompt_tokens.shape
     rows, cache_width = batch * group_size, width + params.max_generated_tokens
-    stops = torch.tensor(list(stop_tokens), device=device)
-    starts = (width - prompts.lengths).repeat_interleave(group_size)  # [N] first real position
+    stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
+    starts = (width - prompt_lengths).repeat_interleave(group_size)  # [N] first real position
     visible = ~length_mask(starts, cache_width)[:, None, :]  # [N, 1, cache_width]
     key_position = torch.arange(cache_width, device=device)
     finished = torch.zeros(rows, dtype=torch.bool, device=device)
-    tokens: list[Tensor] = []
-    logprobs: list[Tensor] = []
+    sampled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens and both log-probs, each [N]
     lengths = torch.zeros(rows, dtype=torch.long, device=device)
+    seen = None
 
     def last_logits(h: Tensor) -> Tensor:
         return model.output(model.norm(h[:, -1]))  # [b, V]
 
-    dtype = next(model.parameters()).dtype
+    dtype = model.tok_embeddings.weight.dtype
     with (
         unembed_with(model, last_logits),
         local_kv_cache(
@@ -115,26 +140,36 @@ def generate(
             decoder_max_seq_len=cache_width,
         ),
     ):
-        position = torch.arange(width, device=device) - (width - prompts.lengths)[:, None]
+        position = torch.arange(width, device=device) - (width - prompt_lengths)[:, None]
         logits = model(
-            prompts.tokens,
-            mask=prefill_mask(prompts.lengths, width, cache_width),
+            prompt_tokens,
+            mask=prefill_mask(prompt_lengths, width, cache_width),
             input_pos=position.clamp(min=0),
         )
         logits = logits.repeat_interleave(group_size, dim=0)  # [N, V]
         repeat_caches(model, group_size)
+        if params.repetition_penalty != 1:
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row in range(rows):
+                seen[row, prompt_tokens[row // group_size, starts[row] :]] = True
         for step in range(params.max_generated_tokens):
-            token, logprob = sample_tokens(
+            token, logprob, drawn = sample_tokens(
                 logits,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                generator=generator,
+                params=params,
+                uniforms=noise[:, step],
+                counts=torch.full_like(lengths, step),
+                seen=seen,
+                stop_tokens=stop_tokens,
             )
-            tokens.append(token)
-            logprobs.append(logprob)
+            sampled.append((token, logprob, drawn))
+            if seen is not None:
+                seen.scatter_(1, token[:, None], True)
             lengths += ~finished
             finished |= torch.isin(token, stops)
+            if stop_strings is not None and step + 1 >= params.min_new_tokens:
+                so_far = torch.stack([tokens for tokens, _, _ in sampled], dim=1).tolist()
+                ended = [stop_strings.end(tokens, start=step) is not None for tokens in so_far]
+                finished |= torch.tensor(ended, device=device)
             if step + 1 == params.max_generated_tokens or bool(finished.all()):
                 break
             at = width + step
@@ -143,9 +178,11 @@ def generate(
                 mask=visible & (key_position <= at),
                 input_pos=(at - starts)[:, None],
             )
+    responses, logprobs, drawn_logprobs = (torch.stack(x, dim=1) for x in zip(*sampled))
     return Samples(
-        responses=torch.stack(tokens, dim=1),
+        responses=responses,
         lengths=lengths,
         truncated=~finished,
-        logprobs=torch.stack(logprobs, dim=1),
+        logprobs=logprobs,
+        drawn_logprobs=drawn_logprobs,
     )

@@ -1,0 +1,248 @@
+"""Tokens per second of group sampling: the native engine beside the other ways, in one run.
+
+    python benchmarks/rollout.py                                   # shape S, float32
+    python benchmarks/rollout.py --dtype bf16
+    python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --new-tokens 32
+    python benchmarks/rollout.py --varying-lengths --ways native kept
+
+S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama 3.2
+1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
+torchtune's own `generate`, `transformers` is its `generate` with the same weights, `kept` is the
+native engine with ended rows kept until the last one ends. Each way is warmed up once and timed
+`--repeats` times; the line holds medians. `--varying-lengths` ends each response at 20 to
+`--new-tokens` tokens (a function of its first token). Prints one JSON line.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+
+import torch
+from torchtune.generation import generate as stock_generate
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.llama3_2 import llama3_2, llama3_2_1b
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo._malloc import keep_freed_memory
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.rollout import NativeEngine, SamplingParams, TorchtuneEngine, row_keys
+from torchtune_grpo.rollout._native import GroupRollout
+
+SHAPE_S = dict(
+    vocab_size=32_768,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    embed_dim=512,
+    intermediate_dim=1536,
+    max_seq_len=4096,
+)
+PROMPT_LENGTHS = (96, 160, 212, 292)
+
+
+class PlannedEnd:
+    """Ends a response at 20 to ``longest`` tokens, as its first token decides."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def end(self, tokens: list[int], *, start: int) -> int | None:
+        """See ``StopStrings.end``."""
+        length = 20 + tokens[0] * 7919 % (self._longest - 19)
+        return length if start < length <= len(tokens) else None
+
+
+def build_model(shape: str, dtype: torch.dtype) -> TransformerDecoder:
+    """The policy, with random weights."""
+    torch.manual_seed(0)
+    model = (llama3_2(**SHAPE_S) if shape == "S" else llama3_2_1b()).to(dtype).eval()
+    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+    return model.requires_grad_(False)
+
+
+def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
+    """Random left-padded prompts."""
+    width = max(lengths)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocab, (len(lengths), width), generator=generator)
+    return PromptBatch(
+        tokens=tokens,
+        lengths=torch.tensor(lengths),
+        indices=torch.arange(len(lengths)),
+        prompts=[""] * len(lengths),
+        columns={},
+    )
+
+
+def roll_out_planned(engine: NativeEngine, prompts: PromptBatch, options, *, retire: bool) -> int:
+    """Rolls out with planned ends, and counts the tokens up to them."""
+    params = options["params"]
+    plan = PlannedEnd(params.max_generated_tokens)
+    decoder, cache = engine._ready()
+    with torch.no_grad():
+        samples = GroupRollout(
+            decoder,
+            cache,
+            prompts,
+            **options,
+            stop_strings=plan if retire else None,
+            max_rows=len(options["keys"]),
+        ).run(out_of_time=lambda: False, report=None)
+    return sum(plan.end(row, start=0) for row in samples.responses.tolist())
+
+
+def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
+    """A function that rolls out once and returns the number of tokens sampled."""
+    group = args.group_size
+    params = SamplingParams(max_generated_tokens=args.new_tokens)
+    keys = row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group)
+    rows = len(prompts.lengths) * group
+    options = {"group_size": group, "params": params, "stop_tokens": [], "keys": keys}
+    if name == "torchtune":
+        engine = TorchtuneEngine(model, max_rows=rows)
+        return lambda: int(engine.generate(prompts, **options).lengths.sum())
+    if name in ("native", "kept"):
+        engine = NativeEngine(model, max_rows=args.max_rows or rows)
+        if not args.varying_lengths:
+            return lambda: int(engine.generate(prompts, **options).lengths.sum())
+        return lambda: roll_out_planned(engine, prompts, options, retire=name == "native")
+    width = int(prompts.lengths.max())
+    padded = prompts.tokens.clone()
+    for row, length in zip(padded, prompts.lengths.tolist(), strict=True):
+        row[: width - length] = 0
+    padded = padded.repeat_interleave(group, dim=0)
+    if name == "stock":
+
+        def stock() -> int:
+            model.setup_caches(
+                batch_size=rows,
+                dtype=next(model.parameters()).dtype,
+                decoder_max_seq_len=width + args.new_tokens,
+            )
+            try:
+                tokens, _ = stock_generate(
+                    model, padded, max_generated_tokens=args.new_tokens, pad_id=0
+                )
+            finally:
+                for layer in model.layers:
+                    layer.attn.kv_cache = None
+                    layer.attn.cache_enabled = False
+                model.decoder_max_cache_seq_len = None
+            return rows * (tokens.shape[1] - width)
+
+        return stock
+    if name == "transformers":
+        peer = to_transformers(model)
+        mask = torch.arange(width) >= (width - prompts.lengths)[:, None]
+        inputs = {"input_ids": padded, "attention_mask": mask.repeat_interleave(group, dim=0)}
+        settings = {"max_new_tokens": args.new_tokens, "do_sample": True, "top_k": 0}
+
+        def peer_generate() -> int:
+            tokens = peer.generate(**inputs, **settings, eos_token_id=None, pad_token_id=0)
+            return rows * (tokens.shape[1] - width)
+
+        return peer_generate
+    raise SystemExit(f"--ways {name}: give native, torchtune, stock, transformers or kept")
+
+
+def to_transformers(model: TransformerDecoder):
+    """The same weights in a transformers Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    attn, mlp = model.layers[0].attn, model.layers[0].mlp
+    peer = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.tok_embeddings.num_embeddings,
+            hidden_size=attn.embed_dim,
+            num_hidden_layers=len(model.layers),
+            num_attention_heads=attn.num_heads,
+            num_key_value_heads=attn.num_kv_heads,
+            intermediate_size=mlp.w1.weight.shape[0],
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            tie_word_embeddings=True,
+        )
+    )
+    state = tune_to_hf(
+        model.state_dict(),
+        num_heads=attn.num_heads,
+        num_kv_heads=attn.num_kv_heads,
+        dim=attn.embed_dim,
+        head_dim=attn.head_dim,
+    )
+    missing, unexpected = peer.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    return peer.to(model.tok_embeddings.weight.dtype).eval()
+
+
+def main() -> None:
+    """Times every way in turn, round by round."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=("S", "M"), default="S")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--prompts", type=int, default=4, help="of 96, 160, 212, 292 tokens in turn")
+    parser.add_argument("--prompt-length", type=int, help="one length for all prompts")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--max-rows", type=int, help="of the native engine")
+    parser.add_argument("--varying-lengths", action="store_true")
+    parser.add_argument("--ways", nargs="+", default=["native", "torchtune", "stock"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    keep_freed_memory()
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model = build_model(args.shape, dtype).to(device)
+    lengths = [PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
+    if args.prompt_length:
+        lengths = [args.prompt_length] * args.prompts
+    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings).to(device)
+    ways = {name: make_way(name, model, prompts, args) for name in args.ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    tokens: dict[str, int] = {}
+    warm_up = {}
+    for repeat in range(args.repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            tokens[name] = way()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            if repeat:
+                times[name].append(seconds)
+            else:
+                warm_up[name] = round(seconds, 2)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    first = args.ways[0]
+    print(
+        json.dumps(
+            {
+                **vars(args),
+                "ways": {
+                    name: {
+                        "tokens": tokens[name],
+                        "seconds": round(median[name], 3),
+                        "tokens_per_second": round(tokens[name] / median[name], 1),
+                        "warm_up_seconds": warm_up[name],
+                    }
+                    for name in ways
+                },
+                "ratios": {
+                    f"{first}/{name}": round(
+                        tokens[first] / median[first] / (tokens[name] / median[name]), 2
+                    )
+                    for name in ways
+                    if name != first
+                },
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "machine": platform.processor() or platform.machine(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Rollout engines: one interface over the native engine and torchtune's generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torchtune import utils
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.rollout._cache import GroupCache
+from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
+from torchtune_grpo.rollout._memory import free_bytes
+from torchtune_grpo.rollout._native import GroupRollout, prompt_slots
+from torchtune_grpo.rollout._params import Progress, SamplingParams
+from torchtune_grpo.rollout._stop_strings import Decode, stop_strings_of
+from torchtune_grpo.rollout._torchtune import TorchtuneEngine
+from torchtune_grpo.trajectory import Samples
+
+log = utils.get_logger("INFO")
+
+
+class RolloutEngine(Protocol):
+    """Samples a group of responses for each prompt."""
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        *,
+        group_size: int,
+        params: SamplingParams,
+        stop_tokens: Sequence[int],
+        keys: Tensor,
+        decode: Decode | None = None,
+        report: Callable[[Progress], None] | None = None,
+    ) -> Samples:
+        """Samples ``group_size`` responses for each prompt with the policy's current weights.
+
+        Args:
+            prompts (PromptBatch): B left-padded prompts on the model's device.
+            group_size (int): G.
+            params (SamplingParams): temperature, filters, length.
+            stop_tokens (Sequence[int]): a response ends with the first of these.
+            keys (Tensor): [B*G] of the noise, see :func:`torchtune_grpo.rollout.row_keys`. A
+                response depends on its prompt, its key and the policy, and on nothing else.
+            decode (Decode | None): token ids to text; needed for ``params.stop_strings``.
+            report (Callable[[Progress], None] | None): told of the progress now and then.
+
+        Returns:
+            Samples: N = B*G rows, prompt-major.
+        """
+        ...
+
+
+class NativeEngine:
+    """The fast engine, for every model that :func:`unsupported_reason` finds nothing in.
+
+    Args:
+        model (TransformerDecoder): the policy.
+        max_rows (int): most responses that are worked on at once.
+        merge_adapters (bool | None): whether adapters are merged into a copy of the weights;
+            None: where that is exact (float32) and memory allows.
+        deadline (float | None): seconds after which a rollout cuts its rows where they are.
+
+    Raises:
+        ValueError: if the model is not one that the engine can run.
+    """
+
+    def __init__(
+        self,
+        model: TransformerDecoder,
+        *,
+        max_rows: int,
+        merge_adapters: bool | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        reason = unsupported_reason(model)
+        if reason is not None:
+            raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
+        self._model = model
+        self._max_rows = max_rows
+        self._merge_adapters = merge_adapters
+        self._deadline = deadline
+        self._decoder: NativeDecoder | None = None
+        self._cache: GroupCache | None = None
+
+    def cache_bytes(self, prompts: PromptBatch, *, group_size: int, params: SamplingParams) -> int:
+        """The most that the cache of a rollout takes, known before the first token."""
+        decoder, _ = self._ready()
+        count = len(prompts.lengths)
+        return decoder.cache_shape.bytes(
+            prompts=prompt_slots(prompts=count, group_size=group_size, max_rows=self._max_rows),
+            prompt_width=int(prompts.lengths.max()),
+            rows=min(self._max_rows, count * group_size),
+            response_width=GroupCache.rounded(params.max_generated_tokens),
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: PromptBatch,
+        *,
+        group_size: int,
+        params: SamplingParams,
+        stop_tokens: Sequence[int],
+        keys: Tensor,
+        decode: Decode | None = None,
+        report: Callable[[Progress], None] | None = None,
+    ) -> Samples:
+        """See :meth:`RolloutEngine.generate`."""
+        start = time.monotonic()
+        decoder, cache = self._ready()
+        for projection in decoder.projections():
+            projection.refresh()
+        try:
+            return GroupRollout(
+                decoder,
+                cache,
+                prompts,
+                group_size=group_size,
+                params=params,
+                stop_tokens=stop_tokens,
+                stop_strings=stop_strings_of(params, decode),
+                keys=keys,
+                max_rows=self._max_rows,
+            ).run(
+                out_of_time=lambda: (
+                    self._deadline is not None and time.monotonic() - start > self._deadline
+                ),
+                report=report,
+            )
+        finally:  # whatever interrupts a rollout, the next one starts clean
+            for projection in decoder.projections():
+                projection.release()
+
+    def _ready(self) -> tuple[NativeDecoder, GroupCache]:
+        if self._decoder is None or self._cache is None:
+            self._decoder = _make_decoder(self._model, merge_adapters=self._merge_adapters)
+            self._cache = GroupCache(self._decoder.cache_shape)
+        return self._decoder, self._cache
+
+
+def _make_decoder(model: TransformerDecoder, *, merge_adapters: bool | None) -> NativeDecoder:
+    """Chooses what to compute in, and whether adapters are merged, by exactness and memory."""
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    dtype = model.tok_embeddings.weight.dtype
+    free = free_bytes(parameter.device) / 2
+    choices = [(dtype, False)]
+    if dtype != torch.float32 and parameter.device.type == "cpu" and not _has_fast_bf16():
+        choices.insert(0, (torch.float32, True))
+    elif dtype == torch.float32:
+        choices.insert(0, (torch.float32, True))
+    for compute_dtype, merge in choices:
+        if merge_adapters is not None:
+            merge = merge_adapters
+        decoder = NativeDecoder(model, merge_adapters=merge, dtype=compute_dtype)
+        copies = sum(projection.copied_bytes for projection in decoder.projections())
+        if copies < free:
+            return decoder
+    return NativeDecoder(model, merge_adapters=False, dtype=dtype, copy=False)
+
+
+def _has_fast_bf16() -> bool:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,0 +1,304 @@
+"""The native engine: continuous batching over groups that share their prompt.
+
+At most ``max_rows`` responses are worked on at once. A row that ends leaves at once, and the next
+waiting one takes its place; a prompt's keys and values stay as long as one of its rows is missing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.rollout._cache import GroupCache
+from torchtune_grpo.rollout._decoder import NativeDecoder, RowState
+from torchtune_grpo.rollout._noise import uniforms
+from torchtune_grpo.rollout._params import Progress, SamplingParams
+from torchtune_grpo.rollout._sampling import sample_tokens
+from torchtune_grpo.rollout._stop_strings import StopStrings
+from torchtune_grpo.trajectory import Samples
+
+# Prompts that are prefilled side by side have at most so many tokens; a longer one is alone.
+PREFILL_TOKENS = 4096
+
+# Steps between two looks at which rows have ended. A look makes the host wait for the device, which
+# costs nothing on a CPU; on CUDA a row may sample a few tokens in vain instead.
+POLL_STEPS = {"cpu": 1, "cuda": 16}
+
+
+class GroupRollout:
+    """One rollout: which rows are live, where, and how far.
+
+    Args:
+        decoder (NativeDecoder): the policy.
+        cache (GroupCache): empty or left by an earlier rollout.
+        prompts (PromptBatch): B prompts.
+        group_size (int): G.
+        params (SamplingParams): how to sample.
+        stop_tokens (Sequence[int]): a response ends with the first of these.
+        stop_strings (StopStrings | None): or where one of these is complete.
+        keys (Tensor): [B*G] of the noise.
+        max_rows (int): most live rows.
+    """
+
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        cache: GroupCache,
+        prompts: PromptBatch,
+        *,
+        group_size: int,
+        params: SamplingParams,
+        stop_tokens: Sequence[int],
+        stop_strings: StopStrings | None,
+        keys: Tensor,
+        max_rows: int,
+    ) -> None:
+        device = prompts.tokens.device
+        self._decoder, self._cache, self._params = decoder, cache, params
+        self._prompts, self._group_size = prompts, group_size
+        self._stop_tokens, self._stop_strings = list(stop_tokens), stop_strings
+        self._stops = torch.tensor(self._stop_tokens, dtype=torch.long, device=device)
+        self._device = device
+        self._poll_steps = POLL_STEPS.get(device.type, 1)
+
+        rows, width = len(prompts.lengths) * group_size, params.max_generated_tokens
+        self._noise = uniforms(keys, width)  # [N, max_generated_tokens]
+        self._tokens = torch.zeros(rows, width, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(rows, width, device=device)
+        self._drawn_logprobs = torch.zeros(rows, width, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.long, device=device)  # length; 0 = not yet
+        self._lengths = [0] * rows  # of rows that have left
+        self._truncated = [True] * rows
+
+        self._prompt_lengths: list[int] = prompts.lengths.tolist()
+        self._waiting = list(range(rows))[::-1]
+        self._live: list[int] = []  # the row in each place of the cache
+        self._counts: dict[int, int] = {}  # tokens of each live row
+        self._seen: Tensor | None = None  # [max_rows, V], for the repetition penalty
+        self._max_rows = min(max_rows, rows)
+        slots = prompt_slots(
+            prompts=len(prompts.lengths), group_size=group_size, max_rows=max_rows
+        )
+        self._free_slots = list(range(slots))
+        self._slot: dict[int, int] = {}  # of each prompt in the cache
+        self._rows_left: dict[int, int] = {}  # of each prompt in the cache: rows not yet ended
+        self._slot_lengths = torch.zeros(slots, dtype=torch.long, device=device)
+        self._first_logits: dict[int, Tensor] = {}  # [V] behind each prompt with waiting rows
+        cache.reserve(prompts=slots, prompt_width=max(self._prompt_lengths), rows=self._max_rows)
+
+    def run(
+        self, *, out_of_time: Callable[[], bool], report: Callable[[Progress], None] | None
+    ) -> Samples:
+        """Works off all rows.
+
+        Args:
+            out_of_time (Callable[[], bool]): asked now and then; True cuts all rows where they are.
+            report (Callable[[Progress], None] | None): told now and then.
+
+        Returns:
+            Samples: N rows, prompt-major.
+        """
+        steps = 0
+        while self._waiting or self._live:
+            if out_of_time():
+                break
+            if self._turn_over():
+                continue  # a first token may be the last
+            if not self._live:
+                break
+            for _ in range(min(self._poll_steps, self._room())):
+                self._decode()
+                steps += 1
+            if report is not None:
+                report(self._progress())
+        for row in self._live:
+            self._lengths[row] = self._counts[row]
+        width = max(1, *self._lengths)
+        return Samples(
+            responses=self._tokens[:, :width],
+            lengths=torch.tensor(self._lengths, device=self._device),
+            truncated=torch.tensor(self._truncated, device=self._device),
+            logprobs=self._logprobs[:, :width],
+            drawn_logprobs=self._drawn_logprobs[:, :width],
+        )
+
+    def _room(self) -> int:
+        """Steps until the first live row is as long as a response may be."""
+        return self._params.max_generated_tokens - max(self._counts.values())
+
+    def _progress(self) -> Progress:
+        tokens = sum(self._lengths) + sum(self._counts.values())
+        rows = len(self._lengths)
+        live = len(self._live)
+        finished = rows - live - len(self._waiting)
+        return Progress(tokens=tokens, finished=finished, live=live, rows=rows)
+
+    def _turn_over(self) -> bool:
+        """Lets ended rows leave and waiting ones take their places; True if any came."""
+        places = self._leave()
+        new = self._next_rows(self._max_rows - len(self._live) + len(places))
+        for row in new:
+            if places:
+                self._live[places.pop(0)] = row
+            else:
+                self._live.append(row)
+        for place in reversed(places):  # nobody waits: the last row moves up
+            last = len(self._live) - 1
+            if place != last:
+                self._cache.move(source=last, target=place, length=self._counts[self._live[last]])
+                if self._seen is not None:
+                    self._seen[place] = self._seen[last]
+                self._live[place] = self._live[last]
+            self._live.pop()
+        self._lay_out()
+        if new:
+            self._start(new)
+        return bool(new)
+
+    def _leave(self) -> list[int]:
+        """Takes note of the rows that have ended, and returns their places, ascending."""
+        if not self._live:
+            return []
+        ended = self._ended[torch.tensor(self._live, device=self._device)].tolist()
+        places = []
+        for place, (row, length) in enumerate(zip(self._live, ended, strict=True)):
+            count = self._counts[row]
+            if self._stop_strings is not None:
+                length = self._stop_string_end(row, length or count) or length
+            if not length and count < self._params.max_generated_tokens:
+                continue
+            self._truncated[row] = not length
+            self._lengths[row] = length or count
+            del self._counts[row]
+            places.append(place)
+            prompt = row // self._group_size
+            self._rows_left[prompt] -= 1
+            if not self._rows_left[prompt]:
+                del self._rows_left[prompt]
+                heapq.heappush(self._free_slots, self._slot.pop(prompt))
+            if not bool(self._logprobs[row, : self._lengths[row]].isfinite().all()):
+                self._cache.clear_row(place)
+        return places
+
+    def _stop_string_end(self, row: int, length: int) -> int | None:
+        assert self._stop_strings is not None
+        start = max(length - self._poll_steps, self._params.min_new_tokens - 1, 0)
+        return self._stop_strings.end(self._tokens[row, :length].tolist(), start=start)
+
+    def _next_rows(self, room: int) -> list[int]:
+        """Takes waiting rows, and prefills the prompts that are not in the cache yet."""
+        rows: list[int] = []
+        prompts: list[int] = []
+        while self._waiting and len(rows) < room:
+            prompt = self._waiting[-1] // self._group_size
+            if prompt not in self._slot:
+                if not self._free_slots:
+                    break
+                self._slot[prompt] = heapq.heappop(self._free_slots)
+                self._rows_left[prompt] = self._group_size
+                prompts.append(prompt)
+            rows.append(self._waiting.pop())
+        while prompts:
+            side_by_side = [prompts.pop(0)]
+            tokens = self._prompt_lengths[side_by_side[0]]
+            while prompts and tokens + self._prompt_lengths[prompts[0]] <= PREFILL_TOKENS:
+                tokens += self._prompt_lengths[prompts[0]]
+                side_by_side.append(prompts.pop(0))
+            self._prefill(side_by_side)
+        return rows
+
+    def _prefill(self, prompts: list[int]) -> None:
+        slots = [self._slot[prompt] for prompt in prompts]
+        logits = self._decoder.prefill([self._prompt(p) for p in prompts], slots, self._cache)
+        for prompt, slot, row in zip(prompts, slots, logits, strict=True):
+            self._first_logits[prompt] = row
+            self._slot_lengths[slot] = self._prompt_lengths[prompt]
+
+    def _prompt(self, prompt: int) -> Tensor:
+        return self._prompts.tokens[prompt, -self._prompt_lengths[prompt] :]
+
+    def _lay_out(self) -> None:
+        """The live rows as tensors, anew after each change."""
+        rows_of: Counter[int] = Counter()
+        columns = []
+        for row in self._live:
+            prompt = row // self._group_size
+            columns.append(rows_of[prompt])
+            rows_of[prompt] += 1
+        slots = [self._slot[row // self._group_size] for row in self._live]
+        self._used_slots = max(slots, default=-1) + 1
+        self._group_width = max(rows_of.values(), default=0)
+        self._prompt_width = max((self._prompt_lengths[p] for p in rows_of), default=0)
+        counts = [self._counts.setdefault(row, 0) for row in self._live]
+        self._rows, self._row_slots, self._columns, self._row_counts = (
+            torch.tensor([self._live, slots, columns, counts], dtype=torch.long)
+            .to(self._device)
+            .unbind(0)
+        )
+
+    def _start(self, new: list[int]) -> None:
+        """Samples the first token of new rows from what their prompts predict."""
+        places = torch.tensor([self._live.index(row) for row in new], device=self._device)
+        logits = torch.stack([self._first_logits[row // self._group_size] for row in new])
+        if self._params.repetition_penalty != 1:
+            if self._seen is None:
+                shape = (self._max_rows, logits.shape[-1])
+                self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            for row, place in zip(new, places.tolist(), strict=True):
+                self._seen[place] = False
+                self._seen[place, self._prompt(row // self._group_size)] = True
+        waiting = {row // self._group_size for row in self._waiting[-self._group_size :]}
+        for prompt in [p for p in self._first_logits if p not in waiting]:
+            del self._first_logits[prompt]
+        self._sample(logits, places)
+
+    def _decode(self) -> None:
+        self._cache.grow(max(self._counts.values()))
+        state = RowState(
+            tokens=self._tokens[self._rows, self._row_counts - 1],
+            counts=self._row_counts,
+            prompts=self._row_slots,
+            columns=self._columns,
+            prompt_lengths=self._slot_lengths[: self._used_slots],
+            prompt_width=self._prompt_width,
+            width=max(self._counts.values()),
+            group_width=self._group_width,
+        )
+        self._sample(self._decoder.decode(state, self._cache), slice(None))
+
+    def _sample(self, logits: Tensor, places: Tensor | slice) -> None:
+        """Samples and records the next token of the rows in the given places."""
+        rows, counts = self._rows[places], self._row_counts[places]
+        tokens, logprobs, drawn = sample_tokens(
+            logits,
+            params=self._params,
+            uniforms=self._noise[rows, counts],
+            counts=counts,
+            seen=None if self._seen is None else self._seen[: len(self._live)][places],
+            stop_tokens=self._stop_tokens,
+        )
+        self._tokens[rows, counts] = tokens
+        self._logprobs[rows, counts] = logprobs
+        self._drawn_logprobs[rows, counts] = drawn
+        if self._seen is not None:
+            at = torch.arange(len(self._live), device=self._device)[places]
+            self._seen[at, tokens] = True
+        stopped = torch.isin(tokens, self._stops) & (self._ended[rows] == 0)
+        self._ended[rows] = torch.where(stopped, counts + 1, self._ended[rows])
+        self._row_counts[places] += 1
+        for row in self._live if isinstance(places, slice) else rows.tolist():
+            self._counts[row] += 1
+
+
+def prompt_slots(*, prompts: int, group_size: int, max_rows: int) -> int:
+    """Prompts in the cache at once.
+
+    Twice as many as ``max_rows`` rows of whole groups need, so that the last rows of some groups do
+    not keep the others waiting.
+    """
+    return min(prompts, 2 * -(-max_rows // group_size))
