@@ -7,8 +7,8 @@ Nothing is measured. The model is made on the meta device and its parts are coun
     weights      parameters x bytes of dtype; NF4 base weights 0.52 bytes a parameter
     training     trained parameters x (gradient + two Adam moments; 8-bit moments 1 byte each)
     reference    full fine-tuning with kl_coeff > 0: a second copy of the weights
-    rollout      keys and values: rows x (prompt + response) x layers x 2 x kv width x bytes, and
-                 once more for attention's expanded heads of one layer
+    rollout      keys and values: rows x (prompt + response) x layers x 2 x kv width x bytes, as in
+                 evaluation, where no two rows share a prompt
     update       layer inputs kept by activation checkpointing: rows x tokens x layers x D x bytes;
                  one layer's own activations while it is recomputed; logits of one chunk of tokens
 
@@ -53,15 +53,13 @@ def estimate(cfg) -> dict[str, float]:
     depth, vocab = len(model.layers), model.tok_embeddings.num_embeddings
     tokens = cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens
     rows = cfg.batch_size * cfg.grpo_samples
-    eval_rows = (cfg.eval_batch_size or cfg.batch_size) if cfg.eval_dataset else 0
-    cached = max(rows, eval_rows) * tokens
     micro = (cfg.forward_batch_size or rows) * tokens
     weights = (base - linear) * size + linear * (0.52 if quantized else size)
     parts = {
         "weights": weights + (trained * size if adapters else 0),
         "training": trained * (size + moments),
         "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
-        "rollout": cached * 2 * kv_width * size * depth + cached * 2 * dim * size,
+        "rollout": rows * tokens * 2 * kv_width * size * depth,
         "update": micro * dim * size * depth
         + micro * (8 * dim + 4 * hidden) * size
         + 3 * CHUNK_TOKENS * vocab * 4,

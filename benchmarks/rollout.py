@@ -5,8 +5,8 @@
     python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --new-tokens 32
     python benchmarks/rollout.py --varying-lengths --ways native kept
 
-S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama 3.2
-1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
+S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
+3.2 1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
 torchtune's own `generate`, `transformers` is its `generate` with the same weights, `kept` is the
 native engine with ended rows kept until the last one ends. Each way is warmed up once and timed
 `--repeats` times; the line holds medians. `--varying-lengths` ends each response at 20 to
@@ -181,7 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=("S", "M"), default="S")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--prompts", type=int, default=4, help="of 96, 160, 212, 292 tokens in turn")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="of 96, 160, 212, 292 tokens in turn"
+    )
     parser.add_argument("--prompt-length", type=int, help="one length for all prompts")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)

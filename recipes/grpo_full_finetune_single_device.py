@@ -35,15 +35,15 @@ from torchtune_grpo.checkpoint import (
     set_aside_previous_run,
 )
 from torchtune_grpo.config import read_config
-from torchtune_grpo.data import PromptBatch, RLDataset, prompt_batches, step_indices
+from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_indices
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.rollout import SamplingParams, roll_out
-from torchtune_grpo.trajectory import Trajectory, cat_trajectories
+from torchtune_grpo.rollout import Progress, make_engine, roll_out
+from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
 
@@ -69,14 +69,6 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             keep_freed_memory()
         self._output_dir = Path(self.cfg.output_dir)
         self.seed = training.set_seed(seed=self.cfg.seed)
-        # The sampler has a generator of its own, so that nothing else changes the samples.
-        self._generator = torch.Generator(self._device).manual_seed(self.seed)
-        self._sampling = SamplingParams(
-            max_generated_tokens=self.cfg.max_generated_tokens,
-            temperature=self.cfg.temperature,
-            top_k=self.cfg.top_k,
-            top_p=self.cfg.top_p,
-        )
         self.global_step = 0
 
     def setup(self, cfg: DictConfig) -> None:
@@ -99,6 +91,13 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
 
         self._checkpointer = make_checkpointer(self.cfg.checkpointer, output_dir=self._output_dir)
         self._model = self._setup_model(self._checkpointer.load_checkpoint()[training.MODEL_KEY])
+        self._engine = make_engine(
+            self._model,
+            max_rows=self.cfg.max_rollout_rows,
+            engine=self.cfg.rollout.engine,
+            merge_adapters=self.cfg.rollout.merge_adapters,
+            deadline=self.cfg.rollout.deadline,
+        )
         self._reference = self._setup_reference()
         self._optimizer = config.instantiate(
             self.cfg.optimizer, [p for p in self._model.parameters() if p.requires_grad]
@@ -126,9 +125,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 tokenizer=self._tokenizer,
                 rewards=self._rewards,
                 accuracy_reward=self.cfg.eval_reward,
-                params=self._sampling,
+                params=self.cfg.sampling,
                 num_samples=self.cfg.eval_samples,
-                batch_size=self.cfg.eval_batch_size or self.cfg.batch_size,
                 seed=self.seed,
             )
         check_context(self.cfg, prompt_lengths=lengths)
@@ -193,17 +191,16 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._optimizer.load_state_dict(state["optimizer"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self._generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_rng"])
         self.global_step = state["step"]
         self._run_log.keep_until(self.global_step)
         log.info(f"Resumed from {checkpoint} after step {self.global_step}.")
 
-    def generate_trajectory(self, batches: list[PromptBatch], metrics: StepMetrics) -> Trajectory:
+    def generate_trajectory(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages.
 
         Args:
-            batches (list[PromptBatch]): the step's prompts, B at a time.
+            prompts (PromptBatch): the step's prompts.
             metrics (StepMetrics): receives the rollout's statistics.
 
         Returns:
@@ -211,20 +208,17 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         """
         self._model.eval()
         with metrics.timer("rollout"):
-            parts = [
-                roll_out(
-                    self._model,
-                    batch,
-                    tokenizer=self._tokenizer,
-                    group_size=self.cfg.grpo_samples,
-                    params=self._sampling,
-                    prefill=self._dataset.prefill,
-                    generator=self._generator,
-                )
-                for batch in batches
-            ]
-            trajectory = cat_trajectories(parts)
-
+            trajectory = roll_out(
+                self._engine,
+                prompts,
+                tokenizer=self._tokenizer,
+                group_size=self.cfg.grpo_samples,
+                params=self.cfg.sampling,
+                prefill=self._dataset.prefill,
+                seed=self.seed,
+                step=self.global_step,
+                report=self._show_rollout,
+            )
         with metrics.timer("reward"):
             scores = self._rewards(
                 prompts=trajectory.prompts,
@@ -312,7 +306,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             return None
         return importance_weights(
             trainer_logprobs=logprobs if part.old_logprobs is None else part.old_logprobs,
-            sampler_logprobs=part.sampler_logprobs,
+            sampler_logprobs=part.behaviour_logprobs,
             response_mask=part.response_mask,
             correction=self.cfg.sampling_correction,
             cap=self.cfg.sampling_correction_cap,
@@ -322,7 +316,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         """The paper's loop."""
         if self.global_step == 0:
             self._evaluate()
-        progress = tqdm(total=self.cfg.num_steps, initial=self.global_step, desc="GRPO")
+        self._progress = tqdm(total=self.cfg.num_steps, initial=self.global_step, desc="GRPO")
         with self._profiler as profiler:
             while self.global_step < self.cfg.num_steps:
                 metrics = StepMetrics()
@@ -335,15 +329,15 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 profiler.step()
                 values = metrics.compute()
                 self._log(values)
-                progress.update()
-                progress.set_postfix(reward=f"{values['reward']:.3f}")
+                self._progress.update()
+                self._progress.set_postfix(reward=f"{values['reward']:.3f}")
 
                 last = self.global_step == self.cfg.num_steps
                 if last or _is_due(self.global_step, self.cfg.eval_every_n_steps):
                     self._evaluate()
                 if last or _is_due(self.global_step, self.cfg.save_every_n_steps):
                     self.save_checkpoint()
-        progress.close()
+        self._progress.close()
 
     def _step_rows(self, dataset: RLDataset, *, step: int) -> list[int]:
         return step_indices(
@@ -353,15 +347,13 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             seed=self.seed,
         )
 
-    def _next_prompts(self) -> list[PromptBatch]:
-        batches = prompt_batches(
-            self._dataset,
-            self._step_rows(self._dataset, step=self.global_step),
-            batch_size=self.cfg.batch_size,
-            pad_id=self._tokenizer.pad_id,
-            device=self._device,
-        )
-        return list(batches)
+    def _next_prompts(self) -> PromptBatch:
+        rows = self._step_rows(self._dataset, step=self.global_step)
+        items = [self._dataset[row] for row in rows]
+        return collate_prompts(items, pad_id=self._tokenizer.pad_id).to(self._device)
+
+    def _show_rollout(self, progress: Progress) -> None:
+        self._progress.set_postfix_str(f"rollout {progress}")
 
     def _log(self, values: dict[str, float]) -> None:
         if self.cfg.log_peak_memory_stats and self._device.type != "cpu":
@@ -374,7 +366,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         if self._evaluator is None:
             return
         self._model.eval()
-        values = self._evaluator(self._model, device=self._device)
+        values = self._evaluator(self._engine, device=self._device)
         self._run_log.metrics(self.global_step, values)
         self._metric_logger.log_dict(values, step=self.global_step)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
@@ -388,7 +380,6 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             "seed": self.seed,
             "optimizer": self._optimizer.state_dict(),
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "generator": self._generator.get_state(),
             "torch_rng": torch.get_rng_state(),
         }
         folder = save_checkpoint(

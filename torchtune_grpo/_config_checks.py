@@ -65,6 +65,7 @@ def component_parameters(dotpath: str | None) -> dict[str, inspect.Parameter]:
 
 def check_combinations(settings: GRPOConfig) -> None:
     """Contradictions between keys."""
+    _ = settings.sampling  # raises if its keys contradict each other
     rows = settings.batch_size * settings.grpo_samples
     if rows % settings.rows_per_forward:
         raise ValueError(

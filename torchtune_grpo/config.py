@@ -25,6 +25,7 @@ from torchtune_grpo._config_checks import (
 )
 from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
 from torchtune_grpo.importance import CORRECTIONS
+from torchtune_grpo.rollout import ENGINES, MERGE_CHOICES, SamplingParams
 
 
 def key(
@@ -48,6 +49,24 @@ def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
         default,
         valid=lambda v: v is None or v in options,
         hint=f"give one of {words}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The keys below ``rollout``: how the responses are generated, not what is sampled."""
+
+    engine: str = one_of("Generation engine; see docs/rollout.md", "native", ENGINES)
+    max_rows: int | None = positive(
+        "Most responses worked on at once; null = batch_size * grpo_samples", None
+    )
+    merge_adapters: str = one_of(
+        "Add adapters to a copy of the weights for a rollout; auto = where exact and memory allows",
+        "auto",
+        MERGE_CHOICES,
+    )
+    deadline: float | None = positive(
+        "Seconds after which a rollout cuts its responses where they are; null = none", None
     )
 
 
@@ -88,6 +107,24 @@ class GRPOConfig:
         valid=lambda v: v is None or 0 < v <= 1,
         hint="give a number in (0, 1], or null",
     )
+    min_p: float | None = key(
+        "Leave out tokens less likely than this share of the likeliest; null = none",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a number in [0, 1], or null",
+    )
+    repetition_penalty: float = positive(
+        "Above 1: tokens of prompt and response so far become less likely", 1.0
+    )
+    min_new_tokens: int = key(
+        "No stop token and no stop string before so many tokens",
+        0,
+        valid=lambda v: v >= 0,
+        hint="give 0 or more",
+    )
+    suppressed_tokens: ListConfig | None = key("Token ids that are never sampled", None)
+    stop_strings: ListConfig | None = key("Texts that also end a response", None)
+    rollout: RolloutConfig = key("How responses are generated", RolloutConfig())
     # Objective
     advantage: str = one_of(
         "Baseline and scale of an advantage; see docs/objectives.md", "group", NORMALIZATIONS
@@ -132,7 +169,6 @@ class GRPOConfig:
     # Evaluation
     eval_dataset: DictConfig | None = key("Component: held-out prompts; null = no evaluation", None)
     eval_every_n_steps: int | None = positive("Evaluate every n steps; null = start and end", None)
-    eval_batch_size: int | None = positive("Prompts evaluated at once; null = batch_size", None)
     eval_samples: int = key(
         "Also sample n responses a prompt at `temperature` for pass@1; 0 = greedy only",
         0,
@@ -158,6 +194,26 @@ class GRPOConfig:
     )
     log_peak_memory_stats: bool = key("Log peak memory (CUDA)", False)
     profiler: DictConfig | None = key("Component: torchtune.training.setup_torch_profiler", None)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How responses are sampled."""
+        return SamplingParams(
+            max_generated_tokens=self.max_generated_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=self.min_new_tokens,
+            suppressed_tokens=tuple(self.suppressed_tokens or ()),
+            stop_strings=tuple(self.stop_strings or ()),
+        )
+
+    @property
+    def max_rollout_rows(self) -> int:
+        """Most responses worked on at once."""
+        return self.rollout.max_rows or self.batch_size * self.grpo_samples
 
     @property
     def prompts_per_step(self) -> int:
@@ -189,30 +245,41 @@ def read_config(cfg: DictConfig) -> GRPOConfig:
         ValueError: naming the key, the value and the remedy.
     """
     cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
-    fields = {f.name: f for f in dataclasses.fields(GRPOConfig)}
-    for name in map(str, cfg):
-        if name not in fields:
-            raise ValueError(
-                f"{name}={cfg[name]}: unknown config key.{_nearest(name, fields, cfg)}"
-            )
-    hints = typing.get_type_hints(GRPOConfig)
-    values = {}
-    for name, f in fields.items():
-        if name not in cfg or OmegaConf.is_missing(cfg, name):
-            if f.default is MISSING:
-                raise ValueError(f"{name}: missing from the config. It is: {f.metadata['doc']}.")
-            continue
-        value = cfg[name]
-        if isinstance(value, DictConfig) and value.get("_component_", "") is None:
-            value = None  # what `key=null` on the command line makes of a component
-        values[name] = _checked(name, value, hints[name], f.metadata)
-    settings = GRPOConfig(**values)
+    settings: GRPOConfig = _read(GRPOConfig, cfg)
     check_components(settings)
     check_combinations(settings)
     return settings
 
 
-def _nearest(name: str, fields: Iterable[str], cfg: DictConfig) -> str:
+def _read(table: type, cfg: DictConfig, prefix: str = "") -> Any:
+    """One mapping of the config as the dataclass ``table``."""
+    fields = {f.name: f for f in dataclasses.fields(table)}
+    for name in map(str, cfg):
+        if name not in fields:
+            raise ValueError(
+                f"{prefix}{name}={cfg[name]}: unknown config key."
+                f"{_nearest(name, fields, cfg, prefix=prefix)}"
+            )
+    hints = typing.get_type_hints(table)
+    values = {}
+    for name, f in fields.items():
+        if name not in cfg or OmegaConf.is_missing(cfg, name):
+            if f.default is MISSING:
+                raise ValueError(
+                    f"{prefix}{name}: missing from the config. It is: {f.metadata['doc']}."
+                )
+            continue
+        value = cfg[name]
+        if isinstance(value, DictConfig) and value.get("_component_", "") is None:
+            value = None  # what `key=null` on the command line makes of a component
+        if dataclasses.is_dataclass(hints[name]) and isinstance(value, DictConfig):
+            values[name] = _read(hints[name], value, prefix=f"{prefix}{name}.")
+        else:
+            values[name] = _checked(prefix + name, value, hints[name], f.metadata)
+    return table(**values)
+
+
+def _nearest(name: str, fields: Iterable[str], cfg: DictConfig, *, prefix: str) -> str:
     nested = [
         f"{node}.{arg}"
         for node, value in cfg.items()
@@ -222,7 +289,7 @@ def _nearest(name: str, fields: Iterable[str], cfg: DictConfig) -> str:
     ]
     close = nested or difflib.get_close_matches(name, list(fields), n=1)
     valid = "`python -m torchtune_grpo.config` lists the keys."
-    return f" Did you mean {close[0]}? {valid}" if close else f" {valid}"
+    return f" Did you mean {prefix}{close[0]}? {valid}" if close else f" {valid}"
 
 
 def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
@@ -250,9 +317,17 @@ def _meaning(metadata: Mapping[str, Any]) -> str:
 
 def markdown_table() -> str:
     """The keys as a Markdown table."""
-    hints = typing.get_type_hints(GRPOConfig)
     lines = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
-    for f in dataclasses.fields(GRPOConfig):
+    return "\n".join(lines + _table_lines(GRPOConfig))
+
+
+def _table_lines(table: type, prefix: str = "") -> list[str]:
+    hints = typing.get_type_hints(table)
+    lines = []
+    for f in dataclasses.fields(table):
+        if dataclasses.is_dataclass(hints[f.name]):
+            lines += _table_lines(hints[f.name], prefix=f"{prefix}{f.name}.")
+            continue
         options = typing.get_args(hints[f.name]) or (hints[f.name],)
         names = ["null" if o is type(None) else o.__name__ for o in options]
         kind = " or ".join(
@@ -261,8 +336,8 @@ def markdown_table() -> str:
         default = (
             "required" if f.default is MISSING else OmegaConf.to_yaml({"x": f.default})[3:].strip()
         )
-        lines.append(f"| `{f.name}` | {kind} | {default} | {f.metadata['doc']} |")
-    return "\n".join(lines)
+        lines.append(f"| `{prefix}{f.name}` | {kind} | {default} | {f.metadata['doc']} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.data import RLDataset, prompt_batches
+from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.rollout import SamplingParams, roll_out
+from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
 
 class Evaluator:
@@ -25,7 +24,6 @@ class Evaluator:
             None takes the first.
         params (SamplingParams): the training's; its temperature is used for the sampled responses.
         num_samples (int): sampled responses a prompt, 0 for greedy only.
-        batch_size (int): prompts at once.
         seed (int): of the sampler.
 
     Raises:
@@ -41,7 +39,6 @@ class Evaluator:
         accuracy_reward: str | None,
         params: SamplingParams,
         num_samples: int,
-        batch_size: int,
         seed: int,
     ) -> None:
         if accuracy_reward is not None and accuracy_reward not in rewards.names:
@@ -55,52 +52,43 @@ class Evaluator:
         self._column = rewards.names.index(accuracy_reward) if accuracy_reward else 0
         self._params = params
         self._num_samples = num_samples
-        self._batch_size = batch_size
         self._seed = seed
 
-    def __call__(self, model: TransformerDecoder, *, device: torch.device) -> dict[str, float]:
+    def __call__(self, engine: RolloutEngine, *, device: torch.device) -> dict[str, float]:
         """Evaluates a policy.
 
         Args:
-            model (TransformerDecoder): the policy.
+            engine (RolloutEngine): of the policy.
             device (torch.device): where it is.
 
         Returns:
             dict[str, float]: ``eval/accuracy`` (greedy); with sampling also ``eval/pass@1`` (mean)
             and ``eval/pass@n`` (share of prompts with at least one right answer among the n).
         """
-        greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None)
-        result = {"eval/accuracy": self._scores(model, greedy, 1, device).mean().item()}
+        greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None, min_p=None)
+        result = {"eval/accuracy": self._scores(engine, greedy, 1, device).mean().item()}
         if self._num_samples > 0:
-            scores = self._scores(model, self._params, self._num_samples, device)
+            scores = self._scores(engine, self._params, self._num_samples, device)
             result["eval/pass@1"] = scores.mean().item()
             if self._num_samples > 1:
                 result[f"eval/pass@{self._num_samples}"] = scores.amax(dim=1).mean().item()
         return result
 
     def _scores(
-        self, model: TransformerDecoder, params: SamplingParams, samples: int, device: torch.device
+        self, engine: RolloutEngine, params: SamplingParams, samples: int, device: torch.device
     ) -> Tensor:
-        generator = torch.Generator(device).manual_seed(self._seed)
-        scores = []
-        for batch in prompt_batches(
-            self._dataset,
-            range(len(self._dataset)),
-            batch_size=self._batch_size,
-            pad_id=self._tokenizer.pad_id,
-            device=device,
-        ):
-            rows = roll_out(
-                model,
-                batch,
-                tokenizer=self._tokenizer,
-                group_size=samples,
-                params=params,
-                prefill=self._dataset.prefill,
-                generator=generator,
-            )
-            scored = self._rewards(
-                prompts=rows.prompts, completions=rows.completions, columns=rows.columns
-            )
-            scores.append(scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples))
-        return torch.cat(scores)  # [prompts, samples]
+        items = [self._dataset[index] for index in range(len(self._dataset))]
+        rows = roll_out(
+            engine,
+            collate_prompts(items, pad_id=self._tokenizer.pad_id).to(device),
+            tokenizer=self._tokenizer,
+            group_size=samples,
+            params=params,
+            prefill=self._dataset.prefill,
+            seed=self._seed,
+            step=-1,  # no training step's noise
+        )
+        scored = self._rewards(
+            prompts=rows.prompts, completions=rows.completions, columns=rows.columns
+        )
+        return scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples)

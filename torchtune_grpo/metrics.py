@@ -73,6 +73,9 @@ class StepMetrics:
         self.add_max("completions/max_length", lengths.max().item())
         self.add_values("completions/clipped_ratio", trajectory.truncated.float())
         self.add_values("completions/mean_terminated_length", lengths[~trajectory.truncated])
+        if trajectory.drawn_logprobs is not None:
+            kept = (trajectory.sampler_logprobs - trajectory.drawn_logprobs).exp()
+            self.add_values("sampling/kept_mass", kept[trajectory.response_mask])
 
     def add_update(
         self,

@@ -74,10 +74,11 @@ class Trajectory:
         response_mask (Tensor): [N, L] bool, True = this response token is trained on.
         truncated (Tensor): [N] bool, True where no stop token came in time.
         sampler_logprobs (Tensor): [N, L] what the sampler reported for its own tokens.
-        drawn_logprobs (Tensor): [N, L] the same under the distribution with filters and penalties.
         prompts (list[str]): N texts, as rewards see them.
         completions (list[str]): N texts, prefill included, as rewards see them.
         columns (dict[str, list]): the data set's other columns, N values each.
+        drawn_logprobs (Tensor | None): [N, L] the same under the distribution that filters and
+            penalties left; None = there were none.
         advantages (Tensor | None): [N], once scored.
         old_logprobs (Tensor | None): [N, L] under the policy that sampled; None = identical to
             the current policy, as in the only optimizer step on fresh samples.
@@ -91,10 +92,10 @@ class Trajectory:
     response_mask: Tensor
     truncated: Tensor
     sampler_logprobs: Tensor
-    drawn_logprobs: Tensor
     prompts: list[str]
     completions: list[str]
     columns: dict[str, list[Any]]
+    drawn_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -109,6 +110,11 @@ class Trajectory:
     def response_lengths(self) -> Tensor:
         """[N] number of trained tokens per row."""
         return self.response_mask.sum(dim=1)
+
+    @property
+    def behaviour_logprobs(self) -> Tensor:
+        """[N, L] under the distribution that the tokens were drawn from."""
+        return self.sampler_logprobs if self.drawn_logprobs is None else self.drawn_logprobs
 
     def tensors(self) -> dict[str, Any]:
         """The fields that are tensors and are there."""
@@ -157,24 +163,3 @@ def join_rows(
     source = torch.arange(total, device=rows.device) + shift  # [N, T]
     tokens = rows.gather(1, source.clamp(max=rows.shape[1] - 1))
     return tokens.where(length_mask(prompt_lengths + samples.lengths, total), 0), prompt_lengths
-
-
-def cat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
-    """Stacks the rows of several trajectories, padding each tensor to the widest."""
-    tensors = {}
-    for name in parts[0].tensors():
-        values = [getattr(part, name) for part in parts]
-        width = max(value.shape[-1] for value in values)
-        tensors[name] = torch.cat(
-            [F.pad(v, (0, width - v.shape[-1])) if v.dim() > 1 else v for v in values]
-        )
-    return replace(
-        parts[0],
-        **tensors,
-        prompts=[text for part in parts for text in part.prompts],
-        completions=[text for part in parts for text in part.completions],
-        columns={
-            name: [value for part in parts for value in part.columns[name]]
-            for name in parts[0].columns
-        },
-    )

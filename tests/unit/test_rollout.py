@@ -1,14 +1,55 @@
-"""Generation is exact: greedy decoding equals the full forward, samples follow the distribution."""
+"""Generation is exact: greedy decoding equals the full forward, samples follow the distribution.
+
+Every engine test runs the native engine with few and with many live rows (so that rows retire and
+waiting ones take their places), with merged and unmerged adapters, and torchtune's generation.
+"""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from policies import VOCAB, build_policy, full_logprobs
+from torchtune.models.gemma import gemma
+from torchtune.models.gemma2._component_builders import gemma2
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3 import lora_llama3
+from torchtune.models.llama3_1 import llama3_1
+from torchtune.models.mistral import mistral
+from torchtune.models.phi3 import phi3
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.rollout import SamplingParams, filter_logits, generate, sample_tokens
+from torchtune_grpo.rollout import (
+    NativeEngine,
+    SamplingParams,
+    TorchtuneEngine,
+    filter_logits,
+    make_engine,
+    row_keys,
+    sample_tokens,
+    unsupported_reason,
+)
+from torchtune_grpo.rollout._cache import GroupCache
 
 STOP = 7
-KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
+POLICIES = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
+FAMILIES = {"llama2": llama2, "llama3_1": llama3_1, "mistral": mistral, "phi3": phi3}
+SHAPE = dict(
+    vocab_size=VOCAB,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    embed_dim=32,
+    intermediate_dim=48,
+    max_seq_len=128,
+)
+ENGINES = {
+    "one_row": lambda model: NativeEngine(model, max_rows=1),
+    "few_rows": lambda model: NativeEngine(model, max_rows=3, merge_adapters="never"),
+    "all_rows": lambda model: NativeEngine(model, max_rows=99, merge_adapters="always"),
+    "torchtune": lambda model: TorchtuneEngine(model, max_rows=99),
+    "torchtune_in_parts": lambda model: TorchtuneEngine(model, max_rows=3),
+}
 
 
 def prompt_batch(lengths: list[int], *, seed: int = 0, pad: int = 3) -> PromptBatch:
@@ -26,6 +67,46 @@ def prompt_batch(lengths: list[int], *, seed: int = 0, pad: int = 3) -> PromptBa
     )
 
 
+def build_family(name: str):
+    torch.manual_seed(0)
+    if name == "gemma":
+        model = gemma(**SHAPE, head_dim=16)
+    elif name == "gemma2":
+        model = gemma2(**SHAPE, head_dim=16)
+    else:
+        model = FAMILIES[name](**SHAPE)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.4 * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def sample(engine, batch, *, group_size=2, seed=0, step=0, stops=(STOP,), decode=None, **params):
+    return engine.generate(
+        batch,
+        group_size=group_size,
+        params=SamplingParams(**{"max_generated_tokens": 12, **params}),
+        stop_tokens=list(stops),
+        keys=row_keys(seed=seed, step=step, prompt_indices=batch.indices, group_size=group_size),
+        decode=decode,
+    )
+
+
+def responses(samples) -> list[list[int]]:
+    rows = zip(samples.responses.tolist(), samples.lengths.tolist(), strict=True)
+    return [row[:length] for row, length in rows]
+
+
+def assert_same_samples(got, expected) -> None:
+    """Same tokens, ends and log-probs; what stands behind a response's end is undefined."""
+    assert responses(got) == responses(expected)
+    assert torch.equal(got.truncated, expected.truncated)
+    for field in ("logprobs", "drawn_logprobs"):
+        for row, length in enumerate(expected.lengths.tolist()):
+            a, b = (getattr(samples, field)[row, :length] for samples in (got, expected))
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
 def greedy_by_full_forward(model, prompt: torch.Tensor, limit: int) -> list[int]:
     tokens = prompt
     for _ in range(limit):
@@ -35,113 +116,357 @@ def greedy_by_full_forward(model, prompt: torch.Tensor, limit: int) -> list[int]
     return tokens[len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [*POLICIES, *FAMILIES, "gemma"])
 @torch.no_grad()
-def test_greedy_equals_full_forward_for_left_padded_prompts(kind):
+def test_greedy_equals_full_forward_for_left_padded_prompts(kind, engine):
     """Also proves that padding does not matter: each row is checked without any."""
-    model = build_policy(kind)
+    model = build_policy(kind) if kind in POLICIES else build_family(kind)
     batch = prompt_batch([5, 1, 9])
-    samples = generate(
-        model,
-        batch,
-        group_size=2,
-        params=SamplingParams(max_generated_tokens=12, temperature=0.0),
-        stop_tokens=[STOP],
-    )
-    for row in range(6):
+    samples = sample(ENGINES[engine](model), batch, temperature=0.0)
+    for row, got in enumerate(responses(samples)):
         length = int(batch.lengths[row // 2])
         expected = greedy_by_full_forward(model, batch.tokens[row // 2, 9 - length :], 12)
-        got = samples.responses[row, : samples.lengths[row]].tolist()
         assert got == expected
         assert bool(samples.truncated[row]) == (expected[-1] != STOP)
     assert not model.caches_are_setup()
 
 
+@pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @torch.no_grad()
-def test_reported_logprobs_equal_recomputed_ones(temperature):
+def test_reported_logprobs_equal_recomputed_ones(temperature, engine):
     model = build_policy("lora")
     batch = prompt_batch([4, 7])
-    samples = generate(
-        model,
-        batch,
-        group_size=3,
-        params=SamplingParams(max_generated_tokens=10, temperature=temperature, top_k=5),
-        stop_tokens=[STOP],
-        generator=torch.Generator().manual_seed(0),
+    samples = sample(
+        ENGINES[engine](model), batch, group_size=3, temperature=temperature, top_k=5, min_p=0.05
     )
-    for row in range(6):
-        length, prompt = int(samples.lengths[row]), int(batch.lengths[row // 3])
-        tokens = torch.cat([batch.tokens[row // 3, 7 - prompt :], samples.responses[row, :length]])
-        expected = full_logprobs(model, tokens, temperature)[prompt - 1 :]
-        torch.testing.assert_close(
-            samples.logprobs[row, :length].double(), expected, atol=1e-5, rtol=0
-        )
+    for row, response in enumerate(responses(samples)):
+        prompt = batch.tokens[row // 3, 7 - int(batch.lengths[row // 3]) :]
+        tokens = torch.cat([prompt, torch.tensor(response)])
+        expected = full_logprobs(model, tokens, temperature)[len(prompt) - 1 :]
+        got = samples.logprobs[row, : len(response)].double()
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+        logits = model(tokens[None])[0, len(prompt) - 1 : -1] / temperature
+        drawn = filter_logits(logits, top_k=5, min_p=0.05).log_softmax(-1)
+        expected = drawn.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        got = samples.drawn_logprobs[row, : len(response)]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-def test_same_generator_state_same_samples_and_global_rng_untouched():
-    model, batch = build_policy(), prompt_batch([4, 7])
-    params = SamplingParams(max_generated_tokens=8)
+OPTIONS = {
+    "plain": {},
+    "filters": {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalty": {"repetition_penalty": 1.5, "min_new_tokens": 5, "suppressed_tokens": (1, 2)},
+    "long": {"max_generated_tokens": 90},  # beyond one block of the cache
+}
 
-    def sample(seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return generate(
-            model, batch, group_size=4, params=params, stop_tokens=[], generator=generator
-        ).responses
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@torch.no_grad()
+def test_samples_depend_on_seed_step_prompt_and_sample_only(options):
+    """Not on the engine, the live rows, the order in which rows end, or the other prompts."""
+    model = build_policy("llama")
+    batch = prompt_batch([5, 2, 9, 3, 7])
+    rows = {
+        name: sample(make(model), batch, group_size=4, stops=(STOP, 11, 30), **options)
+        for name, make in ENGINES.items()
+    }
+    expected = responses(rows["torchtune"])
+    assert len({len(row) for row in expected}) > 3  # rows do end at different times
+    for samples in rows.values():
+        assert_same_samples(samples, rows["torchtune"])
+    last = PromptBatch(batch.tokens[4:], batch.lengths[4:], batch.indices[4:], [""], {})
+    alone = sample(ENGINES["few_rows"](model), last, group_size=4, stops=(STOP, 11, 30), **options)
+    assert responses(alone) == expected[16:]
+
+
+def test_another_seed_or_step_gives_other_samples_and_global_rng_is_untouched():
+    engine, batch = NativeEngine(build_policy(), max_rows=8), prompt_batch([4, 7])
     before = torch.get_rng_state()
-    first = sample(1)
-    assert torch.equal(first, sample(1))
-    assert not torch.equal(first, sample(2))
+    first = responses(sample(engine, batch, group_size=4))
+    assert first == responses(sample(engine, batch, group_size=4))
+    assert first != responses(sample(engine, batch, group_size=4, seed=1))
+    assert first != responses(sample(engine, batch, group_size=4, step=1))
     assert torch.equal(before, torch.get_rng_state())
-    assert any(not torch.equal(first[0], first[i]) for i in range(1, 4))  # a group varies
+    assert len({tuple(row) for row in first[:4]}) > 1  # a group varies
 
 
-def test_uses_the_current_adapter():
-    model, batch = build_policy("lora"), prompt_batch([6])
-    params = SamplingParams(max_generated_tokens=12, temperature=0.0)
-    before = generate(model, batch, group_size=1, params=params, stop_tokens=[])
+def test_noise_is_uniform_and_independent_between_keys():
+    """Chi-square over 16 bins of every bit pattern's use, and correlation of neighbouring keys."""
+    from torchtune_grpo.rollout._noise import uniforms
+
+    keys = row_keys(seed=3, step=5, prompt_indices=torch.arange(64), group_size=16)
+    assert keys.unique().numel() == 64 * 16
+    draws = uniforms(keys, 100)
+    assert 0 <= draws.min() and draws.max() < 1
+    counts = torch.histc(draws, bins=16, min=0, max=1)
+    expected = draws.numel() / 16
+    assert ((counts - expected) ** 2 / expected).sum() < 44.3  # 99.99% of chi-square(15)
+    centred = (draws - 0.5) * math.sqrt(12)
+    limit = 4.5 / math.sqrt(draws.numel())  # 4.5 standard deviations
+    assert abs((centred[1:] * centred[:-1]).mean()) < limit
+    assert abs((centred[:, 1:] * centred[:, :-1]).mean()) < limit
+    other_step = row_keys(seed=3, step=6, prompt_indices=torch.arange(64), group_size=16)
+    assert abs((centred * (uniforms(other_step, 100) - 0.5) * math.sqrt(12)).mean()) < limit
+
+
+@pytest.mark.parametrize("merge", ["always", "never"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_uses_the_current_adapter(kind, merge):
+    model, batch = build_policy(kind), prompt_batch([6])
+    engine = NativeEngine(model, max_rows=4, merge_adapters=merge)
+    before = sample(engine, batch, stops=())
     with torch.no_grad():
         model.layers[0].attn.q_proj.lora_b.weight.neg_()
         model.layers[1].mlp.w2.lora_b.weight.neg_()
-    after = generate(model, batch, group_size=1, params=params, stop_tokens=[])
-    assert not torch.equal(before.responses, after.responses)
+    after = sample(engine, batch, stops=())
+    assert (before.logprobs - after.logprobs).abs().max() > 0.1
+    assert_same_samples(after, sample(TorchtuneEngine(model, max_rows=4), batch, stops=()))
+
+
+@pytest.mark.parametrize("merge", ["auto", "always", "never"])
+def test_quantized_base(merge):
+    """QLoRA: greedy decoding agrees with torchtune's own forward of the NF4 weights."""
+    torch.manual_seed(0)
+    shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
+    lora = dict(
+        lora_attn_modules=["q_proj", "v_proj"], apply_lora_to_mlp=True, lora_rank=4, lora_alpha=8
+    )
+    model = lora_llama3(**shape, **lora, quantize_base=True)
+    for name, parameter in model.named_parameters():
+        if "lora_b" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    engine = NativeEngine(model, max_rows=4, merge_adapters=merge)
+    batch = prompt_batch([5, 3])
+    assert_same_samples(sample(engine, batch), sample(TorchtuneEngine(model, max_rows=4), batch))
+
+
+def test_unknown_model_falls_back_to_torchtune(caplog):
+    model = build_family("gemma2")
+    assert "Gemma2Attention" in unsupported_reason(model)
+    with pytest.raises(ValueError, match="set rollout.engine to torchtune"):
+        NativeEngine(model, max_rows=4)
+    engine = make_engine(model, engine="native", max_rows=4)
+    assert isinstance(engine, TorchtuneEngine)
+    assert "Gemma2Attention" in caplog.text
+    batch = prompt_batch([4])
+    expected = greedy_by_full_forward(model, batch.tokens[0], 12)
+    assert responses(sample(engine, batch, temperature=0.0))[0] == expected
+
+
+def text_of(tokens) -> str:
+    """Two letters a token, so that a stop string can begin and end inside one."""
+    return "".join(chr(97 + token % 26) + chr(97 + token // 26) for token in tokens)
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 6])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tokens):
+    model = build_policy()
+    batch = prompt_batch([5, 2, 9])
+    free = [text_of(row) for row in responses(sample(ENGINES["torchtune"](model), batch, stops=()))]
+    stops = (free[0][7:10], free[3][4:7])  # across a token border
+    samples = sample(
+        ENGINES[engine](model),
+        batch,
+        stops=(),
+        stop_strings=stops,
+        min_new_tokens=min_new_tokens,
+        decode=text_of,
+    )
+    ends = []
+    for row, response in enumerate(responses(samples)):
+        found = [free[row].find(s, max(0, 2 * min_new_tokens - len(s) - 1)) for s in stops]
+        ends = [-(-(at + 3) // 2) for at in found if at >= 0]
+        ends = [end for end in ends if end >= min_new_tokens]
+        assert len(response) == min(ends, default=12)
+        assert text_of(response) == free[row][: 2 * len(response)]
+        assert bool(samples.truncated[row]) == (not ends)
+
+
+def test_stop_strings_without_decode_are_refused():
+    with pytest.raises(ValueError, match="decode"):
+        sample(NativeEngine(build_policy(), max_rows=2), prompt_batch([3]), stop_strings=("x",))
+
+
+@pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
+def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
+    model = build_policy()
+    batch = prompt_batch([6, 3])
+    plain = responses(sample(ENGINES[engine](model), batch, temperature=0.0, stops=()))
+    often = max(set(plain[0]), key=plain[0].count)
+    without = responses(
+        sample(ENGINES[engine](model), batch, temperature=0.0, stops=(), suppressed_tokens=(often,))
+    )
+    assert often in plain[0] and often not in without[0]
+    distinct = responses(
+        sample(ENGINES[engine](model), batch, temperature=0.0, stops=(), repetition_penalty=1e6)
+    )
+    for row, response in enumerate(distinct):  # such a penalty forbids every repetition
+        prompt = batch.tokens[row // 2, 6 - int(batch.lengths[row // 2]) :].tolist()
+        assert len(set(response)) == len(response) and not set(response) & set(prompt)
+    first = plain[0][0]
+    late = responses(
+        sample(ENGINES[engine](model), batch, temperature=0.0, stops=(first,), min_new_tokens=4)
+    )
+    assert first not in late[0][:4] and len(late[0]) >= 4
+
+
+def test_cache_stays_within_its_bound_and_is_reused():
+    model, batch = build_policy(), prompt_batch([5, 2, 9, 30, 7, 1, 1])
+    engine = NativeEngine(model, max_rows=5)
+    params = SamplingParams(max_generated_tokens=70)
+    bound = engine.cache_bytes(batch, group_size=4, params=params)
+    positions = 4 * 30 + 5 * 128  # two times ceil(5 / 4) prompts, 70 tokens in blocks of 64
+    assert bound == 2 * 2 * 2 * 8 * 4 * positions
+    sample(engine, batch, group_size=4, max_generated_tokens=70)
+    cache: GroupCache = engine._cache
+    assert 0 < cache.allocated_bytes <= bound
+    kept = cache.keys[0].data_ptr()
+    sample(engine, batch, group_size=4, max_generated_tokens=70)
+    assert cache.keys[0].data_ptr() == kept
+
+
+def test_interrupted_rollout_leaves_the_next_one_right():
+    model, batch = build_policy("lora"), prompt_batch([5, 2, 9])
+    engine = NativeEngine(model, max_rows=3)
+    expected = responses(sample(engine, batch))
+    calls = []
+
+    def interrupt(tokens) -> str:
+        calls.append(tokens)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(engine, batch, stop_strings=("x",), decode=interrupt)
+    assert responses(sample(engine, batch)) == expected
+    assert not model.caches_are_setup()
+
+
+@pytest.mark.parametrize("make", [NativeEngine, TorchtuneEngine])
+def test_deadline_cuts_rows_where_they_are(make):
+    model, batch = build_policy(), prompt_batch([5, 2, 9])
+    samples = sample(make(model, max_rows=3, deadline=1e-9), batch, stops=())
+    whole = responses(sample(NativeEngine(model, max_rows=3), batch, stops=()))
+    assert samples.truncated.all() and samples.lengths.sum() < 6 * 12
+    for got, expected in zip(responses(samples), whole, strict=True):
+        assert got == expected[: len(got)]
+
+
+def test_non_finite_row_does_not_spread_to_later_rows():
+    """Row places are used again: a NaN left in the cache must not reach the next row there."""
+    model = build_policy("untied")
+    batch = prompt_batch([4, 5, 6])
+    expected = responses(sample(NativeEngine(model, max_rows=1), batch, group_size=1, stops=()))
+    used = {*batch.tokens.flatten().tolist(), *sum(expected, [])}
+    broken = min(set(range(VOCAB)) - used)
+    with torch.no_grad():
+        model.tok_embeddings.weight[broken] = torch.nan
+    batch.tokens[0, -1] = broken
+    got = responses(sample(NativeEngine(model, max_rows=1), batch, group_size=1, stops=()))
+    assert got[1:] == expected[1:]
+
+
+def test_progress_is_reported(monkeypatch):
+    monkeypatch.setattr("torchtune_grpo.rollout._native.REPORT_SECONDS", -1.0)
+    seen = []
+    batch = prompt_batch([5, 2, 9])
+    NativeEngine(build_policy(), max_rows=3).generate(
+        batch,
+        group_size=2,
+        params=SamplingParams(max_generated_tokens=6),
+        stop_tokens=[],
+        keys=row_keys(seed=0, step=0, prompt_indices=batch.indices, group_size=2),
+        report=seen.append,
+    )
+    assert [p.tokens for p in seen] == sorted(p.tokens for p in seen)
+    assert all(p.live <= 3 and p.rows == 6 for p in seen)
+    assert seen[-1].tokens == 36
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.8}, {"temperature": 2.5}],
+    [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"top_k": 5, "top_p": 0.8},
+        {"temperature": 2.5},
+        {"repetition_penalty": 1.7},
+    ],
 )
-def test_sampled_frequencies_match_the_distribution(options):
-    """Chi-square of 40,000 draws against the 99.99% quantile for 7 degrees of freedom."""
-    logits = torch.tensor([[0.1, 1.9, -0.7, 1.2, 2.3, -3.0, 0.6, 1.5]])
-    options = {"temperature": 1.0, **options}
-    filters = {k: options.get(k) for k in ("top_k", "top_p")}
-    probs = filter_logits(logits / options["temperature"], **filters).softmax(-1)[0]
+@pytest.mark.parametrize("vocab", [8, 300])
+def test_sampled_frequencies_match_the_distribution(options, vocab):
+    """Chi-square of 40,000 draws, at 99.99%; 300 entries reach beyond one block of the search."""
+    logits = torch.full((1, vocab), -60.0)
+    places = torch.linspace(0, vocab - 1, 8).long()
+    logits[0, places] = torch.tensor([0.1, 1.9, -0.7, 1.2, 2.3, -3.0, 0.6, 1.5])
+    params = SamplingParams(max_generated_tokens=1, **options)
+    seen = torch.zeros(1, vocab, dtype=torch.bool)
+    seen[0, places[1]] = True
+    adjusted = logits.clone()
+    adjusted[0, places[1]] /= params.repetition_penalty
+    probs = filter_logits(
+        adjusted / params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+    ).softmax(-1)[0]
     draws = 40_000
-    tokens, _ = sample_tokens(
-        logits.expand(draws, -1), **options, generator=torch.Generator().manual_seed(0)
+    tokens, logprobs, drawn = sample_tokens(
+        logits.expand(draws, -1),
+        params=params,
+        uniforms=torch.rand(draws, dtype=torch.float64, generator=torch.manual_seed(0)),
+        counts=torch.zeros(draws),
+        seen=seen.expand(draws, -1),
     )
-    counts = torch.bincount(tokens, minlength=8)
+    counts = torch.bincount(tokens, minlength=vocab)
     assert counts[probs == 0].sum() == 0
-    kept = probs > 0
+    kept = probs > 1e-6
     expected = probs[kept] * draws
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
-    assert chi_square < 29.9
+    assert chi_square < 29.9  # chi-square(7)
+    torch.testing.assert_close(drawn, probs.log()[tokens], atol=1e-5, rtol=0)
+    plain = (logits / params.temperature).log_softmax(-1)[0]
+    torch.testing.assert_close(logprobs, plain[tokens], atol=1e-5, rtol=0)
 
 
 def test_filters_keep_exactly_the_defined_tokens():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    kept = lambda **f: (filter_logits(logits, **{"top_k": None, "top_p": None, **f}) > -1e9)[0]  # noqa: E731
+    kept = lambda **f: (filter_logits(logits, **f) > -1e9)[0]  # noqa: E731
     assert kept(top_k=2).tolist() == [True, True, False, False]
     assert kept(top_p=0.5).tolist() == [True, False, False, False]
     assert kept(top_p=0.51).tolist() == [True, True, False, False]
     assert kept(top_p=1.0).tolist() == [True] * 4
     assert kept(top_k=99).tolist() == [True] * 4
+    assert kept(min_p=0.29).tolist() == [True, True, True, False]
+    assert kept(min_p=0.31).tolist() == [True, True, False, False]
 
 
-def test_never_samples_a_token_of_probability_zero():
-    logits = torch.full((2000, 5), -torch.inf)
-    logits[:, 2] = 0.0
-    tokens, logprobs = sample_tokens(logits, temperature=1.0)
-    assert (tokens == 2).all() and (logprobs == 0).all()
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_never_samples_a_token_of_probability_zero(uniform):
+    logits = torch.full((2, 700), -torch.inf)
+    logits[0, 2], logits[1, 690] = 0.0, 3.0
+    tokens, logprobs, _ = sample_tokens(
+        logits,
+        params=SamplingParams(max_generated_tokens=1),
+        uniforms=torch.full((2,), uniform, dtype=torch.float64),
+    )
+    assert tokens.tolist() == [2, 690] and (logprobs == 0).all()
+
+
+def test_bad_sampling_settings_are_refused():
+    good = SamplingParams(max_generated_tokens=4)
+    for name, value in {
+        "max_generated_tokens": 0,
+        "temperature": -1.0,
+        "top_k": 0,
+        "top_p": 0.0,
+        "min_p": 1.5,
+        "repetition_penalty": 0.0,
+        "min_new_tokens": 5,
+        "stop_strings": ("",),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}="):
+            replace(good, **{name: value})

@@ -5,13 +5,14 @@ import torch
 
 from torchtune_grpo.data import step_indices
 from torchtune_grpo.text import decode_responses
-from torchtune_grpo.trajectory import Samples, Trajectory, cat_trajectories, join_rows, length_mask
+from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
 
 
 def samples_of(responses: list[list[int]], width: int) -> Samples:
     padded = torch.tensor([r + [99] * (width - len(r)) for r in responses])
     lengths = torch.tensor([len(r) for r in responses])
-    return Samples(padded, lengths, torch.zeros(len(responses), dtype=torch.bool), padded.float())
+    truncated = torch.zeros(len(responses), dtype=torch.bool)
+    return Samples(padded, lengths, truncated, padded.float(), padded.float())
 
 
 def test_join_rows_puts_each_response_right_behind_its_prompt():
@@ -52,15 +53,6 @@ def test_micro_batches_hold_every_row_once_and_trim_to_the_longest():
     assert [part.tokens.shape for part in parts] == [(2, 4), (1, 5)]
     assert torch.cat([part.advantages for part in parts]).tolist() == [0, 1, 2]
     assert parts[0].old_logprobs is None
-
-
-def test_cat_pads_to_the_widest_and_keeps_texts_in_order():
-    both = cat_trajectories([trajectory_of([2], [1]), trajectory_of([1, 3], [4, 2], first=100)])
-    assert both.tokens.shape == (3, 5)
-    assert both.response_lengths.tolist() == [1, 4, 2]
-    assert both.prompts == ["p0", "p100", "p101"]
-    assert both.columns == {"answer": [0, 100, 101]}
-    assert both.advantages.tolist() == [0, 100, 101]
 
 
 def test_step_indices_pass_over_the_data_without_repeats_or_gaps():

@@ -3,7 +3,7 @@
 from torchtune_grpo.data._arithmetic import arithmetic_dataset
 from torchtune_grpo.data._collate import PromptBatch, collate_prompts
 from torchtune_grpo.data._gsm8k import gsm8k_dataset
-from torchtune_grpo.data._order import prompt_batches, step_indices
+from torchtune_grpo.data._order import step_indices
 from torchtune_grpo.data._rl_dataset import RLDataset
 
 __all__ = [
@@ -12,6 +12,5 @@ __all__ = [
     "arithmetic_dataset",
     "collate_prompts",
     "gsm8k_dataset",
-    "prompt_batches",
     "step_indices",
 ]

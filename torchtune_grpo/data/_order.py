@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
-
-from torchtune_grpo.data._collate import PromptBatch, collate_prompts
-from torchtune_grpo.data._rl_dataset import RLDataset
 
 
 def step_indices(
@@ -46,17 +41,3 @@ def step_indices(
             order = torch.randperm(dataset_size, generator=generator)
         rows += order[offset : offset + prompts_per_step - len(rows)].tolist()
     return rows
-
-
-def prompt_batches(
-    dataset: RLDataset,
-    rows: Sequence[int],
-    *,
-    batch_size: int,
-    pad_id: int,
-    device: torch.device,
-) -> Iterator[PromptBatch]:
-    """Batches of at most ``batch_size`` prompts from the given rows of a data set, on a device."""
-    for start in range(0, len(rows), batch_size):
-        items = [dataset[row] for row in rows[start : start + batch_size]]
-        yield collate_prompts(items, pad_id=pad_id).to(device)

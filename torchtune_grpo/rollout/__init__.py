@@ -1,7 +1,13 @@
 """Sampling a group of completions for each prompt: the generation engine."""
 
-from torchtune_grpo.rollout._engine import NativeEngine, RolloutEngine
 from torchtune_grpo.rollout._decoder import unsupported_reason
+from torchtune_grpo.rollout._engine import (
+    ENGINES,
+    MERGE_CHOICES,
+    NativeEngine,
+    RolloutEngine,
+    make_engine,
+)
 from torchtune_grpo.rollout._noise import row_keys
 from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._roll_out import roll_out
@@ -9,12 +15,15 @@ from torchtune_grpo.rollout._sampling import filter_logits, sample_tokens
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 
 __all__ = [
+    "ENGINES",
+    "MERGE_CHOICES",
     "NativeEngine",
     "Progress",
     "RolloutEngine",
     "SamplingParams",
     "TorchtuneEngine",
     "filter_logits",
+    "make_engine",
     "roll_out",
     "row_keys",
     "sample_tokens",

@@ -33,7 +33,7 @@ class CacheShape:
 
 
 class GroupCache:
-    """Keys and values of prompts [prompts, kv_heads, P, hd] and of responses [rows, kv_heads, C, hd].
+    """Keys and values: of prompts [prompts, kv_heads, P, hd], of responses [rows, kv_heads, C, hd].
 
     Responses grow by blocks, one layer at a time, so that growing never holds two caches. What is
     allocated stays for the next rollout.

@@ -8,13 +8,13 @@ the cache is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
@@ -22,6 +22,7 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
+from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
 from torchtune_grpo.rollout._projection import KINDS, Projection
 
@@ -46,31 +47,6 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
             if type(module) not in KINDS:
                 return f"layer {index} has a {type(module).__name__}"
     return None
-
-
-@dataclass
-class RowState:
-    """The live rows of one decoding step, n of them.
-
-    Attributes:
-        tokens (Tensor): [n] the last sampled tokens.
-        counts (Tensor): [n] sampled tokens so far, that one included.
-        prompts (Tensor): [n] where each row's prompt lies in the cache.
-        columns (Tensor): [n] the row's place among the rows of its prompt.
-        prompt_lengths (Tensor): [prompts].
-        prompt_width (int): the longest of them.
-        width (int): the largest count.
-        group_width (int): the most rows that a prompt has.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    prompts: Tensor
-    columns: Tensor
-    prompt_lengths: Tensor
-    prompt_width: int
-    width: int
-    group_width: int
 
 
 @dataclass
@@ -156,27 +132,12 @@ class NativeDecoder:
         Returns:
             Tensor: [prompts, V] logits of the token behind each prompt.
         """
-        device = prompts[0].device
-        lengths = [len(prompt) for prompt in prompts]
-        spans = [slice(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths))]
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+        attention = PromptAttention([len(prompt) for prompt in prompts], slots, cache)
+        positions = torch.cat([torch.arange(len(p), device=p.device) for p in prompts])
         h = self._embed(torch.cat(prompts)).to(self._dtype)  # [S, D], S tokens of all prompts
         for index, layer in enumerate(self._layers):
-            keys, values = cache.prompt_keys[index], cache.prompt_values[index]
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys=keys, values=values) -> Tensor:
-                out = torch.empty_like(q)
-                for span, slot in zip(spans, slots, strict=True):
-                    length = span.stop - span.start
-                    keys[slot, :, :length] = k[span].transpose(0, 1)
-                    values[slot, :, :length] = v[span].transpose(0, 1)
-                    keys[slot, :, length:] = 0
-                    values[slot, :, length:] = 0
-                    out[span] = _causal_attention(q[span], k[span], v[span])
-                return out
-
-            h = self._run_layer(layer, h, positions.T, attend)
-        last = torch.tensor([span.stop - 1 for span in spans], device=device)
+            h = self._run_layer(layer, h, positions[:, None], partial(attention, index))
+        last = torch.tensor([span.stop - 1 for span in attention.spans], device=h.device)
         return self.unembed(h[last])
 
     def decode(self, rows: RowState, cache: GroupCache) -> Tensor:
@@ -189,31 +150,20 @@ class NativeDecoder:
         Returns:
             Tensor: [n, V] logits of the next token.
         """
-        n = len(rows.tokens)
-        positions = (rows.prompt_lengths[rows.prompts] + rows.counts - 1)[:, None]  # [n, 1]
-        attention = _GroupAttention(rows)
-        index_n = torch.arange(n, device=rows.tokens.device)
+        attention = GroupAttention(rows, cache)
+        positions = rows.prompt_lengths[rows.prompts] + rows.counts - 1  # [n]
         h = self._embed(rows.tokens).to(self._dtype)  # [n, D]
         for index, layer in enumerate(self._layers):
-            row_keys, row_values = cache.keys[index][:n], cache.values[index][:n]
-            prompt_keys = cache.prompt_keys[index][:, :, : rows.prompt_width]
-            prompt_values = cache.prompt_values[index][:, :, : rows.prompt_width]
-
-            def attend(q, k, v, rk=row_keys, rv=row_values, pk=prompt_keys, pv=prompt_values):  # type: ignore[no-untyped-def]
-                rk[index_n, :, rows.counts - 1] = k
-                rv[index_n, :, rows.counts - 1] = v
-                return attention(
-                    q,
-                    prompt_keys=pk,
-                    prompt_values=pv,
-                    keys=rk[:, :, : rows.width],
-                    values=rv[:, :, : rows.width],
-                )
-
-            h = self._run_layer(layer, h, positions, attend)
+            h = self._run_layer(layer, h, positions[:, None], partial(attention, index))
         return self.unembed(h)
 
-    def _run_layer(self, layer: _Layer, h: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    def _run_layer(
+        self,
+        layer: _Layer,
+        h: Tensor,
+        positions: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
         """TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
 
         ``attend`` takes q [K, heads, hd] and k, v [K, kv_heads, hd], and returns [K, heads, hd].
@@ -234,70 +184,3 @@ class NativeDecoder:
         if layer.up is not None:
             y = y * layer.up(x)
         return h + module.mlp_scale(layer.down(y))
-
-
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[S, heads, hd] of one prompt."""
-    repeat = q.shape[1] // k.shape[1]
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, S, hd]
-    if repeat > 1:
-        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
-
-
-class _GroupAttention:
-    """Attention of one new token per row over its prompt and its own response.
-
-    Scores over the prompt are computed for all rows of a prompt in one product, on a grid of
-    [prompts, group_width] places of which some may be empty; the softmax runs over both parts.
-    """
-
-    def __init__(self, rows: RowState) -> None:
-        device = rows.tokens.device
-        prompts, width = len(rows.prompt_lengths), rows.group_width
-        self._grid = (prompts, width)
-        self._place = rows.prompts * width + rows.columns  # [n] in the flattened grid
-        key = torch.arange(rows.prompt_width, device=device)
-        response = torch.arange(rows.width, device=device)
-        visible = torch.cat(
-            [
-                key < rows.prompt_lengths[rows.prompts][:, None],
-                response < rows.counts[:, None],
-            ],
-            dim=1,
-        )  # [n, P + C]
-        bias = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
-        self._bias = bias[:, None, None]
-        self._prompt_width = rows.prompt_width
-
-    def __call__(
-        self, q: Tensor, *, prompt_keys: Tensor, prompt_values: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """q [n, heads, hd] -> [n, heads, hd]; keys and values as in :class:`GroupCache`."""
-        n, heads, head_dim = q.shape
-        kv_heads = keys.shape[1]
-        q = q.unflatten(1, (kv_heads, -1)) * head_dim**-0.5  # [n, kv, r, hd]
-        prompts = self._grid[0]
-        grid = self._to_grid(q)  # [prompts, kv, width * r, hd]
-        over_prompt = self._from_grid(grid @ prompt_keys[:prompts].mT)  # [n, kv, r, P]
-        scores = torch.cat([over_prompt, q @ keys.mT], dim=-1)
-        probs = (scores + self._bias).softmax(dim=-1, dtype=torch.float32).to(q.dtype)
-        own = probs[..., self._prompt_width :] @ values
-        shared = self._to_grid(probs[..., : self._prompt_width]) @ prompt_values[:prompts]
-        return (own + self._from_grid(shared)).reshape(n, heads, head_dim)
-
-    def _to_grid(self, x: Tensor) -> Tensor:
-        """[n, kv, r, d] -> [prompts, kv, width * r, d]."""
-        prompts, width = self._grid
-        _, kv, r, d = x.shape
-        grid = x.new_zeros(prompts * width, kv, r, d)
-        grid[self._place] = x
-        return grid.view(prompts, width, kv, r, d).transpose(1, 2).reshape(prompts, kv, -1, d)
-
-    def _from_grid(self, x: Tensor) -> Tensor:
-        """[prompts, kv, width * r, d] -> [n, kv, r, d]."""
-        prompts, width = self._grid
-        kv, d = x.shape[1], x.shape[3]
-        rows = x.view(prompts, kv, width, -1, d).transpose(1, 2).flatten(0, 1)
-        return rows[self._place]
-

@@ -23,6 +23,39 @@ from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
 
+ENGINES = ("native", "torchtune")
+MERGE_CHOICES = ("auto", "always", "never")
+
+
+def make_engine(
+    model: TransformerDecoder,
+    *,
+    engine: str,
+    max_rows: int,
+    merge_adapters: str = "auto",
+    deadline: float | None = None,
+) -> RolloutEngine:
+    """The engine that the config asks for, or torchtune's for a model that ours does not know.
+
+    Args:
+        model (TransformerDecoder): the policy, not yet compiled or wrapped.
+        engine (str): one of ``ENGINES``.
+        max_rows (int): most responses that are worked on at once.
+        merge_adapters (str): see :class:`NativeEngine`.
+        deadline (float | None): see :class:`NativeEngine`.
+
+    Returns:
+        RolloutEngine: reads the model's current weights at every call.
+    """
+    if engine == "native":
+        reason = unsupported_reason(model)
+        if reason is None:
+            return NativeEngine(
+                model, max_rows=max_rows, merge_adapters=merge_adapters, deadline=deadline
+            )
+        log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
+    return TorchtuneEngine(model, max_rows=max_rows, deadline=deadline)
+
 
 class RolloutEngine(Protocol):
     """Samples a group of responses for each prompt."""
@@ -62,8 +95,8 @@ class NativeEngine:
     Args:
         model (TransformerDecoder): the policy.
         max_rows (int): most responses that are worked on at once.
-        merge_adapters (bool | None): whether adapters are merged into a copy of the weights;
-            None: where that is exact (float32) and memory allows.
+        merge_adapters (str): "always" and "never" merge adapters into a copy of the weights or
+            not; "auto" does where it is exact (float32) and memory allows.
         deadline (float | None): seconds after which a rollout cuts its rows where they are.
 
     Raises:
@@ -75,7 +108,7 @@ class NativeEngine:
         model: TransformerDecoder,
         *,
         max_rows: int,
-        merge_adapters: bool | None = None,
+        merge_adapters: str = "auto",
         deadline: float | None = None,
     ) -> None:
         reason = unsupported_reason(model)
@@ -144,7 +177,7 @@ class NativeEngine:
         return self._decoder, self._cache
 
 
-def _make_decoder(model: TransformerDecoder, *, merge_adapters: bool | None) -> NativeDecoder:
+def _make_decoder(model: TransformerDecoder, *, merge_adapters: str) -> NativeDecoder:
     """Chooses what to compute in, and whether adapters are merged, by exactness and memory."""
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     dtype = model.tok_embeddings.weight.dtype
@@ -155,8 +188,8 @@ def _make_decoder(model: TransformerDecoder, *, merge_adapters: bool | None) -> 
     elif dtype == torch.float32:
         choices.insert(0, (torch.float32, True))
     for compute_dtype, merge in choices:
-        if merge_adapters is not None:
-            merge = merge_adapters
+        if merge_adapters != "auto":
+            merge = merge_adapters == "always"
         decoder = NativeDecoder(model, merge_adapters=merge, dtype=compute_dtype)
         copies = sum(projection.copied_bytes for projection in decoder.projections())
         if copies < free:
@@ -165,5 +198,7 @@ def _make_decoder(model: TransformerDecoder, *, merge_adapters: bool | None) -> 
 
 
 def _has_fast_bf16() -> bool:
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    if not hasattr(torch.cpu, "get_capabilities"):  # before torch 2.12 or so
+        return True
+    capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

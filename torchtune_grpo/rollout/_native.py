@@ -7,6 +7,7 @@ waiting one takes its place; a prompt's keys and values stay as long as one of i
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.rollout._attention import RowState
 from torchtune_grpo.rollout._cache import GroupCache
-from torchtune_grpo.rollout._decoder import NativeDecoder, RowState
+from torchtune_grpo.rollout._decoder import NativeDecoder
 from torchtune_grpo.rollout._noise import uniforms
 from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._sampling import sample_tokens
@@ -28,6 +30,8 @@ PREFILL_TOKENS = 4096
 # Steps between two looks at which rows have ended. A look makes the host wait for the device, which
 # costs nothing on a CPU; on CUDA a row may sample a few tokens in vain instead.
 POLL_STEPS = {"cpu": 1, "cuda": 16}
+
+REPORT_SECONDS = 1.0
 
 
 class GroupRollout:
@@ -81,9 +85,7 @@ class GroupRollout:
         self._counts: dict[int, int] = {}  # tokens of each live row
         self._seen: Tensor | None = None  # [max_rows, V], for the repetition penalty
         self._max_rows = min(max_rows, rows)
-        slots = prompt_slots(
-            prompts=len(prompts.lengths), group_size=group_size, max_rows=max_rows
-        )
+        slots = prompt_slots(prompts=len(prompts.lengths), group_size=group_size, max_rows=max_rows)
         self._free_slots = list(range(slots))
         self._slot: dict[int, int] = {}  # of each prompt in the cache
         self._rows_left: dict[int, int] = {}  # of each prompt in the cache: rows not yet ended
@@ -103,7 +105,7 @@ class GroupRollout:
         Returns:
             Samples: N rows, prompt-major.
         """
-        steps = 0
+        reported = time.monotonic()
         while self._waiting or self._live:
             if out_of_time():
                 break
@@ -113,9 +115,9 @@ class GroupRollout:
                 break
             for _ in range(min(self._poll_steps, self._room())):
                 self._decode()
-                steps += 1
-            if report is not None:
+            if report is not None and time.monotonic() - reported > REPORT_SECONDS:
                 report(self._progress())
+                reported = time.monotonic()
         for row in self._live:
             self._lengths[row] = self._counts[row]
         width = max(1, *self._lengths)
@@ -299,6 +301,7 @@ def prompt_slots(*, prompts: int, group_size: int, max_rows: int) -> int:
     """Prompts in the cache at once.
 
     Twice as many as ``max_rows`` rows of whole groups need, so that the last rows of some groups do
-    not keep the others waiting.
+    not keep the others waiting. Where a group is one row, it keeps nobody waiting.
     """
-    return min(prompts, 2 * -(-max_rows // group_size))
+    spare = 2 if group_size > 1 else 1
+    return min(prompts, spare * -(-max_rows // group_size))

@@ -55,6 +55,12 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)}: {remedy}.")
 
     @property
+    def changes_distribution(self) -> bool:
+        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+        filters = (self.top_k, self.top_p, self.min_p)
+        return self.changes_logits or any(value is not None for value in filters)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters acts on the logits."""
         return (
@@ -79,3 +85,6 @@ class Progress:
     finished: int
     live: int
     rows: int
+
+    def __str__(self) -> str:
+        return f"{self.finished}/{self.rows} responses, {self.tokens} tokens"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
@@ -56,7 +57,9 @@ class Projection:
     def owns_copy(self) -> bool:
         """Whether the weight is copied, by :meth:`refresh`."""
         live = self._live_weight
-        return self._copy and (self._merged or _is_quantized(live) or live.dtype != self._dtype)
+        return self._copy and (
+            self._merged or isinstance(live, NF4Tensor) or live.dtype != self._dtype
+        )
 
     @property
     def copied_bytes(self) -> int:
@@ -86,9 +89,9 @@ class Projection:
         self._weight = None
 
     def _dense(self) -> Tensor:
-        """The base weight in at least float32: a sum with the adapter is rounded once, at the end."""
+        """The base weight in float32 or better: the sum with an adapter is rounded once."""
         live = self._live_weight.detach()
-        dense = live.get_original_weight() if _is_quantized(live) else live  # type: ignore[operator]
+        dense = live.get_original_weight() if isinstance(live, NF4Tensor) else live
         return dense.to(torch.promote_types(dense.dtype, torch.float32))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,7 +124,3 @@ def _delta(module: LoRALinear | DoRALinear) -> Tensor:
     a, b = module.lora_a.weight, module.lora_b.weight
     dtype = torch.promote_types(a.dtype, torch.float32)
     return scale * (b.to(dtype) @ a.to(dtype))
-
-
-def _is_quantized(weight: Tensor) -> bool:
-    return hasattr(weight, "get_original_weight")  # torchao's NF4Tensor

@@ -47,9 +47,7 @@ def roll_out(
         group_size=group_size,
         params=params,
         stop_tokens=stop_tokens,
-        keys=row_keys(
-            seed=seed, step=step, prompt_indices=prompts.indices, group_size=group_size
-        ),
+        keys=row_keys(seed=seed, step=step, prompt_indices=prompts.indices, group_size=group_size),
         decode=lambda tokens: decode_tokens(tokenizer, tokens),
         report=report,
     )
@@ -62,7 +60,7 @@ def roll_out(
         response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
         truncated=samples.truncated,
         sampler_logprobs=samples.logprobs,
-        drawn_logprobs=samples.drawn_logprobs,
+        drawn_logprobs=samples.drawn_logprobs if params.changes_distribution else None,
         prompts=_repeat(prompts.prompts, group_size),
         completions=decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill),
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},

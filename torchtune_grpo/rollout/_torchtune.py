@@ -6,6 +6,8 @@ rows; only the last position is unembedded; the loop ends when every row has met
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,11 +58,15 @@ class TorchtuneEngine:
     Args:
         model (TransformerDecoder): the policy, without caches set up.
         max_rows (int): most responses that are worked on at once; at least one whole group is.
+        deadline (float | None): seconds after which a rollout cuts its rows where they are.
     """
 
-    def __init__(self, model: TransformerDecoder, *, max_rows: int) -> None:
+    def __init__(
+        self, model: TransformerDecoder, *, max_rows: int, deadline: float | None = None
+    ) -> None:
         self._model = model
         self._max_rows = max_rows
+        self._deadline = deadline
 
     def generate(
         self,
@@ -74,6 +80,7 @@ class TorchtuneEngine:
         report: Callable[[Progress], None] | None = None,
     ) -> Samples:
         """See :meth:`torchtune_grpo.rollout.RolloutEngine.generate`."""
+        end = math.inf if self._deadline is None else time.monotonic() + self._deadline
         rows = len(prompts.lengths) * group_size
         at_once = max(1, self._max_rows // group_size)
         parts = []
@@ -91,6 +98,7 @@ class TorchtuneEngine:
                     noise=uniforms(
                         keys.view(-1, group_size)[part].flatten(), params.max_generated_tokens
                     ),
+                    out_of_time=lambda: time.monotonic() > end,
                 )
             )
             if report is not None:
@@ -112,6 +120,7 @@ def _generate_groups(
     stop_tokens: Sequence[int],
     stop_strings: StopStrings | None,
     noise: Tensor,
+    out_of_time: Callable[[], bool],
 ) -> Samples:
     """Samples whole groups side by side: prompts [B, P] left-padded, noise [B*G, L]."""
     device = prompt_tokens.device
@@ -170,7 +179,7 @@ def _generate_groups(
                 so_far = torch.stack([tokens for tokens, _, _ in sampled], dim=1).tolist()
                 ended = [stop_strings.end(tokens, start=step) is not None for tokens in so_far]
                 finished |= torch.tensor(ended, device=device)
-            if step + 1 == params.max_generated_tokens or bool(finished.all()):
+            if step + 1 == params.max_generated_tokens or bool(finished.all()) or out_of_time():
                 break
             at = width + step
             logits = model(
