@@ -14,12 +14,10 @@ Shapes: B prompts, G samples in a group, N = B*G rows, T prompt + response, L re
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torchtune import config, modules, training, utils
-from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
@@ -40,6 +38,7 @@ from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
+from torchtune_grpo.policy import build_policy
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import Progress, make_engine, roll_out
@@ -64,7 +63,6 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = read_config(cfg)
         self._device = utils.get_device(device=self.cfg.device)
-        self._dtype = training.get_dtype(self.cfg.dtype, device=self._device)
         if self._device.type == "cpu":
             keep_freed_memory()
         self._output_dir = Path(self.cfg.output_dir)
@@ -90,7 +88,11 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._profiler = self._setup_profiler()
 
         self._checkpointer = make_checkpointer(self.cfg.checkpointer, output_dir=self._output_dir)
-        self._model = self._setup_model(self._checkpointer.load_checkpoint()[training.MODEL_KEY])
+        self._model = build_policy(
+            self.cfg,
+            self._checkpointer.load_checkpoint()[training.MODEL_KEY],
+            device=self._device,
+        )
         self._engine = make_engine(
             self._model,
             max_rows=self.cfg.max_rollout_rows,
@@ -132,25 +134,6 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         check_context(self.cfg, prompt_lengths=lengths)
         self._step_rows(dataset, step=0)  # fails if there are too few prompts
         return dataset, evaluator
-
-    def _setup_model(self, state_dict: dict[str, Any]) -> modules.TransformerDecoder:
-        with training.set_default_dtype(self._dtype), self._device:
-            model = config.instantiate(self.cfg.model)
-        adapters = get_adapter_params(model)
-        missing, unexpected = model.load_state_dict(state_dict, strict=False)
-        missing = [name for name in missing if name not in adapters]
-        if missing or unexpected:
-            raise ValueError(
-                f"model._component_={self.cfg.model._component_}: does not match the checkpoint in "
-                f"{self.cfg.checkpointer.checkpoint_dir}: missing {missing[:3]}, unexpected "
-                f"{list(unexpected)[:3]}. Name the builder of the model that was downloaded."
-            )
-        for module in model.modules():
-            if hasattr(module, "initialize_dora_magnitude"):
-                module.initialize_dora_magnitude()
-        if adapters:
-            set_trainable_params(model, adapters)
-        return model
 
     def _setup_reference(self):
         if not self._loss.needs_reference:

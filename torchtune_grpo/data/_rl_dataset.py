@@ -96,6 +96,8 @@ class RLDataset(Dataset[dict[str, Any]]):
             rows = _transform_rows(rows, transform)
         names = _check_same_columns(rows)
         template = RowTemplate(prompt_template, prompt_column=prompt_column, names=names)
+        self._encode_row = lambda row: encoder(template.render(row, 0))
+        self._prompt_column = prompt_column
         sources = _column_sources(names, prompt_column, columns or {})
 
         prompts = [template.render(row, index) for index, row in enumerate(rows)]
@@ -119,6 +121,20 @@ class RLDataset(Dataset[dict[str, Any]]):
             "prompt": self._prompts[position],
             "columns": dict(self._columns[position]),
         }
+
+    def encode(self, prompt: str) -> list[int]:
+        """Tokens of a prompt that is not in the data, in the form of those that are.
+
+        Raises:
+            ValueError: if ``prompt_template`` needs more columns than the prompt's.
+        """
+        try:
+            return self._encode_row({self._prompt_column: prompt})
+        except KeyError as error:
+            raise ValueError(
+                f"prompt_template: needs the column {error} of a row, so that it cannot be filled "
+                "with a prompt alone."
+            ) from error
 
 
 def _read_rows(

@@ -1,0 +1,147 @@
+"""Looks at what a policy says.
+
+    python -m torchtune_grpo.rollout --config llama3_2_1B_lora_grpo "What is 3 + 4?"
+    python -m torchtune_grpo.rollout --config my_config.yaml --num-prompts 2 --set temperature=0.7
+
+The prompt is encoded like those of the config's data set: system prompt, chat format and prefill.
+Without a prompt, the first ones of the data set are taken, and the rewards score the responses. The
+weights are those of the newest checkpoint in ``output_dir``; before the first one, or with
+``--base``, those that training starts from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training, utils
+from torchtune.config._utils import _get_component_from_path
+
+from torchtune_grpo._config_checks import check_checkpoint_files
+from torchtune_grpo._malloc import keep_freed_memory
+from torchtune_grpo._plugin import config_files
+from torchtune_grpo.checkpoint import (
+    find_checkpoint,
+    load_policy_weights,
+    load_training_state,
+    make_checkpointer,
+)
+from torchtune_grpo.config import GRPOConfig, read_config
+from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.policy import build_policy
+from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rollout import make_engine, roll_out
+
+
+def main() -> None:
+    """Entry point of ``python -m torchtune_grpo.rollout``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtune_grpo.rollout", description="Looks at what a policy says."
+    )
+    parser.add_argument("prompts", nargs="*", help="without any, the data set's first ones")
+    parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
+    parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
+    parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
+    parser.add_argument("--base", action="store_true", help="take the weights before training")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", help="override keys of the config"
+    )
+    args = parser.parse_args()
+    try:
+        cfg = read_config(_load_config(args.config, args.set))
+        _say(cfg, args)
+    except ValueError as error:
+        raise SystemExit(f"Error: {error}") from error
+
+
+def _load_config(name: str, overrides: list[str]) -> DictConfig:
+    path = config_files().get(name, Path(name))
+    if not path.is_file():
+        raise ValueError(f"--config {name}: no such file, nor one of {', '.join(config_files())}.")
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides))
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
+    device = utils.get_device(device=cfg.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    config.instantiate(cfg.prepare)
+    check_checkpoint_files(cfg)
+    tokenizer = config.instantiate(cfg.tokenizer)
+    dataset = _dataset(cfg, tokenizer, rows=1 if args.prompts else args.num_prompts)
+    items = [dataset[i] for i in range(min(args.num_prompts, len(dataset)))]
+    if args.prompts:
+        items = [
+            {"index": i, "tokens": dataset.encode(prompt), "prompt": prompt, "columns": {}}
+            for i, prompt in enumerate(args.prompts)
+        ]
+    model = _policy(cfg, device=device, base=args.base).eval()
+    group_size = args.samples or cfg.grpo_samples
+    trajectory = roll_out(
+        make_engine(
+            model,
+            max_rows=cfg.max_rollout_rows,
+            engine=cfg.rollout.engine,
+            merge_adapters=cfg.rollout.merge_adapters,
+            deadline=cfg.rollout.deadline,
+        ),
+        collate_prompts(items, pad_id=tokenizer.pad_id).to(device),
+        tokenizer=tokenizer,
+        group_size=group_size,
+        params=cfg.sampling,
+        prefill=dataset.prefill,
+        seed=training.set_seed(seed=cfg.seed),
+        step=0,
+    )
+    rewards = [""] * trajectory.num_rows
+    if not args.prompts:
+        scores = RewardSet.from_config(cfg.rewards)(
+            prompts=trajectory.prompts,
+            completions=trajectory.completions,
+            columns=trajectory.columns,
+        )
+        rewards = [f", reward {total:.3f}" for total in scores.total.tolist()]
+    for row, completion in enumerate(trajectory.completions):
+        if row % group_size == 0:
+            print(f"\n=== {trajectory.prompts[row]}")
+        length = int(trajectory.response_lengths[row])
+        cut = ", cut off" if trajectory.truncated[row] else ""
+        print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{rewards[row]}")
+        print(completion)
+
+
+def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
+    """The config's data set, of which only the first rows are read where it can be told so."""
+    component = _get_component_from_path(cfg.dataset._component_)
+    limit = (
+        {"num_samples": rows} if "num_samples" in inspect.signature(component).parameters else {}
+    )
+    return config.instantiate(cfg.dataset, tokenizer, **limit)
+
+
+def _policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:
+    output_dir = Path(cfg.output_dir)
+    checkpointer = make_checkpointer(cfg.checkpointer, output_dir=output_dir)
+    model = build_policy(cfg, checkpointer.load_checkpoint()[training.MODEL_KEY], device=device)
+    trained = None
+    if not base:
+        try:
+            trained = find_checkpoint(output_dir)
+        except ValueError:
+            pass
+    print(f"Weights: {trained or cfg.checkpointer.checkpoint_dir}")
+    if trained is not None:
+        adapter = load_training_state(trained)["adapter"]
+        weights = adapter or load_policy_weights(cfg.checkpointer, trained, output_dir=output_dir)
+        model.load_state_dict(weights, strict=False)
+    return model
+
+
+if __name__ == "__main__":
+    main()
