@@ -10,7 +10,7 @@ Nothing is measured. The model is made on the meta device and its parts are coun
     rollout      keys and values: rows x (prompt + response) x layers x 2 x kv width x bytes, as in
                  evaluation, where no two rows share a prompt
     update       layer inputs kept by activation checkpointing: rows x tokens x layers x D x bytes;
-                 one layer's own activations while it is recomputed; logits of one chunk of tokens
+                 one layer's own activations while it is recomputed; three chunks of logits
 
 Rollout and update do not happen at once, so the larger counts. Prints one JSON line, in GiB.
 """
@@ -23,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from torchtune_grpo.logprobs import CHUNK_TOKENS
+from torchtune_grpo.projection import default_chunk_bytes
 
 GIB = 2**30
 
@@ -50,7 +50,7 @@ def estimate(cfg) -> dict[str, float]:
     kv_width = layer.attn.num_kv_heads * layer.attn.head_dim
     dim = model.tok_embeddings.embedding_dim
     hidden = layer.mlp.w1.weight.shape[0]
-    depth, vocab = len(model.layers), model.tok_embeddings.num_embeddings
+    depth = len(model.layers)
     tokens = cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens
     rows = cfg.batch_size * cfg.grpo_samples
     micro = (cfg.forward_batch_size or rows) * tokens
@@ -62,7 +62,7 @@ def estimate(cfg) -> dict[str, float]:
         "rollout": rows * tokens * 2 * kv_width * size * depth,
         "update": micro * dim * size * depth
         + micro * (8 * dim + 4 * hidden) * size
-        + 3 * CHUNK_TOKENS * vocab * 4,
+        + 3 * default_chunk_bytes(torch.device("cuda")),
     }
     parts = {name: value / GIB for name, value in parts.items()}
     fixed = parts["weights"] + parts["training"] + parts["reference"]
