@@ -33,6 +33,7 @@ from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trai
 from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.logprobs import response_logprobs
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.micro_batches import micro_batches
 from torchtune_grpo.projection import projection_logprobs
 from torchtune_grpo.reference import AdapterReference
 from torchtune_grpo.trajectory import Trajectory, length_mask
@@ -163,10 +164,12 @@ def random_batch(args: argparse.Namespace) -> Trajectory:
 
 def padded_logprobs(model: TransformerDecoder, part: Trajectory) -> Tensor:
     """[n, L] from the full logits [n, T, V] of padded rows."""
-    logprobs = full_logprobs(model(part.tokens)[:, :-1], part.tokens[:, 1:])  # [n, T - 1]
+    longest = int((part.prompt_lengths + part.response_lengths).max())
+    tokens = part.tokens[:, :longest]
+    logprobs = full_logprobs(model(tokens)[:, :-1], tokens[:, 1:])  # [n, T - 1]
     offset = torch.arange(part.response_mask.shape[1])
     column = part.prompt_lengths[:, None] - 1 + offset  # [n, L]
-    return logprobs.gather(1, column.clamp(max=logprobs.shape[1] - 1))
+    return logprobs.gather(1, column.clamp(max=longest - 2))
 
 
 def run_update(args: argparse.Namespace) -> dict[str, float]:
@@ -179,51 +182,55 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
         num_tokens=int(batch.response_mask.sum()),
         max_generated_tokens=args.longest,
     )
-    group_size = args.group if args.way == "packed" else None
 
-    def logprobs_of(part: Trajectory) -> tuple[Tensor, Tensor | None]:
-        if args.way == "full":
-            return padded_logprobs(model, part), None
-        return response_logprobs(
-            model, part, temperature=TEMPERATURE, group_size=group_size, with_entropy=True
+    def backward(part: Trajectory, logprobs: Tensor) -> None:
+        output = loss(
+            logprobs=logprobs,
+            old_logprobs=None,
+            ref_logprobs=part.ref_logprobs,
+            advantages=part.advantages,
+            weights=part.weights,
+            response_mask=part.response_mask,
         )
+        output.loss.backward()
 
-    def reference_logprobs() -> Tensor:
-        if args.way == "full":
-            with torch.no_grad(), disable_adapter(model):
-                parts = list(batch.micro_batches(args.micro_batch))
-                return torch.cat([padded_logprobs(model, part) for part in parts])
-        return reference.logprobs(
-            batch, temperature=TEMPERATURE, rows=args.micro_batch, group_size=group_size
+    def full() -> None:
+        parts = torch.arange(batch.num_rows).split(args.micro_batch)
+        with torch.no_grad(), disable_adapter(model):
+            values = [padded_logprobs(model, batch.select(rows)) for rows in parts]
+        batch.ref_logprobs = torch.cat(values)
+        for rows in parts:
+            part = batch.select(rows)
+            backward(part, padded_logprobs(model, part))
+
+    def ours() -> None:
+        parts = micro_batches(
+            batch,
+            group_size=args.group,
+            pack=args.way != "rows",
+            rows=args.group,
+            token_budget=args.token_budget if args.way == "budget" else None,
         )
-
-    def work() -> None:
-        batch.ref_logprobs = reference_logprobs()
-        for part in batch.micro_batches(args.micro_batch):
-            logprobs, entropy = logprobs_of(part)
-            output = loss(
-                logprobs=logprobs,
-                old_logprobs=None,
-                ref_logprobs=part.ref_logprobs,
-                advantages=part.advantages,
-                weights=part.weights,
-                response_mask=part.response_mask,
-                entropy=entropy,
+        batch.ref_logprobs = reference.logprobs(parts, temperature=TEMPERATURE)
+        for part in parts:
+            values, _ = response_logprobs(
+                model, part.layout, temperature=TEMPERATURE, with_entropy=True
             )
-            output.loss.backward()
+            backward(batch.select(part.rows), values)
 
-    return measure(work, repeats=args.repeats)
+    return measure(full if args.way == "full" else ours, repeats=args.repeats)
 
 
 def compare_update(args: argparse.Namespace) -> dict[str, Any]:
     """The padded way at several micro-batches, rows without padding, and packed groups."""
     full = {n: in_process(args, way="full", micro_batch=n) for n in args.full_micro_batches}
-    ours = {w: in_process(args, way=w, micro_batch=args.group) for w in ("rows", "packed")}
+    ours = {way: in_process(args, way=way) for way in args.ways}
     best = min(full, key=lambda n: full[n]["seconds"])
-    ratios = {
-        name: round(full[best][name] / ours["packed"][name], 2) for name in ("seconds", "extra_mb")
+    gains = {
+        way: {name: round(full[best][name] / numbers[name], 2) for name in numbers}
+        for way, numbers in ours.items()
     }
-    return {"full": full, **ours, "best_full_micro_batch": best, "packed_gains": ratios}
+    return {"full": full, **ours, "best_full_micro_batch": best, "gains": gains}
 
 
 # --- Running --------------------------------------------------------------------------------------
@@ -268,6 +275,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shortest", type=int, default=20)
     p.add_argument("--longest", type=int, default=128)
     p.add_argument("--lengths", choices=["equal", "uniform"], default="uniform")
+    p.add_argument("--token-budget", type=int, default=512, help="of the way called budget")
+    p.add_argument("--ways", nargs="+", default=["rows", "packed", "budget"])
     p.add_argument("--full-micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 32])
     return p
 

@@ -21,7 +21,11 @@ from torchtune import config, modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
-from torchtune_grpo._config_checks import check_checkpoint_files, check_context
+from torchtune_grpo._config_checks import (
+    check_checkpoint_files,
+    check_context,
+    check_token_budget,
+)
 from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
@@ -38,6 +42,7 @@ from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
+from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet
@@ -132,6 +137,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 seed=self.seed,
             )
         check_context(self.cfg, prompt_lengths=lengths)
+        check_token_budget(self.cfg, longest_prompt=dataset.max_prompt_length)
         self._step_rows(dataset, step=0)  # fails if there are too few prompts
         return dataset, evaluator
 
@@ -179,7 +185,9 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._run_log.keep_until(self.global_step)
         log.info(f"Resumed from {checkpoint} after step {self.global_step}.")
 
-    def generate_trajectory(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
+    def generate_trajectory(
+        self, prompts: PromptBatch, metrics: StepMetrics
+    ) -> tuple[Trajectory, list[MicroBatch]]:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages.
 
         Args:
@@ -187,7 +195,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             metrics (StepMetrics): receives the rollout's statistics.
 
         Returns:
-            Trajectory: N rows, with the log-probs that the update needs.
+            tuple[Trajectory, list[MicroBatch]]: N rows with the log-probs that the update needs,
+            and how they are cut into forward passes.
         """
         self._model.eval()
         with metrics.timer("rollout"):
@@ -221,22 +230,28 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             trajectory.response_mask &= ~trajectory.truncated[:, None]
 
         with metrics.timer("logprobs"):
-            passes = {
-                "temperature": self.cfg.temperature,
-                "rows": self.cfg.rows_per_forward,
-                "group_size": self.cfg.packed_group_size,
-            }
+            parts = micro_batches(
+                trajectory,
+                group_size=self.cfg.grpo_samples,
+                pack=self.cfg.pack_groups,
+                rows=self.cfg.rows_per_forward,
+                token_budget=self.cfg.forward_token_budget,
+            )
+            tempered = {"temperature": self.cfg.temperature}
             if self.cfg.ppo_epochs > 1:
-                trajectory.old_logprobs = trajectory_logprobs(self._model, trajectory, **passes)
+                trajectory.old_logprobs = trajectory_logprobs(self._model, parts, **tempered)
             if self._reference is not None:
-                trajectory.ref_logprobs = self._reference.logprobs(trajectory, **passes)
-        return trajectory
+                trajectory.ref_logprobs = self._reference.logprobs(parts, **tempered)
+        return trajectory, parts
 
-    def grpo_step(self, trajectory: Trajectory, metrics: StepMetrics) -> None:
+    def grpo_step(
+        self, trajectory: Trajectory, parts: list[MicroBatch], metrics: StepMetrics
+    ) -> None:
         """One optimizer step on the whole trajectory, in micro-batches.
 
         Args:
             trajectory (Trajectory): N rows.
+            parts (list[MicroBatch]): which rows share a forward pass.
             metrics (StepMetrics): receives the loss's statistics.
         """
         self._model.train()
@@ -246,12 +261,12 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             num_tokens=int(trajectory.response_mask.sum()),
             max_generated_tokens=self.cfg.max_generated_tokens,
         )
-        for part in trajectory.micro_batches(self.cfg.rows_per_forward):
+        for micro_batch in parts:
+            part = trajectory.select(micro_batch.rows)  # n rows
             logprobs, entropy = response_logprobs(
                 self._model,
-                part,
+                micro_batch.layout,
                 temperature=self.cfg.temperature,
-                group_size=self.cfg.packed_group_size,
                 with_entropy=True,
                 entropy_gradient=self._loss.needs_entropy_gradient,
             )  # [n, L]
@@ -304,10 +319,10 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             while self.global_step < self.cfg.num_steps:
                 metrics = StepMetrics()
                 with metrics.timer("step"):
-                    trajectory = self.generate_trajectory(self._next_prompts(), metrics)
+                    trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
                     with metrics.timer("update"):
                         for _ in range(self.cfg.ppo_epochs):
-                            self.grpo_step(trajectory, metrics)
+                            self.grpo_step(trajectory, parts, metrics)
                 self.global_step += 1
                 profiler.step()
                 values = metrics.compute()

@@ -72,6 +72,11 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"forward_batch_size={settings.forward_batch_size}: does not divide the "
             f"batch_size * grpo_samples = {rows} rows of a batch; give a divisor of {rows}."
         )
+    if settings.forward_token_budget is not None and settings.forward_batch_size is not None:
+        raise ValueError(
+            f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
+            f"{settings.forward_batch_size}; set one of them to null."
+        )
     if settings.eval_dataset is None and settings.eval_every_n_steps is not None:
         raise ValueError(
             f"eval_every_n_steps={settings.eval_every_n_steps}: there is no eval_dataset to "
@@ -114,6 +119,23 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
         path = settings.tokenizer.get(name)
         if path is not None and not Path(path).exists():
             raise ValueError(f"tokenizer.{name}={path}: no such file; {download}.")
+
+
+def check_token_budget(settings: GRPOConfig, *, longest_prompt: int) -> None:
+    """Raises a ValueError if a single row can exceed ``forward_token_budget``.
+
+    Args:
+        settings (GRPOConfig): the config.
+        longest_prompt (int): of the training data, in tokens.
+    """
+    budget = settings.forward_token_budget
+    longest = longest_prompt + settings.max_generated_tokens - 1  # the last token is not read
+    if budget is not None and longest > budget:
+        raise ValueError(
+            f"forward_token_budget={budget}: the longest prompt of {longest_prompt} tokens with "
+            f"max_generated_tokens={settings.max_generated_tokens} makes a row of {longest}; give "
+            f"at least {longest}, or lower dataset.max_prompt_tokens or max_generated_tokens."
+        )
 
 
 def check_context(settings: GRPOConfig, *, prompt_lengths: Mapping[str, int]) -> None:

@@ -150,8 +150,14 @@ class GRPOConfig:
     forward_batch_size: int | None = positive(
         "Rows in a forward and backward pass; null = a whole batch", None
     )
+    forward_token_budget: int | None = positive(
+        "Tokens in a forward and backward pass, padding included, instead of forward_batch_size",
+        None,
+    )
     pack_groups: bool = key(
-        "Compute a group's prompt once, where forward_batch_size holds whole groups", True
+        "Compute a group's prompt once, where forward_batch_size holds whole groups or the budget "
+        "several rows",
+        True,
     )
     optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")
     lr_scheduler: DictConfig | None = key(
@@ -224,12 +230,6 @@ class GRPOConfig:
     def rows_per_forward(self) -> int:
         """Rows of one forward pass."""
         return self.forward_batch_size or self.batch_size * self.grpo_samples
-
-    @property
-    def packed_group_size(self) -> int | None:
-        """G if each group is packed into one row, None if each row stands by itself."""
-        whole_groups = self.rows_per_forward % self.grpo_samples == 0
-        return self.grpo_samples if self.pack_groups and whole_groups else None
 
 
 def read_config(cfg: DictConfig) -> GRPOConfig:

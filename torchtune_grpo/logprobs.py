@@ -6,16 +6,16 @@ forward pass; ``projection.py`` turns them into log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.packing import group_layout, row_layout
+from torchtune_grpo.micro_batches import MicroBatch
+from torchtune_grpo.packing import Layout
 from torchtune_grpo.projection import projection_logprobs
-from torchtune_grpo.trajectory import Trajectory
 
 
 @contextmanager
@@ -34,10 +34,9 @@ def unembed_with(model: TransformerDecoder, function: Callable[[Tensor], Tensor]
 
 def response_logprobs(
     model: TransformerDecoder,
-    batch: Trajectory,
+    layout: Layout,
     *,
     temperature: float,
-    group_size: int | None = None,
     with_entropy: bool = False,
     entropy_gradient: bool = False,
     chunk_bytes: int | None = None,
@@ -46,10 +45,8 @@ def response_logprobs(
 
     Args:
         model (TransformerDecoder): the policy, or the reference.
-        batch (Trajectory): n rows; tokens [n, T], prompt_lengths [n], response_mask [n, L].
+        layout (Layout): n rows with L columns in ``response_mask``, laid out for one forward pass.
         temperature (float): the temperature that the rows were sampled with, > 0.
-        group_size (int | None): G if the rows are whole groups and each group is to be packed into
-            one row, so that its prompt is computed once; None = one row each.
         with_entropy (bool): compute the entropy as well.
         entropy_gradient (bool): whether the entropy is differentiated.
         chunk_bytes (int | None): bytes of float32 logits that exist at once; None = the device's
@@ -59,7 +56,6 @@ def response_logprobs(
         tuple[Tensor, Tensor]: log-probs [n, L] and entropy [n, L], float32, 0 where
         ``response_mask`` is False.
     """
-    layout = row_layout(batch) if group_size is None else group_layout(batch, group_size=group_size)
 
     def unembed(h: Tensor) -> Tensor:
         logprobs, entropy = projection_logprobs(
@@ -74,35 +70,30 @@ def response_logprobs(
         return torch.stack([logprobs, entropy])  # [2, K]
 
     with unembed_with(model, unembed):
-        values = model(layout.tokens, mask=layout.mask, input_pos=layout.positions)  # [2, K]
-    out = values.new_zeros(2, *batch.response_mask.shape)  # [2, n, L]
-    out = out.masked_scatter(batch.response_mask.expand_as(out), values)
+        values = model(
+            layout.tokens, mask=layout.attention_mask(), input_pos=layout.positions
+        )  # [2, K]
+    out = values.new_zeros(2, *layout.response_mask.shape)  # [2, n, L]
+    out = out.masked_scatter(layout.response_mask.expand_as(out), values)
     return out[0], out[1] if entropy_gradient else out[1].detach()
 
 
 @torch.no_grad()
 def trajectory_logprobs(
-    model: TransformerDecoder,
-    trajectory: Trajectory,
-    *,
-    temperature: float,
-    rows: int,
-    group_size: int | None = None,
+    model: TransformerDecoder, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> Tensor:
-    """Log-probs of a whole trajectory without gradient, ``rows`` rows at a time.
+    """Log-probs of a whole trajectory without gradient.
 
     Args:
         model (TransformerDecoder): the policy or the reference.
-        trajectory (Trajectory): N rows.
+        micro_batches (Sequence[MicroBatch]): all of the trajectory's rows.
         temperature (float): > 0.
-        rows (int): rows of one forward pass.
-        group_size (int | None): see :func:`response_logprobs`.
 
     Returns:
-        Tensor: [N, L].
+        Tensor: [N, L], in the trajectory's order.
     """
     parts = [
-        response_logprobs(model, part, temperature=temperature, group_size=group_size)[0]
-        for part in trajectory.micro_batches(rows)
+        response_logprobs(model, part.layout, temperature=temperature)[0] for part in micro_batches
     ]
-    return torch.cat(parts)
+    rows = torch.cat([part.rows for part in micro_batches])  # [N] a permutation
+    return torch.cat(parts)[rows.argsort()]

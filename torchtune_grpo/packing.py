@@ -1,4 +1,4 @@
-"""How rows are laid out for a forward pass: one row each, or one row per group.
+"""How rows are laid out for a forward pass: one row each, or several that share a prompt in one.
 
 A group's rows begin with the same prompt. Laid out as ``[prompt, response 1, ..., response G]``,
 with positions and a mask under which each response sees the prompt and itself, the prompt is
@@ -7,7 +7,7 @@ computed once instead of G times, and padding between responses of different len
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,61 +22,84 @@ class Layout:
     Attributes:
         tokens (Tensor): [b, S].
         positions (Tensor | None): [b, S] for the rotary embedding; None = 0, 1, 2, ...
-        mask (Tensor | None): [b, S, S] bool, True = attend; None = causal.
+        segments (Tensor | None): [b, S] 0 = prompt, k = the packed row's k-th response; None = one
+            row each, plain causal attention.
         row (Tensor): [K] which of the b rows predicts each of the K response tokens.
         column (Tensor): [K] at which position.
         targets (Tensor): [K] the response tokens, in the order of ``response_mask``.
+        response_mask (Tensor): [n, L] bool.
     """
 
     tokens: Tensor
     positions: Tensor | None
-    mask: Tensor | None
+    segments: Tensor | None
     row: Tensor
     column: Tensor
     targets: Tensor
+    response_mask: Tensor
+
+    def to(self, device: torch.device) -> Layout:
+        """The same layout on another device."""
+        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
+
+    def attention_mask(self) -> Tensor | None:
+        """[b, S, S] bool, True = attend; None = causal.
+
+        Made when it is needed: the masks of a whole step would hold S * S bytes for every group.
+        """
+        if self.segments is None:
+            return None
+        query, key = self.segments[:, :, None], self.segments[:, None, :]
+        return ((query == key) | (key == 0)).tril()
+
+
+def response_inputs(batch: Trajectory) -> Tensor:
+    """[n] tokens of each response that are read: its last one predicts nothing."""
+    return (batch.response_lengths - 1).clamp(min=0)
 
 
 def row_layout(batch: Trajectory) -> Layout:
     """Each row by itself; with all padding on the right, plain causal attention is exact."""
+    longest = int((batch.prompt_lengths + response_inputs(batch)).max())
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     column = batch.prompt_lengths[row] - 1 + offset  # the token before predicts
-    return Layout(batch.tokens, None, None, row, column, batch.tokens[row, column + 1])
+    targets = batch.tokens[row, column + 1]
+    return Layout(batch.tokens[:, :longest], None, None, row, column, targets, batch.response_mask)
 
 
-def group_layout(batch: Trajectory, *, group_size: int) -> Layout:
-    """One row per group. The last token of a response predicts nothing and is left out.
+def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
+    """Several rows with the same prompt in one.
 
     Args:
-        batch (Trajectory): n rows, whole groups, prompt-major.
-        group_size (int): G.
+        batch (Trajectory): n rows.
+        packs (Tensor): [n] the packed row that each belongs to: 0, ..., 0, 1, ..., b - 1. The rows
+            of a pack have the same prompt.
 
     Returns:
-        Layout: b = n / G rows.
+        Layout: b packed rows.
     """
     device = batch.tokens.device
-    prompts = batch.prompt_lengths.view(-1, group_size)[:, 0]  # [b]
-    inputs = (batch.response_lengths - 1).clamp(min=0).view(-1, group_size)  # [b, G]
-    starts = prompts[:, None] + inputs.cumsum(dim=1) - inputs  # [b, G] where each response begins
-    total = int((prompts + inputs.sum(dim=1)).max())
-    column = torch.arange(total, device=device).expand(len(prompts), total)  # [b, S]
+    counts = packs.bincount()  # [b]
+    first = counts.cumsum(0) - counts  # [b] each pack's first row
+    prompts = batch.prompt_lengths[first]  # [b]
+    inputs = response_inputs(batch)  # [n]
+    before = inputs.cumsum(0) - inputs
+    begin = prompts[packs] + before - before[first][packs]  # [n] where each response begins
+    total = int((begin + inputs).max())
+    column = torch.arange(total, device=device).expand(len(first), total).contiguous()  # [b, S]
 
-    # Segment 0 is the prompt, g + 1 response g; behind the end the last response goes on, unread.
-    segment = torch.searchsorted(starts, column.contiguous(), right=True)  # [b, S]
-    response = (segment - 1).clamp(min=0)
-    offset = column - starts.gather(1, response)  # [b, S] within the response
-    in_prompt = segment == 0
-    positions = torch.where(in_prompt, column, prompts[:, None] + offset)
-    first = torch.arange(len(prompts), device=device)[:, None] * group_size
-    source = positions.clamp(max=batch.tokens.shape[1] - 1)
-    tokens = batch.tokens[first + response, source]
+    # Segment 0 is the prompt, k the k-th response; behind the end the last one goes on, unread.
+    starts = torch.full((len(first), int(counts.max())), total, device=device)
+    starts[packs, torch.arange(len(packs), device=device) - first[packs]] = begin
+    segments = torch.searchsorted(starts, column, right=True)  # [b, S]
+    member = first[:, None] + (segments - 1).clamp(min=0)  # [b, S] the row that a token is of
+    after_prompt = prompts[:, None] + column - begin[member]
+    positions = torch.where(segments == 0, column, after_prompt)
+    positions = positions.clamp(max=batch.tokens.shape[1] - 1)
+    tokens = batch.tokens[member, positions]
 
-    causal = column[:, :, None] >= column[:, None, :]
-    same = segment[:, :, None] == segment[:, None, :]
-    mask = causal & (same | in_prompt[:, None, :])  # [b, S, S]
-
-    member, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
-    row = member // group_size
-    begin = starts.view(-1)[member]
-    read = torch.where(offset == 0, prompts[row] - 1, begin + offset - 1)
-    targets = batch.tokens[member, batch.prompt_lengths[member] + offset]
-    return Layout(tokens, source, mask, row, read, targets)
+    row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
+    read = torch.where(offset == 0, prompts[packs[row]] - 1, begin[row] + offset - 1)
+    targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
+    return Layout(tokens, positions, segments, packs[row], read, targets, batch.response_mask)

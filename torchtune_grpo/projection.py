@@ -24,7 +24,7 @@ from torchtune.modules import TiedLinear
 # Bytes of float32 logits that exist at once. On a CPU this is the largest block that glibc's
 # allocator reuses instead of mapping it anew, and about the size of the last cache.
 _CPU_CHUNK_BYTES = 32 * 2**20
-_GPU_CHUNK_BYTES = 256 * 2**20
+_GPU_CHUNK_BYTES = 128 * 2**20
 
 
 def default_chunk_bytes(device: torch.device) -> int:
@@ -38,8 +38,8 @@ def plain_weight(output: nn.Module) -> Tensor | None:
         output = output.tied_module
     if type(output) not in (nn.Linear, nn.Embedding) or getattr(output, "bias", None) is not None:
         return None
-    weight: Tensor = output.weight
-    return weight if type(weight.data) is Tensor else None
+    weight = output.weight
+    return weight if isinstance(weight, Tensor) and type(weight.data) is Tensor else None
 
 
 def projection_logprobs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
 from torchtune_grpo.logprobs import trajectory_logprobs
-from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.micro_batches import MicroBatch
 
 
 class AdapterReference:
@@ -20,10 +20,10 @@ class AdapterReference:
     def __init__(self, policy: TransformerDecoder) -> None:
         self._policy = policy
 
-    def logprobs(self, trajectory: Trajectory, **passes: Any) -> Tensor:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """Log-probs [N, L]; the arguments are those of :func:`trajectory_logprobs`."""
         with disable_adapter(self._policy):
-            return trajectory_logprobs(self._policy, trajectory, **passes)
+            return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
 
 class FrozenReference:
@@ -43,12 +43,11 @@ class FrozenReference:
             parameter.data = parameter.data.to(dtype)
         self._device = device
 
-    def logprobs(self, trajectory: Trajectory, **passes: Any) -> Tensor:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """Log-probs [N, L]; the arguments are those of :func:`trajectory_logprobs`."""
-        home = trajectory.tokens.device
-        moved = trajectory.to(self._device)
-        values = trajectory_logprobs(self._model, moved, **passes)
-        return values.to(home)
+        home = micro_batches[0].rows.device
+        moved = [part.to(self._device) for part in micro_batches]
+        return trajectory_logprobs(self._model, moved, temperature=temperature).to(home)
 
 
 Reference = AdapterReference | FrozenReference

@@ -6,7 +6,7 @@ prompt + response, L the longest response.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,17 +124,10 @@ class Trajectory:
         """The same trajectory on another device."""
         return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
 
-    def micro_batches(self, rows: int) -> Iterator[Trajectory]:
-        """Cuts the tensors into parts of at most ``rows`` rows, each trimmed to its longest row.
-
-        The parts carry no texts.
-        """
-        bare = replace(self, prompts=[], completions=[], columns={})
-        for start in range(0, self.num_rows, rows):
-            part = {name: value[start : start + rows] for name, value in self.tensors().items()}
-            piece = replace(bare, **part)
-            longest = int((piece.prompt_lengths + piece.response_lengths).max())
-            yield replace(piece, tokens=piece.tokens[:, :longest])
+    def select(self, rows: Tensor) -> Trajectory:
+        """The tensors of some rows [n], in that order, without the texts."""
+        tensors = {name: value[rows] for name, value in self.tensors().items()}
+        return replace(self, **tensors, prompts=[], completions=[], columns={})
 
 
 def join_rows(

@@ -6,6 +6,8 @@ from policies import VOCAB, build_policy, full_logprobs
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
+from torchtune_grpo.micro_batches import MicroBatch, micro_batches
+from torchtune_grpo.packing import packed_layout, row_layout
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
@@ -27,6 +29,10 @@ def make_trajectory(prompts: list[int], responses: list[int], *, garbage: int = 
         completions=[],
         columns={},
     )
+
+
+def by_rows(trajectory: Trajectory, rows: int) -> list[MicroBatch]:
+    return micro_batches(trajectory, group_size=1, pack=False, rows=rows)
 
 
 def plain(model, trajectory: Trajectory, temperature: float) -> torch.Tensor:
@@ -56,7 +62,9 @@ def test_values_and_gradients_equal_full_logits(kind):
 
     expected = plain(model, trajectory, 0.8)
     expected_grads = gradients(expected)
-    values, _ = response_logprobs(model, trajectory, temperature=0.8, chunk_bytes=4 * 100)
+    values, _ = response_logprobs(
+        model, row_layout(trajectory), temperature=0.8, chunk_bytes=4 * 100
+    )
     grads = gradients(values)
     torch.testing.assert_close(values.double(), expected, atol=2e-5, rtol=0)
     assert grads.keys() == expected_grads.keys()
@@ -66,7 +74,9 @@ def test_values_and_gradients_equal_full_logits(kind):
 
 def test_entropy_is_that_of_the_tempered_distribution():
     model, trajectory = build_policy(), make_trajectory([3], [4])
-    _, entropy = response_logprobs(model, trajectory, temperature=0.5, with_entropy=True)
+    _, entropy = response_logprobs(
+        model, row_layout(trajectory), temperature=0.5, with_entropy=True
+    )
     log_p = (model(trajectory.tokens)[0, 2:6].double() / 0.5).log_softmax(-1)
     expected = -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close(entropy[0].double(), expected, atol=1e-5, rtol=0)
@@ -81,7 +91,7 @@ def test_entropy_gradient_equals_full_logits():
 
     _, entropy = response_logprobs(
         model,
-        trajectory,
+        row_layout(trajectory),
         temperature=0.5,
         with_entropy=True,
         entropy_gradient=True,
@@ -103,8 +113,9 @@ def test_packed_groups_equal_single_rows(kind):
     trajectory.response_mask[4] = False
     probe = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     results = []
-    for group_size in (None, 3):
-        values, _ = response_logprobs(model, trajectory, temperature=0.8, group_size=group_size)
+    packs = torch.tensor([0, 0, 0, 1, 1, 1])
+    for layout in (row_layout(trajectory), packed_layout(trajectory, packs)):
+        values, _ = response_logprobs(model, layout, temperature=0.8)
         grads = torch.autograd.grad((values * probe).sum(), list(model.parameters()))
         results.append([values, *grads])
     for expected, packed in zip(*results, strict=True):
@@ -116,12 +127,12 @@ def test_padding_chunks_and_micro_batches_do_not_matter():
     model = build_policy()
     clean = make_trajectory([3, 6, 1], [5, 2, 7])
     dirty = make_trajectory([3, 6, 1], [5, 2, 7], garbage=11)
-    expected = trajectory_logprobs(model, clean, temperature=1.0, rows=3)
+    expected = trajectory_logprobs(model, by_rows(clean, 3), temperature=1.0)
     for rows in (1, 2):
-        values = trajectory_logprobs(model, dirty, temperature=1.0, rows=rows)
+        values = trajectory_logprobs(model, by_rows(dirty, rows), temperature=1.0)
         torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
     for size in (1, 1000, 100_000):
-        values, _ = response_logprobs(model, dirty, temperature=1.0, chunk_bytes=size)
+        values, _ = response_logprobs(model, row_layout(dirty), temperature=1.0, chunk_bytes=size)
         torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
     assert (expected[~clean.response_mask] == 0).all()
 
@@ -131,5 +142,5 @@ def test_forward_is_restored_after_an_error():
     broken = make_trajectory([3], [4])
     broken.tokens = broken.tokens + 10_000
     with pytest.raises(IndexError):
-        response_logprobs(model, broken, temperature=1.0)
+        response_logprobs(model, row_layout(broken), temperature=1.0)
     assert model(trajectory.tokens).shape == (1, 7, VOCAB)

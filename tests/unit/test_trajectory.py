@@ -47,12 +47,11 @@ def trajectory_of(prompts: list[int], responses: list[int], first: int = 0) -> T
     )
 
 
-def test_micro_batches_hold_every_row_once_and_trim_to_the_longest():
-    trajectory = trajectory_of([2, 2, 1], [1, 2, 4])
-    parts = list(trajectory.micro_batches(2))
-    assert [part.tokens.shape for part in parts] == [(2, 4), (1, 5)]
-    assert torch.cat([part.advantages for part in parts]).tolist() == [0, 1, 2]
-    assert parts[0].old_logprobs is None
+def test_select_takes_rows_in_the_order_asked_for_and_no_texts():
+    part = trajectory_of([2, 2, 1], [1, 2, 4]).select(torch.tensor([2, 0]))
+    assert part.advantages.tolist() == [2, 0]
+    assert part.response_lengths.tolist() == [4, 1]
+    assert part.old_logprobs is None and part.completions == []
 
 
 def test_step_indices_pass_over_the_data_without_repeats_or_gaps():

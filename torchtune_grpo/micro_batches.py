@@ -1,0 +1,103 @@
+"""Which rows share a forward pass: a fixed number of them, or as many as a token budget holds.
+
+The micro-batches of a step and their layouts are made once, for the reference, the old log-probs
+and every optimizer step alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torchtune_grpo.packing import Layout, packed_layout, response_inputs, row_layout
+from torchtune_grpo.trajectory import Trajectory
+
+
+@dataclass
+class MicroBatch:
+    """The rows of one forward pass.
+
+    Attributes:
+        rows (Tensor): [n] rows of the trajectory.
+        layout (Layout): how they are laid out.
+    """
+
+    rows: Tensor
+    layout: Layout
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch on another device."""
+        return replace(self, rows=self.rows.to(device), layout=self.layout.to(device))
+
+
+def micro_batches(
+    trajectory: Trajectory,
+    *,
+    group_size: int,
+    pack: bool,
+    rows: int,
+    token_budget: int | None = None,
+) -> list[MicroBatch]:
+    """Cuts a trajectory into micro-batches; each row is in exactly one.
+
+    Args:
+        trajectory (Trajectory): N rows, whole groups, prompt-major.
+        group_size (int): G.
+        pack (bool): lay out rows with the same prompt as one. With ``rows``, only where it is a
+            multiple of G.
+        rows (int): rows of a micro-batch; without meaning under a budget.
+        token_budget (int | None): the most tokens of a forward pass, padding included. Groups that
+            do not fit are split, and what is of similar length shares a micro-batch. A single row
+            that does not fit would run alone; the recipe refuses a budget that allows it.
+
+    Returns:
+        list[MicroBatch]: in any order of rows under a budget, else in the trajectory's.
+    """
+    if token_budget is not None:
+        plan = _within_budget(trajectory, group_size=group_size, pack=pack, budget=token_budget)
+    else:
+        size = group_size if pack and rows % group_size == 0 else 1
+        packs = torch.arange(trajectory.num_rows).split(size)
+        plan = [list(packs[i : i + rows // size]) for i in range(0, len(packs), rows // size)]
+    return [_micro_batch(trajectory, packs) for packs in plan]
+
+
+def _micro_batch(trajectory: Trajectory, packs: list[Tensor]) -> MicroBatch:
+    """packs: the rows of each packed row."""
+    device = trajectory.tokens.device
+    rows = torch.cat(packs).to(device)
+    part = trajectory.select(rows)
+    if all(len(pack) == 1 for pack in packs):
+        return MicroBatch(rows, row_layout(part))
+    sizes = torch.tensor([len(pack) for pack in packs])
+    numbers = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
+    return MicroBatch(rows, packed_layout(part, numbers))
+
+
+def _within_budget(
+    trajectory: Trajectory, *, group_size: int, pack: bool, budget: int
+) -> list[list[Tensor]]:
+    """First each group into as few packed rows as fit, then similar ones into micro-batches."""
+    prompts = trajectory.prompt_lengths.tolist()
+    inputs = response_inputs(trajectory).tolist()
+    packs: list[list[int]] = []
+    lengths: list[int] = []  # [packs] tokens of each
+    for row in range(trajectory.num_rows):
+        joins = pack and row % group_size != 0 and lengths[-1] + inputs[row] <= budget
+        if joins:
+            packs[-1].append(row)
+            lengths[-1] += inputs[row]
+        else:
+            packs.append([row])
+            lengths.append(prompts[row] + inputs[row])
+
+    plan: list[list[Tensor]] = []
+    longest = 0
+    for i in sorted(range(len(packs)), key=lambda i: -lengths[i]):
+        if not plan or (len(plan[-1]) + 1) * longest > budget:
+            plan.append([])
+            longest = lengths[i]
+        plan[-1].append(torch.tensor(packs[i]))
+    return plan
