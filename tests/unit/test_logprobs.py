@@ -4,31 +4,14 @@ import pytest
 import torch
 from policies import VOCAB, build_policy, full_logprobs
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from trajectories import make_trajectory
 
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.packing import packed_layout, row_layout
-from torchtune_grpo.trajectory import Trajectory, length_mask
+from torchtune_grpo.trajectory import Trajectory
 
 KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
-
-
-def make_trajectory(prompts: list[int], responses: list[int], *, garbage: int = 0) -> Trajectory:
-    """Rows of random tokens; behind each row's end stands ``garbage``."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor(prompts) + torch.tensor(responses)
-    tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max())), generator=generator)
-    mask = length_mask(torch.tensor(responses), max(responses))
-    return Trajectory(
-        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), garbage),
-        prompt_lengths=torch.tensor(prompts),
-        response_mask=mask,
-        truncated=torch.zeros(len(prompts), dtype=torch.bool),
-        sampler_logprobs=torch.zeros(mask.shape),
-        prompts=[],
-        completions=[],
-        columns={},
-    )
 
 
 def by_rows(trajectory: Trajectory, rows: int) -> list[MicroBatch]:

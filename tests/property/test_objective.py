@@ -1,0 +1,160 @@
+"""Properties of loss and advantages that hold for any numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from torchtune_grpo.advantages import (
+    NORMALIZATIONS,
+    OBJECTIVES,
+    group_advantages,
+    reward_advantages,
+)
+from torchtune_grpo.loss import GRPOLoss
+
+LOSSES = [
+    GRPOLoss(ratio=ratio, aggregation=aggregation, kl_estimator=kl, entropy_coeff=0.1)
+    for ratio in ("token", "gspo", "cispo")
+    for aggregation, kl in (("grpo", "k3"), ("dapo", "k1"), ("dr_grpo", "k2"))
+]
+FIELDS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "corrections")
+losses = pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{x.ratio}-{x.aggregation}")
+few = settings(deadline=None, max_examples=25)
+
+
+@st.composite
+def batches(draw) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A batch of random rows, float64, and its mask; rows may be fully masked."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+    width = max(lengths) + draw(st.integers(0, 2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    spread = draw(st.sampled_from([0.01, 1.0, 5.0]))
+
+    def values() -> torch.Tensor:
+        return -spread * torch.rand(len(lengths), width, generator=generator, dtype=torch.float64)
+
+    batch = {name: values() for name in FIELDS}
+    batch["advantages"] = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    return batch, torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def evaluate(loss: GRPOLoss, batch: dict[str, torch.Tensor], mask: torch.Tensor):
+    """Loss, metric sums, and the gradients of log-probs and entropy."""
+    leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
+    weights = loss.weights(
+        mask, num_rows=len(mask), num_tokens=int(mask.sum()), max_generated_tokens=9
+    ).double()
+    named = dict(zip(("logprobs", "entropy"), leaves, strict=True))
+    output = loss(**{**batch, **named}, weights=weights, response_mask=mask)
+    return output.loss.detach(), output.sums, torch.autograd.grad(output.loss, leaves)
+
+
+@losses
+@few
+@given(data=batches(), extra=st.integers(1, 4))
+def test_padding_does_not_matter(loss, data, extra):
+    batch, mask = data
+    value, sums, grads = evaluate(loss, batch, mask)
+    pad = torch.nn.functional.pad
+    wide = {k: pad(v, (0, extra), value=-3.0) if v.dim() == 2 else v for k, v in batch.items()}
+    wide_value, wide_sums, wide_grads = evaluate(loss, wide, pad(mask, (0, extra)))
+    torch.testing.assert_close(wide_value, value, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(wide_sums, sums)
+    for wide_grad, grad in zip(wide_grads, grads, strict=True):
+        torch.testing.assert_close(wide_grad, pad(grad, (0, extra)), atol=1e-12, rtol=1e-12)
+
+
+@losses
+@few
+@given(data=batches(), shuffle=st.randoms())
+def test_order_of_rows_does_not_matter(loss, data, shuffle):
+    batch, mask = data
+    value, sums, grads = evaluate(loss, batch, mask)
+    order = list(range(len(mask)))
+    shuffle.shuffle(order)
+    mixed = {name: values[order] for name, values in batch.items()}
+    mixed_value, mixed_sums, mixed_grads = evaluate(loss, mixed, mask[order])
+    torch.testing.assert_close(mixed_value, value, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(mixed_sums, sums)
+    for mixed_grad, grad in zip(mixed_grads, grads, strict=True):
+        torch.testing.assert_close(mixed_grad, grad[order], atol=1e-12, rtol=1e-12)
+
+
+@losses
+@few
+@given(data=batches(), poison=st.sampled_from([math.nan, math.inf, -math.inf, 1e300]))
+def test_what_stands_at_masked_positions_changes_nothing(loss, data, poison):
+    batch, mask = data
+    value, sums, grads = evaluate(loss, batch, mask)
+    dirty = {k: v.masked_fill(~mask, poison) if v.dim() == 2 else v for k, v in batch.items()}
+    dirty_value, dirty_sums, dirty_grads = evaluate(loss, dirty, mask)
+    assert torch.equal(dirty_value, value)
+    assert all(torch.equal(dirty_sums[name], sums[name]) for name in sums)
+    for dirty_grad, grad in zip(dirty_grads, grads, strict=True):
+        assert torch.equal(dirty_grad, grad) and (dirty_grad[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("ratio", ["token", "gspo", "cispo"])
+@few
+@given(data=batches(), known=st.booleans())
+def test_ratio_one_gives_the_plain_policy_gradient(ratio, data, known):
+    """Old log-probs that equal the new ones do what no old log-probs do: d/dlogp of -A w logp."""
+    batch, mask = data
+    logprobs = batch["logprobs"].requires_grad_()
+    loss = GRPOLoss(kl_coeff=0, ratio=ratio)
+    weights = loss.weights(
+        mask, num_rows=len(mask), num_tokens=int(mask.sum()), max_generated_tokens=9
+    ).double()
+    value = loss(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach().clone() if known else None,
+        ref_logprobs=None,
+        advantages=batch["advantages"],
+        weights=weights,
+        response_mask=mask,
+    ).loss
+    (grad,) = torch.autograd.grad(value, logprobs)
+    torch.testing.assert_close(grad, -batch["advantages"][:, None] * weights)
+
+
+rewards = st.lists(st.floats(-1e6, 1e6), min_size=6, max_size=6)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@few
+@given(values=rewards, shuffle=st.randoms())
+def test_order_within_a_group_does_not_matter(normalization, values, shuffle):
+    """Two groups of three; each is shuffled by itself."""
+    scores = torch.tensor(values, dtype=torch.float64)
+    order = [0, 1, 2]
+    shuffle.shuffle(order)
+    rows = torch.tensor([*order, *(3 + i for i in reversed(order))])
+    kw = dict(group_size=3, normalization=normalization)
+    torch.testing.assert_close(
+        group_advantages(scores[rows], **kw),
+        group_advantages(scores, **kw)[rows],
+        atol=1e-8,  # of advantages that may be as large as the rewards
+        rtol=1e-8,
+    )
+
+
+@pytest.mark.parametrize("objectives", OBJECTIVES)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@few
+@given(equal=st.floats(-1e30, 1e30), other=st.lists(st.floats(-9, 9), min_size=3, max_size=3))
+def test_equal_rewards_give_exactly_zero(normalization, objectives, equal, other):
+    """In float32, for any value, next to a group that has spread."""
+    assume(len(set(other)) > 1)
+    column = torch.tensor([equal] * 3 + other, dtype=torch.float32)
+    scores = torch.stack([column, column.new_tensor([1.0] * 3 + other)], dim=1)  # [6, 2]
+    advantages = reward_advantages(
+        scores,
+        torch.tensor([0.3, 0.7]),
+        group_size=3,
+        normalization=normalization,
+        objectives=objectives,
+    )
+    assert (advantages[:3] == 0).all()

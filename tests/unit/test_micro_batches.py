@@ -1,0 +1,92 @@
+"""Micro-batches hold every row once, and no more tokens than the budget."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies import build_policy
+from trajectories import make_groups
+
+from torchtune_grpo.logprobs import trajectory_logprobs
+from torchtune_grpo.micro_batches import micro_batches
+from torchtune_grpo.packing import packed_layout, row_layout
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
+
+
+@settings(deadline=None)
+@given(responses=LENGTHS, budget=st.integers(16, 60), pack=st.booleans())
+def test_budget_is_kept_and_every_row_is_there_once(responses, budget, pack):
+    """The longest row, prompt 7 + response 9 - 1, always fits."""
+    trajectory = make_groups([7, 3, 5], responses)
+    parts = micro_batches(trajectory, group_size=4, pack=pack, rows=12, token_budget=budget)
+    assert all(part.layout.tokens.numel() <= budget for part in parts)
+    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(12))
+    for part in parts:
+        wanted = trajectory.select(part.rows)
+        first = wanted.prompt_lengths
+        row, offset = wanted.response_mask.nonzero(as_tuple=True)
+        assert torch.equal(part.layout.targets, wanted.tokens[row, first[row] + offset])
+
+
+def test_a_budget_packs_what_fits_and_sorts_by_length():
+    """Group 1 (prompt 4, inputs 5 1 1 1) packs to 12; group 2 (prompt 2, 2 2 2 2) to 10.
+
+    Under 14 each runs alone; under 24 both run together; under 10 group 1 is split.
+    """
+    trajectory = make_groups([4, 2], [6, 2, 2, 2, 3, 3, 3, 3])
+
+    def plan(budget: int) -> list[list[int]]:
+        parts = micro_batches(trajectory, group_size=4, pack=True, rows=8, token_budget=budget)
+        return [part.rows.tolist() for part in parts]
+
+    assert plan(14) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert plan(24) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert plan(10) == [[0, 1], [4, 5, 6, 7], [2, 3]]
+    rows = micro_batches(trajectory, group_size=4, pack=False, rows=8, token_budget=10)
+    # rows of 9, then 5 5 5, then 4 4 4 4
+    assert [part.rows.tolist() for part in rows] == [[0], [1, 2], [3, 4], [5, 6], [7]]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("budget", [16, 25, 60, None])
+def test_values_come_back_in_the_original_order(pack, budget):
+    model = build_policy()
+    trajectory = make_groups([7, 3, 5], [4, 9, 0, 2, 1, 1, 8, 3, 5, 2, 7, 6])
+    one_by_one = micro_batches(trajectory, group_size=4, pack=False, rows=1)
+    expected = trajectory_logprobs(model, one_by_one, temperature=0.7)
+    parts = micro_batches(trajectory, group_size=4, pack=pack, rows=4, token_budget=budget)
+    values = trajectory_logprobs(model, parts, temperature=0.7)
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+    assert (values != 0).equal(trajectory.response_mask)
+
+
+def test_fixed_rows_pack_only_whole_groups():
+    trajectory = make_groups([7, 3], [4, 9, 1, 2, 1, 1, 8, 3])
+
+    def packed(rows: int, pack: bool = True) -> list[bool]:
+        parts = micro_batches(trajectory, group_size=4, pack=pack, rows=rows)
+        assert torch.cat([part.rows for part in parts]).tolist() == list(range(8))
+        return [part.layout.segments is not None for part in parts]
+
+    assert packed(4) == [True, True]
+    assert packed(8) == [True]
+    assert packed(2) == [False] * 4
+    assert packed(4, pack=False) == [False] * 2
+
+
+def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
+    """Every pair of positions, against the definition."""
+    trajectory = make_groups([3, 2], [3, 1, 4, 2, 5, 1])
+    packs = torch.tensor([0, 0, 0, 1, 1, 1])
+    layout = packed_layout(trajectory, packs)
+    assert row_layout(trajectory).attention_mask() is None
+    mask = layout.attention_mask()
+    for pack in range(2):
+        owners = [None] * int(trajectory.prompt_lengths[3 * pack])
+        for row in range(3 * pack, 3 * pack + 3):
+            owners += [row] * max(int(trajectory.response_lengths[row]) - 1, 0)
+        for query, owner in enumerate(owners):
+            for key, other in enumerate(owners):
+                sees = key <= query and (other is None or other == owner)
+                assert mask[pack, query, key].item() == sees, (pack, query, key)
