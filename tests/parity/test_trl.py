@@ -1,0 +1,246 @@
+"""Loss, gradients and advantages equal those of TRL's GRPOTrainer where both have the option.
+
+TRL's trainer is real: a tiny Llama in transformers, the same weights as ours. Its methods
+``_generate_and_score_completions`` (advantages) and ``compute_loss`` are what its training calls.
+"""
+
+import itertools
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import TINY, VOCAB, llama_checkpoint
+from datasets import Dataset
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
+from torchtune.models.llama3_2 import llama3_2
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.importance import importance_weights
+from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.packing import packed_layout
+from torchtune_grpo.trajectory import Trajectory, length_mask
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about optional packages
+    from trl import GRPOConfig, GRPOTrainer
+
+HEADS = {"num_heads": TINY["num_heads"], "num_kv_heads": TINY["num_kv_heads"]}
+LIMIT, GROUP, TEMPERATURE = 9, 3, 0.8
+PROMPTS = [5, 5, 5, 2, 2, 2]
+RESPONSES = [4, 9, 1, 7, 9, 2]
+TRUNCATED = [False, True, False, False, True, False]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return llama_checkpoint(tmp_path_factory.mktemp("trl") / "llama")
+
+
+def make_trainer(folder: Path, reward=None, **options) -> GRPOTrainer:
+    vocab = {f"w{i}": i for i in range(VOCAB)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", pad_token="w2", unk_token="w0"
+    )
+    args = GRPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(RESPONSES),
+        num_generations=GROUP,
+        max_completion_length=LIMIT,
+        temperature=TEMPERATURE,
+        activation_checkpointing=False,
+        use_bias_correction_kl=False,  # DeepSeek V3.2's weighted KL, which ours does not have
+        **options,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=reward or (lambda completions, **_: [0.0] * len(completions)),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w6"] * 8}),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+def make_rows() -> Trajectory:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor(PROMPTS) + torch.tensor(RESPONSES)
+    tokens = torch.randint(3, VOCAB, (len(lengths), int(lengths.max())), generator=generator)
+    for row in range(len(PROMPTS)):
+        tokens[row, : PROMPTS[row]] = tokens[row - row % GROUP, : PROMPTS[row]]
+    return Trajectory(
+        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 2),
+        prompt_lengths=torch.tensor(PROMPTS),
+        response_mask=length_mask(torch.tensor(RESPONSES), LIMIT),
+        truncated=torch.tensor(TRUNCATED),
+        sampler_logprobs=torch.zeros(len(lengths), LIMIT),
+        prompts=[],
+        completions=[],
+        columns={},
+        advantages=torch.randn(len(lengths), generator=generator),
+    )
+
+
+def trl_inputs(rows: Trajectory) -> dict[str, torch.Tensor]:
+    """The same rows in TRL's form: prompts padded on the left, completions on the right."""
+    width = max(PROMPTS)
+    prompt_ids = torch.full((len(PROMPTS), width), 2)
+    completion_ids = torch.full((len(PROMPTS), LIMIT), 2)
+    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        prompt_ids[i, width - prompt :] = rows.tokens[i, :prompt]
+        completion_ids[i, :response] = rows.tokens[i, prompt : prompt + response]
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": length_mask(torch.tensor(PROMPTS), width).flip(1).int(),
+        "completion_ids": completion_ids,
+        "completion_mask": rows.response_mask.int(),
+        "advantages": rows.advantages,
+        "num_items_in_batch": rows.response_mask.sum(),
+    }
+
+
+def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
+    """Loss, gradients by transformers' names, and log-probs, with packed groups."""
+    model = llama3_2(**TINY)
+    state = load_file(folder / "model.safetensors")
+    model.load_state_dict(hf_to_tune(state, **HEADS, dim=TINY["embed_dim"]), strict=False)
+    packs = torch.arange(len(PROMPTS)) // GROUP
+    logprobs, entropy = response_logprobs(
+        model,
+        packed_layout(rows, packs),
+        temperature=TEMPERATURE,
+        with_entropy=True,
+        entropy_gradient=loss.needs_entropy_gradient,
+    )
+    weights = loss.weights(
+        rows.response_mask,
+        num_rows=rows.num_rows,
+        num_tokens=int(rows.response_mask.sum()),
+        max_generated_tokens=LIMIT,
+    )
+    output = loss(
+        logprobs=logprobs,
+        advantages=rows.advantages,
+        weights=weights,
+        response_mask=rows.response_mask,
+        entropy=entropy,
+        **extra,
+    )
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return output.loss.detach(), tune_to_hf(grads, **HEADS, dim=TINY["embed_dim"])
+
+
+# TRL's option -> ours. Its cispo has one absolute upper bound, ours distances from 1.
+POLICIES = {
+    "token": ({}, {}),
+    "token, wide": (dict(epsilon=0.1, epsilon_high=0.4), dict(epsilon_low=0.1, epsilon_high=0.4)),
+    "two-sided": (dict(delta=1.5), dict(dual_clip=1.5)),
+    "sequence": (dict(importance_sampling_level="sequence"), dict(ratio="gspo")),
+    "cispo": (dict(epsilon_high=1.3), dict(ratio="cispo", epsilon_low=1.0, epsilon_high=0.3)),
+}
+AGGREGATIONS = {"grpo": "grpo", "bnpo": "dapo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
+CASES = [
+    (policy, loss_type, beta)
+    for policy, loss_type, beta in itertools.product(POLICIES, AGGREGATIONS, [0.0, 0.3])
+    if policy != "cispo" or loss_type == "dapo"  # TRL's cispo is a loss type with dapo's sum
+]
+
+
+def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, mode: str) -> None:
+    """mode: old log-probs ``known``, or not (``on policy``); or how sampling is corrected for."""
+    rows = make_rows()
+    if trl_options.get("mask_truncated_completions"):
+        rows.response_mask &= ~rows.truncated[:, None]
+    trainer = make_trainer(folder, **trl_options)
+    inputs = trl_inputs(rows)
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.randn(2, *rows.response_mask.shape, generator=generator) * 0.3
+    both = [
+        torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], 1) for k in ("ids", "mask")
+    ]
+    with torch.no_grad():
+        current, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, *both, LIMIT)
+    old = None if mode == "on policy" else current + noise[0]
+    ref = current + noise[1]
+    corrections = None
+    if mode.endswith(("truncate", "mask")):
+        corrections = importance_weights(
+            trainer_logprobs=old,
+            sampler_logprobs=old + noise[1],
+            response_mask=rows.response_mask,
+            correction=mode,
+            cap=1.2,
+        )
+        trainer.use_vllm = True  # the switch in its loss; nothing of vLLM itself is needed
+        inputs["importance_sampling_ratio"] = corrections
+    inputs |= {"ref_per_token_logps": ref} | ({} if old is None else {"old_per_token_logps": old})
+    expected = trainer.compute_loss(trainer.model, inputs)
+    expected.backward()
+    value, grads = our_step(
+        folder, rows, loss, old_logprobs=old, ref_logprobs=ref, corrections=corrections
+    )
+    torch.testing.assert_close(value, expected.detach(), atol=1e-5, rtol=0)
+    named = dict(trainer.model.named_parameters())
+    assert sum(g.abs().max() > 1e-3 for g in grads.values()) > 10
+    for name, grad in grads.items():
+        if name in named:
+            torch.testing.assert_close(grad, named[name].grad, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_loss_and_gradients(folder, case):
+    policy, loss_type, beta = case
+    theirs, ours = POLICIES[policy]
+    trl_options = {"loss_type": "cispo" if policy == "cispo" else loss_type, "beta": beta, **theirs}
+    loss = GRPOLoss(kl_coeff=beta, aggregation=AGGREGATIONS[loss_type], **ours)
+    compare(folder, trl_options, loss, mode="known")
+
+
+@pytest.mark.parametrize("loss_type", AGGREGATIONS)
+def test_on_policy_and_without_truncated_completions(folder, loss_type):
+    """The paper's single update: no old log-probs are given; two of six rows are left out."""
+    trl_options = dict(loss_type=loss_type, beta=0.04, mask_truncated_completions=True)
+    compare(folder, trl_options, GRPOLoss(aggregation=AGGREGATIONS[loss_type]), mode="on policy")
+
+
+def test_entropy_bonus(folder):
+    """TRL's bonus is a mean over tokens whatever the loss type, which is our dapo's."""
+    loss = GRPOLoss(kl_coeff=0, aggregation="dapo", entropy_coeff=0.2)
+    compare(folder, dict(loss_type="dapo", beta=0.0, entropy_coef=0.2), loss, mode="known")
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_mask"])
+def test_sampling_correction_enters_the_loss_alike(folder, correction):
+    """The weights are ours; computing them in TRL needs vLLM."""
+    loss = GRPOLoss(kl_coeff=0.3)
+    compare(folder, dict(loss_type="grpo", beta=0.3), loss, mode=correction)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages(folder, scale):
+    """TRL samples and scores its own completions; the same rewards give the same advantages."""
+    seen: list[float] = []
+
+    def reward(completions, **_):
+        seen.extend(float(len(set(text)) + 3 * i % 5) for i, text in enumerate(completions))
+        return seen
+
+    trainer = make_trainer(folder, reward, scale_rewards=scale)
+    prompts = [{"prompt": prompt} for prompt in ("w5 w6", "w9") for _ in range(GROUP)]
+    output = trainer._generate_and_score_completions(prompts)
+    assert len(seen) == 2 * GROUP
+    expected = group_advantages(torch.tensor(seen), group_size=GROUP, normalization=scale)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
