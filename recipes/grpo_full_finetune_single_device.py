@@ -236,6 +236,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 pack=self.cfg.pack_groups,
                 rows=self.cfg.rows_per_forward,
                 token_budget=self.cfg.forward_token_budget,
+                flex=self.cfg.flex_attention,
             )
             tempered = {"temperature": self.cfg.temperature}
             if self.cfg.ppo_epochs > 1:

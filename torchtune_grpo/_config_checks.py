@@ -77,6 +77,10 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
             f"{settings.forward_batch_size}; set one of them to null."
         )
+    if settings.flex_attention and not settings.device.startswith("cuda"):
+        raise ValueError(
+            f"flex_attention=True: works on CUDA, not on device={settings.device}; set it to false."
+        )
     if settings.eval_dataset is None and settings.eval_every_n_steps is not None:
         raise ValueError(
             f"eval_every_n_steps={settings.eval_every_n_steps}: there is no eval_dataset to "

@@ -159,6 +159,9 @@ class GRPOConfig:
         "several rows",
         True,
     )
+    flex_attention: bool = key(
+        "CUDA: packed groups attend with flex attention's block mask, not a dense one", False
+    )
     optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")
     lr_scheduler: DictConfig | None = key(
         "Component: torchtune's learning-rate schedule; null = constant", None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchtune_grpo.packing import Layout, packed_layout, response_inputs, row_layout
+from torchtune_grpo.packing import Layout, packed_layout, packed_width, response_inputs, row_layout
 from torchtune_grpo.trajectory import Trajectory
 
 
@@ -39,6 +39,7 @@ def micro_batches(
     pack: bool,
     rows: int,
     token_budget: int | None = None,
+    flex: bool = False,
 ) -> list[MicroBatch]:
     """Cuts a trajectory into micro-batches; each row is in exactly one.
 
@@ -51,20 +52,23 @@ def micro_batches(
         token_budget (int | None): the most tokens of a forward pass, padding included. Groups that
             do not fit are split, and what is of similar length shares a micro-batch. A single row
             that does not fit would run alone; the recipe refuses a budget that allows it.
+        flex (bool): packed rows attend with flex attention; see :class:`Layout`.
 
     Returns:
         list[MicroBatch]: in any order of rows under a budget, else in the trajectory's.
     """
     if token_budget is not None:
-        plan = _within_budget(trajectory, group_size=group_size, pack=pack, budget=token_budget)
+        plan = _within_budget(
+            trajectory, group_size=group_size, pack=pack, budget=token_budget, flex=flex and pack
+        )
     else:
         size = group_size if pack and rows % group_size == 0 else 1
         packs = torch.arange(trajectory.num_rows).split(size)
         plan = [list(packs[i : i + rows // size]) for i in range(0, len(packs), rows // size)]
-    return [_micro_batch(trajectory, packs) for packs in plan]
+    return [_micro_batch(trajectory, packs, flex=flex) for packs in plan]
 
 
-def _micro_batch(trajectory: Trajectory, packs: list[Tensor]) -> MicroBatch:
+def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, flex: bool) -> MicroBatch:
     """packs: the rows of each packed row."""
     device = trajectory.tokens.device
     rows = torch.cat(packs).to(device)
@@ -73,11 +77,11 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor]) -> MicroBatch:
         return MicroBatch(rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
     numbers = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
-    return MicroBatch(rows, packed_layout(part, numbers))
+    return MicroBatch(rows, packed_layout(part, numbers, flex=flex))
 
 
 def _within_budget(
-    trajectory: Trajectory, *, group_size: int, pack: bool, budget: int
+    trajectory: Trajectory, *, group_size: int, pack: bool, budget: int, flex: bool
 ) -> list[list[Tensor]]:
     """First each group into as few packed rows as fit, then similar ones into micro-batches."""
     prompts = trajectory.prompt_lengths.tolist()
@@ -85,8 +89,8 @@ def _within_budget(
     packs: list[list[int]] = []
     lengths: list[int] = []  # [packs] tokens of each
     for row in range(trajectory.num_rows):
-        joins = pack and row % group_size != 0 and lengths[-1] + inputs[row] <= budget
-        if joins:
+        same_prompt = pack and row % group_size != 0
+        if same_prompt and packed_width(lengths[-1] + inputs[row], flex=flex) <= budget:
             packs[-1].append(row)
             lengths[-1] += inputs[row]
         else:
@@ -98,6 +102,6 @@ def _within_budget(
     for i in sorted(range(len(packs)), key=lambda i: -lengths[i]):
         if not plan or (len(plan[-1]) + 1) * longest > budget:
             plan.append([])
-            longest = lengths[i]
+            longest = packed_width(lengths[i], flex=flex)
         plan[-1].append(torch.tensor(packs[i]))
     return plan

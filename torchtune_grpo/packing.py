@@ -7,12 +7,17 @@ computed once instead of G times, and padding between responses of different len
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from torchtune_grpo.trajectory import Trajectory
+
+FLEX_BLOCK = 128  # positions; the block size of flex attention's masks
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Layout:
         column (Tensor): [K] at which position.
         targets (Tensor): [K] the response tokens, in the order of ``response_mask``.
         response_mask (Tensor): [n, L] bool.
+        flex (bool): attend with flex attention's block mask instead of a dense one.
     """
 
     tokens: Tensor
@@ -37,21 +43,51 @@ class Layout:
     column: Tensor
     targets: Tensor
     response_mask: Tensor
+    flex: bool = False
 
     def to(self, device: torch.device) -> Layout:
         """The same layout on another device."""
-        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        tensors: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         return replace(self, **tensors)
 
-    def attention_mask(self) -> Tensor | None:
-        """[b, S, S] bool, True = attend; None = causal.
+    def attention_mask(self) -> Tensor | BlockMask | None:
+        """What torchtune's attention takes as ``mask``; None = causal.
 
-        Made when it is needed: the masks of a whole step would hold S * S bytes for every group.
+        Made when it is needed: the dense masks [b, S, S] of a whole step would hold S * S bytes for
+        every group. The dense one is what SDPA is fastest with on a CPU.
         """
         if self.segments is None:
             return None
+        if self.flex:
+            rows, width = self.segments.shape
+            return create_block_mask(
+                packed_mask_mod(self.segments), rows, None, width, width, self.segments.device
+            )
         query, key = self.segments[:, :, None], self.segments[:, None, :]
         return ((query == key) | (key == 0)).tril()
+
+
+def packed_mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Flex attention's form of the mask: a response sees its prompt and itself, causally.
+
+    Args:
+        segments (Tensor): [b, S] as in :class:`Layout`.
+    """
+
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = segments[row, key]
+        return (query >= key) & ((seen == segments[row, query]) | (seen == 0))
+
+    return attends
+
+
+def packed_width(length: int, *, flex: bool) -> int:
+    """S of a packed row; flex attention compiles a kernel for every S, so it gets fewer of them."""
+    return -(-length // FLEX_BLOCK) * FLEX_BLOCK if flex else length
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
@@ -68,13 +104,14 @@ def row_layout(batch: Trajectory) -> Layout:
     return Layout(batch.tokens[:, :longest], None, None, row, column, targets, batch.response_mask)
 
 
-def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
+def packed_layout(batch: Trajectory, packs: Tensor, *, flex: bool = False) -> Layout:
     """Several rows with the same prompt in one.
 
     Args:
         batch (Trajectory): n rows.
         packs (Tensor): [n] the packed row that each belongs to: 0, ..., 0, 1, ..., b - 1. The rows
             of a pack have the same prompt.
+        flex (bool): see :class:`Layout`.
 
     Returns:
         Layout: b packed rows.
@@ -86,7 +123,7 @@ def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
     inputs = response_inputs(batch)  # [n]
     before = inputs.cumsum(0) - inputs
     begin = prompts[packs] + before - before[first][packs]  # [n] where each response begins
-    total = int((begin + inputs).max())
+    total = packed_width(int((begin + inputs).max()), flex=flex)
     column = torch.arange(total, device=device).expand(len(first), total).contiguous()  # [b, S]
 
     # Segment 0 is the prompt, k the k-th response; behind the end the last one goes on, unread.
@@ -102,4 +139,5 @@ def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     read = torch.where(offset == 0, prompts[packs[row]] - 1, begin[row] + offset - 1)
     targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
-    return Layout(tokens, positions, segments, packs[row], read, targets, batch.response_mask)
+    mask = batch.response_mask
+    return Layout(tokens, positions, segments, packs[row], read, targets, mask, flex)

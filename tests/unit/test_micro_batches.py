@@ -1,15 +1,20 @@
 """Micro-batches hold every row once, and no more tokens than the budget."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import build_policy
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from trajectories import make_groups
 
 from torchtune_grpo.logprobs import trajectory_logprobs
 from torchtune_grpo.micro_batches import micro_batches
-from torchtune_grpo.packing import packed_layout, row_layout
+from torchtune_grpo.packing import FLEX_BLOCK, packed_layout, packed_mask_mod, row_layout
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 
@@ -90,3 +95,47 @@ def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
             for key, other in enumerate(owners):
                 sees = key <= query and (other is None or other == owner)
                 assert mask[pack, query, key].item() == sees, (pack, query, key)
+
+
+def test_flex_mask_is_the_dense_one():
+    """Positions, mask and attention's result, with flex attention run eagerly on the CPU."""
+    trajectory = make_groups([30, 20], [40, 1, 90, 25, 50, 10])
+    packs = torch.tensor([0, 0, 0, 1, 1, 1])
+    flex = packed_layout(trajectory, packs, flex=True)
+    dense = packed_layout(trajectory, packs)
+    assert flex.tokens.shape == (2, 2 * FLEX_BLOCK)
+    width = dense.tokens.shape[1]
+    for name in ("tokens", "positions", "segments"):
+        assert torch.equal(getattr(flex, name)[:, :width], getattr(dense, name))
+    long = replace(flex, flex=False).attention_mask()  # [2, 256, 256]
+    made = create_mask(packed_mask_mod(flex.segments), 2, None, *long.shape[1:], device="cpu")
+    assert torch.equal(made[:, 0], long)
+    q, k, v = torch.randn(3, 2, 4, *flex.tokens.shape[1:], 16)
+    block_mask = flex.attention_mask()
+    assert isinstance(block_mask, BlockMask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        out = flex_attention(q, k, v, block_mask=block_mask)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=long[:, None])
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_budget_counts_the_padding_that_flex_attention_needs():
+    trajectory = make_groups([30, 20], [40, 1, 90, 25, 50, 10])
+    for budget in (128, 256, 600):
+        parts = micro_batches(
+            trajectory, group_size=3, pack=True, rows=6, token_budget=budget, flex=True
+        )
+        assert all(part.layout.tokens.numel() <= budget for part in parts)
+        assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(6))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention runs on CUDA")
+def test_flex_attention_equals_the_dense_mask_on_cuda():
+    model = build_policy().cuda()
+    trajectory = make_groups([30, 20], [40, 9, 60, 25, 50, 10]).to(torch.device("cuda"))
+    results = []
+    for flex in (False, True):
+        parts = micro_batches(trajectory, group_size=3, pack=True, rows=3, flex=flex)
+        results.append(trajectory_logprobs(model, parts, temperature=1.0))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)

@@ -1,0 +1,100 @@
+"""Log-probs by blocks: equal to full logits for every kind of projection, and never that large."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtune.modules import TiedLinear
+from torchtune.modules.peft import LoRALinear
+
+from torchtune_grpo.projection import plain_weight, projection_logprobs, token_logprobs
+
+TOKENS, DIM, VOCAB = 300, 16, 1000
+CHUNK = 20_000  # logits at once, of 300,000
+
+
+def lora() -> LoRALinear:
+    layer = LoRALinear(DIM, VOCAB, rank=4, alpha=8)
+    nn.init.normal_(layer.lora_b.weight)
+    return layer
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+KINDS = {
+    "trained": lambda: nn.Linear(DIM, VOCAB, bias=False),
+    "frozen": lambda: frozen(nn.Linear(DIM, VOCAB, bias=False)),
+    "tied": lambda: TiedLinear(nn.Embedding(VOCAB, DIM)),
+    "tied_frozen": lambda: TiedLinear(frozen(nn.Embedding(VOCAB, DIM))),
+    "bias": lambda: nn.Linear(DIM, VOCAB),
+    "lora": lora,
+}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any tensor has, in the forward and the backward pass."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+def step(output, *, blocked: bool, entropy_gradient: bool, dtype: torch.dtype):
+    """Log-probs, entropy, and the gradients of h and of what is trained."""
+    generator = torch.Generator().manual_seed(1)
+    h = torch.randn(TOKENS, DIM, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    probe = torch.randn(2, TOKENS, generator=generator)
+    kw = dict(temperature=0.7, with_entropy=True, entropy_gradient=entropy_gradient)
+    if blocked:
+        values = projection_logprobs(output, h, targets, **kw, chunk_bytes=4 * CHUNK)
+    else:
+        values = token_logprobs(output(h), targets, **kw)
+    total = (values[0] * probe[0]).sum()
+    if entropy_gradient:
+        total = total + (values[1] * probe[1]).sum()
+    weight = output.tied_module if isinstance(output, TiedLinear) else output
+    trained = [p for p in weight.parameters() if p.requires_grad]
+    return [v.detach() for v in values], torch.autograd.grad(total, [h, *trained])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
+    torch.manual_seed(0)
+    output = KINDS[kind]()
+    for parameter in nn.Module.parameters(getattr(output, "tied_module", output)):
+        parameter.data = (torch.randn_like(parameter) * 0.5).to(dtype)
+    assert (plain_weight(output) is None) == (kind in ("bias", "lora"))
+    kw = dict(entropy_gradient=entropy_gradient, dtype=dtype)
+    with LargestTensor() as plain:
+        expected, expected_grads = step(output, blocked=False, **kw)
+    with LargestTensor() as blocked:
+        values, grads = step(output, blocked=True, **kw)
+    assert plain.elements == TOKENS * VOCAB  # the recorder sees them where they are
+    assert blocked.elements <= CHUNK
+    torch.testing.assert_close(values, expected, atol=2e-5, rtol=0)
+    # bf16: both round products to 8 bits, in another order.
+    scale = 1e-5 if dtype == torch.float32 else 2e-2
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == dtype
+        tolerance = scale * expected_grad.abs().max().item()
+        torch.testing.assert_close(grad, expected_grad, atol=tolerance, rtol=0)
+
+
+def test_no_tokens_at_all():
+    """A micro-batch whose rows are all masked."""
+    for kind in KINDS:
+        output = KINDS[kind]()
+        h = torch.zeros(0, DIM, requires_grad=True)
+        values, _ = projection_logprobs(output, h, torch.zeros(0, dtype=torch.long), temperature=1)
+        values.sum().backward()
+        assert values.shape == (0,) and h.grad.shape == (0, DIM)
