@@ -40,7 +40,7 @@ from torchtune_grpo.config import read_config
 from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_indices
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
-from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
+from torchtune_grpo.logprobs import in_order, response_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.policy import build_policy
@@ -238,15 +238,15 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 token_budget=self.cfg.forward_token_budget,
                 flex=self.cfg.flex_attention,
             )
-            tempered = {"temperature": self.cfg.temperature}
-            if self.cfg.ppo_epochs > 1:
-                trajectory.old_logprobs = trajectory_logprobs(self._model, parts, **tempered)
+            if self.cfg.old_logprobs == "sampler":
+                trajectory.old_logprobs = trajectory.sampler_logprobs
             if self._reference is not None:
-                trajectory.ref_logprobs = self._reference.logprobs(parts, **tempered)
+                temperature = self.cfg.temperature
+                trajectory.ref_logprobs = self._reference.logprobs(parts, temperature=temperature)
         return trajectory, parts
 
     def grpo_step(
-        self, trajectory: Trajectory, parts: list[MicroBatch], metrics: StepMetrics
+        self, trajectory: Trajectory, parts: list[MicroBatch], metrics: StepMetrics, *, first: bool
     ) -> None:
         """One optimizer step on the whole trajectory, in micro-batches.
 
@@ -254,6 +254,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             trajectory (Trajectory): N rows.
             parts (list[MicroBatch]): which rows share a forward pass.
             metrics (StepMetrics): receives the loss's statistics.
+            first (bool): whether the policy is still the one that sampled the rows.
         """
         self._model.train()
         trajectory.weights = self._loss.weights(
@@ -262,6 +263,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             num_tokens=int(trajectory.response_mask.sum()),
             max_generated_tokens=self.cfg.max_generated_tokens,
         )
+        known = []
         for micro_batch in parts:
             part = trajectory.select(micro_batch.rows)  # n rows
             logprobs, entropy = response_logprobs(
@@ -288,7 +290,11 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 logprobs=logprobs.detach(),
                 entropy=entropy.detach(),
                 share=part.num_rows / trajectory.num_rows,
+                first=first,
             )
+            known.append(logprobs.detach())
+        if trajectory.old_logprobs is None:  # for the next of ppo_epochs
+            trajectory.old_logprobs = in_order(known, parts)
         if self.cfg.clip_grad_norm is not None:
             grad_norm = torch.nn.utils.clip_grad_norm_(
                 self._model.parameters(), max_norm=self.cfg.clip_grad_norm
@@ -322,8 +328,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 with metrics.timer("step"):
                     trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
                     with metrics.timer("update"):
-                        for _ in range(self.cfg.ppo_epochs):
-                            self.grpo_step(trajectory, parts, metrics)
+                        for epoch in range(self.cfg.ppo_epochs):
+                            self.grpo_step(trajectory, parts, metrics, first=epoch == 0)
                 self.global_step += 1
                 profiler.step()
                 values = metrics.compute()

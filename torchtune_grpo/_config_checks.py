@@ -77,6 +77,11 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
             f"{settings.forward_batch_size}; set one of them to null."
         )
+    if settings.old_logprobs == "sampler" and settings.sampling_correction is not None:
+        raise ValueError(
+            "old_logprobs=sampler: the ratio then corrects for the sampler already; set "
+            f"sampling_correction={settings.sampling_correction} to null."
+        )
     if settings.flex_attention and not settings.device.startswith("cuda"):
         raise ValueError(
             f"flex_attention=True: works on CUDA, not on device={settings.device}; set it to false."

@@ -147,6 +147,11 @@ class GRPOConfig:
     num_steps: int = positive("Steps of roll-out and update")
     gradient_accumulation_steps: int = positive("Batches of prompts in one step", 1)
     ppo_epochs: int = positive("Optimizer steps on each step's samples (the paper's mu)", 1)
+    old_logprobs: str = one_of(
+        "Log-probs of the policy that sampled, in the ratio: as computed here, or as reported",
+        "trainer",
+        ("trainer", "sampler"),
+    )
     forward_batch_size: int | None = positive(
         "Rows in a forward and backward pass; null = a whole batch", None
     )

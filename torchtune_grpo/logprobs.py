@@ -95,5 +95,10 @@ def trajectory_logprobs(
     parts = [
         response_logprobs(model, part.layout, temperature=temperature)[0] for part in micro_batches
     ]
+    return in_order(parts, micro_batches)
+
+
+def in_order(values: Sequence[Tensor], micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Values [n, L] of each micro-batch -> [N, L] in the trajectory's order."""
     rows = torch.cat([part.rows for part in micro_batches])  # [N] a permutation
-    return torch.cat(parts)[rows.argsort()]
+    return torch.cat(list(values))[rows.argsort()]

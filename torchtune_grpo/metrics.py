@@ -85,6 +85,7 @@ class StepMetrics:
         logprobs: Tensor,
         entropy: Tensor,
         share: float,
+        first: bool,
     ) -> None:
         """Adds what a micro-batch's loss says.
 
@@ -94,6 +95,7 @@ class StepMetrics:
             logprobs (Tensor): [n, L] under the current policy, without gradient.
             entropy (Tensor): [n, L].
             share (float): n over the rows of the whole optimizer step.
+            first (bool): whether the policy is still the one that sampled the rows.
         """
         tokens = int(part.response_mask.sum())
         # The shares of a step add up to one, and so do those of each of several optimizer steps.
@@ -101,7 +103,7 @@ class StepMetrics:
         self.add_values("entropy", entropy[part.response_mask])
         for name, total in output.sums.items():
             self.add_sum(name, total.item(), tokens)
-        if part.old_logprobs is None:  # the policy is still the one that sampled
+        if first:
             difference = (logprobs - part.sampler_logprobs)[part.response_mask].abs()
             self.add_values("sampling/logp_difference/mean", difference)
             if tokens:

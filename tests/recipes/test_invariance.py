@@ -155,6 +155,22 @@ def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
     assert_same(train(split, prompts=(3, 1, 0, 2)), base)
 
 
+def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
+    """In float32 sampler and trainer agree, so that training to either gives the same weights."""
+    base = train([])
+    known = base[2]
+    mask = known.response_mask
+    torch.testing.assert_close(
+        known.old_logprobs[mask], known.sampler_logprobs[mask], atol=1e-4, rtol=0
+    )
+    sampler = train(["old_logprobs=sampler"])
+    assert torch.equal(sampler[2].old_logprobs, sampler[2].sampler_logprobs)
+    for name, value in base[1].items():
+        torch.testing.assert_close(sampler[1][name], value, atol=1e-4, rtol=0, msg=name)
+    with pytest.raises(ValueError, match="sampling_correction=token_mask to null"):
+        train(["old_logprobs=sampler", "sampling_correction=token_mask"])
+
+
 def test_a_budget_that_a_row_can_exceed_is_refused(train):
     with pytest.raises(ValueError, match=r"forward_token_budget=30: .* give at least \d+"):
         train(["forward_token_budget=30"])
