@@ -62,7 +62,7 @@ def estimate(cfg) -> dict[str, float]:
         "rollout": rows * tokens * 2 * kv_width * size * depth,
         "update": micro * dim * size * depth
         + micro * (8 * dim + 4 * hidden) * size
-        + 3 * default_chunk_bytes(torch.device("cuda")),
+        + 3 * default_chunk_bytes(torch.device("cuda"), tokens=micro),
     }
     parts = {name: value / GIB for name, value in parts.items()}
     fixed = parts["weights"] + parts["training"] + parts["reference"]

@@ -21,15 +21,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear
 
-# Bytes of float32 logits that exist at once. On a CPU this is the largest block that glibc's
-# allocator reuses instead of mapping it anew, and about the size of the last cache.
-_CPU_CHUNK_BYTES = 32 * 2**20
+# Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last cache, and
+# blocks that the allocator reuses; on a GPU enough for products that fill it.
+_CPU_CHUNK_BYTES = 8 * 2**20
 _GPU_CHUNK_BYTES = 128 * 2**20
+_LEAST_COLUMNS = 1024  # narrower blocks cost more in sums over blocks than they save
 
 
-def default_chunk_bytes(device: torch.device) -> int:
+def default_chunk_bytes(device: torch.device, *, tokens: int) -> int:
     """Bytes of float32 logits that exist at once, where the caller does not say."""
-    return _CPU_CHUNK_BYTES if device.type == "cpu" else _GPU_CHUNK_BYTES
+    bytes_at_once = _CPU_CHUNK_BYTES if device.type == "cpu" else _GPU_CHUNK_BYTES
+    return max(bytes_at_once, 4 * tokens * _LEAST_COLUMNS)
 
 
 def plain_weight(output: nn.Module) -> Tensor | None:
@@ -61,12 +63,13 @@ def projection_logprobs(
         temperature (float): > 0.
         with_entropy (bool): False returns zeros for the entropy.
         entropy_gradient (bool): whether the entropy is differentiated.
-        chunk_bytes (int | None): bytes of float32 logits that exist at once.
+        chunk_bytes (int | None): bytes of float32 logits that exist at once; None = the device's
+            default.
 
     Returns:
         tuple[Tensor, Tensor]: log-probs [K] and entropy in nats [K], float32.
     """
-    chunk_bytes = chunk_bytes or default_chunk_bytes(h.device)
+    chunk_bytes = chunk_bytes or default_chunk_bytes(h.device, tokens=len(h))
     weight = plain_weight(output)
     if weight is not None:
         block = max(1, chunk_bytes // (4 * max(1, len(h))))
