@@ -34,7 +34,7 @@ from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.logprobs import response_logprobs
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.micro_batches import micro_batches
-from torchtune_grpo.projection import projection_logprobs
+from torchtune_grpo.projection import default_chunk_bytes, projection_logprobs
 from torchtune_grpo.reference import AdapterReference
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
@@ -236,6 +236,30 @@ def compare_update(args: argparse.Namespace) -> dict[str, Any]:
     return {"full": full, **ours, "best_full_micro_batch": best, "gains": gains}
 
 
+def predicted_mb(args: argparse.Namespace) -> float:
+    """What autograd keeps of a packed group, and the blocks of logits, in float32."""
+    width = args.prompt_tokens + args.group * (args.longest - 1)  # S
+    per_layer = width * (7.5 * args.dim + 4 * 3 * args.dim)  # 7.5 D + 4 FFN numbers a token
+    trained = args.group * args.longest  # K
+    logits = default_chunk_bytes(torch.device("cpu"), tokens=trained) / 4
+    numbers = args.layers * per_layer + width**2 + 4 * trained * args.dim + 3 * logits
+    return 4 * numbers / 1e6
+
+
+def sweep(args: argparse.Namespace) -> dict[str, Any]:
+    """Extra memory of one packed group against G, L and V."""
+    base = {"group": 8, "longest": 128, "vocab": args.vocab}
+    points = [base, {**base, "group": 4}, {**base, "group": 16}]
+    points += [{**base, "longest": 64}, {**base, "longest": 256}, {**base, "vocab": 32_768}]
+    rows = []
+    for point in points:
+        case = {**point, "benchmark": "update", "prompts": 1, "lengths": "equal", "way": "packed"}
+        extra = in_process(args, **case, repeats=1)["extra_mb"]
+        predicted = predicted_mb(argparse.Namespace(**{**vars(args), **point}))
+        rows.append({**point, "extra_mb": extra, "predicted_mb": round(predicted)})
+    return {"points": rows}
+
+
 # --- Running --------------------------------------------------------------------------------------
 
 
@@ -261,7 +285,7 @@ def child(settings: str) -> None:
 def parser() -> argparse.ArgumentParser:
     """The settings; the defaults are the shape that docs/performance.md reports."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("benchmark", choices=["head", "update"])
+    p.add_argument("benchmark", choices=["head", "update", "sweep"])
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeats", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
@@ -290,7 +314,7 @@ def main() -> None:
         return child(sys.argv[2])
     args = parser().parse_args()
     args.dim = args.dim or (2048 if args.benchmark == "head" else 512)
-    result = (compare_head if args.benchmark == "head" else compare_update)(args)
+    result = {"head": compare_head, "update": compare_update, "sweep": sweep}[args.benchmark](args)
     name = {"benchmark": "training_step", "torch": torch.__version__}
     print(json.dumps(name | {"settings": vars(args)} | result))
 

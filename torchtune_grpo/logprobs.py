@@ -69,10 +69,9 @@ def response_logprobs(
         )
         return torch.stack([logprobs, entropy])  # [2, K]
 
+    mask = layout.attention_mask(model.tok_embeddings.weight.dtype)
     with unembed_with(model, unembed):
-        values = model(
-            layout.tokens, mask=layout.attention_mask(), input_pos=layout.positions
-        )  # [2, K]
+        values = model(layout.tokens, mask=mask, input_pos=layout.positions)  # [2, K]
     out = values.new_zeros(2, *layout.response_mask.shape)  # [2, n, L]
     out = out.masked_scatter(layout.response_mask.expand_as(out), values)
     return out[0], out[1] if entropy_gradient else out[1].detach()

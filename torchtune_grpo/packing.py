@@ -54,11 +54,15 @@ class Layout:
         }
         return replace(self, **tensors)
 
-    def attention_mask(self) -> Tensor | BlockMask | None:
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | BlockMask | None:
         """What torchtune's attention takes as ``mask``; None = causal.
 
-        Made when it is needed: the dense masks [b, S, S] of a whole step would hold S * S bytes for
-        every group. The dense one is what SDPA is fastest with on a CPU.
+        Made when it is needed: the dense masks [b, S, S] of a whole step would hold S * S numbers
+        for every group. The dense one is added to the scores; a boolean one would be converted, and
+        kept for the backward pass, in every layer.
+
+        Args:
+            dtype (torch.dtype): of the attention's queries.
         """
         if self.segments is None:
             return None
@@ -68,7 +72,8 @@ class Layout:
                 packed_mask_mod(self.segments), rows, None, width, width, self.segments.device
             )
         query, key = self.segments[:, :, None], self.segments[:, None, :]
-        return ((query == key) | (key == 0)).tril()
+        hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def packed_mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -85,8 +85,9 @@ def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
     trajectory = make_groups([3, 2], [3, 1, 4, 2, 5, 1])
     packs = torch.tensor([0, 0, 0, 1, 1, 1])
     layout = packed_layout(trajectory, packs)
-    assert row_layout(trajectory).attention_mask() is None
-    mask = layout.attention_mask()
+    assert row_layout(trajectory).attention_mask(torch.float32) is None
+    mask = layout.attention_mask(torch.float32)
+    assert mask[mask != 0].unique().tolist() == [-torch.inf]
     for pack in range(2):
         owners = [None] * int(trajectory.prompt_lengths[3 * pack])
         for row in range(3 * pack, 3 * pack + 3):
@@ -94,7 +95,7 @@ def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
         for query, owner in enumerate(owners):
             for key, other in enumerate(owners):
                 sees = key <= query and (other is None or other == owner)
-                assert mask[pack, query, key].item() == sees, (pack, query, key)
+                assert (mask[pack, query, key].item() == 0) == sees, (pack, query, key)
 
 
 def test_flex_mask_is_the_dense_one():
@@ -107,11 +108,11 @@ def test_flex_mask_is_the_dense_one():
     width = dense.tokens.shape[1]
     for name in ("tokens", "positions", "segments"):
         assert torch.equal(getattr(flex, name)[:, :width], getattr(dense, name))
-    long = replace(flex, flex=False).attention_mask()  # [2, 256, 256]
+    long = replace(flex, flex=False).attention_mask(torch.float32)  # [2, 256, 256]
     made = create_mask(packed_mask_mod(flex.segments), 2, None, *long.shape[1:], device="cpu")
-    assert torch.equal(made[:, 0], long)
+    assert torch.equal(made[:, 0], long == 0)
     q, k, v = torch.randn(3, 2, 4, *flex.tokens.shape[1:], 16)
-    block_mask = flex.attention_mask()
+    block_mask = flex.attention_mask(torch.float32)
     assert isinstance(block_mask, BlockMask)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
