@@ -1,8 +1,8 @@
 """Weights after optimizer steps do not depend on how the work is cut, to 1e-5 in float32.
 
 The recipe's own class runs in this process, from config to saved checkpoint. With SGD, because Adam
-turns a gradient of rounding noise into a full step of either sign. The samples of a prompt are
-drawn from a generator of its own, so that every way of cutting sees the same ones.
+turns a gradient of rounding noise into a full step of either sign. The samples are a
+function of seed, step, prompt and sample, so that every way of cutting sees the same ones.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from checkpoints import VOCAB
 from omegaconf import OmegaConf
 from runs import RECIPE, tiny_overrides
 
-from torchtune_grpo.trajectory import Trajectory, cat_trajectories
+from torchtune_grpo.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2] / "recipes"
 CONFIG = "llama3_2_1B_lora_grpo"
@@ -57,30 +57,18 @@ def load_recipe_module():
     return module
 
 
-def per_prompt(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable[..., Trajectory]:
-    """``roll_out`` one prompt at a time, each with its own generator and its rows in ``order``."""
+def reordered(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable[..., Trajectory]:
+    """``roll_out`` with the rows of each group in ``order``."""
 
-    def one(model, prompts, b: int, kwargs) -> Trajectory:
-        prompt = replace(
-            prompts,
-            tokens=prompts.tokens[b : b + 1, -int(prompts.lengths[b]) :],
-            lengths=prompts.lengths[b : b + 1],
-            indices=prompts.indices[b : b + 1],
-            prompts=prompts.prompts[b : b + 1],
-            columns={name: values[b : b + 1] for name, values in prompts.columns.items()},
-        )
-        generator = torch.Generator().manual_seed(100 + int(prompts.indices[b]))
-        rows = roll_out(model, prompt, **{**kwargs, "generator": generator})
+    def wrapped(*args, **kwargs) -> Trajectory:
+        rows = roll_out(*args, **kwargs)
+        index = [start + i for start in range(0, rows.num_rows, GROUP) for i in order]
         return replace(
-            rows.select(torch.tensor(order)),
+            rows.select(torch.tensor(index)),
             prompts=rows.prompts,
-            completions=[rows.completions[i] for i in order],
+            completions=[rows.completions[i] for i in index],
             columns=rows.columns,
         )
-
-    def wrapped(model, prompts, **kwargs) -> Trajectory:
-        parts = [one(model, prompts, b, kwargs) for b in range(len(prompts.prompts))]
-        return cat_trajectories(parts)
 
     return wrapped
 
@@ -105,7 +93,7 @@ def train(tmp_path, monkeypatch):
         cfg.eval_dataset, cfg.eval_every_n_steps = None, None
         cfg.rewards = [{"_component_": "my_rewards.length"}]
         module = load_recipe_module()
-        module.roll_out = per_prompt(module.roll_out, list(rows))
+        module.roll_out = reordered(module.roll_out, list(rows))
         recipe = module.GRPOFullFinetuneRecipeSingleDevice(cfg)
         recipe.setup(cfg)
         recipe._tokenizer.stop_tokens = list(range(0, VOCAB, 8))  # so that lengths vary
