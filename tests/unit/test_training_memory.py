@@ -1,0 +1,55 @@
+"""What autograd keeps of a packed group is what the formula of docs/performance.md says."""
+
+import pytest
+import torch
+from policies import LORA
+from torchtune.models.llama3_2 import lora_llama3_2
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from trajectories import make_groups
+
+from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.packing import packed_layout
+
+
+def kept_numbers(*, dim: int, hidden: int, layers: int, vocab: int) -> tuple[list[int], int]:
+    """Elements of each tensor kept for the backward pass, without parameters; and S."""
+    model = lora_llama3_2(
+        **LORA,
+        vocab_size=vocab,
+        num_layers=layers,
+        num_heads=dim // 32,
+        num_kv_heads=dim // 64,
+        embed_dim=dim,
+        intermediate_dim=hidden,
+        max_seq_len=1024,
+    )
+    set_trainable_params(model, get_adapter_params(model))
+    layout = packed_layout(make_groups([100], [80, 90, 60, 70]), torch.zeros(4, dtype=torch.long))
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        address = value.untyped_storage().data_ptr()
+        if address not in known:
+            kept[address] = value
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        response_logprobs(model, layout, temperature=1.0)
+    sizes = [value.untyped_storage().nbytes() // 4 for value in kept.values()]
+    return sizes, layout.tokens.shape[1]
+
+
+@pytest.mark.parametrize("dim, hidden", [(256, 768), (256, 1536), (512, 768)])
+def test_kept_of_a_layer(dim, hidden):
+    """7.5 D + 4 F numbers a token and layer, and 10% for what is small."""
+    few, width = kept_numbers(dim=dim, hidden=hidden, layers=1, vocab=100)
+    many, _ = kept_numbers(dim=dim, hidden=hidden, layers=3, vocab=100)
+    per_layer = (sum(many) - sum(few)) / 2 / width
+    assert per_layer == pytest.approx(7.5 * dim + 4 * hidden, rel=0.1)
+
+
+def test_one_mask_for_all_layers_and_nothing_of_the_vocabularys_size():
+    sizes, width = kept_numbers(dim=64, hidden=96, layers=3, vocab=5000)
+    assert sizes.count(width**2) == 1
+    assert max(sizes) == width**2  # 396 squared; the logits would be 300 * 5000
