@@ -45,7 +45,7 @@ from torchtune_grpo.metrics import RunLog, StepMetrics
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.reference import make_reference
-from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import Progress, make_engine, roll_out
 from torchtune_grpo.trajectory import Trajectory
 
@@ -83,7 +83,9 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         else:
             set_aside_previous_run(self._output_dir)
         self._tokenizer = config.instantiate(self.cfg.tokenizer)
-        self._rewards = RewardSet.from_config(self.cfg.rewards)
+        self._rewards = RewardSet.from_config(
+            self.cfg.rewards, max_failure_share=self.cfg.max_reward_failure_share
+        )
         self._loss = config.instantiate(self.cfg.loss)
         self._dataset, self._evaluator = self._setup_data()
 
@@ -216,6 +218,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 prompts=trajectory.prompts,
                 completions=trajectory.completions,
                 columns=trajectory.columns,
+                completion_ids=trajectory.completion_ids,
+                trainer_state=self._trainer_state,
             )
             trajectory.advantages = reward_advantages(
                 scores.scores,
@@ -223,6 +227,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 group_size=self.cfg.grpo_samples,
                 normalization=self.cfg.advantage,
                 objectives=self.cfg.objectives,
+                failed=scores.failed,
             ).to(self._device)
         metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
         self._run_log.completions(self.global_step + 1, trajectory, scores)
@@ -344,6 +349,10 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                     self.save_checkpoint()
         self._progress.close()
 
+    @property
+    def _trainer_state(self) -> TrainerState:
+        return TrainerState(global_step=self.global_step, max_steps=self.cfg.num_steps)
+
     def _step_rows(self, dataset: RLDataset, *, step: int) -> list[int]:
         return step_indices(
             step=step,
@@ -371,7 +380,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         if self._evaluator is None:
             return
         self._model.eval()
-        values = self._evaluator(self._engine, device=self._device)
+        values = self._evaluator(self._engine, device=self._device, state=self._trainer_state)
         self._run_log.metrics(self.global_step, values)
         self._metric_logger.log_dict(values, step=self.global_step)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
@@ -400,7 +409,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         log.info(f"Saved {folder}")
 
     def cleanup(self) -> None:
-        """Closes the loggers."""
+        """Ends what runs beside the recipe: reward processes, loggers."""
+        self._rewards.close()
         self._metric_logger.close()
 
 

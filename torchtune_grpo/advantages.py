@@ -57,6 +57,7 @@ def reward_advantages(
     group_size: int,
     normalization: Normalization = "group",
     objectives: Objectives = "sum_then_normalize",
+    failed: Tensor | None = None,
 ) -> Tensor:
     """Turns several rewards into one advantage per row.
 
@@ -71,15 +72,20 @@ def reward_advantages(
         group_size (int): G.
         normalization (Normalization): see :func:`group_advantages`.
         objectives (Objectives): the order of normalizing and summing.
+        failed (Tensor | None): [N, R] bool, True where a reward gave no score because it failed; it
+            always counts as the mean of its group, so that nobody is praised or blamed for it.
 
     Returns:
         Tensor: [N] advantages.
     """
-    if objectives == "sum_then_normalize":
-        total = (scores.nan_to_num(0.0) * weights).sum(dim=1)
-        return group_advantages(total, group_size=group_size, normalization=normalization)
     columns = scores.view(-1, group_size, scores.shape[1])  # [B, G, R]
-    filled = columns.where(~columns.isnan(), columns.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
+    means = columns.nanmean(dim=1, keepdim=True).nan_to_num(0.0)  # [B, 1, R]
+    if objectives == "sum_then_normalize":
+        if failed is not None:
+            columns = columns.where(~failed.view_as(columns), means)
+        total = (columns.nan_to_num(0.0).view_as(scores) * weights).sum(dim=1)
+        return group_advantages(total, group_size=group_size, normalization=normalization)
+    filled = columns.where(~columns.isnan(), means)
     normalized = [
         group_advantages(column.reshape(-1), group_size=group_size, normalization=normalization)
         for column in filled.unbind(dim=-1)

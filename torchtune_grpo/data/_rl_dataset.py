@@ -13,11 +13,9 @@ from torchtune.utils import get_logger, log_rank_zero
 from torchtune_grpo.data._load import load_rows
 from torchtune_grpo.data._prompt_encoder import PromptEncoder
 from torchtune_grpo.data._prompt_template import RowTemplate, known_column
+from torchtune_grpo.reward_contract import GIVEN
 
 Row = Mapping[str, Any]
-
-# Rewards are called with these keywords besides the columns.
-_RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 
 
 class RLDataset(Dataset[dict[str, Any]]):
@@ -186,7 +184,7 @@ def _column_sources(
     sources = {name: known_column("columns", column, names) for name, column in columns.items()}
     placed = {prompt_column, *sources.values()}
     sources |= {name: name for name in names if name not in placed and name not in sources}
-    for name in _RESERVED_COLUMNS:
+    for name in GIVEN:
         if name in sources:
             raise ValueError(
                 f"columns: rewards already get an argument {name!r}, so no column may have that "

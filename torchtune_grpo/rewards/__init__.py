@@ -1,9 +1,11 @@
 """Rewards: pure functions from completions to numbers, and sets of them with weights.
 
-A reward is any ``reward(prompts, completions, **columns) -> list[float | None]``: all arguments are
-keywords and lists of N values, and None says that the reward does not apply to a completion.
+A reward is any ``reward(prompts, completions, **columns) -> list[float | None]``, as in TRL's
+GRPOTrainer: all arguments are keywords, prompts, completions and columns are lists of N values, and
+None says that the reward does not apply to a completion. docs/rewards.md tells more.
 """
 
+from torchtune_grpo.reward_contract import TrainerState
 from torchtune_grpo.rewards._math import (
     grade_math_answer,
     math_correctness_reward,
@@ -11,13 +13,15 @@ from torchtune_grpo.rewards._math import (
     math_format_reward,
 )
 from torchtune_grpo.rewards._reward import Reward, RewardFunction
-from torchtune_grpo.rewards._reward_set import RewardScores, RewardSet
+from torchtune_grpo.rewards._reward_set import RewardFailure, RewardScores, RewardSet
 
 __all__ = [
     "Reward",
+    "RewardFailure",
     "RewardFunction",
     "RewardScores",
     "RewardSet",
+    "TrainerState",
     "grade_math_answer",
     "math_correctness_reward",
     "math_format_holds",

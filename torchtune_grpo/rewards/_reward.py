@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
+
+from torchtune_grpo.reward_contract import GIVEN
 
 # reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None];
 # None says that the reward does not apply to a completion. It is the interface of TRL's trainer.
-RewardFunction = Callable[..., Sequence[float | None]]
+# An async one gives that to await.
+RewardFunction = Callable[..., Any]
 
-GIVEN = ("prompts", "completions")  # what every reward gets besides the columns
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -25,20 +28,24 @@ class Reward:
         name (str): what it is called in metrics and errors; unique within a set.
         function (RewardFunction): called with the keywords prompts, completions and every column.
         weight (float): its factor in the total; with 0 it is only watched.
+        chat (bool): whether prompts and completions are given as lists of messages and not as text.
     """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
+    chat: bool = False
 
 
 def bound_arguments(function: RewardFunction) -> frozenset[str]:
     """The keyword arguments that a config has fixed; a column of that name is not passed."""
-    return frozenset(function.keywords) if isinstance(function, partial) else frozenset()
+    if isinstance(function, partial):
+        return frozenset(function.keywords)
+    return getattr(function, "bound", frozenset())
 
 
 def keyword_parameters(function: Callable[..., object]) -> dict[str, bool]:
-    """The parameters that can be given by name, but prompts and completions: name -> required."""
+    """The parameters that a column or a config can fill by name: name -> required."""
     return {
         parameter.name: parameter.default is parameter.empty
         for parameter in inspect.signature(function).parameters.values()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -13,6 +11,8 @@ from omegaconf import OmegaConf
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo._import_path import extend_import_path
+from torchtune_grpo.rewards._isolated import IsolatedReward
 from torchtune_grpo.rewards._reward import (
     Reward,
     RewardFunction,
@@ -21,7 +21,10 @@ from torchtune_grpo.rewards._reward import (
     takes_any_keyword,
 )
 
-_OWN_KEYS = ("_component_", "name", "weight")
+_OWN_KEYS = ("_component_", "name", "weight", "format", "isolation")
+_FORMATS = ("text", "chat")
+# Keys of `isolation: process`; without it they are the component's own arguments.
+_ISOLATION_KEYS = {"timeout": 10.0, "workers": 2}
 
 
 def rewards_from_config(cfg: Sequence[Mapping[str, Any]] | None) -> list[Reward]:
@@ -56,20 +59,49 @@ def _reward(node: Any, key: str) -> Reward:
             f"{key}._component_ is missing or no text in {node!r}; give the dotpath of a reward, "
             "such as torchtune_grpo.rewards.math_correctness_reward"
         )
-    component = _component(node["_component_"], f"{key}._component_")
-    arguments = {str(name): value for name, value in node.items() if name not in _OWN_KEYS}
-    _check_arguments(component, arguments, key)
+    path = node["_component_"]
+    component = _component(path, f"{key}._component_")
+    isolated = _isolation(node, key)
+    own = (*_OWN_KEYS, *isolated)
+    arguments = {str(name): value for name, value in node.items() if name not in own}
+    _check_arguments(component, arguments, key, own)
     name = node.get("name", getattr(component, "__name__", type(component).__name__))
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{key}.name is {name!r}; give a text that is not blank, or no name.")
+    text_or_chat = node.get("format", "text")
+    if text_or_chat not in _FORMATS:
+        raise ValueError(f"{key}.format is {text_or_chat!r}; give one of {', '.join(_FORMATS)}.")
+    function: RewardFunction
+    if isolated:
+        _check_constructor(component, arguments, key)
+        function = IsolatedReward(
+            path, component=component, arguments=arguments, name=name, **isolated
+        )
+    else:
+        function = _bind(component, arguments, key)
     # check_reward judges the weight, also that of rewards which come from no config.
-    return Reward(name, _bind(component, arguments, key), node.get("weight", 1.0))
+    return Reward(name, function, node.get("weight", 1.0), chat=text_or_chat == "chat")
+
+
+def _isolation(node: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The settings of a reward's own processes; none if it has none."""
+    isolation = node.get("isolation")
+    if isolation is None:
+        return {}
+    if isolation != "process":
+        raise ValueError(f"{key}.isolation is {isolation!r}; give process, or null for none.")
+    settings = {name: node.get(name, default) for name, default in _ISOLATION_KEYS.items()}
+    timeout, workers = settings["timeout"], settings["workers"]
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not (number and 0 < timeout < float("inf")):
+        raise ValueError(f"{key}.timeout is {timeout!r}; give a number of seconds above 0.")
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"{key}.workers is {workers!r}; give a number of processes, 1 or more.")
+    return settings
 
 
 def _component(path: str, key: str) -> Callable[..., Any]:
-    # As in torchtune.config.instantiate: a reward may lie beside the user's recipe.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    extend_import_path()
     try:
         component = _get_component_from_path(path)
     except (InstantiationError, ValueError) as error:
@@ -79,7 +111,9 @@ def _component(path: str, key: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], component)
 
 
-def _check_arguments(component: Callable[..., Any], arguments: dict[str, Any], key: str) -> None:
+def _check_arguments(
+    component: Callable[..., Any], arguments: dict[str, Any], key: str, own: tuple[str, ...]
+) -> None:
     """Refuses a misspelt key, which a reward's ``**columns`` would swallow."""
     try:
         known = list(keyword_parameters(component))
@@ -88,7 +122,9 @@ def _check_arguments(component: Callable[..., Any], arguments: dict[str, Any], k
         raise ValueError(f"{key}._component_: its signature cannot be read: {error}") from error
     for name, value in arguments.items():
         if name not in known and not open_ended:
-            names = [*known, *_OWN_KEYS[1:]]
+            names = [*known, *own[1:]]
+            if name in _ISOLATION_KEYS:
+                names.append("isolation: process")  # with which it would be a key
             raise ValueError(
                 f"{key}.{name} is {value!r}, but {component!r} has no such argument"
                 f"{nearest(name, names)}; valid here: {names}"
@@ -98,10 +134,16 @@ def _check_arguments(component: Callable[..., Any], arguments: dict[str, Any], k
 def _bind(component: Callable[..., Any], arguments: dict[str, Any], key: str) -> RewardFunction:
     if not inspect.isclass(component):
         return partial(component, **arguments) if arguments else component
+    _check_constructor(component, arguments, key)
+    return cast(RewardFunction, component(**arguments))
+
+
+def _check_constructor(component: Callable[..., Any], arguments: dict[str, Any], key: str) -> None:
+    if not inspect.isclass(component):
+        return
     try:
         inspect.signature(component).bind(**arguments)
     except TypeError as error:
         raise ValueError(
             f"{key} gives {component!r} the arguments {arguments}: {error}; add or remove keys."
         ) from error
-    return cast(RewardFunction, component(**arguments))

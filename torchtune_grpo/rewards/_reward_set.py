@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchtune.utils import get_logger
 
-from torchtune_grpo.rewards._reward import (
-    Reward,
-    bound_arguments,
-    check_columns,
-    check_reward,
+from torchtune_grpo.reward_contract import Score, TrainerState
+from torchtune_grpo.rewards._calling import (
+    AsyncRewards,
+    Calls,
+    Outcome,
+    call_reward,
+    is_async,
 )
+from torchtune_grpo.rewards._reward import Reward, check_columns, check_reward
 from torchtune_grpo.rewards._reward_config import rewards_from_config
+
+log = get_logger("INFO")
+
+
+class RewardFailure(RuntimeError):
+    """A reward failed on more completions than the config allows."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,15 @@ class RewardScores:
 
     Args:
         names (list[str]): the R rewards' names.
-        scores (Tensor): [N, R] float32, unweighted; nan where a reward does not apply.
+        scores (Tensor): [N, R] float32, unweighted; nan where a reward does not apply or failed.
         weights (Tensor): [R] float32.
         total (Tensor): [N] float32, the weighted sum over the rewards that apply; 0 if none does.
         seconds (list[float]): the time that each of the R rewards took for all N completions.
+        failed (Tensor): [N, R] bool, True where a reward raised, did not answer in time, or gave
+            no finite number.
+        extra (dict[str, list[Any]]): what rewards gave to ``log_extra``, N values each.
+        metrics (list[tuple[str, float]]): what they gave to ``log_metric``; the name begins with
+            the reward's.
     """
 
     names: list[str]
@@ -38,6 +52,9 @@ class RewardScores:
     weights: Tensor
     total: Tensor
     seconds: list[float]
+    failed: Tensor
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
 
 
 class RewardSet:
@@ -45,23 +62,32 @@ class RewardSet:
 
     Args:
         rewards (Sequence[Reward]): at least one, each with a name of its own.
+        max_failure_share (float): the share of a call's completions on which a reward may fail; if
+            it fails on more, the call raises. With 0.0 no failure is borne.
 
     Raises:
         ValueError: see :meth:`check`.
     """
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
+    def __init__(self, rewards: Sequence[Reward], *, max_failure_share: float = 0.0) -> None:
         self.rewards = list(rewards)
+        self._max_failure_share = max_failure_share
+        self._async: AsyncRewards | None = None
         self.check()
 
     @classmethod
-    def from_config(cls, cfg: Sequence[Mapping[str, Any]] | None) -> RewardSet:
+    def from_config(
+        cls, cfg: Sequence[Mapping[str, Any]] | None, *, max_failure_share: float = 0.0
+    ) -> RewardSet:
         """Builds the set that the config's list ``rewards`` describes.
 
         Args:
             cfg (Sequence[Mapping[str, Any]] | None): nodes with ``_component_``, the dotpath of a
                 reward or of a class whose instances are rewards, and as wanted ``name`` (default:
-                the component's), ``weight`` (default: 1.0), and keyword arguments of the component.
+                the component's), ``weight`` (default: 1.0), ``format`` (text or chat),
+                ``isolation: process`` with ``timeout`` and ``workers``, and keyword arguments of
+                the component.
+            max_failure_share (float): see the class.
 
         Returns:
             The set, in the config's order.
@@ -69,7 +95,7 @@ class RewardSet:
         Raises:
             ValueError: naming the key, the value given and the remedy.
         """
-        return cls(rewards_from_config(cfg))
+        return cls(rewards_from_config(cfg), max_failure_share=max_failure_share)
 
     @property
     def names(self) -> list[str]:
@@ -107,6 +133,8 @@ class RewardSet:
         prompts: Sequence[str],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState | None = None,
     ) -> RewardScores:
         """Scores N completions.
 
@@ -114,75 +142,98 @@ class RewardSet:
             prompts (Sequence[str]): N prompts, as rewards see them.
             completions (Sequence[str]): N texts, each prefill and completion.
             columns (Mapping[str, Sequence[Any]]): the data set's other columns, N values each.
+            completion_ids (Sequence[Sequence[int]] | None): N lists of sampled tokens, without the
+                prefill; None does not give them.
+            trainer_state (TrainerState | None): how far the run is; with it rewards get
+                ``log_extra`` and ``log_metric``, too.
 
         Returns:
             The scores; N may be 0.
 
         Raises:
             ValueError: if the lengths differ, a column is missing, or a reward returns anything but
-                N finite numbers or Nones. Whatever a reward raises itself passes through.
+                N numbers or Nones.
+            RewardFailure: if a reward fails on more than ``max_failure_share`` of the completions.
         """
-        for name, values in {"completions": completions, **columns}.items():
+        given = {"completions": completions, **columns}
+        if completion_ids is not None:
+            given["completion_ids"] = completion_ids
+        for name, values in given.items():
             if len(values) != len(prompts):
                 raise ValueError(
                     f"There are {len(prompts)} prompts but {len(values)} values in {name!r}; give "
                     "one value per prompt."
                 )
         self.check(columns)
-        scores, seconds = [], []
+        calls = Calls(
+            prompts=prompts,
+            completions=completions,
+            columns=columns,
+            completion_ids=completion_ids,
+            trainer_state=trainer_state,
+        )
+        outcomes = self._call_all(calls)
+        for reward, outcome in zip(self.rewards, outcomes, strict=True):
+            self._check_failures(reward, outcome.scores)
+        return _combine(self.rewards, outcomes)
+
+    def close(self) -> None:
+        """Ends the processes and threads of rewards that have some; the set can be used again."""
         for reward in self.rewards:
-            start = time.perf_counter()
-            scores.append(_score(reward, prompts, completions, columns))
-            seconds.append(time.perf_counter() - start)
-        stacked = torch.stack(scores, dim=1)  # [N, R]
-        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float32)
-        # In float64, so that the total does not depend on the order of the rewards.
-        weighted = torch.nan_to_num(stacked.double(), nan=0.0) * weights.double()
-        return RewardScores(self.names, stacked, weights, weighted.sum(dim=1).float(), seconds)
+            close = getattr(reward.function, "close", None)
+            if callable(close):
+                close()
+        if self._async is not None:
+            self._async.close()
+            self._async = None
+
+    def _call_all(self, calls: Calls) -> list[Outcome]:
+        """The async rewards run side by side, and while the others are called one by one."""
+        awaited = [reward for reward in self.rewards if is_async(reward)]
+        future = None
+        if awaited:
+            self._async = self._async or AsyncRewards()
+            future = self._async.start(awaited, calls)
+        called = iter([call_reward(r, calls) for r in self.rewards if not is_async(r)])
+        finished = iter(future.result() if future is not None else [])
+        return [next(finished if is_async(r) else called) for r in self.rewards]
+
+    def _check_failures(self, reward: Reward, scores: list[Score]) -> None:
+        failures = [(i, s) for i, s in enumerate(scores) if isinstance(s, Exception)]
+        if not failures:
+            return
+        index, error = failures[0]
+        shown = "".join(traceback.format_exception_only(type(error), error)).strip()
+        message = (
+            f"The reward {reward.name!r} failed on {len(failures)} of {len(scores)} completions, "
+            f"first at index {index}: {shown}"
+        )
+        if len(failures) > self._max_failure_share * len(scores):
+            raise RewardFailure(
+                f"{message}\nThat is more than max_reward_failure_share={self._max_failure_share}; "
+                "correct the reward, or raise the share."
+            ) from error
+        log.warning(message)
 
 
-def _score(
-    reward: Reward,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-) -> Tensor:
-    """Calls one reward on N completions. Returns [N] float32, nan where it does not apply."""
-    bound = bound_arguments(reward.function)
-    # Lists of its own, so that a reward which changes them changes nothing for the next.
-    own = {name: list(values) for name, values in columns.items() if name not in bound}
-    returned: Any = reward.function(prompts=list(prompts), completions=list(completions), **own)
-    if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
-        returned = returned.tolist()  # tensors and arrays
-    if not isinstance(returned, (list, tuple)):
-        raise ValueError(
-            f"The reward {reward.name!r} returned {type(returned).__name__}; return a list with "
-            "one number or None per completion."
-        )
-    if len(returned) != len(completions):
-        raise ValueError(
-            f"The reward {reward.name!r} returned {len(returned)} values for {len(completions)} "
-            "completions; return one number or None per completion."
-        )
-    numbers = [_number(reward.name, index, value) for index, value in enumerate(returned)]
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def _number(name: str, index: int, value: object) -> float:
-    if value is None:
-        return float("nan")
-    if not isinstance(value, Real):
-        raise ValueError(
-            f"The reward {name!r} returned {value!r} at index {index}; return a number, or None "
-            "where the reward does not apply."
-        )
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond all floats
-        number = float("inf")
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"The reward {name!r} returned {value} at index {index}; return a finite number (in "
-            "float32), or None where the reward does not apply."
-        )
-    return number
+def _combine(rewards: Sequence[Reward], outcomes: Sequence[Outcome]) -> RewardScores:
+    columns, failed = [], []
+    for outcome in outcomes:
+        values = [s if isinstance(s, float) else float("nan") for s in outcome.scores]
+        columns.append(torch.tensor(values, dtype=torch.float32))
+        failed.append(torch.tensor([isinstance(s, Exception) for s in outcome.scores]).bool())
+    scores = torch.stack(columns, dim=1)  # [N, R]
+    weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
+    # In float64, so that the total does not depend on the order of the rewards.
+    weighted = torch.nan_to_num(scores.double(), nan=0.0) * weights.double()
+    noted = list(zip(rewards, outcomes, strict=True))
+    return RewardScores(
+        names=[reward.name for reward in rewards],
+        scores=scores,
+        weights=weights,
+        total=weighted.sum(dim=1).float(),
+        seconds=[outcome.seconds for outcome in outcomes],
+        failed=torch.stack(failed, dim=1),  # [N, R]
+        extra={name: values for _, o in noted for name, values in o.notes.extra.items()},
+        metrics=[(f"{r.name}/{name}", value) for r, o in noted for name, value in o.notes.metrics],
+    )

@@ -1,0 +1,73 @@
+"""Rewards of a user's own, through the real ``tune`` command."""
+
+import json
+
+import yaml
+from processes import processes_with
+from runs import RECIPE, metrics, run_tiny, tiny_overrides, tune
+
+CONFIG = "llama3_2_1B_lora_grpo"
+NO_EVALUATION = ("eval_dataset=null", "eval_every_n_steps=null")
+REWARDS = '''
+import asyncio, time
+
+def judge(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):
+    """As for TRL's trainer, with chat messages."""
+    texts = [completion[0]["content"] for completion in completions]
+    log_extra("characters", [len(text) for text in texts])
+    log_metric("step", trainer_state.global_step)
+    return [float(len(ids) + len(text) % 7) for ids, text in zip(completion_ids, texts)]
+
+async def waits(prompts, completions, answer, **kwargs):
+    await asyncio.sleep(0.01)
+    return [None if index % 2 else 1.0 for index in range(len(answer))]
+
+def sometimes_hangs(prompts, completions, share=0.2, **kwargs):
+    if sum(map(ord, completions[0])) % 8 < 8 * share:
+        while True: pass
+    return [1.0]
+'''
+
+
+def test_a_file_next_to_the_config(tmp_path):
+    """Copied recipe and config in one folder, started from another; every kind of reward."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "my_rewards.py").write_text(REWARDS)
+    tune("cp", RECIPE, "mine/my_grpo.py", cwd=tmp_path)
+    tune("cp", CONFIG, "mine/my_config.yaml", cwd=tmp_path)
+    config = yaml.safe_load((mine / "my_config.yaml").read_text())
+    isolated = {"isolation": "process", "timeout": 0.5, "workers": 2}
+    config["rewards"] = [
+        {"_component_": "my_rewards.judge", "name": "judge", "format": "chat"},
+        {"_component_": "my_rewards.waits", "name": "waits", "weight": 0.1},
+        {"_component_": "my_rewards.sometimes_hangs", "name": "hangs", **isolated},
+    ]
+    config["max_reward_failure_share"] = 1.0
+    (mine / "my_config.yaml").write_text(yaml.safe_dump(config))
+    command = ["run", "mine/my_grpo.py", "--config", "mine/my_config.yaml"]
+    tune(*command, *tiny_overrides(CONFIG, tmp_path), *NO_EVALUATION, cwd=tmp_path)
+    steps = metrics(tmp_path / "out")
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["rewards/judge/mean"] > 1 and step["rewards/judge/errors"] == 0
+        assert step["rewards/waits/none"] == 0.5 and step["rewards/waits/mean"] == 1.0
+        assert step["rewards/hangs/none"] == 0 and step["rewards/hangs/errors"] < 1
+        assert all(step[f"time/rewards/{name}"] > 0 for name in ("judge", "waits", "hangs"))
+    assert [step["rewards/judge/step"] for step in steps] == [0, 1]
+    assert sum(step["rewards/hangs/errors"] for step in steps) > 0
+    record = json.loads((tmp_path / "out/completions.jsonl").read_text().splitlines()[0])
+    assert record["characters"] == len(record["completion"])
+    assert not processes_with(str(mine))
+
+
+def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(
+        "def broken(prompts, completions, **columns):\n    raise KeyError('my bug')\n"
+    )
+    reward = "rewards=[{_component_: my_rewards.broken}]"
+    done = run_tiny(CONFIG, tmp_path, reward, *NO_EVALUATION, check=False)
+    assert done.returncode != 0
+    error = "\n".join(done.stdout.splitlines()[-2:])
+    assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in error
+    assert "KeyError: 'my bug'" in error and "max_reward_failure_share=0.25" in error

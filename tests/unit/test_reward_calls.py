@@ -1,0 +1,212 @@
+"""How rewards are called: TRL's keywords, chat messages, async rewards, and what failures cost."""
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from torchtune_grpo.advantages import reward_advantages
+from torchtune_grpo.rewards import Reward, RewardFailure, RewardSet, TrainerState
+
+STATE = TrainerState(global_step=3, max_steps=10)
+
+
+def score(*rewards, n=4, share=1.0, **more):
+    named = [r if isinstance(r, Reward) else Reward(f"r{i}", r) for i, r in enumerate(rewards)]
+    rewards = RewardSet(named, max_failure_share=share)
+    texts = [f"c{i}" for i in range(n)]
+    more = {"columns": {}, **more}
+    scores = rewards(prompts=[f"p{i}" for i in range(n)], completions=texts, **more)
+    rewards.close()
+    return scores
+
+
+# Written for TRL's GRPOTrainer, as its documentation shows them.
+
+
+def reward_len(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def reward_by_ids(prompts, completions, completion_ids, trainer_state, **kwargs):
+    return [
+        len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids
+    ]
+
+
+def reward_chat(prompts, completions, target, log_extra=None, log_metric=None, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    log_extra("said", contents)
+    log_metric("accuracy", 0.5)
+    return [1.0 if content == gold else 0.0 for content, gold in zip(contents, target)]
+
+
+async def reward_async(prompts, completions, **kwargs):
+    await asyncio.sleep(0.2)
+    return [float(len(completion)) for completion in completions]
+
+
+def test_rewards_written_for_trl_work_unmodified():
+    ids = [[1], [1, 2], [], [1, 2, 3]]
+    chat = Reward("chat", reward_chat, chat=True)
+    scores = score(
+        reward_len,
+        reward_by_ids,
+        chat,
+        reward_async,
+        columns={"target": ["c0", "x", "c2", "c2"]},
+        completion_ids=ids,
+        trainer_state=STATE,
+    )
+    expected = [[2, 1.3, 1, 2], [2, 2.3, 0, 2], [2, 0.3, 1, 2], [2, 3.3, 0, 2]]
+    torch.testing.assert_close(scores.scores, torch.tensor(expected))
+    assert scores.extra == {"said": ["c0", "c1", "c2", "c3"]}
+    assert scores.metrics == [("chat/accuracy", 0.5)]
+
+
+def test_chat_gives_messages():
+    seen = {}
+
+    def spy(prompts, completions, **columns):
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0] * len(prompts)
+
+    score(Reward("r", spy, chat=True), n=1)
+    assert seen["prompts"] == [[{"role": "user", "content": "p0"}]]
+    assert seen["completions"] == [[{"role": "assistant", "content": "c0"}]]
+
+
+def test_async_rewards_wait_side_by_side():
+    """Five rewards of 0.2 s, and a sync one of 0.2 s besides, take far less than 1.2 s."""
+
+    def sleeper(prompts, completions, **columns):
+        time.sleep(0.2)
+        return [0.0] * len(prompts)
+
+    start = time.perf_counter()
+    scores = score(reward_async, sleeper, *[reward_async] * 4)
+    assert time.perf_counter() - start < 0.8
+    assert scores.scores[0].tolist() == [2, 0, 2, 2, 2, 2]
+
+
+def test_async_rewards_work_while_a_loop_runs_and_keep_theirs():
+    """As in a notebook. A client that is bound to a loop works in the next step, too."""
+    loops = []
+
+    async def remember(prompts, completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(prompts)
+
+    class Method:
+        async def __call__(self, prompts, completions, **columns):
+            return await remember(prompts, completions)
+
+    rewards = RewardSet([Reward("f", remember), Reward("m", Method())])
+
+    async def notebook():
+        for _ in range(2):
+            assert rewards(prompts=["p"], completions=["c"], columns={}).total.tolist() == [2.0]
+
+    threads = threading.active_count()
+    asyncio.run(notebook())
+    assert len(set(loops)) == 1 and threading.active_count() == threads + 1
+    rewards.close()
+    assert threading.active_count() == threads
+
+
+def fails_on(*bad, error=KeyError):
+    def reward(prompts, completions, **columns):
+        if any(text in completions for text in bad):
+            raise error("mine")
+        return [float(text[1:]) for text in completions]
+
+    return reward
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_reward_that_raises_costs_only_that_sample(asynchronous):
+    reward = fails_on("c1")
+    if asynchronous:
+
+        async def awaited(prompts, completions, **columns):
+            await asyncio.sleep(0)
+            return fails_on("c1")(prompts, completions)
+
+        reward = awaited
+    scores = score(reward, share=0.25)
+    assert scores.failed.tolist() == [[False], [True], [False], [False]]
+    torch.testing.assert_close(
+        scores.scores[:, 0], torch.tensor([0, math.nan, 2, 3]), equal_nan=True
+    )
+    assert scores.total.tolist() == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, 10**400, ValueError("x")])
+def test_what_is_no_finite_number_is_a_failure(value):
+    """Not a None: it counts as an error, and by default stops everything."""
+
+    def reward(prompts, completions, **columns):
+        return [1.0, value, None, 2.0]
+
+    scores = score(reward, share=0.25)
+    assert scores.failed[:, 0].tolist() == [False, True, False, False]
+    assert scores.scores.isnan()[:, 0].tolist() == [False, True, True, False]
+    with pytest.raises(RewardFailure, match="'r0' failed on 1 of 4 completions, first at index 1"):
+        score(reward, share=0.0)
+
+
+def test_more_failures_than_allowed_stop_the_run():
+    with pytest.raises(RewardFailure) as raised:
+        score(fails_on("c1", "c2"), share=0.25)
+    message = str(raised.value)
+    assert "'r0' failed on 2 of 4 completions, first at index 1: KeyError: 'mine'" in message
+    assert "max_reward_failure_share=0.25" in message
+    assert isinstance(raised.value.__cause__, KeyError)
+    score(fails_on("c1", "c2"), share=0.5)
+
+
+def test_broken_contracts_stop_the_run_whatever_share_is_allowed():
+    def short(prompts, completions, **columns):
+        return [1.0]
+
+    async def text(prompts, completions, **columns):
+        return ["1.0"] * len(prompts)
+
+    for reward in (short, text):
+        with pytest.raises(ValueError, match="'r0' returned"):
+            score(reward)
+    with pytest.raises(ValueError, match=r"log_extra\('x', ...\) got 1 values for 4"):
+        score(
+            lambda prompts, completions, log_extra, **columns: log_extra("x", [1]),
+            trainer_state=STATE,
+        )
+
+
+def test_a_keyboard_interrupt_is_no_failure_of_a_reward():
+    with pytest.raises(KeyboardInterrupt):
+        score(fails_on("c1", error=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("objectives", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_failed_score_neither_praises_nor_blames(objectives):
+    """Its advantage is that of the other reward alone; without it the row would look wrong."""
+    scores = torch.tensor([[1.0], [1.0], [math.nan], [0.0]])
+    failed = torch.tensor([[False], [False], [True], [False]])
+    advantages = reward_advantages(
+        scores, torch.ones(1), group_size=4, objectives=objectives, failed=failed
+    )
+    assert advantages[2].abs() < 1e-6 and advantages[0] > 0.3 and advantages[3] < -1
+    everything_failed = reward_advantages(
+        torch.full((4, 1), math.nan), torch.ones(1), group_size=4, failed=torch.ones(4, 1).bool()
+    )
+    assert everything_failed.tolist() == [0, 0, 0, 0]
+
+
+def test_none_still_counts_as_zero_in_a_sum():
+    scores = torch.tensor([[1.0], [math.nan], [1.0], [math.nan]])
+    none = reward_advantages(scores, torch.ones(1), group_size=4, failed=scores.isnan() & False)
+    torch.testing.assert_close(none, torch.tensor([1.0, -1, 1, -1]) * 0.866, atol=1e-3, rtol=0)

@@ -1,0 +1,241 @@
+"""Rewards in processes of their own: real endless loops, real crashes, real kills."""
+
+import threading
+import time
+
+import pytest
+import torch
+from processes import children, is_alive, wait_until
+
+from torchtune_grpo.rewards import RewardSet, TrainerState
+
+# A reward that does as the completion says.
+ACTOR = """
+import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time
+
+class Actor:
+    def __init__(self, folder, bonus=0.0):
+        self.folder, self.bonus, self.calls = folder, bonus, 0
+
+    def __call__(self, prompts, completions, **columns):
+        self.calls += 1
+        (text,) = completions
+        if text == "loop":
+            while True: pass
+        if text == "regex":  # holds the interpreter's lock, so that no thread of it can help
+            re.match("(a+)+$", "a" * 60 + "b")
+        if text == "sleep": time.sleep(1000)
+        if text == "raise": raise KeyError("mine")
+        if text == "exit": os._exit(0)
+        if text == "sysexit": sys.exit(3)
+        if text == "segfault": ctypes.string_at(0)
+        if text == "deaf":
+            for number in range(1, 32):
+                try: signal.signal(number, signal.SIG_IGN)
+                except OSError: pass
+            while True: pass
+        if text == "family":
+            # A child in a session of its own, whose own child is an orphan.
+            code = "import os,time; os.fork() or os.setsid(); time.sleep(1000)"
+            child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+            grandchild = subprocess.Popen(["setsid", "sleep", "1000"])
+            open(self.folder + "/pids", "w").write(f"{child.pid} {grandchild.pid} {os.getpid()}")
+            time.sleep(1000)
+        if text == "print": print("noise"); os.write(1, b"noise"); os.write(2, b"noise")
+        if text == "nan": return [float("nan")]
+        if text == "none": return [None]
+        if text == "short": return []
+        if text == "calls": return [self.calls]
+        return [self.bonus + float(text)]
+
+def environment(prompts, completions, **columns):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
+    leaked = [n for n in names if n in os.environ]
+    gpus, key = os.environ["CUDA_VISIBLE_DEVICES"], os.environ["MY_KEY"]
+    return [1.0 if (leaked, gpus, key, "torch" in sys.modules) == ([], "", "kept", False) else 0.0]
+
+async def waits(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric,
+                **columns):
+    await asyncio.sleep(0.001)
+    log_extra("seen", list(answer))
+    log_metric("tokens", len(completion_ids[0]))
+    return [float(trainer_state.global_step + len(completion_ids[0]))]
+
+def chats(prompts, completions, **columns):
+    return [float(completions[0][0]["content"])]
+"""
+
+
+@pytest.fixture
+def actors(tmp_path, monkeypatch):
+    """The folder of a user's file, as if it were the working folder."""
+    (tmp_path / "actors.py").write_text(ACTOR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    yield tmp_path
+    __import__("sys").modules.pop("actors", None)
+
+
+@pytest.fixture
+def make(actors):
+    """Builds sets of one isolated reward, and closes them."""
+    made = []
+
+    def build(name="Actor", *, share=1.0, **node):
+        if name == "Actor":
+            node.setdefault("folder", str(actors))
+        node = {"_component_": f"actors.{name}", "isolation": "process", "timeout": 0.5, **node}
+        made.append(RewardSet.from_config([node], max_failure_share=share))
+        return made[-1]
+
+    yield build
+    for rewards in made:
+        rewards.close()
+    assert not children()  # neither processes nor zombies
+
+
+def score(rewards, *completions, **more):
+    more = {"columns": {}, **more}
+    return rewards(prompts=["p"] * len(completions), completions=list(completions), **more)
+
+
+def test_each_way_to_fail_costs_one_sample(make):
+    bad = "loop regex sleep raise exit sysexit segfault deaf nan".split()
+    texts = [text for name in bad for text in (name, "1.5")] + ["none"]
+    scores = score(make(workers=2, bonus=1.0), *texts)
+    assert scores.failed[:, 0].tolist() == [text in bad for text in texts]
+    values = scores.scores[:, 0]
+    assert values.isnan().tolist() == [text in bad or text == "none" for text in texts]
+    assert set(values[~values.isnan()].tolist()) == {2.5}
+
+
+def test_the_error_is_told(make):
+    with pytest.raises(RuntimeError, match="(?s)first at index 1.*KeyError: 'mine'"):
+        score(make(share=0.0), "1", "raise")
+    with pytest.raises(RuntimeError, match="no answer within 0.5 s; its processes were killed"):
+        score(make(share=0.0), "loop")
+    with pytest.raises(ValueError, match="'Actor' returned 0 values for 1 completions"):
+        score(make(), "short")
+
+
+def test_a_kill_reaches_the_whole_family(make, actors):
+    """Children in sessions of their own and orphans, while another worker's reward goes on."""
+    rewards = make(workers=1)
+    score(rewards, "1")
+    (server,) = children()
+    scores = score(rewards, "family", "2")
+    assert scores.failed[:, 0].tolist() == [True, False]
+    family = [int(pid) for pid in (actors / "pids").read_text().split()]
+    assert len(family) == 3 and not any(is_alive(pid) for pid in family)
+    assert list(children()) == [server]  # the same server with one new worker
+    assert len(children(of=server)) == 1
+
+
+def test_workers_run_side_by_side_and_keep_their_state(make):
+    rewards = make(workers=4)
+    score(rewards, "1", "1", "1", "1")
+    start = time.perf_counter()
+    scores = score(rewards, *["sleep"] * 4)
+    assert time.perf_counter() - start < 1.5
+    assert scores.failed.all()
+    one = make(workers=1)
+    assert score(one, "calls", "calls", "loop", "calls").scores[:, 0].nan_to_num(-1).tolist() == [
+        1,
+        2,
+        -1,
+        1,  # a new process
+    ]
+
+
+def test_it_works_off_the_main_thread(make):
+    rewards, results = make(workers=1), []
+    thread = threading.Thread(target=lambda: results.append(score(rewards, "loop", "3")))
+    thread.start()
+    thread.join()
+    assert results[0].failed[:, 0].tolist() == [True, False]
+    assert score(rewards, "4").total.tolist() == [4]  # the thread's end killed no worker
+
+
+def test_output_does_not_disturb_the_protocol(make):
+    assert score(make(), "print").failed.all()  # float("print") raises, but the line still works
+    assert score(make(), "print", "1").scores[1, 0] == 1
+
+
+def test_workers_see_neither_rank_nor_gpu_nor_torch(make, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("MY_KEY", "kept")
+    assert score(make("environment"), "x").total.tolist() == [1.0]
+
+
+def test_async_rewards_columns_and_notes_in_a_process(make):
+    scores = score(
+        make("waits", timeout=5),
+        "a",
+        "b",
+        columns={"answer": [{"any": "thing"}, 7]},
+        completion_ids=[[1, 2], [3]],
+        trainer_state=TrainerState(global_step=10, max_steps=20),
+    )
+    assert scores.total.tolist() == [12, 11]
+    assert scores.extra == {"seen": [{"any": "thing"}, 7]}
+    assert scores.metrics == [("waits/tokens", 2.0), ("waits/tokens", 1.0)]
+
+
+def test_chat_in_a_process(make):
+    assert score(make("chats", format="chat"), "2").total.tolist() == [2]
+
+
+def test_columns_are_checked_against_the_component(make):
+    rewards = make("waits")
+    with pytest.raises(ValueError, match="needs the column 'answer', but the data set has .'x'."):
+        rewards.check(["x"])
+
+
+def test_a_component_that_loads_only_here_is_told(make, actors):
+    rewards = make()
+    (actors / "actors.py").write_text("raise ImportError('not here')")
+    with pytest.raises(ValueError, match="(?s)'Actor' cannot be loaded in a process.*not here"):
+        score(rewards, "1")
+
+
+def test_a_killed_server_is_replaced(make):
+    import os
+    import signal
+
+    rewards = make(workers=1)
+    score(rewards, "1")
+    (server,) = children()
+    (worker,) = children(of=server)
+    os.kill(server, signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(worker))
+    assert score(rewards, "1", "2").failed[:, 0].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"isolation": "thread"}, r"rewards\[0\].isolation is 'thread'; give process"),
+        ({"timeout": 0}, r"rewards\[0\].timeout is 0; give a number of seconds above 0"),
+        ({"timeout": True}, r"rewards\[0\].timeout is True"),
+        ({"timeout": float("inf")}, r"rewards\[0\].timeout is inf"),
+        ({"workers": 0}, r"rewards\[0\].workers is 0; give a number of processes"),
+        ({"workers": 1.5}, r"rewards\[0\].workers is 1.5"),
+        ({"isolation": None, "timeout": 3}, r"no such argument.*'isolation: process'"),
+        ({"format": "chatml"}, r"rewards\[0\].format is 'chatml'; give one of text, chat"),
+        ({"folder": None, "bonsu": 3}, r"bonsu is 3, .*did you mean 'bonus'"),
+    ],
+)
+def test_settings_are_checked(make, change, message):
+    with pytest.raises(ValueError, match=message):
+        make(**change)
+
+
+def test_a_call_costs_little(make):
+    """One process and one message per completion: far below a millisecond on an idle core."""
+    rewards = make("chats", format="chat", timeout=30)
+    score(rewards, "1")
+    start = time.perf_counter()
+    assert torch.equal(score(rewards, *["2"] * 200).total, torch.full((200,), 2.0))
+    assert time.perf_counter() - start < 2.0

@@ -1,0 +1,105 @@
+"""The side that runs a completion. It knows the completion and the calls made to it, nothing else.
+
+Whatever the completion does to this process, all that leaves it is an answer to a call, which the
+checker rebuilds as plain data and compares with what it expects.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import types
+from typing import Any
+
+from torchtune_grpo.sandbox import _kernel
+from torchtune_grpo.sandbox._landlock import restrict_files
+from torchtune_grpo.sandbox._values import NotPlain, dump, load
+from torchtune_grpo.sandbox._wire import PeerGone, receive, send
+
+# Imported before the first fork, so that no completion has to wait for them.
+PRELOADED = (
+    "bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib "
+    "heapq itertools json math numbers operator random re statistics string typing"
+).split()
+
+MODULE = "completion"
+
+
+def run_candidate(request: dict[str, Any], fds: list[int]) -> None:
+    """Confines this process, runs a completion, and answers calls of its function.
+
+    Args:
+        request (dict[str, Any]): ``code``, ``entry_point``, ``folder``, ``limits``, ``megabytes``,
+            ``uid`` and ``namespaces``.
+        fds (list[int]): the checker's socket.
+    """
+    _keep_only(fds[0])
+    _confine(request)
+    calls = socket.socket(fileno=3)
+    try:
+        function = _load(request["code"], request["entry_point"])
+    except BaseException as error:
+        send(calls, {"error": _describe(error)})
+        return
+    send(calls, {"ready": True})
+    while True:
+        try:
+            call = receive(calls)
+        except PeerGone:
+            return
+        send(calls, _answer(function, call))
+
+
+def _confine(request: dict[str, Any]) -> None:
+    folder = request["folder"]
+    if request["namespaces"]:
+        _kernel.mount_scratch(folder, megabytes=request["megabytes"])
+    os.chdir(folder)
+    random.seed()
+    os.umask(0o077)
+    _kernel.set_limits(request["limits"])
+    _kernel.drop_privileges(request["uid"])
+    restrict_files(readable=["/"] if request["namespaces"] else None, writable=folder)
+
+
+def _keep_only(fd: int) -> None:
+    """Leaves one socket, as descriptor 3, and nothing to read from or to print to."""
+    null = os.open("/dev/null", os.O_RDWR)
+    # Moved up first, so that no target below is one of the sources.
+    high, null = os.dup2(fd, 1000), os.dup2(null, 1001)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.dup2(high, 3)
+    os.closerange(4, 65536)
+
+
+def _load(code: str, entry_point: str) -> Any:
+    module = types.ModuleType(MODULE)
+    sys.modules[MODULE] = module  # dataclasses and typing look their module up
+    exec(compile(code, "<completion>", "exec"), module.__dict__)
+    function = module.__dict__[entry_point]
+    if not callable(function):
+        raise TypeError(f"{entry_point} is no function")
+    return function
+
+
+def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
+    try:
+        returned = function(*load(call["args"]), **load(call["kwargs"]))
+        return {"value": dump(returned)}
+    except NotPlain as error:
+        return {"error": ["NotPlain", str(error)]}
+    except BaseException as error:
+        return {"error": _describe(error)}
+
+
+def _describe(error: BaseException) -> list[str]:
+    """The name of the nearest builtin exception, and the message."""
+    names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    try:
+        message = str(error)
+    except BaseException:
+        message = ""
+    return [names[0], message[:500]]

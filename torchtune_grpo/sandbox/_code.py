@@ -1,0 +1,210 @@
+"""One sandbox: a completion in one process, its test in another, and a verdict that is proven."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import random
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
+from torchtune_grpo.sandbox._wire import PeerGone, receive
+
+_MEGABYTE = 2**20
+_MAX_VERDICT = 2**16  # bytes
+
+
+class SandboxError(RuntimeError):
+    """The sandbox failed, not the completion."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a completion may use.
+
+    Args:
+        seconds (float): from its start to the end of its test; then all its processes are killed.
+        megabytes (int): of memory in each process, and of files in all.
+        processes (int): at once, threads included.
+    """
+
+    seconds: float = 5.0
+    megabytes: int = 512
+    processes: int = 16
+
+    def for_completion(self) -> dict[str, int]:
+        """Resource limits of the completion's processes."""
+        return {
+            "CPU": math.ceil(self.seconds) + 1,
+            "AS": self.megabytes * _MEGABYTE,
+            "NPROC": self.processes,
+            "FSIZE": 16 * _MEGABYTE,
+            "NOFILE": 64,
+            "CORE": 0,
+        }
+
+    def for_test(self) -> dict[str, int]:
+        """Resource limits of the test's process."""
+        return {
+            "CPU": math.ceil(self.seconds) + 1,
+            "AS": 2 * self.megabytes * _MEGABYTE,
+            "FSIZE": 0,
+            "CORE": 0,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a completion passed its test, and why not."""
+
+    passed: bool
+    why: str = ""
+
+
+@dataclass
+class CodeSandbox:
+    """Judges one completion at a time. Starts its two processes when it first needs them.
+
+    Args:
+        limits (Limits): what a completion may use.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    _candidates: ServerProcess | None = None
+    _checkers: ServerProcess | None = None
+    # A user of its own, so that the limit on processes counts this sandbox's alone.
+    _uid: int | None = field(
+        default_factory=lambda: (
+            random.SystemRandom().randrange(20_000, 60_000) if os.geteuid() == 0 else None
+        )
+    )
+
+    def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
+        """Runs a test on a completion's function.
+
+        Args:
+            code (str): the completion's program.
+            setup (str): what the test may use besides: the prompt's imports and helpers.
+            test (str): defines ``check(candidate)``, or calls the function by its name.
+            entry_point (str): the function's name.
+
+        Returns:
+            The verdict. When it is there, no process and no file of the completion is left.
+
+        Raises:
+            SandboxError: if no verdict can be had for reasons that lie not in the completion.
+        """
+        self._start()
+        assert self._candidates is not None and self._checkers is not None
+        folder = "/tmp"
+        if not self._candidates.facts["namespaces"]:
+            folder = self._make_folder()
+        try:
+            verdict = self._run(code, setup, test, entry_point, folder)
+        finally:
+            if folder != "/tmp":
+                shutil.rmtree(folder, ignore_errors=True)
+        return verdict
+
+    def confinement(self) -> str:
+        """What fences a completion in, in words; empty if nothing is missing."""
+        self._start()
+        assert self._candidates is not None
+        return str(self._candidates.facts["refusal"])
+
+    def close(self) -> None:
+        """Ends both processes and whatever runs there."""
+        for server in (self._candidates, self._checkers):
+            if server is not None:
+                server.close()
+        self._candidates = self._checkers = None
+
+    def _start(self) -> None:
+        try:
+            self._candidates = self._candidates or ServerProcess("candidate")
+            self._checkers = self._checkers or ServerProcess("checker")
+        except (ServerLost, OSError) as error:
+            self.close()
+            raise SandboxError(f"the sandbox did not start: {error}") from error
+
+    def _make_folder(self) -> str:
+        folder = tempfile.mkdtemp(prefix="torchtune_grpo_code_")
+        if self._uid is not None:
+            os.chown(folder, self._uid, self._uid)
+        return folder
+
+    def _run(self, code: str, setup: str, test: str, entry_point: str, folder: str) -> Verdict:
+        assert self._candidates is not None and self._checkers is not None
+        deadline = time.monotonic() + self.limits.seconds
+        secret = secrets.token_hex(16)
+        ours, theirs = socket.socketpair()
+        calls = socket.socketpair()
+        program = {
+            "code": code,
+            "entry_point": entry_point,
+            "folder": folder,
+            "limits": self.limits.for_completion(),
+            "megabytes": self.limits.megabytes,
+            "uid": self._uid,
+            "namespaces": self._candidates.facts["namespaces"],
+        }
+        exam = {
+            "setup": setup,
+            "test": test,
+            "entry_point": entry_point,
+            "limits": self.limits.for_test(),
+            "secret": secret,
+        }
+        with ours, theirs, calls[0], calls[1]:
+            lost = self._tell("_candidates", "start", program, [calls[0]])
+            lost += self._tell("_checkers", "start", exam, [calls[1], theirs])
+            # With these ends closed, the death of one side is seen by the other.
+            for end in (theirs, *calls):
+                end.close()
+            report = None if lost else _read_verdict(ours, deadline, secret)
+        lost += self._tell("_candidates", "request_stop") + self._tell("_checkers", "request_stop")
+        lost += self._tell("_candidates", "await_stop") + self._tell("_checkers", "await_stop")
+        if "_checkers" in lost:
+            raise SandboxError("the process that runs the test was lost")
+        if lost:
+            return Verdict(False, "the completion brought its sandbox down")
+        if report is None:
+            return Verdict(False, f"no verdict within {self.limits.seconds} s")
+        if report["unsendable"]:
+            raise SandboxError(f"the test passes what cannot be sent: {report['unsendable']}")
+        return Verdict(report["passed"], report["why"])
+
+    def _tell(
+        self, name: str, action: str, request: Any = None, ends: list[socket.socket] | None = None
+    ) -> list[str]:
+        """Calls a server; one that is lost is dropped, and named in the list returned."""
+        server: ServerProcess | None = getattr(self, name)
+        if server is None:
+            return []
+        try:
+            if ends is not None:
+                server.start(request, fds=[end.fileno() for end in ends])
+            else:
+                getattr(server, action)()
+        except ServerLost:
+            setattr(self, name, None)
+            return [name]
+        return []
+
+
+def _read_verdict(sock: socket.socket, deadline: float, secret: str) -> dict[str, Any] | None:
+    """The checker's report, or None if it never came."""
+    try:
+        report = receive(sock, limit=_MAX_VERDICT, deadline=deadline)
+    except (TimeoutError, PeerGone):
+        return None
+    if not hmac.compare_digest(report["secret"], secret):
+        return None
+    return dict(report)

@@ -1,0 +1,75 @@
+"""Landlock: a process gives up files, signals and TCP for itself and its children, unprivileged.
+
+See landlock(7). It is the fence where namespaces are not allowed, and a second one where they are:
+beyond the files, a process under Landlock cannot trace one that is not, and with ABI 6 it cannot
+send it signals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from torchtune_grpo.sandbox import _kernel
+
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # on every architecture
+_VERSION_FLAG, _PATH_BENEATH = 1, 1
+_EXECUTE, _READ_FILE, _READ_DIR, _WRITE_FILE, _TRUNCATE = 1, 4, 8, 2, 1 << 14
+# The rights that each version of the interface knows; ABI 1 has the first 13.
+_FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
+_ALL_FILE_RIGHTS = (1 << 16) - 1  # from ABI 5 on
+_TCP_RIGHTS, _SCOPES = 3, 3  # from ABI 4 on, from ABI 6 on
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("files", "network", "scoped")]
+
+
+class _Beneath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32)]
+
+
+def landlock_version() -> int:
+    """The kernel's version of the interface, 0 if it has none."""
+    arguments = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION_FLAG))
+    version = _kernel._libc.syscall(ctypes.c_long(_CREATE), *arguments)
+    return max(int(version), 0)
+
+
+def restrict_files(*, readable: list[str] | None, writable: str) -> bool:
+    """Leaves this process some files to read, and one folder to write to.
+
+    Args:
+        readable (list[str] | None): files and folders; None for what a Python program needs.
+        writable (str): a folder.
+
+    Returns:
+        Whether the kernel knows Landlock.
+    """
+    version = landlock_version()
+    if not version:
+        return False
+    rights = _FILE_RIGHTS.get(version, _ALL_FILE_RIGHTS)
+    ruleset = _Ruleset(rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    arguments = (ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
+    fd = _kernel._call("syscall", ctypes.c_long(_CREATE), *arguments)
+    for path in readable if readable is not None else _kernel.visible_paths():
+        _allow(fd, path, rights & (_READ_FILE | _READ_DIR | _EXECUTE))
+    for path in _kernel.DEVICES:
+        _allow(fd, path, rights & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
+    _allow(fd, writable, rights)
+    _kernel._call("syscall", ctypes.c_long(_RESTRICT), fd, ctypes.c_uint32(0))
+    os.close(fd)
+    return True
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if not os.path.isdir(path):  # the kernel refuses a folder's rights for a file
+        rights &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
+    rule = _Beneath(rights, fd)
+    arguments = (ruleset, _PATH_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
+    _kernel._call("syscall", ctypes.c_long(_ADD_RULE), *arguments)
+    os.close(fd)

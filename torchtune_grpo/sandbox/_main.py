@@ -1,0 +1,59 @@
+"""What the processes of this package run: ``main(role, fd)``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+
+from torchtune_grpo.sandbox import _kernel
+from torchtune_grpo.sandbox._server import Task, serve
+from torchtune_grpo.sandbox._wire import send
+
+
+def main(role: str, fd: int) -> None:
+    """Serves one owner, which holds the other end of the socket.
+
+    Args:
+        role (str): ``candidate``, ``checker`` or ``reward``.
+        fd (int): the socket.
+    """
+    control = socket.socket(fileno=fd)
+    if role == "candidate":
+        _serve_candidates(control)
+    elif role == "checker":
+        from torchtune_grpo.sandbox._checker import run_checker
+
+        _serve(control, run_checker)
+    else:
+        from torchtune_grpo.sandbox._rewarder import run_rewards
+
+        _serve(control, run_rewards)
+
+
+def _serve(control: socket.socket, task: Task) -> None:
+    send(control, {"ready": True})
+    serve(control, task, owns_pid_namespace=False)
+
+
+def _serve_candidates(control: socket.socket) -> None:
+    from torchtune_grpo.sandbox._candidate import PRELOADED, run_candidate
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    refusal = _kernel.enter_namespaces()
+    if refusal:
+        send(control, {"ready": True, "namespaces": False, "refusal": refusal})
+        serve(control, run_candidate, owns_pid_namespace=False)
+        return
+    paths = _kernel.visible_paths()
+    first = os.fork()
+    if first:  # the first process of the new pid namespace is the server; this one waits for it
+        control.close()
+        os.waitpid(first, 0)
+        return
+    _kernel.die_with_parent()
+    _kernel.hide_files(paths)
+    send(control, {"ready": True, "namespaces": True, "refusal": ""})
+    serve(control, run_candidate, owns_pid_namespace=True)
+    os._exit(0)

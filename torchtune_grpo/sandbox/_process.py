@@ -1,0 +1,122 @@
+"""The owner's side: a server process, started when needed and replaced when lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune_grpo.sandbox._wire import PeerGone, receive, send
+
+_PACKAGES = str(Path(__file__).parents[2])
+# The import path ends up without this package's folder, which holds nothing for a completion.
+_BOOT = (
+    "import sys; sys.path.insert(0, {path!r}); from torchtune_grpo.sandbox._main import main; "
+    "sys.path.remove({path!r}); main({role!r}, {fd})"
+)
+_START_SECONDS = 60.0  # on a busy machine; it takes 0.1
+_STOP_SECONDS = 10.0
+
+# What a launcher such as torchrun says about its ranks, and what makes a process see a GPU.
+_RANK_PREFIXES = ("TORCHELASTIC_", "NCCL_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_", "CUDA_")
+_RANK_NAMES = ("RANK", "WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+
+class ServerLost(Exception):
+    """A server process does not answer."""
+
+
+def bare_environment() -> dict[str, str]:
+    """For processes that run foreign code: nothing of this process's environment."""
+    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+
+
+def rankless_environment() -> dict[str, str]:
+    """This process's environment without its rank and its GPUs."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANK_NAMES and not name.startswith(_RANK_PREFIXES)
+    }
+    return {**kept, "CUDA_VISIBLE_DEVICES": ""}
+
+
+class ServerProcess:
+    """A process that runs :func:`torchtune_grpo.sandbox._server.serve`.
+
+    Args:
+        role (str): ``candidate``, ``checker`` or ``reward``.
+    """
+
+    def __init__(self, role: str) -> None:
+        ours, theirs = socket.socketpair()
+        trusted = role == "reward"
+        boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno())
+        options = [] if trusted else ["-I", "-S"]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, "-c", boot],
+                stdin=subprocess.DEVNULL,
+                stdout=None if trusted else subprocess.DEVNULL,
+                stderr=None if trusted else subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=rankless_environment() if trusted else bare_environment(),
+                cwd=None if trusted else "/",
+                start_new_session=True,
+            )
+        self._control = ours
+        self.facts = self._ask(_START_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def start(self, request: dict[str, Any], *, fds: Sequence[int] = ()) -> None:
+        """Forks a task there.
+
+        Raises:
+            ServerLost: if the server is gone; it is closed then.
+        """
+        self._send({"do": "start", **request}, fds)
+
+    def request_stop(self) -> None:
+        """Asks for the end of all that runs there; :meth:`await_stop` waits for it."""
+        self._send({"do": "stop"})
+
+    def await_stop(self) -> None:
+        """Returns when no process of any task is left.
+
+        Raises:
+            ServerLost: if that cannot be had; everything is killed then all the same.
+        """
+        self._ask(_STOP_SECONDS)
+
+    def close(self) -> None:
+        """Ends the server and all that runs there, and leaves no zombie."""
+        self._control.close()  # the server kills its tasks and ends
+        try:
+            self._process.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        try:
+            send(self._control, message, fds=fds)
+        except PeerGone as error:
+            self.close()
+            raise ServerLost(f"a sandbox server ended: {error}") from error
+
+    def _ask(self, seconds: float) -> Any:
+        try:
+            return receive(self._control, deadline=time.monotonic() + seconds)
+        except (PeerGone, TimeoutError) as error:
+            self.close()
+            raise ServerLost(f"a sandbox server did not answer: {error!r}") from error

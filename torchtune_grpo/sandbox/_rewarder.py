@@ -1,0 +1,92 @@
+"""Runs a user's reward in a process of its own, one completion at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import pickle
+import socket
+import sys
+import traceback
+from functools import partial
+from typing import Any
+
+from torchtune_grpo.reward_contract import ContractError, RewardNotes, check_returned
+from torchtune_grpo.sandbox._wire import PeerGone, parse, receive_bytes, send
+
+# The descriptor of the owner's requests; those below are the usual three.
+_REQUESTS = 3
+
+
+def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
+    """Loads a reward and calls it for each request, until the socket closes.
+
+    Args:
+        request (dict[str, Any]): ``path``, ``arguments``, ``name``, ``import_path`` and ``folder``.
+        fds (list[int]): the socket. Requests are pickles, because a data set's columns may hold
+            anything and their sender is this process's owner; answers are plain data.
+    """
+    os.dup2(fds[0], _REQUESTS)
+    os.closerange(_REQUESTS + 1, 65536)
+    requests = socket.socket(fileno=_REQUESTS)
+    # Not for the reward's children: one that outlives it must not hold the socket open.
+    os.set_inheritable(_REQUESTS, False)
+    os.chdir(request["folder"])
+    sys.path[:] = request["import_path"]
+    try:
+        function = load_component(request["path"])
+        if inspect.isclass(function):
+            function = function(**request["arguments"])
+        else:
+            function = partial(function, **request["arguments"])
+    except BaseException:
+        send(requests, {"error": traceback.format_exc(limit=-3)})
+        return
+    send(requests, {"ready": True})
+    while True:
+        try:
+            data, _ = receive_bytes(requests)
+        except PeerGone:
+            return
+        send(requests, _answer(function, pickle.loads(data), name=request["name"]))
+
+
+def load_component(path: str) -> Any:
+    """``module.name`` -> the object."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _answer(function: Any, arguments: dict[str, Any], *, name: str) -> dict[str, Any]:
+    notes = RewardNotes(1)
+    if arguments.pop("notes"):
+        arguments |= notes.functions()
+    try:
+        returned = function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_wait(returned))
+        (score,) = check_returned(returned, name=name, count=1)
+        if isinstance(score, Exception):
+            raise score
+    except ContractError as error:
+        return {"contract": str(error)}
+    except Exception:
+        return {"error": traceback.format_exc(limit=-3)}
+    extra = {column: parse_or_text(values[0]) for column, values in notes.extra.items()}
+    return {"value": score, "extra": extra, "metrics": notes.metrics}
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def parse_or_text(value: Any) -> Any:
+    """What of a value can be sent as plain data: itself, or its text."""
+    try:
+        import json
+
+        return parse(json.dumps(value).encode())
+    except (TypeError, ValueError, PeerGone):
+        return str(value)

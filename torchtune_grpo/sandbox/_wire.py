@@ -1,0 +1,128 @@
+"""Messages over a stream socket: four bytes of length, then the bytes; file descriptors on top."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+
+# Far above what a test or a completion needs; a peer that announces more is not read.
+MAX_BYTES = 64 * 2**20
+
+
+class PeerGone(Exception):
+    """The other side closed the socket, or sent what cannot be read."""
+
+
+def send_bytes(sock: socket.socket, data: bytes, *, fds: Sequence[int] = ()) -> None:
+    """Sends one message, together with open files.
+
+    Raises:
+        PeerGone: if nobody is there to read it.
+    """
+    try:
+        if fds:
+            socket.send_fds(sock, [_LENGTH.pack(len(data))], list(fds))
+            sock.sendall(data)
+        else:
+            sock.sendall(_LENGTH.pack(len(data)) + data)
+    except OSError as error:
+        raise PeerGone(str(error)) from error
+
+
+def receive_bytes(
+    sock: socket.socket,
+    *,
+    limit: int = MAX_BYTES,
+    deadline: float | None = None,
+    max_fds: int = 0,
+) -> tuple[bytes, list[int]]:
+    """Reads one message.
+
+    Args:
+        sock (socket.socket): a blocking stream socket.
+        limit (int): a longer message is not read.
+        deadline (float | None): on ``time.monotonic``'s clock; None waits forever.
+        max_fds (int): how many open files may come with it.
+
+    Returns:
+        The message, and the descriptors that came with it.
+
+    Raises:
+        TimeoutError: if it has not come whole by the deadline.
+        PeerGone: if it never will, or is longer than ``limit``.
+    """
+    header, fds = _read(sock, _LENGTH.size, deadline, max_fds)
+    (length,) = _LENGTH.unpack(header)
+    if length > limit:
+        _close(fds)
+        raise PeerGone(f"a message of {length} bytes, more than {limit}")
+    try:
+        return _read(sock, length, deadline, 0)[0], fds
+    except BaseException:
+        _close(fds)
+        raise
+
+
+def send(sock: socket.socket, message: Any, *, fds: Sequence[int] = ()) -> None:
+    """Sends a message of plain data; see :func:`send_bytes`."""
+    send_bytes(sock, json.dumps(message).encode(), fds=fds)
+
+
+def receive(sock: socket.socket, *, limit: int = MAX_BYTES, deadline: float | None = None) -> Any:
+    """Reads a message of plain data; see :func:`receive_bytes`."""
+    data, _ = receive_bytes(sock, limit=limit, deadline=deadline)
+    return parse(data)
+
+
+def parse(data: bytes) -> Any:
+    """JSON -> value.
+
+    Raises:
+        PeerGone: if it is none, or nested too deep.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PeerGone(f"not a message: {error}") from error
+
+
+def _read(
+    sock: socket.socket, count: int, deadline: float | None, max_fds: int
+) -> tuple[bytes, list[int]]:
+    parts: list[bytes] = []
+    fds: list[int] = []
+    while count:
+        if deadline is not None:
+            # poll and not select, which cannot watch descriptors beyond 1,023.
+            waiter = select.poll()
+            waiter.register(sock, select.POLLIN)
+            if not waiter.poll(max(deadline - time.monotonic(), 0) * 1000):
+                _close(fds)
+                raise TimeoutError
+        try:
+            if max_fds and not parts:
+                part, fds, _, _ = socket.recv_fds(sock, count, max_fds)
+            else:
+                part = sock.recv(min(count, 2**20))
+        except OSError as error:
+            _close(fds)
+            raise PeerGone(str(error)) from error
+        if not part:
+            _close(fds)
+            raise PeerGone("closed")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts), fds
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
