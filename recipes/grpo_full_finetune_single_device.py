@@ -43,6 +43,7 @@ from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import in_order, response_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
+from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet, TrainerState
@@ -92,6 +93,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._metric_logger = config.instantiate(self.cfg.metric_logger)
         self._metric_logger.log_config(cfg)
         self._run_log = RunLog(self._output_dir, num_completions=self.cfg.log_completions)
+        self._guard = NonFiniteGuard(self._output_dir, max_steps=self.cfg.max_nonfinite_steps)
         self._profiler = self._setup_profiler()
 
         self._checkpointer = make_checkpointer(self.cfg.checkpointer, output_dir=self._output_dir)
@@ -268,6 +270,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             num_tokens=int(trajectory.response_mask.sum()),
             max_generated_tokens=self.cfg.max_generated_tokens,
         )
+        loss = torch.zeros((), device=self._device)
         known = []
         for micro_batch in parts:
             part = trajectory.select(micro_batch.rows)  # n rows
@@ -289,6 +292,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 corrections=self._corrections(part, logprobs),
             )
             output.loss.backward()
+            loss += output.loss.detach()
             metrics.add_update(
                 part,
                 output,
@@ -300,13 +304,22 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             known.append(logprobs.detach())
         if trajectory.old_logprobs is None:  # for the next of ppo_epochs
             trajectory.old_logprobs = in_order(known, parts)
-        if self.cfg.clip_grad_norm is not None:
-            grad_norm = torch.nn.utils.clip_grad_norm_(
-                self._model.parameters(), max_norm=self.cfg.clip_grad_norm
-            )
-            metrics.add_max("grad_norm", grad_norm.item())
+        grad_norm = total_grad_norm(self._model.parameters())
+        metrics.add_max("grad_norm", grad_norm.item())
         metrics.add_max("lr", float(self._optimizer.param_groups[0]["lr"]))
-        self._optimizer.step()
+        if self._guard.allows_step(
+            loss=loss,
+            grad_norm=grad_norm,
+            model=self._model,
+            trajectory=trajectory,
+            step=self.global_step + 1,
+        ):
+            if self.cfg.clip_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._model.parameters(), self.cfg.clip_grad_norm, grad_norm
+                )
+            self._optimizer.step()
+        metrics.add_max("nonfinite_steps", self._guard.skipped)
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()

@@ -75,7 +75,7 @@ def set_aside_previous_run(output_dir: Path) -> None:
 
     Otherwise the new run, once interrupted, could resume from the old one's checkpoint.
     """
-    names = ("metrics.jsonl", "completions.jsonl")
+    names = ("metrics.jsonl", "completions.jsonl", "nonfinite")
     left = [
         *output_dir.glob("step_*"),
         *(output_dir / n for n in names if (output_dir / n).exists()),

@@ -181,6 +181,11 @@ class GRPOConfig:
         "Component: torchtune's learning-rate schedule; null = constant", None
     )
     clip_grad_norm: float | None = positive("Largest gradient norm; null = no clipping", None)
+    max_nonfinite_steps: int = positive(
+        "Stop after so many optimizer steps in a row were skipped for a loss or gradient that is "
+        "not finite",
+        3,
+    )
     # Machine
     device: str = key("cuda, cpu, ...", "cuda")
     dtype: str = key(

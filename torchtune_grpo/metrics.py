@@ -182,8 +182,9 @@ class RunLog:
             _append_jsonl(path, [record for record in records if record["step"] <= step])
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends a step's numbers."""
-        _append_jsonl(self._metrics, [{"step": step, **values}])
+        """Appends a step's numbers; JSON has null for those that are not finite."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        _append_jsonl(self._metrics, [{"step": step, **finite}])
 
     def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:
         """Appends the first completions of a step, with their rewards and advantages."""

@@ -17,7 +17,7 @@ Series = tuple[list[int], list[float]]
 
 def series(records: list[dict[str, Any]], name: str) -> Series:
     """Steps and values of one metric, where it was recorded."""
-    found = [(record["step"], record[name]) for record in records if name in record]
+    found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -2,9 +2,11 @@
 
 import json
 
+import torch
 import yaml
 from processes import processes_with
 from runs import RECIPE, metrics, run_tiny, tiny_overrides, tune
+from safetensors.torch import load_file
 
 CONFIG = "llama3_2_1B_lora_grpo"
 NO_EVALUATION = ("eval_dataset=null", "eval_every_n_steps=null")
@@ -68,6 +70,34 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     reward = "rewards=[{_component_: my_rewards.broken}]"
     done = run_tiny(CONFIG, tmp_path, reward, *NO_EVALUATION, check=False)
     assert done.returncode != 0
-    error = "\n".join(done.stdout.splitlines()[-2:])
-    assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in error
-    assert "KeyError: 'my bug'" in error and "max_reward_failure_share=0.25" in error
+    assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in done.stdout
+    assert "first at index 0: KeyError: 'my bug'\nThat is more than max_rew" in done.stdout
+
+
+BREAKING_LOSS = """
+import torch
+from torchtune_grpo.loss import GRPOLoss
+
+class BreakingLoss(GRPOLoss):
+    calls = 0
+    def __call__(self, *, logprobs, **more):
+        type(self).calls += 1
+        if self.calls == 3:
+            logprobs = logprobs * float("nan")
+        return super().__call__(logprobs=logprobs, **more)
+"""
+
+
+def test_a_nan_skips_the_step_and_the_run_goes_on(tmp_path):
+    """The second of three steps breaks; weights stay finite, the third step trains on."""
+    (tmp_path / "my_loss.py").write_text(BREAKING_LOSS)
+    overrides = ["loss._component_=my_loss.BreakingLoss", "num_steps=3", "grpo_samples=4"]
+    overrides += ["batch_size=2", "gradient_accumulation_steps=2", "forward_batch_size=8"]
+    run_tiny(CONFIG, tmp_path, *overrides, *NO_EVALUATION)
+    steps = metrics(tmp_path / "out")
+    assert [step["nonfinite_steps"] for step in steps] == [0, 1, 1]
+    assert [step["loss"] is None for step in steps] == [False, True, False]
+    record = torch.load(tmp_path / "out/nonfinite/step_000002_1.pt", weights_only=True)
+    assert len(record["completions"]) == 16 and record["parameters"]
+    weights = load_file(next((tmp_path / "out/step_000003").glob("model-*.safetensors")))
+    assert all(value.isfinite().all() for value in weights.values())

@@ -1,0 +1,113 @@
+"""A loss or gradient that is not finite: no step, a file, and an end after several in a row."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtune_grpo.metrics import RunLog
+from torchtune_grpo.nonfinite import NonFiniteError, NonFiniteGuard, total_grad_norm
+from torchtune_grpo.trajectory import Trajectory
+
+BAD = [torch.nan, torch.inf, -torch.inf]
+
+
+def make_trajectory() -> Trajectory:
+    return Trajectory(
+        tokens=torch.arange(12).view(2, 6),
+        prompt_lengths=torch.tensor([2, 3]),
+        response_mask=torch.tensor([[True, True, True], [True, False, False]]),
+        truncated=torch.tensor([False, True]),
+        sampler_logprobs=torch.zeros(2, 3),
+        prompts=["p", "p"],
+        completions=["c", "d"],
+        columns={"answer": ["1", "1"]},
+        advantages=torch.tensor([1.0, -1.0]),
+    )
+
+
+def decide(guard: NonFiniteGuard, *, loss: float = 0.5, grad: float = 1.0, step: int = 1) -> bool:
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[0.0, grad]])
+    return guard.allows_step(
+        loss=torch.tensor(loss),
+        grad_norm=total_grad_norm(model.parameters()),
+        model=model,
+        trajectory=make_trajectory(),
+        step=step,
+    )
+
+
+def test_completion_ids_are_the_responses_without_prompt_and_padding():
+    assert make_trajectory().completion_ids == [[2, 3, 4], [9]]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("what", ["loss", "grad"])
+def test_the_step_is_refused_and_the_batch_kept(tmp_path, what, bad):
+    guard = NonFiniteGuard(tmp_path, max_steps=3)
+    assert decide(guard) and not (tmp_path / "nonfinite").exists()
+    assert not decide(guard, **{what: bad}, step=7)
+    record = torch.load(tmp_path / "nonfinite/step_000007_1.pt", weights_only=True)
+    assert record["parameters"] == (["weight"] if what == "grad" else [])
+    assert record["completions"] == ["c", "d"] and record["columns"] == {"answer": ["1", "1"]}
+    assert record["tokens"].equal(make_trajectory().tokens)
+    assert record["advantages"].tolist() == [1, -1] and record["step"] == 7
+    assert str(record["loss" if what == "loss" else "grad_norm"]) in ("nan", "inf", "-inf")
+    assert guard.skipped == 1
+
+
+def test_only_an_unbroken_row_stops_the_run(tmp_path):
+    guard = NonFiniteGuard(tmp_path, max_steps=3)
+    assert [decide(guard, loss=loss) for loss in (torch.nan, torch.nan, 1.0, torch.nan)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert not decide(guard, grad=torch.inf)
+    with pytest.raises(NonFiniteError, match="3 in a row .max_nonfinite_steps"):
+        decide(guard, grad=torch.inf)
+    assert guard.skipped == 5 and len(list((tmp_path / "nonfinite").iterdir())) == 5
+
+
+def test_the_norm_is_that_of_clipping():
+    model = torch.nn.Linear(3, 2)
+    assert total_grad_norm(model.parameters()) == 0
+    model(torch.ones(1, 3)).square().sum().backward()
+    norm = total_grad_norm(model.parameters())
+    assert norm == torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def _rank(rank: int, folder: str, answers) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    guard = NonFiniteGuard(Path(folder), max_steps=5)
+    losses = [1.0, torch.nan if rank == 1 else 1.0, 1.0]
+    answers.put((rank, [decide(guard, loss=loss, step=s) for s, loss in enumerate(losses)]))
+    dist.destroy_process_group()
+
+
+def test_all_ranks_decide_alike(tmp_path):
+    """Only rank 1 sees the NaN; if rank 0 stepped, their weights would differ from then on."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), answers)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    decisions = dict(answers.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    assert decisions == {0: [True, False, True], 1: [True, False, True]}
+    assert sorted(p.name for p in (tmp_path / "nonfinite").iterdir()) == [
+        "step_000001_1_rank_0.pt",
+        "step_000001_1_rank_1.pt",
+    ]
+
+
+def test_the_log_stays_json(tmp_path):
+    RunLog(tmp_path, num_completions=0).metrics(1, {"loss": float("nan"), "reward": 1.0})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "reward": 1.0}

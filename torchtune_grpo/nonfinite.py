@@ -1,0 +1,139 @@
+"""Keeps a loss or gradient that is infinite or NaN away from the weights, and the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtune.utils import get_logger
+
+from torchtune_grpo.trajectory import Trajectory
+
+log = get_logger("INFO")
+
+FOLDER = "nonfinite"
+
+
+class NonFiniteError(RuntimeError):
+    """Several optimizer steps in a row had a loss or gradient that is not finite."""
+
+
+def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients together; 0 if there are none.
+
+    Args:
+        parameters (Iterable[nn.Parameter]): those without a gradient are left out.
+
+    Returns:
+        Tensor: a scalar; infinite or NaN if any gradient is.
+    """
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    # Gradients that are sharded over ranks (FSDP2) give a norm that is as well.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class NonFiniteGuard:
+    """Decides about each optimizer step, alike on all ranks.
+
+    Args:
+        output_dir (Path): the batch goes to ``nonfinite/step_<n>.pt`` there, one file a rank.
+        max_steps (int): so many skipped optimizer steps in a row stop the run.
+    """
+
+    def __init__(self, output_dir: Path, *, max_steps: int) -> None:
+        self._folder = output_dir / FOLDER
+        self._max_steps = max_steps
+        self._in_a_row = 0
+        self.skipped = 0
+
+    def allows_step(
+        self,
+        *,
+        loss: Tensor,
+        grad_norm: Tensor,
+        model: nn.Module,
+        trajectory: Trajectory,
+        step: int,
+    ) -> bool:
+        """Whether the optimizer may step.
+
+        Args:
+            loss (Tensor): the optimizer step's, a scalar.
+            grad_norm (Tensor): of all gradients, a scalar.
+            model (nn.Module): holds the gradients.
+            trajectory (Trajectory): the N rows that gave them.
+            step (int): the step's number, for the file's name.
+
+        Returns:
+            False if loss or gradient is not finite on any rank; the batch is in a file then.
+
+        Raises:
+            NonFiniteError: if this is the last straw.
+        """
+        finite = bool(loss.isfinite().all() & grad_norm.isfinite().all())
+        if _on_all_ranks(finite, loss.device):
+            self._in_a_row = 0
+            return True
+        self.skipped += 1
+        self._in_a_row += 1
+        path = self._write(loss, grad_norm, model, trajectory, step)
+        message = (
+            f"Step {step}: loss {loss.item()} and gradient norm {grad_norm.item()} are not both "
+            f"finite{'' if not finite else ' on another rank'}; the optimizer step is skipped. The "
+            f"batch is in {path}."
+        )
+        if self._in_a_row >= self._max_steps:
+            raise NonFiniteError(
+                f"{message} That is {self._in_a_row} in a row (max_nonfinite_steps). Look at the "
+                "batch's rewards and log-probs; a lower learning rate or clip_grad_norm may help."
+            )
+        log.warning(message)
+        return False
+
+    def _write(
+        self, loss: Tensor, grad_norm: Tensor, model: nn.Module, trajectory: Trajectory, step: int
+    ) -> Path:
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": loss.item(),
+            "grad_norm": grad_norm.item(),
+            "parameters": nonfinite_gradients(model),
+            "prompts": trajectory.prompts,
+            "completions": trajectory.completions,
+            "columns": trajectory.columns,
+            **{name: tensor.detach().cpu() for name, tensor in trajectory.tensors().items()},
+        }
+        rank = f"_rank_{dist.get_rank()}" if _is_distributed() else ""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step_{step:06d}_{self.skipped}{rank}.pt"
+        torch.save(record, path)
+        return path
+
+
+def nonfinite_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient holds an infinity or a NaN."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all())
+    ]
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _on_all_ranks(flag: bool, device: torch.device) -> bool:
+    if not _is_distributed():
+        return flag
+    everyone = torch.tensor(int(flag), device=device)
+    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
+    return bool(everyone.item())
