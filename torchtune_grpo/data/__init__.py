@@ -3,6 +3,7 @@
 from torchtune_grpo.data._arithmetic import arithmetic_dataset
 from torchtune_grpo.data._collate import PromptBatch, collate_prompts
 from torchtune_grpo.data._gsm8k import gsm8k_dataset
+from torchtune_grpo.data._humaneval import humaneval_dataset
 from torchtune_grpo.data._order import step_indices
 from torchtune_grpo.data._rl_dataset import RLDataset
 
@@ -12,5 +13,6 @@ __all__ = [
     "arithmetic_dataset",
     "collate_prompts",
     "gsm8k_dataset",
+    "humaneval_dataset",
     "step_indices",
 ]

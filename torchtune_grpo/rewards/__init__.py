@@ -6,6 +6,7 @@ None says that the reward does not apply to a completion. docs/rewards.md tells 
 """
 
 from torchtune_grpo.reward_contract import TrainerState
+from torchtune_grpo.rewards._code import CodeReward, code_format_reward
 from torchtune_grpo.rewards._math import (
     grade_math_answer,
     math_correctness_reward,
@@ -16,12 +17,14 @@ from torchtune_grpo.rewards._reward import Reward, RewardFunction
 from torchtune_grpo.rewards._reward_set import RewardFailure, RewardScores, RewardSet
 
 __all__ = [
+    "CodeReward",
     "Reward",
     "RewardFailure",
     "RewardFunction",
     "RewardScores",
     "RewardSet",
     "TrainerState",
+    "code_format_reward",
     "grade_math_answer",
     "math_correctness_reward",
     "math_format_holds",

@@ -114,10 +114,29 @@ class CodeSandbox:
         return verdict
 
     def confinement(self) -> str:
-        """What fences a completion in, in words; empty if nothing is missing."""
+        """What fences a completion in, and what does not, in words."""
         self._start()
         assert self._candidates is not None
-        return str(self._candidates.facts["refusal"])
+        facts = self._candidates.facts
+        if facts["namespaces"]:
+            return (
+                "completions run in namespaces of their own: no network, no process and no file of "
+                "this machine but Python's library."
+            )
+        files = facts["landlock"]
+        return (
+            f"the kernel refuses namespaces here ({facts['refusal']}). Completions see only "
+            "Python's library and a folder of their own (Landlock)"
+            if files
+            else f"the kernel refuses namespaces ({facts['refusal']}) and has no Landlock. "
+            "Completions can READ THIS MACHINE'S FILES"
+        ) + (
+            ", cannot open TCP connections, but CAN SEND UDP PACKETS. Run in a container without "
+            "network, or allow user namespaces."
+            if files and facts["landlock"] >= 4
+            else " and can USE THE NETWORK. Run in a container without network and without the "
+            "tests' files, or allow user namespaces."
+        )
 
     def close(self) -> None:
         """Ends both processes and whatever runs there."""

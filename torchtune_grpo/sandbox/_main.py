@@ -38,12 +38,21 @@ def _serve(control: socket.socket, task: Task) -> None:
 
 def _serve_candidates(control: socket.socket) -> None:
     from torchtune_grpo.sandbox._candidate import PRELOADED, run_candidate
+    from torchtune_grpo.sandbox._landlock import landlock_version
 
     for name in PRELOADED:
         importlib.import_module(name)
     refusal = _kernel.enter_namespaces()
     if refusal:
-        send(control, {"ready": True, "namespaces": False, "refusal": refusal})
+        send(
+            control,
+            {
+                "ready": True,
+                "namespaces": False,
+                "refusal": refusal,
+                "landlock": landlock_version(),
+            },
+        )
         serve(control, run_candidate, owns_pid_namespace=False)
         return
     paths = _kernel.visible_paths()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +31,17 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
         task (Task): what a forked process does.
         owns_pid_namespace (bool): whether this is the first process of a pid namespace.
     """
-    sweep = _sweep_namespace if owns_pid_namespace else _sweep_descendants
+    tasks: list[int] = []
     if not owns_pid_namespace:
         _kernel.adopt_orphans()
+
+    def sweep() -> None:
+        if owns_pid_namespace:
+            _sweep_namespace()
+        else:
+            _sweep_descendants(tasks)
+        tasks.clear()
+
     while True:
         try:
             data, fds = receive_bytes(control, max_fds=MAX_FDS)
@@ -41,7 +50,7 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             sweep()
             return
         if request["do"] == "start":
-            _fork(control, task, request, fds)
+            tasks.append(_fork(control, task, request, fds))
             for fd in fds:
                 os.close(fd)
         else:
@@ -49,10 +58,11 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             send(control, {"stopped": True})
 
 
-def _fork(control: socket.socket, task: Task, request: dict[str, Any], fds: list[int]) -> None:
+def _fork(control: socket.socket, task: Task, request: dict[str, Any], fds: list[int]) -> int:
     server = os.getpid()
-    if os.fork():
-        return
+    process = os.fork()
+    if process:
+        return process
     try:
         _kernel.die_with_parent()
         if os.getppid() != server:
@@ -74,8 +84,13 @@ def _sweep_namespace() -> None:
     _reap()
 
 
-def _sweep_descendants() -> None:
-    while True:
+def _sweep_descendants(tasks: list[int]) -> None:
+    for process in tasks:  # not yet reaped, so that the ids are still theirs
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    # Whatever a task has left behind is this process's child now. Mostly there is nothing, and no
+    # need to look through the whole machine's processes.
+    while not _has_no_child():
         # Stopped first, so that none forks while the others are killed.
         for action in (signal.SIGSTOP, signal.SIGKILL):
             for process in _kernel.processes_of(os.getpid()):
@@ -83,15 +98,24 @@ def _sweep_descendants() -> None:
                     os.kill(process, action)
                 except ProcessLookupError:
                     pass
-        if not _kernel.processes_of(os.getpid()):
-            break
-    _reap()
+        time.sleep(0.001)
+        _reap(os.WNOHANG)
 
 
-def _reap() -> None:
+def _has_no_child() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _reap(options: int = 0) -> None:
     """Waits for all children; orphans of killed ones become children on the way."""
     while True:
         try:
-            os.waitpid(-1, 0)
+            process, _ = os.waitpid(-1, options)
         except ChildProcessError:
             return
+        if not process:
+            return  # WNOHANG, and none has ended

@@ -1,0 +1,205 @@
+"""Rewards for code: unit tests that a completion's function passes in a sandbox.
+
+The test and its expected values are never in the process that runs the completion. They are in
+another one, where the function is a stand-in that asks the first for an answer; only plain data
+gets across. docs/reward_hacking.md tells what that is good for.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torchtune.utils import get_logger
+
+from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError, Verdict
+
+log = get_logger("INFO")
+
+_END_THINK = "</think>"
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[ \t]*$", re.MULTILINE)
+_LANGUAGES = ("", "python", "python3", "py")
+
+# More than anybody writes for one function; far below what would slow a message down.
+MAX_CHARACTERS = 100_000
+
+
+def code_blocks(text: str) -> list[str]:
+    """The complete fenced blocks of Python (or of no named language), behind the thinking.
+
+    Args:
+        text (str): prefill and completion.
+
+    Returns:
+        The blocks' contents, in order.
+    """
+    text = text.rpartition(_END_THINK)[2]
+    fences = list(_FENCE.finditer(text))
+    pairs = zip(fences[::2], fences[1::2])
+    blocks = [
+        (opening.group(1), text[opening.end() + 1 : closing.start()]) for opening, closing in pairs
+    ]
+    return [block for language, block in blocks if language.lower() in _LANGUAGES]
+
+
+def extract_program(text: str, *, setup: str, entry_point: str) -> str:
+    """The program that a completion stands for.
+
+    It is ``setup`` and the last fenced block that defines the function. Without any such block the
+    text behind the thinking is the program, or, if it does not define the function, the
+    continuation of ``setup``, as a base model writes it.
+
+    Args:
+        text (str): prefill and completion.
+        setup (str): the prompt's code: imports, helpers, and the function's head.
+        entry_point (str): the function's name.
+
+    Returns:
+        Source code, which need not be valid.
+    """
+    defines = re.compile(rf"^(?:(?:async[ ]+)?def|class)[ ]+{re.escape(entry_point)}\b", re.M)
+    blocks = [block for block in code_blocks(text) if defines.search(block)]
+    if blocks:
+        return f"{setup}\n\n{blocks[-1]}\n"
+    tail = text.rpartition(_END_THINK)[2]
+    return f"{setup}\n\n{tail}\n" if defines.search(tail) else f"{setup}{tail}\n"
+
+
+def code_format_reward(
+    prompts: list[str], completions: list[str], *, entry_point: list[str], **columns: list[Any]
+) -> list[float]:
+    """Rewards one fenced Python block that defines the function, whatever it computes.
+
+    Args:
+        prompts (list[str]): N prompts; not used.
+        completions (list[str]): N texts.
+        entry_point (list[str]): N names of functions.
+        **columns (list[Any]): other columns of the data set; not used.
+
+    Returns:
+        N numbers, 1.0 where there is exactly one such block and 0.0 elsewhere.
+    """
+    scores = []
+    for text, name in zip(completions, entry_point, strict=True):
+        blocks = code_blocks(text)
+        head = re.compile(rf"^(?:async[ ]+)?def[ ]+{re.escape(name)}\b", re.M)
+        scores.append(float(len(blocks) == 1 and bool(head.search(blocks[0]))))
+    return scores
+
+
+class CodeReward:
+    """Rewards a function that passes its unit test: 1.0, and 0.0 for whatever else happens.
+
+    Args:
+        timeout (float): seconds for one completion and its test.
+        workers (int): completions at once.
+        memory_mb (int): megabytes of memory for each of a completion's processes.
+        processes (int): how many of these it may have at once, threads included.
+
+    Raises:
+        ValueError: if one of them is not positive.
+    """
+
+    __name__ = "code_reward"
+
+    def __init__(
+        self,
+        *,
+        timeout: float = 5.0,
+        workers: int = 2,
+        memory_mb: int = 512,
+        processes: int = 16,
+    ) -> None:
+        settings = {
+            "timeout": timeout,
+            "workers": workers,
+            "memory_mb": memory_mb,
+            "processes": processes,
+        }
+        for name, value in settings.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ValueError(f"rewards: {name} is {value!r}; give a number above 0.")
+        self._limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
+        self._workers = workers
+        self._sandboxes: list[CodeSandbox] = []
+        self._idle: queue.SimpleQueue[CodeSandbox] = queue.SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        *,
+        test: list[str],
+        entry_point: list[str],
+        setup: list[str] | None = None,
+        **columns: list[Any],
+    ) -> list[float | Exception]:
+        """Runs each completion's test.
+
+        Args:
+            prompts (list[str]): N prompts; not used.
+            completions (list[str]): N texts.
+            test (list[str]): N tests: code that defines ``check(candidate)``, as HumanEval's, or
+                that calls the function by its name, as MBPP's.
+            entry_point (list[str]): N names of functions.
+            setup (list[str] | None): N programs that precede both completion and test: the
+                prompt's imports and helpers. None = nothing.
+            **columns (list[Any]): other columns of the data set; not used.
+
+        Returns:
+            N numbers; an exception where the sandbox or the test itself failed.
+        """
+        verdicts = self.judge(
+            completions, test=test, entry_point=entry_point, setup=setup or [""] * len(completions)
+        )
+        return [v if isinstance(v, Exception) else float(v.passed) for v in verdicts]
+
+    def judge(
+        self, completions: list[str], *, test: list[str], entry_point: list[str], setup: list[str]
+    ) -> list[Verdict | Exception]:
+        """As a call, with the reasons. Equal programs with equal tests run once."""
+        jobs = list(zip(completions, test, entry_point, setup, strict=True))
+        distinct = dict.fromkeys(jobs)
+        self._start()
+        assert self._threads is not None
+        judged = dict(zip(distinct, self._threads.map(self._judge, distinct), strict=True))
+        return [judged[job] for job in jobs]
+
+    def close(self) -> None:
+        """Ends the sandboxes' processes; a later call starts new ones."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        for sandbox in self._sandboxes:
+            sandbox.close()
+        self._sandboxes = []
+        self._idle = queue.SimpleQueue()
+
+    def _start(self) -> None:
+        if self._threads is not None:
+            return
+        self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="code reward")
+        self._sandboxes = [CodeSandbox(self._limits) for _ in range(self._workers)]
+        for sandbox in self._sandboxes:
+            self._idle.put(sandbox)
+        log.info(f"Code rewards: {self._sandboxes[0].confinement()}")
+
+    def _judge(self, job: tuple[str, str, str, str]) -> Verdict | Exception:
+        text, test, entry_point, setup = job
+        if len(text) > MAX_CHARACTERS:
+            return Verdict(False, f"longer than {MAX_CHARACTERS} characters")
+        sandbox = self._idle.get()
+        try:
+            return sandbox.judge(
+                code=extract_program(text, setup=setup, entry_point=entry_point),
+                setup=setup,
+                test=test,
+                entry_point=entry_point,
+            )
+        except SandboxError as error:
+            return error
+        finally:
+            self._idle.put(sandbox)
