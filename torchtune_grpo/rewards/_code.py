@@ -97,9 +97,10 @@ class CodeReward:
         workers (int): completions at once.
         memory_mb (int): megabytes of memory for each of a completion's processes.
         processes (int): how many of these it may have at once, threads included.
+        unfenced (bool): whether to run where the kernel offers neither namespaces nor Landlock.
 
     Raises:
-        ValueError: if one of them is not positive.
+        ValueError: if a number is not positive.
     """
 
     __name__ = "code_reward"
@@ -111,6 +112,7 @@ class CodeReward:
         workers: int = 2,
         memory_mb: int = 512,
         processes: int = 16,
+        unfenced: bool = False,
     ) -> None:
         settings = {
             "timeout": timeout,
@@ -123,6 +125,7 @@ class CodeReward:
                 raise ValueError(f"rewards: {name} is {value!r}; give a number above 0.")
         self._limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
         self._workers = workers
+        self._unfenced = unfenced
         self._sandboxes: list[CodeSandbox] = []
         self._idle: queue.SimpleQueue[CodeSandbox] = queue.SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
@@ -151,6 +154,9 @@ class CodeReward:
 
         Returns:
             N numbers; an exception where the sandbox or the test itself failed.
+
+        Raises:
+            SandboxError: if there can be no sandbox on this machine.
         """
         verdicts = self.judge(
             completions, test=test, entry_point=entry_point, setup=setup or [""] * len(completions)
@@ -181,11 +187,13 @@ class CodeReward:
     def _start(self) -> None:
         if self._threads is not None:
             return
-        self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="code reward")
-        self._sandboxes = [CodeSandbox(self._limits) for _ in range(self._workers)]
+        self._sandboxes = [
+            CodeSandbox(self._limits, unfenced=self._unfenced) for _ in range(self._workers)
+        ]
         for sandbox in self._sandboxes:
             self._idle.put(sandbox)
         log.info(f"Code rewards: {self._sandboxes[0].confinement()}")
+        self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="code reward")
 
     def _judge(self, job: tuple[str, str, str, str]) -> Verdict | Exception:
         text, test, entry_point, setup = job

@@ -36,9 +36,9 @@ def run_candidate(request: dict[str, Any], fds: list[int]) -> None:
         fds (list[int]): the checker's socket.
     """
     _keep_only(fds[0])
-    _confine(request)
     calls = socket.socket(fileno=3)
     try:
+        _confine(request)
         function = _load(request["code"], request["entry_point"])
     except BaseException as error:
         send(calls, {"error": _describe(error)})
@@ -60,8 +60,10 @@ def _confine(request: dict[str, Any]) -> None:
     random.seed()
     os.umask(0o077)
     _kernel.set_limits(request["limits"])
-    _kernel.drop_privileges(request["uid"])
+    _kernel.refuse_privileges()
+    # As the user who may read Python's library; the files stay open to the one that comes next.
     restrict_files(readable=["/"] if request["namespaces"] else None, writable=folder)
+    _kernel.drop_privileges(request["uid"])
 
 
 def _keep_only(fd: int) -> None:

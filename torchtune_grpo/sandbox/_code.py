@@ -74,9 +74,14 @@ class CodeSandbox:
 
     Args:
         limits (Limits): what a completion may use.
+        namespaces (bool): False does without them, as where the kernel refuses them.
+        unfenced (bool): whether to go on where the kernel can neither hide this machine's files and
+            processes from a completion nor keep it from sending them signals.
     """
 
     limits: Limits = field(default_factory=Limits)
+    namespaces: bool = True
+    unfenced: bool = False
     _candidates: ServerProcess | None = None
     _checkers: ServerProcess | None = None
     # A user of its own, so that the limit on processes counts this sandbox's alone.
@@ -102,7 +107,10 @@ class CodeSandbox:
             SandboxError: if no verdict can be had for reasons that lie not in the completion.
         """
         self._start()
-        assert self._candidates is not None and self._checkers is not None
+        return self._judge(code, setup, test, entry_point)
+
+    def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
+        assert self._candidates is not None
         folder = "/tmp"
         if not self._candidates.facts["namespaces"]:
             folder = self._make_folder()
@@ -146,12 +154,35 @@ class CodeSandbox:
         self._candidates = self._checkers = None
 
     def _start(self) -> None:
+        if self._candidates is not None and self._checkers is not None:
+            return
         try:
-            self._candidates = self._candidates or ServerProcess("candidate")
+            self._candidates = self._candidates or ServerProcess(
+                "candidate" if self.namespaces else "candidate_without_namespaces"
+            )
             self._checkers = self._checkers or ServerProcess("checker")
         except (ServerLost, OSError) as error:
             self.close()
             raise SandboxError(f"the sandbox did not start: {error}") from error
+        self._check_fences(self._candidates.facts)
+        # Or else a sandbox that does not work here would look like a model that cannot code.
+        verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
+        if not verdict.passed:
+            self.close()
+            raise SandboxError(f"the sandbox does not work here: {verdict.why}")
+
+    def _check_fences(self, facts: dict[str, Any]) -> None:
+        # Without namespaces, Landlock hides files; it stops signals to processes of the same user
+        # from version 6 on.
+        fenced = facts["namespaces"] or facts["landlock"] >= (1 if self._uid is not None else 6)
+        if not (fenced or self.unfenced):
+            self.close()
+            raise SandboxError(
+                f"the kernel refuses namespaces here ({facts['refusal']}) and has Landlock version "
+                f"{facts['landlock']}, which is not enough. Code that a model wrote could read and "
+                "kill what belongs to you. Allow user namespaces, or run everything in a container "
+                "that may come to harm and set unfenced: true."
+            )
 
     def _make_folder(self) -> str:
         folder = tempfile.mkdtemp(prefix="torchtune_grpo_code_")

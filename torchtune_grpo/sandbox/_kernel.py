@@ -137,6 +137,11 @@ def _make_read_only(path: str) -> None:
     _call("syscall", ctypes.c_long(_SYS_MOUNT_SETATTR), -100, *arguments)
 
 
+def refuse_privileges() -> None:
+    """No program that is started from here on gets more rights than its parent has."""
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
 def drop_privileges(uid: int | None) -> None:
     """Gives up every capability, for good, and becomes user ``uid`` if that is possible."""
     for capability in range(64):
@@ -148,7 +153,6 @@ def drop_privileges(uid: int | None) -> None:
             os.setresuid(uid, uid, uid)
         except OSError:  # a container that maps no such user; the other fences stand
             pass
-    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _call("capset", header, (ctypes.c_uint32 * 6)())
     refuse_debuggers()

@@ -15,12 +15,12 @@ def main(role: str, fd: int) -> None:
     """Serves one owner, which holds the other end of the socket.
 
     Args:
-        role (str): ``candidate``, ``checker`` or ``reward``.
+        role (str): ``candidate``, ``candidate_without_namespaces``, ``checker`` or ``reward``.
         fd (int): the socket.
     """
     control = socket.socket(fileno=fd)
-    if role == "candidate":
-        _serve_candidates(control)
+    if role.startswith("candidate"):
+        _serve_candidates(control, namespaces=role == "candidate")
     elif role == "checker":
         from torchtune_grpo.sandbox._checker import run_checker
 
@@ -36,13 +36,13 @@ def _serve(control: socket.socket, task: Task) -> None:
     serve(control, task, owns_pid_namespace=False)
 
 
-def _serve_candidates(control: socket.socket) -> None:
+def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
     from torchtune_grpo.sandbox._candidate import PRELOADED, run_candidate
     from torchtune_grpo.sandbox._landlock import landlock_version
 
     for name in PRELOADED:
         importlib.import_module(name)
-    refusal = _kernel.enter_namespaces()
+    refusal = _kernel.enter_namespaces() if namespaces else "they are turned off"
     if refusal:
         send(
             control,

@@ -51,7 +51,7 @@ class ServerProcess:
     """A process that runs :func:`torchtune_grpo.sandbox._server.serve`.
 
     Args:
-        role (str): ``candidate``, ``checker`` or ``reward``.
+        role (str): as in :func:`torchtune_grpo.sandbox._main.main`.
     """
 
     def __init__(self, role: str) -> None:

@@ -1,0 +1,326 @@
+"""Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
+
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hostile_code import HONEST, KEY, QUICK, SLOW, TEST, WRONG
+from processes import children, wait_until
+
+from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
+from torchtune_grpo.rewards._code import code_blocks, extract_program
+from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError
+
+FENCES = ["namespaces", "landlock"]
+
+
+@pytest.fixture(scope="module", params=FENCES)
+def sandbox(request):
+    """One sandbox for all programs, so that one of them could harm the next."""
+    files, processes = set(os.listdir(tempfile.gettempdir())), set(children())
+    sandbox = CodeSandbox(Limits(seconds=0.7), namespaces=request.param == "namespaces")
+    if request.param == "namespaces" and "of their own" not in sandbox.confinement():
+        pytest.skip("the kernel refuses namespaces here")
+    yield sandbox
+    sandbox.close()
+    assert set(children()) == processes
+    left = {n for n in set(os.listdir(tempfile.gettempdir())) - files if "torchtune_grpo" in n}
+    assert not left
+
+
+def judge(sandbox, code, *, test=TEST, setup="", entry_point="solve"):
+    verdict = sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
+    assert bool(verdict.why) != verdict.passed
+    return verdict
+
+
+def passes_again(sandbox) -> bool:
+    return judge(sandbox, HONEST["plain"]).passed
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_programs_pass(sandbox, name):
+    assert judge(sandbox, HONEST[name]).passed
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_programs_fail(sandbox, name):
+    assert not judge(sandbox, WRONG[name]).passed
+
+
+def servers_tasks() -> list[int]:
+    """Processes that belong to a task of any sandbox of this process."""
+    return [task for server in children() for task in children(of=server)]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_hostile_programs_earn_nothing_and_leave_nothing(sandbox, name):
+    """And what comes after them in the same sandbox is judged as ever."""
+    before = servers_tasks()
+    start = time.monotonic()
+    verdict = judge(sandbox, QUICK.get(name) or SLOW[name].replace("PORT", "1"))
+    assert not verdict.passed
+    assert time.monotonic() - start < 5  # a second, and the time to kill and reap on a busy machine
+    assert servers_tasks() == before
+    assert passes_again(sandbox)
+
+
+def test_a_planted_file_is_nowhere(sandbox):
+    """The program of the zoo that writes to a dozen folders, among them Python's own library."""
+    judge(sandbox, QUICK["writes everywhere"])
+    folders = "/ /tmp /var/tmp /dev/shm /root /home /etc /usr/lib".split()
+    places = [Path(f) / "planted_by_a_completion" for f in [*folders, os.path.dirname(os.__file__)]]
+    assert not any(place.exists() for place in places)
+
+
+def test_the_network_is_out_of_reach(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.3)
+        port = server.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()
+        server.accept()[0].close()  # it can be reached from here
+        judge(sandbox, QUICK["talks to the network"].replace("PORT", str(port)))
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_files_of_this_machine_are_out_of_reach(sandbox, tmp_path):
+    """Whatever it finds it could turn into answers: the data set's file, this repository."""
+    (tmp_path / "tests.jsonl").write_text("answers")
+    os.chmod(tmp_path, 0o777)
+    for path in (tmp_path / "tests.jsonl", __file__, "/etc/passwd", f"/proc/{os.getpid()}/environ"):
+        why = judge(sandbox, f"open({str(path)!r}).read()").why
+        assert why.startswith(("FileNotFoundError", "PermissionError")), (path, why)
+
+
+def test_the_environment_is_scrubbed(sandbox, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "the-token")
+    fresh = CodeSandbox(sandbox.limits, namespaces=sandbox.namespaces)
+    why = judge(fresh, "import os\nraise ValueError(sorted(os.environ))").why
+    fresh.close()
+    assert why == "ValueError: ['HOME', 'LANG', 'PATH']"
+
+
+def test_nothing_carries_over_to_the_next_program(sandbox):
+    judge(
+        sandbox, "open('kept', 'w').write('x')\nimport math\nmath.kept = 1\ndef solve(n): return 1"
+    )
+    why = judge(
+        sandbox, "import os, math\nraise ValueError((os.listdir('.'), hasattr(math, 'kept')))"
+    )
+    assert why.why == "ValueError: ([], False)"
+
+
+def test_its_own_files_and_processes_are_allowed(sandbox):
+    code = f"""
+import os
+def solve(n):
+    open('scratch', 'w').write(str(n))
+    child = os.fork()
+    if child == 0: os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    return int(open('scratch').read()) ** 2 + {KEY}
+"""
+    assert judge(sandbox, code).passed
+
+
+def test_values_cross_as_what_they_are(sandbox):
+    test = """
+def check(candidate):
+    for value in [None, True, False, 0, -1, 2 ** 200, -0.0, 1e300, float('inf'), b'x',
+                  'ä\\ud800\\x00', 1j, [], (), {}, set(), frozenset([1]),
+                  [(1, [2.5, {'a': (None,)}])],
+                  {1: {2}, (1, 2): 'x', None: b''}, bytearray(b'y')]:
+        got = candidate(value, key=[value])
+        assert repr(got) == repr((value, [value])) and type(got[0]) is type(value), (got, value)
+    nan = candidate(float('nan'), key=1)[0]
+    assert nan != nan
+"""
+    assert judge(sandbox, "def solve(x, *, key): return (x, key)", test=test).passed
+    for subclass in ("collections.Counter('aa')", "collections.OrderedDict(a=2)"):
+        test = "assert solve() == {'a': 2} and type(solve()) is dict"
+        assert judge(
+            sandbox, f"import collections\ndef solve(): return {subclass}", test=test
+        ).passed
+
+
+def test_exceptions_cross_as_builtin_ones(sandbox):
+    test = """
+def check(candidate):
+    try: candidate(1)
+    except {0} as error: assert type(error) is {0} and 'mine' in str(error), repr(error)
+    else: assert False
+"""
+    own = "class Mine(LookupError): pass\n"
+    for raised, caught in (("ValueError", "ValueError"), ("Mine", "LookupError")):
+        code = f"{own}def solve(n): raise {raised}('mine')"
+        assert judge(sandbox, code, test=test.format(caught)).passed
+    code = "def solve(n): raise SystemExit('mine')"
+    assert not judge(sandbox, code, test=test.format("SystemExit")).passed
+
+
+@pytest.mark.parametrize("catch", ["except Exception: pass", "except: pass", "finally: return"])
+def test_a_test_that_catches_everything_does_not_pass_a_dead_program(sandbox, catch):
+    test = f"def check(candidate):\n    try: assert candidate(1) == 1\n    {catch}\n"
+    assert not judge(sandbox, "import os\ndef solve(n): os._exit(0)", test=test).passed
+    assert not judge(sandbox, "def solve(n): return object()", test=test).passed
+    assert judge(sandbox, "def solve(n): return 1", test=test).passed
+
+
+def test_a_test_that_calls_nothing_proves_nothing(sandbox):
+    assert "never called" in judge(sandbox, "def solve(n): return 1", test="assert True").why
+
+
+def test_a_test_that_cannot_be_sent_is_the_tests_fault(sandbox):
+    with pytest.raises(SandboxError, match="passes what cannot be sent: a function is no plain"):
+        judge(sandbox, "def solve(f): return f(1)", test="assert solve(lambda x: x) == 1")
+
+
+def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
+    """As in HumanEval/32 and /38; the completion cannot replace what the test uses."""
+    setup = "def double(n):\n    return 2 * n\n\ndef solve(n):\n    '''Halves.'''\n"
+    test = "def check(candidate):\n    assert candidate(double(21)) == 21\n"
+    good = setup + "\n\ndef solve(n):\n    return n // 2\n"
+    bad = (
+        setup + "\n\ndef double(n):\n    return 1\n\ndef solve(n):\n    return 21 if n == 1 else 0"
+    )
+    assert judge(sandbox, good, setup=setup, test=test).passed
+    assert not judge(sandbox, bad, setup=setup, test=test).passed
+
+
+def test_a_sandbox_of_many_processes_dies_whole(sandbox):
+    """The daemons of the zoo, seen from outside while they live."""
+    code = """
+import os, time
+def solve(n):
+    for _ in range(5):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0: time.sleep(1000)
+            os._exit(0)
+    time.sleep(1000)
+"""
+    seen = []
+    server = sandbox._candidates
+
+    def count():
+        below = [server.pid]
+        while below:
+            found = [pid for parent in below for pid in children(of=parent)]
+            seen.append(len(found))
+            below = found
+
+    thread = threading.Thread(target=lambda: judge(sandbox, code))
+    thread.start()
+    assert wait_until(lambda: (count(), max(seen))[1] >= 5, seconds=5)
+    thread.join()
+    seen.clear()
+    count()
+    assert max(seen) <= 1  # the first process of the namespace at most
+
+
+def test_hostile_and_honest_ones_at_once(tmp_path):
+    """Many in parallel, in any order; equal ones are judged once."""
+    before = set(children())
+    key = secrets.randbelow(10**6)
+    test = f"def check(candidate):\n    assert candidate(3) == {key}\n"
+    good = f"```python\ndef solve(n):\n    return {key}\n```"
+    quick = ["exit now", "daemon", "patches builtins", "forges a verdict", "kills everything"]
+    texts = [good] * 3
+    for name in quick:
+        texts += [f"```python\n{QUICK[name]}```", f"# {name}\n{good}"]
+    reward = CodeReward(workers=4, timeout=5)
+    count = len(texts)
+    columns = {"test": [test] * count, "entry_point": ["solve"] * count, "setup": [""] * count}
+    rewards = RewardSet([Reward("code", reward)])
+    scores = rewards(prompts=[""] * count, completions=texts, columns=columns)
+    assert scores.total.tolist() == [1, 1, 1] + [0, 1] * len(quick)
+    rewards.close()
+    assert set(children()) == before
+    again = rewards(
+        prompts=[""], completions=[good], columns={k: v[:1] for k, v in columns.items()}
+    )
+    assert again.total.tolist() == [1]  # a set that was closed starts anew
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\ndef f(x):\n    return 1\n```", "S\n\ndef f(x):\n    return 1\n\n"),
+        ("Sure:\n```\ndef f(x): return 1\n```\nBye", "S\n\ndef f(x): return 1\n\n"),
+        ("```py\ndef f(): 1\n```\n```python\nprint(f())\n```", "S\n\ndef f(): 1\n\n"),
+        ("```python\ndef f(): 1\n```\n```python\ndef f(): 2\n```", "S\n\ndef f(): 2\n\n"),
+        (
+            "<think>```python\ndef f(): 1\n```</think>\n```python\ndef f(): 2\n```",
+            "S\n\ndef f(): 2\n\n",
+        ),
+        ("```bash\ndef f(): 1\n```", "S\n\n```bash\ndef f(): 1\n```\n"),
+        ("    return 1", "S    return 1\n"),
+        ("def f(x): return 1", "S\n\ndef f(x): return 1\n"),
+        ("```python\ndef f(): 1\n", "S\n\n```python\ndef f(): 1\n\n"),  # cut off
+        ("```python\ndef ff(): 1\n```", "S```python\ndef ff(): 1\n```\n"),
+    ],
+)
+def test_the_program_of_a_completion(text, program):
+    assert extract_program(text, setup="S", entry_point="f") == program
+
+
+def test_blocks_are_found_in_linear_time():
+    start = time.perf_counter()
+    for text in ("```" * 70_000, "```\n" * 50_000, "`" * 200_000, "```python\ndef f" * 15_000):
+        code_blocks(text)
+        extract_program(text, setup="", entry_point="f")
+    assert time.perf_counter() - start < 1.0
+
+
+def test_code_format_reward():
+    block = "```python\ndef f(x):\n    return 1\n```"
+    think = f"<think>{block}</think>"
+    texts = [block, think + block, f"{block}\n{block}", "def f(x): 1", think, ""]
+    scores = code_format_reward([""] * 6, texts, entry_point=["f"] * 6)
+    assert scores == [1, 1, 0, 0, 0, 0]
+
+
+def test_bad_settings_and_long_completions():
+    with pytest.raises(ValueError, match="timeout is 0; give a number above 0"):
+        CodeReward(timeout=0)
+    reward = CodeReward()
+    (verdict,) = reward.judge(["x" * 100_001], test=[""], entry_point=["f"], setup=[""])
+    reward.close()
+    assert verdict.why == "longer than 100000 characters"
+
+
+def test_no_fence_at_all_is_refused(monkeypatch):
+    """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
+    sandbox = CodeSandbox(namespaces=False)
+    sandbox._start()
+    facts = {**sandbox._candidates.facts, "landlock": 0}
+    with pytest.raises(SandboxError, match="set unfenced: true"):
+        sandbox._check_fences(facts)
+    sandbox.unfenced = True
+    sandbox._start()
+    sandbox._check_fences(facts)
+    sandbox._candidates.facts = facts
+    assert "READ THIS MACHINE'S FILES and can USE THE NETWORK" in sandbox.confinement()
+    sandbox.close()
+
+
+def test_a_lost_server_is_replaced():
+    before = set(children())
+    sandbox = CodeSandbox(Limits(seconds=5))
+    assert passes_again(sandbox)
+    os.killpg(sandbox._candidates.pid, 9)
+    assert "brought its sandbox down" in judge(sandbox, HONEST["plain"]).why
+    assert passes_again(sandbox)
+    os.killpg(sandbox._checkers.pid, 9)
+    with pytest.raises(SandboxError, match="the process that runs the test was lost"):
+        judge(sandbox, HONEST["plain"])
+    assert passes_again(sandbox)
+    sandbox.close()
+    assert set(children()) == before
