@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 CONFIGS = sorted(
     p.stem for p in (Path(__file__).parents[2] / "recipes/configs").glob("*_grpo.yaml")
 )
-GSM8K_CONFIGS = [name for name in CONFIGS if "tiny" not in name]
+HUB_CONFIGS = [name for name in CONFIGS if "tiny" not in name]
 EXPECTED_METRICS = """
 reward reward_std frac_reward_zero_std frac_informative_groups rewards/correctness/mean
 rewards/correctness/std rewards/format/mean completions/mean_length completions/clipped_ratio kl
@@ -25,7 +25,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(next(folder.glob("model-*.safetensors")))
 
 
-@pytest.mark.parametrize("config", GSM8K_CONFIGS)
+@pytest.mark.parametrize("config", HUB_CONFIGS)
 def test_shipped_config_runs_two_steps(tmp_path, config):
     """Only model, checkpoint, data and device are made tiny; all metrics come and are finite."""
     run_tiny(config, tmp_path)
