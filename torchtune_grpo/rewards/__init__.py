@@ -15,8 +15,20 @@ from torchtune_grpo.rewards._math import (
 )
 from torchtune_grpo.rewards._reward import Reward, RewardFunction
 from torchtune_grpo.rewards._reward_set import RewardFailure, RewardScores, RewardSet
+from torchtune_grpo.rewards._shaping import (
+    CosineLengthReward,
+    OverlongPenalty,
+    RepetitionPenalty,
+    math_number_reward,
+    math_tag_reward,
+)
 
 __all__ = [
+    "CosineLengthReward",
+    "OverlongPenalty",
+    "RepetitionPenalty",
+    "math_number_reward",
+    "math_tag_reward",
     "CodeReward",
     "Reward",
     "RewardFailure",

@@ -104,6 +104,7 @@ class CodeReward:
     """
 
     __name__ = "code_reward"
+    decides = True
 
     def __init__(
         self,
@@ -211,3 +212,6 @@ class CodeReward:
             return error
         finally:
             self._idle.put(sandbox)
+
+
+code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]

@@ -57,6 +57,9 @@ class IsolatedReward:
         # So that columns are checked against the component's own parameters.
         self.__signature__ = inspect.Signature([p for p in parameters if p.name not in bound])
         self.bound = bound
+        for attribute in ("decides", "reward_range", "reward_gap"):
+            if hasattr(component, attribute):
+                setattr(self, attribute, getattr(component, attribute))
         self._request = {
             "path": path,
             "arguments": dict(arguments),

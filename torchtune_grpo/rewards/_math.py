@@ -55,7 +55,7 @@ def grade_math_answer(text: str, gold: str | int | float) -> bool:
     Returns:
         True where the answer is correct.
     """
-    blocks = _located_answers(text)
+    blocks = located_answers(text)
     if not blocks or len(blocks) > MAX_SPELLINGS:
         return False
     expected = stated_value(_gold_text(gold))
@@ -118,8 +118,11 @@ def math_correctness_reward(
     return [float(grade_math_answer(text, gold)) for text, gold in graded]
 
 
-def _located_answers(text: str) -> set[str]:
-    """The contents of the answer blocks that count; equal ones once."""
+def located_answers(text: str) -> set[str]:
+    """The contents of the answer blocks that count; equal ones once.
+
+    They stand behind the last ``</think>``, or anywhere if there is no think tag at all.
+    """
     _, end_think, tail = text.rpartition(_END_THINK)
     reopened = tail.find(_THINK)
     thinking_from = len(tail) if reopened < 0 else reopened
@@ -147,3 +150,8 @@ def _gold_text(gold: str | int | float) -> str:
         return gold
     # Through Decimal, because str() writes exponents and refuses long integers.
     return f"{Decimal(gold) if isinstance(gold, int) else Decimal(repr(gold)):f}"
+
+
+# See RewardSet.check: the weights of rewards with a range may not outweigh one that decides.
+math_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
+math_correctness_reward.decides = True  # type: ignore[attr-defined]

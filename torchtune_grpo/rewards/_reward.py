@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -90,6 +90,39 @@ def check_reward(reward: Reward, key: str) -> None:
             f"{where} has the signature {inspect.signature(reward.function)} and {problem}; "
             "declare it as reward(prompts, completions, **columns)."
         )
+
+
+def check_shaping(rewards: Sequence[Reward]) -> None:
+    """Checks that shaping cannot pay a wrong answer as much as a right one.
+
+    Judged are rewards that say what they are: one that ``decides`` what is right gives a right
+    answer at least ``reward_gap`` (1 if it does not say) more than a wrong one; one that has a
+    ``reward_range`` can favour a wrong answer by at most the width of that range.
+
+    Args:
+        rewards (Sequence[Reward]): the set.
+
+    Raises:
+        ValueError: naming the weights.
+    """
+    gaps = [r.weight * _said(r, "reward_gap", 1.0) for r in rewards if _said(r, "decides", False)]
+    spans = {r: abs(r.weight) * _width(r) for r in rewards if _said(r, "reward_range", None)}
+    if gaps and sum(spans.values()) >= sum(gaps):
+        listed = ", ".join(f"{reward.name} {span:g}" for reward, span in spans.items())
+        raise ValueError(
+            f"rewards: together {listed} can outweigh what makes a right answer better than a "
+            f"wrong one ({sum(gaps):g}); lower their weights until their sum is less."
+        )
+
+
+def _said(reward: Reward, attribute: str, default: Any) -> Any:
+    function = reward.function
+    return getattr(getattr(function, "func", function), attribute, default)
+
+
+def _width(reward: Reward) -> float:
+    low, high = _said(reward, "reward_range", None)
+    return float(high - low)
 
 
 def check_columns(reward: Reward, columns: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from torchtune_grpo.rewards._calling import (
     call_reward,
     is_async,
 )
-from torchtune_grpo.rewards._reward import Reward, check_columns, check_reward
+from torchtune_grpo.rewards._reward import Reward, check_columns, check_reward, check_shaping
 from torchtune_grpo.rewards._reward_config import rewards_from_config
 
 log = get_logger("INFO")
@@ -110,7 +110,8 @@ class RewardSet:
 
         Raises:
             ValueError: if there is no reward, two have the same name, a weight is not finite, a
-                function cannot be called as rewards are, or a column that one needs is missing.
+                function cannot be called as rewards are, a column that one needs is missing, or
+                shaping could outweigh what decides whether an answer is right.
         """
         if not self.rewards:
             raise ValueError("rewards is empty; give at least one reward.")
@@ -122,6 +123,7 @@ class RewardSet:
                 )
         for index, reward in enumerate(self.rewards):
             check_reward(reward, f"rewards[{index}]")
+        check_shaping(self.rewards)
         if columns is not None:
             given = list(columns)
             for reward in self.rewards:

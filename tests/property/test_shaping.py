@@ -1,0 +1,158 @@
+"""Shaped rewards: their values by hand, and that none ever pays a wrong answer like a right one."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_grpo.rewards import (
+    CosineLengthReward,
+    OverlongPenalty,
+    RepetitionPenalty,
+    Reward,
+    RewardSet,
+    grade_math_answer,
+    math_correctness_reward,
+    math_format_reward,
+    math_number_reward,
+    math_tag_reward,
+)
+
+GOLD = "12"
+PIECES = [
+    "<think>", "</think>", "<answer>", "</answer>", "12", "13", "12 or 13", " ", "so so so so so ",
+    "<think>why</think> <answer>12</answer>", "<think>why</think> <answer>13</answer>", "=12",
+]  # fmt: skip
+texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
+
+def score_one(reward, text, **columns):
+    (value,) = reward(prompts=["p"], completions=[text], **columns)
+    return value
+
+
+def make_set(*, total_weight=0.99):
+    """All shaping at once, at the largest weights that are allowed."""
+    shaping = {
+        "format": math_format_reward,
+        "tags": math_tag_reward,
+        "number": math_number_reward,
+        "overlong": OverlongPenalty(max_length=8, cache=4),
+        "repetition": RepetitionPenalty(ngram=2),
+    }
+    weight = total_weight / len(shaping)
+    return RewardSet(
+        [
+            Reward("correctness", math_correctness_reward),
+            *(Reward(name, function, weight) for name, function in shaping.items()),
+        ]
+    )
+
+
+@given(st.lists(st.tuples(texts, st.integers(0, 20)), min_size=1, max_size=8))
+def test_no_wrong_answer_is_paid_like_a_right_one(rows):
+    """Over whatever texts and lengths: the worst right answer beats the best wrong one."""
+    rows = [(f"<think>x</think><answer>{GOLD}</answer>{'so ' * 30}", 20), *rows]
+    completions = [text for text, _ in rows]
+    scores = make_set()(
+        prompts=[""] * len(rows),
+        completions=completions,
+        columns={"answer": [GOLD] * len(rows)},
+        completion_ids=[[0] * length for _, length in rows],
+    )
+    right = [grade_math_answer(text, GOLD) for text in completions]
+    totals = scores.total.tolist()
+    wrong = [total for total, good in zip(totals, right) if not good]
+    assert min(t for t, good in zip(totals, right) if good) > max(wrong, default=-math.inf)
+
+
+@given(texts, st.integers(0, 100), texts, st.integers(0, 100))
+def test_length_never_makes_a_wrong_answer_right(one, length, other, other_length):
+    reward = CosineLengthReward(max_length=50)
+    values = {
+        grade_math_answer(text, GOLD): score_one(
+            reward, text, answer=[GOLD], completion_ids=[[0] * count]
+        )
+        for text, count in ((one, length), (other, other_length))
+    }
+    assert values.get(True, 0.5) >= 0.5 and values.get(False, -0.5) <= -0.5
+
+
+def test_weights_with_which_shaping_would_win_are_refused():
+    make_set(total_weight=0.99)
+    with pytest.raises(ValueError, match=r"together format 0.2, tags 0.2, .* right answer .*\(1\)"):
+        make_set(total_weight=1.0)
+    correctness = Reward("c", math_correctness_reward, weight=2.0)
+    RewardSet([correctness, Reward("f", math_format_reward, weight=1.5)])
+    with pytest.raises(ValueError, match="together f 3 can outweigh"):
+        RewardSet([correctness, Reward("f", math_format_reward, weight=-3.0)])
+    RewardSet([Reward("f", math_format_reward, weight=3.0)])  # nothing that decides
+    cosine = CosineLengthReward(max_length=5, correct=(1.0, 0.6), wrong=(0.2, 0.5))
+    with pytest.raises(ValueError, match="together f 0.2"):
+        RewardSet([Reward("c", cosine), Reward("f", math_format_reward, weight=0.2)])
+    node = {"_component_": "torchtune_grpo.rewards.math_correctness_reward", "isolation": "process"}
+    format_node = {"_component_": "torchtune_grpo.rewards.math_format_reward", "weight": 1.0}
+    with pytest.raises(ValueError, match="together math_format_reward 1"):
+        RewardSet.from_config([node, format_node])
+
+
+@pytest.mark.parametrize(
+    ("text", "tags", "number"),
+    [
+        ("<think>a</think> <answer>13</answer>", 1.0, 1.0),
+        ("<think>a</think> <answer>13", 0.75, 0.0),
+        ("a</think> <answer>12 or 13</answer>", 0.75, 0.0),
+        ("<answer>12</answer>", 0.5, 1.0),
+        ("<answer>12</answer><think>a</think>", 0.0, 0.0),
+        ("<think><think>a</think><answer>1</answer>", 0.75, 1.0),
+        ("<think>" * 5 + "</think>" * 5, 0.0, 0.0),
+        ("12", 0.0, 0.0),
+        ("<answer>12</answer><answer>13</answer>", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_tags_and_number_by_hand(text, tags, number):
+    assert score_one(math_tag_reward, text) == tags
+    assert score_one(math_number_reward, text) == number
+
+
+def test_overlong_penalty_by_hand():
+    """DAPO's numbers: 16,384 tokens expected, 4,096 of cache."""
+    reward = OverlongPenalty(max_length=20480, cache=4096)
+    ids = [range(length) for length in (0, 16384, 17408, 18432, 20480, 20481, 10**6)]
+    values = reward(prompts=[""] * 7, completions=[""] * 7, completion_ids=ids)
+    assert values == [0, 0, -0.25, -0.5, -1, -1, -1]
+
+
+def test_repetition_penalty_by_hand():
+    reward = RepetitionPenalty(ngram=2)
+    assert score_one(reward, "a b c d") == 0
+    assert score_one(reward, "a b A b a") == -0.5  # ab ba ab ba
+    assert score_one(reward, "x " * 101) == pytest.approx(-0.99)
+    assert score_one(reward, "") == score_one(reward, "one") == 0
+
+
+def test_cosine_by_hand():
+    reward = CosineLengthReward(max_length=100, correct=[1.0, 0.5], wrong=[-1.0, -0.5])
+    for text, expected in (("12", (1.0, 0.75, 0.5, 0.5)), ("13", (-1.0, -0.75, -0.5, -0.5))):
+        values = [
+            score_one(reward, f"<answer>{text}</answer>", answer=["12"], completion_ids=[range(n)])
+            for n in (0, 50, 100, 1000)
+        ]
+        assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: OverlongPenalty(max_length=10, cache=11), "cache is 11 and max_length 10"),
+        (lambda: OverlongPenalty(max_length=10, cache=0), "cache is 0"),
+        (lambda: RepetitionPenalty(ngram=0), "ngram is 0"),
+        (lambda: CosineLengthReward(max_length=0), "max_length is 0"),
+        (lambda: CosineLengthReward(max_length=9, wrong=(0, 0.5)), "must be below the smallest"),
+    ],
+)
+def test_settings_are_checked(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
