@@ -22,23 +22,25 @@ from torchtune_grpo.rewards._shaping import (
     math_number_reward,
     math_tag_reward,
 )
+from torchtune_grpo.rewards._symbolic import SymbolicMathReward
 
 __all__ = [
+    "CodeReward",
     "CosineLengthReward",
     "OverlongPenalty",
     "RepetitionPenalty",
-    "math_number_reward",
-    "math_tag_reward",
-    "CodeReward",
     "Reward",
     "RewardFailure",
     "RewardFunction",
     "RewardScores",
     "RewardSet",
+    "SymbolicMathReward",
     "TrainerState",
     "code_format_reward",
     "grade_math_answer",
     "math_correctness_reward",
     "math_format_holds",
     "math_format_reward",
+    "math_number_reward",
+    "math_tag_reward",
 ]

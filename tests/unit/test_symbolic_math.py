@@ -1,0 +1,120 @@
+"""Answers beyond one number, by math-verify in processes of its own."""
+
+import time
+
+import pytest
+from processes import children
+
+from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward
+from torchtune_grpo.rewards._symbolic import stated_expression
+
+pytest.importorskip("math_verify")
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = SymbolicMathReward(timeout=3, workers=2)
+    yield reward
+    reward.close()
+    assert not children()
+
+
+def grade(reward, pairs):
+    """Pairs of answer and gold."""
+    texts = [f"<think>a</think><answer>{given}</answer>" for given, _ in pairs]
+    return reward([""] * len(pairs), texts, answer=[gold for _, gold in pairs])
+
+
+RIGHT = [
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"$\frac{\pi}{2}$", r"\frac{1}{2}\pi"),
+    (r"\(x^2 + 2x + 1\)", "(x+1)^2"),
+    (r"1 + x^2.", "x^2 + 1"),
+    ("[0, 1)", "[0,1)"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}"),
+    (r"\sin(x)", r"\sin x"),
+    ("12", "12"),
+    (r"\frac{1}{2}", "0.5"),
+    ("12 apples", "12"),
+]
+WRONG = [
+    (r"\frac{\sqrt{2}}{3}", r"\frac{1}{\sqrt{2}}"),
+    ("(0, 1)", "[0,1)"),
+    ("x^2 - 1", "x^2 + 1"),
+    ("x^2 + 1 or x^2 + 2", "x^2 + 1"),
+    (r"x^2 + 1 \text{ or } x^2 + 2", "x^2 + 1"),
+    ("not x^2 + 1", "x^2 + 1"),
+    (r"$x^2 + 1$ and $x^2 + 2$", "x^2 + 1"),
+    ("x^2 + 1, x^2 + 2", "x^2 + 1"),
+    (r"\sqrt{2}", r"2\sqrt{2}"),
+    ("12 or 13", "12"),
+    ("112", "12"),
+    ("", "x"),
+    (r"\frac{", "x"),
+    ("__import__('os')._exit(0)", "x"),
+]
+
+
+def test_right_and_wrong_answers(reward):
+    scores = grade(reward, RIGHT + WRONG)
+    assert dict(zip(RIGHT + WRONG, scores)) == {
+        **dict.fromkeys(RIGHT, 1.0),
+        **dict.fromkeys(WRONG, 0.0),
+    }
+
+
+def test_what_keeps_sympy_busy_is_wrong_in_time(reward):
+    """Towers of powers and huge factorials; the answers beside them are graded as ever."""
+    good = (r"\sqrt{8}", r"2\sqrt{2}")
+    pairs = [
+        good,
+        ("9^{9^{9^{9^{9}}}}", "x"),
+        (r"(10^{9})!", "x"),
+        (r"(x+1)^{99999999}", "(1+x)^2"),
+        good,
+    ]
+    start = time.monotonic()
+    assert grade(reward, pairs) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert time.monotonic() - start < 25
+
+
+def test_an_unreadable_gold_is_a_failure(reward):
+    (score,) = grade(reward, [("x", "")])
+    assert isinstance(score, ValueError)
+
+
+def test_the_answer_must_be_located(reward):
+    golds = [r"\sqrt{2}"] * 4
+    texts = [
+        r"\sqrt{2}",
+        r"<think><answer>\sqrt{2}</answer>",
+        r"</think><answer>\sqrt{2}</answer><answer>\sqrt{3}</answer>",
+        r"</think><answer>\sqrt{2}</answer>",
+    ]
+    assert reward([""] * 4, texts, answer=golds) == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_in_a_set_with_equal_answers_graded_once(reward):
+    rewards = RewardSet([Reward("symbolic", reward)])
+    texts = [r"<answer>\sqrt{8}</answer>"] * 50
+    columns = {"answer": [r"2\sqrt{2}"] * 50}
+    scores = rewards(prompts=[""] * 50, completions=texts, columns=columns)
+    assert scores.total.tolist() == [1.0] * 50
+
+
+def test_prose_is_no_expression():
+    def stated(block):
+        return stated_expression(f"<answer>{block}</answer>")
+
+    assert stated(r" $\frac{1}{x}$ ") == r"\frac{1}{x}"
+    assert stated("log(x)") == "log(x)"
+    assert stated("maybe x") is stated("x" * 401) is stated("x\x00") is stated("$x$ $y$") is None
+    assert stated("$") is None and stated("$$") is None
+
+
+def test_without_math_verify_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install torchtune-grpo\[symbolic\]"):
+        SymbolicMathReward()

@@ -1,0 +1,130 @@
+"""Correctness of answers beyond one number: fractions with roots, intervals, polynomials, sets."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+from torchtune_grpo.rewards._isolated import IsolatedReward
+from torchtune_grpo.rewards._math import grade_math_answer, located_answers
+from torchtune_grpo.rewards._math_value import stated_value
+
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+# Words that are mathematics. Any other makes the answer prose: a hedge ("x or y"), a negation.
+_FUNCTIONS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh".split())
+_FUNCTIONS |= frozenset("log ln exp sqrt pi min max gcd lcm mod infty frac".split())
+
+# Longer than any answer; what is longer is there to keep sympy busy.
+MAX_CHARACTERS = 400
+
+
+class SymbolicMathReward:
+    """Rewards an answer that equals the gold as an expression: ``\\frac{\\sqrt2}{2}``, ``[0, 1)``.
+
+    Needs ``pip install torchtune-grpo[symbolic]``. Where the gold states one number, it is
+    ``math_correctness_reward``. Otherwise math-verify compares the located answer with the gold, in
+    worker processes; what it does not find out in time is not correct.
+
+    Args:
+        timeout (float): seconds for one answer.
+        workers (int): processes.
+
+    Raises:
+        ValueError: if math-verify is not installed, or a number is not positive.
+    """
+
+    __name__ = "symbolic_math_reward"
+    decides = True
+
+    def __init__(self, *, timeout: float = 5.0, workers: int = 2) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError(
+                "rewards: SymbolicMathReward needs math-verify: "
+                "pip install torchtune-grpo[symbolic]"
+            )
+        if timeout <= 0 or workers < 1:
+            raise ValueError(
+                f"rewards: timeout is {timeout} and workers {workers}; give numbers above 0."
+            )
+        self._settings: dict[str, Any] = {"timeout": timeout, "workers": workers}
+        self._equal: IsolatedReward | None = None
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        *,
+        answer: list[str | int | float],
+        **columns: Any,
+    ) -> list[float | Exception]:
+        """Grades N completions.
+
+        Returns:
+            N numbers, 1.0 or 0.0; an exception where the gold cannot be read.
+        """
+        scores: list[float | Exception] = [0.0] * len(completions)
+        asked: dict[tuple[str, str], list[int]] = {}
+        for row, (text, gold) in enumerate(zip(completions, answer, strict=True)):
+            if not isinstance(gold, str) or stated_value(gold) is not None:
+                scores[row] = float(grade_math_answer(text, gold))
+                continue
+            expression = stated_expression(text)
+            if expression is not None:
+                asked.setdefault((expression, gold), []).append(row)
+        if asked:
+            for (_, gold), rows, value in zip(asked, asked.values(), self._ask(list(asked))):
+                for row in rows:
+                    readable = value is None or isinstance(value, Exception) or value >= 0
+                    right = value == 1.0
+                    scores[row] = (
+                        float(right) if readable else ValueError(f"cannot read the answer {gold!r}")
+                    )
+        return scores
+
+    def close(self) -> None:
+        """Ends the workers; a later call starts new ones."""
+        if self._equal is not None:
+            self._equal.close()
+            self._equal = None
+
+    def _ask(self, pairs: list[tuple[str, str]]) -> list[Any]:
+        if self._equal is None:
+            self._equal = IsolatedReward(
+                "torchtune_grpo.sandbox._symbolic.expressions_equal",
+                component=_signature,
+                arguments={},
+                name="symbolic",
+                **self._settings,
+            )
+        given, golds = map(list, zip(*pairs))
+        return self._equal([""] * len(pairs), given, answer=golds)
+
+
+def _signature(prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> Any:
+    """That of ``expressions_equal``, which this process does not import."""
+
+
+def stated_expression(text: str) -> str | None:
+    """The located answer, if it is one expression and no prose.
+
+    Args:
+        text (str): prefill and completion.
+
+    Returns:
+        LaTeX without delimiters, or None.
+    """
+    blocks = located_answers(text)
+    if len(blocks) != 1:
+        return None
+    (block,) = blocks
+    block = block.strip().removesuffix(".").strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if block.startswith(opening) and block.endswith(closing) and len(block) > len(opening):
+            block = block[len(opening) : -len(closing)].strip()
+            break
+    if not block or len(block) > MAX_CHARACTERS or "$" in block or not block.isprintable():
+        return None
+    words = _WORD.findall(_COMMAND.sub(" ", block))
+    return block if all(word in _FUNCTIONS for word in words) else None
