@@ -1,0 +1,61 @@
+"""The worked examples of docs/rewards.md, run as they stand on the page."""
+
+import doctest
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import children
+
+from torchtune_grpo import rewards as shipped
+from torchtune_grpo.rewards import RewardSet, TrainerState
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "rewards.md").read_text()
+EXAMPLES = dict(
+    re.findall(r"<!-- example: (\w+) -->\n(.*?)(?=<!-- example|\n## )", PAGE, re.DOTALL)
+)
+
+
+def block(example: str, language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", EXAMPLES[example], re.DOTALL)
+    return found
+
+
+@pytest.mark.parametrize("example", ["short", "chat", "isolated"])
+def test_worked_example(example, tmp_path, monkeypatch):
+    """The file, the config, and what the page says comes out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    source = block(example, "python")
+    assert source.startswith("# my_rewards.py\n")
+    (tmp_path / "my_rewards.py").write_text(source)
+    config = yaml.safe_load(block(example, "yaml"))
+    rewards = RewardSet.from_config(config["rewards"], max_failure_share=1.0)
+    names = {"rewards": rewards, "state": TrainerState(global_step=0, max_steps=1)}
+    session = doctest.DocTestParser().get_doctest(
+        block(example, "pycon"), names, example, "rewards.md", 0
+    )
+    assert len(session.examples) >= 2
+    outcome = doctest.DocTestRunner().run(session)
+    rewards.close()
+    monkeypatch.delitem(sys.modules, "my_rewards")
+    assert outcome.failed == 0
+    assert not children()
+
+
+def test_there_are_three_and_all_shipped_rewards_are_listed():
+    assert list(EXAMPLES) == ["short", "chat", "isolated"]
+    table = PAGE.partition("## Shipped rewards")[2]
+    listed = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+    others = {"Reward", "RewardFailure", "RewardFunction", "RewardScores", "RewardSet"}
+    others |= {"TrainerState", "grade_math_answer", "math_format_holds"}
+    assert listed == set(shipped.__all__) - others
+
+
+def test_the_tests_that_the_page_on_hacking_names_are_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / "reward_hacking.md").read_text())
+    assert len(named) == 4 and all((DOCS.parent / path).is_file() for path in named)
