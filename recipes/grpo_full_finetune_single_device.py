@@ -44,6 +44,15 @@ from torchtune_grpo.logprobs import in_order, response_logprobs
 from torchtune_grpo.metrics import RunLog, StepMetrics
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
+from torchtune_grpo.parallel import (
+    full_state,
+    gather_over_ranks,
+    load_optimizer_state,
+    optimizer_state,
+    rank,
+    reduce_gradients,
+    sum_over_ranks,
+)
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet, TrainerState
@@ -104,10 +113,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         )
         self._engine = make_engine(
             self._model,
+            self.cfg.rollout,
             max_rows=self.cfg.max_rollout_rows,
-            engine=self.cfg.rollout.engine,
-            merge_adapters=self.cfg.rollout.merge_adapters,
-            deadline=self.cfg.rollout.deadline,
         )
         self._reference = self._setup_reference()
         self._optimizer = config.instantiate(
@@ -171,20 +178,15 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         return profiler
 
     def _resume(self, checkpoint: Path) -> None:
-        state = load_training_state(checkpoint)
-        if state["seed"] != self.seed:
-            raise ValueError(
-                f"seed={self.seed}: {checkpoint} was made with seed {state['seed']}, which decides "
-                f"the order of the prompts; set seed to {state['seed']}."
-            )
+        state = load_training_state(checkpoint, seed=self.seed)
         weights = state["adapter"] or load_policy_weights(
             self.cfg.checkpointer, checkpoint, output_dir=self._output_dir
         )
         self._model.load_state_dict(weights, strict=False)
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self._optimizer, state["optimizer"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
-        torch.set_rng_state(state["torch_rng"])
+        torch.set_rng_state(state["torch_rng"][0])
         self.global_step = state["step"]
         self._run_log.keep_until(self.global_step)
         log.info(f"Resumed from {checkpoint} after step {self.global_step}.")
@@ -264,10 +266,11 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             first (bool): whether the policy is still the one that sampled the rows.
         """
         self._model.train()
+        num_rows = sum_over_ranks(trajectory.num_rows)
         trajectory.weights = self._loss.weights(
             trajectory.response_mask,
-            num_rows=trajectory.num_rows,
-            num_tokens=int(trajectory.response_mask.sum()),
+            num_rows=num_rows,
+            num_tokens=sum_over_ranks(int(trajectory.response_mask.sum())),
             max_generated_tokens=self.cfg.max_generated_tokens,
         )
         loss = torch.zeros((), device=self._device)
@@ -289,7 +292,13 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 weights=part.weights,
                 response_mask=part.response_mask,
                 entropy=entropy,
-                corrections=self._corrections(part, logprobs),
+                corrections=importance_weights(
+                    trainer_logprobs=logprobs if part.old_logprobs is None else part.old_logprobs,
+                    sampler_logprobs=part.behaviour_logprobs,
+                    response_mask=part.response_mask,
+                    correction=self.cfg.sampling_correction,
+                    cap=self.cfg.sampling_correction_cap,
+                ),
             )
             output.loss.backward()
             loss += output.loss.detach()
@@ -298,12 +307,13 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
                 output,
                 logprobs=logprobs.detach(),
                 entropy=entropy.detach(),
-                share=part.num_rows / trajectory.num_rows,
+                share=part.num_rows / num_rows,
                 first=first,
             )
             known.append(logprobs.detach())
         if trajectory.old_logprobs is None:  # for the next of ppo_epochs
             trajectory.old_logprobs = in_order(known, parts)
+        reduce_gradients(self._model)
         grad_norm = total_grad_norm(self._model.parameters())
         metrics.add_max("grad_norm", grad_norm.item())
         metrics.add_max("lr", float(self._optimizer.param_groups[0]["lr"]))
@@ -324,22 +334,13 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
 
-    def _corrections(self, part: Trajectory, logprobs: torch.Tensor) -> torch.Tensor | None:
-        if self.cfg.sampling_correction is None:
-            return None
-        return importance_weights(
-            trainer_logprobs=logprobs if part.old_logprobs is None else part.old_logprobs,
-            sampler_logprobs=part.behaviour_logprobs,
-            response_mask=part.response_mask,
-            correction=self.cfg.sampling_correction,
-            cap=self.cfg.sampling_correction_cap,
-        )
-
     def train(self) -> None:
         """The paper's loop."""
         if self.global_step == 0:
             self._evaluate()
-        self._progress = tqdm(total=self.cfg.num_steps, initial=self.global_step, desc="GRPO")
+        self._progress = tqdm(
+            total=self.cfg.num_steps, initial=self.global_step, desc="GRPO", disable=rank() > 0
+        )
         with self._profiler as profiler:
             while self.global_step < self.cfg.num_steps:
                 metrics = StepMetrics()
@@ -405,9 +406,9 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         state = {
             "step": self.global_step,
             "seed": self.seed,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": optimizer_state(self._optimizer),
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "torch_rng": torch.get_rng_state(),
+            "torch_rng": gather_over_ranks(torch.get_rng_state()),
         }
         folder = save_checkpoint(
             checkpointer=self._checkpointer,
@@ -415,6 +416,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             output_dir=self._output_dir,
             step=self.global_step,
             model=self._model,
+            state=full_state(self._model),
             training_state=state,
             adapter_only=self.cfg.save_adapter_weights_only,
             keep_last=self.cfg.keep_last_n_checkpoints,

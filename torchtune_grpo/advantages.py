@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from torchtune_grpo.parallel import gather_over_ranks
+
 Normalization = Literal["group", "batch", "none", "leave_one_out"]
 Objectives = Literal["sum_then_normalize", "normalize_then_sum"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
@@ -30,7 +32,7 @@ def group_advantages(
     """Compares each reward with the others of its group; equal rewards give zeros.
 
     Args:
-        rewards (Tensor): [N] with N = B * G, prompt-major; all rows of the optimizer step.
+        rewards (Tensor): [N] with N = B * G, prompt-major; all of this rank's rows of the step.
         group_size (int): G, at least 2.
         normalization (Normalization): see the module's docstring.
 
@@ -44,7 +46,8 @@ def group_advantages(
     if normalization == "group":
         centred = centred / (shifted.std(dim=1, keepdim=True) + STD_EPSILON)
     elif normalization == "batch":
-        centred = centred / (rewards.std() + STD_EPSILON)
+        everyone = torch.cat(gather_over_ranks(rewards))
+        centred = centred / (everyone.std() + STD_EPSILON)
     elif normalization == "leave_one_out":  # r - (sum - r) / (G - 1) = c G / (G - 1)
         centred = centred * group_size / (group_size - 1)
     return centred.reshape(-1)

@@ -91,9 +91,19 @@ def set_aside_previous_run(output_dir: Path) -> None:
     log.info(f"Moved the previous run's files from {output_dir} to {target}.")
 
 
-def load_training_state(checkpoint: Path) -> dict[str, Any]:
-    """Reads ``training_state.pt``."""
-    return torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+def load_training_state(checkpoint: Path, *, seed: int | None = None) -> dict[str, Any]:
+    """Reads ``training_state.pt``.
+
+    Raises:
+        ValueError: if the run had another seed than the one given.
+    """
+    state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+    if seed is not None and state["seed"] != seed:
+        raise ValueError(
+            f"seed={seed}: {checkpoint} was made with seed {state['seed']}, which decides "
+            f"the order of the prompts; set seed to {state['seed']}."
+        )
+    return state
 
 
 def load_policy_weights(
@@ -114,6 +124,7 @@ def save_checkpoint(
     output_dir: Path,
     step: int,
     model: nn.Module,
+    state: Mapping[str, Tensor],
     training_state: Mapping[str, Any],
     adapter_only: bool,
     keep_last: int | None,
@@ -126,6 +137,8 @@ def save_checkpoint(
         output_dir (Path): the run's folder.
         step (int): number of finished steps.
         model (nn.Module): the policy.
+        state (Mapping[str, Tensor]): its whole weights, from
+            :func:`torchtune_grpo.parallel.full_state`.
         training_state (Mapping[str, Any]): tensors and plain values; see the recipes.
         adapter_only (bool): leave out the merged weights (models with adapters only).
         keep_last (int | None): delete all but this many newest checkpoints.
@@ -137,10 +150,10 @@ def save_checkpoint(
     shutil.rmtree(staging, ignore_errors=True)
     folder = staging / f"epoch_{step}"  # the name that torchtune's checkpointer gives
     folder.mkdir(parents=True)
-    adapter = adapter_state(model)
+    adapter = {name: state[name].clone() for name in state if name in adapter_names(model)}
     if not (adapter and adapter_only):
-        state = merged_state(model) if adapter else dict(model.state_dict())
-        checkpointer.save_checkpoint({training.MODEL_KEY: state}, epoch=step)
+        merged = merged_state(model, state) if adapter else dict(state)
+        checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=step)
     if adapter and _fits_peft(model, cfg.model_type):
         hf_config = json.loads((Path(cfg.checkpoint_dir) / "config.json").read_text())
         tensors = peft_state(adapter, hf_config=hf_config, model_type=cfg.model_type)
@@ -180,12 +193,9 @@ def _step_number(path: Path) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """CPU copies of a model's adapter parameters, in torchtune's names; empty without adapters."""
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): value.detach().cpu().clone()
-        for name, value in get_adapter_params(model).items()
-    }
+def adapter_names(model: nn.Module) -> set[str]:
+    """Names of a model's adapter parameters in its state; empty without adapters."""
+    return {name.replace("_checkpoint_wrapped_module.", "") for name in get_adapter_params(model)}
 
 
 def _adapter_modules(model: nn.Module) -> dict[str, Any]:
@@ -208,22 +218,23 @@ def _scales_bias(module: Any) -> bool:
     return hasattr(module, "magnitude") and getattr(module, "bias", None) is not None
 
 
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's weights on the CPU with its LoRA or DoRA adapters merged in.
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's whole weights with its LoRA or DoRA adapters merged in.
 
     The adapted weights are copied first: torchtune's merge adds in place, which on a CPU would
     change the live model.
     """
     modules = _adapter_modules(model)
-    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    state = dict(state)
     for name in modules:
         state[f"{name}.weight"] = state[f"{name}.weight"].clone()
     for name, module in modules.items():
         if _scales_bias(module):
-            weight = state[f"{name}.weight"].to(module.magnitude.dtype)
-            adapted = weight + module.scaling * module.lora_b.weight @ module.lora_a.weight
-            scale = module.magnitude / adapted.norm(dim=1)
-            state[f"{name}.bias"] = state[f"{name}.bias"] * scale.detach().cpu()
+            magnitude = state[f"{name}.magnitude"]
+            weight = state[f"{name}.weight"].to(magnitude.dtype)
+            lora = state[f"{name}.lora_b.weight"] @ state[f"{name}.lora_a.weight"]
+            scale = magnitude / (weight + module.scaling * lora).norm(dim=1)
+            state[f"{name}.bias"] = state[f"{name}.bias"] * scale
     rank, alpha = _rank_and_alpha(modules)
     return get_merged_lora_ckpt(state, rank=rank, alpha=alpha)
 

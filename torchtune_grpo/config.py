@@ -191,6 +191,17 @@ class GRPOConfig:
     dtype: str = key(
         "bf16 or fp32", "bf16", valid=lambda v: v in ("bf16", "fp32"), hint="give bf16 or fp32"
     )
+    sharding: str = one_of(
+        "Distributed: spread the model over the ranks (FSDP2); auto = if all of it is trained",
+        "auto",
+        ("auto", "always", "never"),
+    )
+    data_parallel_replicate_dim: int = positive(
+        "Distributed: copies of a sharded model, each over a part of the ranks (HSDP)", 1
+    )
+    fsdp_cpu_offload: bool = key(
+        "Distributed: keep a sharded model's parts on the CPU while they wait", False
+    )
     seed: int = key("Seed of the prompts' order, the sampler and everything else", 0)
     compile: bool = key("Compile the layers for the log-prob and update passes", False)
     enable_activation_checkpointing: bool = key("Recompute activations: less memory", False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
@@ -82,7 +83,8 @@ class Evaluator:
     def _scores(
         self, engine: RolloutEngine, params: SamplingParams, samples: int, device: torch.device
     ) -> Tensor:
-        items = [self._dataset[index] for index in range(len(self._dataset))]
+        mine = range(rank(), len(self._dataset), world_size())
+        items = [self._dataset[index] for index in mine or (0,)]  # every rank rolls out
         rows = roll_out(
             engine,
             collate_prompts(items, pad_id=self._tokenizer.pad_id).to(device),
@@ -100,4 +102,5 @@ class Evaluator:
             completion_ids=rows.completion_ids,
             trainer_state=self._state,
         )
-        return scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples)
+        scores = scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples)
+        return torch.cat(gather_over_ranks(scores[: len(mine)]))  # [prompts of all ranks, samples]

@@ -22,9 +22,9 @@ def importance_weights(
     trainer_logprobs: Tensor,
     sampler_logprobs: Tensor,
     response_mask: Tensor,
-    correction: Correction,
+    correction: str | None,
     cap: float,
-) -> Tensor:
+) -> Tensor | None:
     """Weights of the policy term, without gradient.
 
         token_*      w = exp(trainer - sampler) of each token
@@ -36,12 +36,14 @@ def importance_weights(
         trainer_logprobs (Tensor): [n, L] of the policy that sampled, as the trainer computes them.
         sampler_logprobs (Tensor): [n, L] as the sampler reported them.
         response_mask (Tensor): [n, L] bool.
-        correction (Correction): which of the four.
+        correction (str | None): which of the four; None for no correction.
         cap (float): > 1.
 
     Returns:
-        Tensor: [n, L], 0 where the mask is False.
+        Tensor | None: [n, L], 0 where the mask is False; None for no correction.
     """
+    if correction is None:
+        return None
     difference = (trainer_logprobs.detach() - sampler_logprobs).where(response_mask, 0)
     if correction.startswith("sequence"):
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)

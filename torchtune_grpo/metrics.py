@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtune_grpo.loss import LossOutput
+from torchtune_grpo.parallel import gather_over_ranks, rank
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
 
@@ -143,13 +143,9 @@ class StepMetrics:
 def _over_ranks(
     sums: dict[str, list[float]], maxima: dict[str, float]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return sums, maxima
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (sums, maxima))
     all_sums: dict[str, list[float]] = {}
     all_max: dict[str, float] = {}
-    for rank_sums, rank_max in everyone:
+    for rank_sums, rank_max in gather_over_ranks((sums, maxima)):
         for name, values in rank_sums.items():
             old = all_sums.get(name, [0.0] * len(values))
             all_sums[name] = [a + b for a, b in zip(old, values)]
@@ -162,21 +158,23 @@ class RunLog:
     """The run's own record, in files that a report or a notebook reads back.
 
     ``metrics.jsonl`` has one line a step, ``completions.jsonl`` some of each step's completions.
+    With several ranks the first one writes, and the completions of all are recorded.
 
     Args:
         folder (Path): the run's folder.
-        num_completions (int): completions kept a step.
+        num_completions (int): completions kept a step, of each rank.
     """
 
     def __init__(self, folder: Path, *, num_completions: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        if rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
         self._metrics = folder / "metrics.jsonl"
         self._completions = folder / "completions.jsonl"
         self._num_completions = num_completions
 
     def keep_until(self, step: int) -> None:
         """Drops what was recorded after ``step``: a resumed run does those steps again."""
-        for path in (self._metrics, self._completions):
+        for path in (self._metrics, self._completions) if rank() == 0 else ():
             records = read_jsonl(path) if path.exists() else []
             path.write_text("", encoding="utf-8")
             _append_jsonl(path, [record for record in records if record["step"] <= step])
@@ -204,10 +202,12 @@ class RunLog:
                     **{name: values[row] for name, values in scores.extra.items()},
                 }
             )
-        _append_jsonl(self._completions, records)
+        _append_jsonl(self._completions, sum(gather_over_ranks(records), []))
 
 
 def _append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    if rank() != 0:
+        return
     # What rewards pass to log_extra may be anything; what JSON cannot hold is written as its text.
     lines = "".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records)
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:

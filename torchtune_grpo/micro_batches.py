@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.packing import Layout, packed_layout, packed_width, response_inputs, row_layout
+from torchtune_grpo.parallel import gather_over_ranks
 from torchtune_grpo.trajectory import Trajectory
 
 
@@ -61,6 +62,7 @@ def micro_batches(
         plan = _within_budget(
             trajectory, group_size=group_size, pack=pack, budget=token_budget, flex=flex and pack
         )
+        _split_until(plan, max(gather_over_ranks(len(plan))))
     else:
         size = group_size if pack and rows % group_size == 0 else 1
         packs = torch.arange(trajectory.num_rows).split(size)
@@ -78,6 +80,20 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, flex: bool) -> 
     sizes = torch.tensor([len(pack) for pack in packs])
     numbers = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
     return MicroBatch(rows, packed_layout(part, numbers, flex=flex))
+
+
+def _split_until(plan: list[list[Tensor]], count: int) -> None:
+    """Splits the largest micro-batches, in place, until there are ``count``.
+
+    Ranks that shard the model have to run equally many passes. They have equally many rows, so
+    there is always one left to split.
+    """
+    while len(plan) < count:
+        largest = max(plan, key=lambda packs: sum(len(pack) for pack in packs))
+        packs = largest if len(largest) > 1 else list(largest[0].split(-(-len(largest[0]) // 2)))
+        half = len(packs) // 2
+        largest[:] = packs[:half]
+        plan.append(packs[half:])
 
 
 def _within_budget(

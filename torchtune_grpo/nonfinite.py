@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchtune.utils import get_logger
 
+from torchtune_grpo.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.trajectory import Trajectory
 
 log = get_logger("INFO")
@@ -75,7 +75,7 @@ class NonFiniteGuard:
             NonFiniteError: if this is the last straw.
         """
         finite = bool(loss.isfinite().all() & grad_norm.isfinite().all())
-        if _on_all_ranks(finite, loss.device):
+        if all(gather_over_ranks(finite)):
             self._in_a_row = 0
             return True
         self.skipped += 1
@@ -107,9 +107,9 @@ class NonFiniteGuard:
             "columns": trajectory.columns,
             **{name: tensor.detach().cpu() for name, tensor in trajectory.tensors().items()},
         }
-        rank = f"_rank_{dist.get_rank()}" if _is_distributed() else ""
+        suffix = f"_rank_{rank()}" if world_size() > 1 else ""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step:06d}_{self.skipped}{rank}.pt"
+        path = self._folder / f"step_{step:06d}_{self.skipped}{suffix}.pt"
         torch.save(record, path)
         return path
 
@@ -125,15 +125,3 @@ def nonfinite_gradients(model: nn.Module) -> list[str]:
 
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _on_all_ranks(flag: bool, device: torch.device) -> bool:
-    if not _is_distributed():
-        return flag
-    everyone = torch.tensor(int(flag), device=device)
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-    return bool(everyone.item())

@@ -13,6 +13,12 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune_grpo.config import GRPOConfig
 
 
+def has_adapters(cfg: GRPOConfig) -> bool:
+    """Whether ``cfg.model`` trains adapters only; nothing is allocated."""
+    with torch.device("meta"):
+        return bool(get_adapter_params(config.instantiate(cfg.model)))
+
+
 def build_policy(
     cfg: GRPOConfig, state_dict: Mapping[str, Any], *, device: torch.device
 ) -> TransformerDecoder:

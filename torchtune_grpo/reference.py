@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torchtune.modules.peft import disable_adapter, get_adapter_params
 
 from torchtune_grpo.logprobs import trajectory_logprobs
 from torchtune_grpo.micro_batches import MicroBatch
+from torchtune_grpo.parallel import shard
 
 
 class AdapterReference:
@@ -24,6 +26,9 @@ class AdapterReference:
         """Log-probs [N, L]; the arguments are those of :func:`trajectory_logprobs`."""
         with disable_adapter(self._policy):
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
+
+    def shard(self, **options: Any) -> None:
+        """Nothing to do: the policy's own weights are sharded with it."""
 
 
 class FrozenReference:
@@ -48,6 +53,11 @@ class FrozenReference:
         home = micro_batches[0].rows.device
         moved = [part.to(self._device) for part in micro_batches]
         return trajectory_logprobs(self._model, moved, temperature=temperature).to(home)
+
+    def shard(self, *, device: torch.device, **options: Any) -> None:
+        """Shards the copy; the arguments are those of :func:`torchtune_grpo.parallel.shard`."""
+        shard(self._model, device=device, **options)
+        self._device = device
 
 
 Reference = AdapterReference | FrozenReference

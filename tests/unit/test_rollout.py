@@ -18,6 +18,7 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.mistral import mistral
 from torchtune.models.phi3 import phi3
 
+from torchtune_grpo.config import RolloutConfig
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import (
     NativeEngine,
@@ -247,7 +248,7 @@ def test_unknown_model_falls_back_to_torchtune(caplog):
     assert "Gemma2Attention" in unsupported_reason(model)
     with pytest.raises(ValueError, match="set rollout.engine to torchtune"):
         NativeEngine(model, max_rows=4)
-    engine = make_engine(model, engine="native", max_rows=4)
+    engine = make_engine(model, RolloutConfig(), max_rows=4)
     assert isinstance(engine, TorchtuneEngine)
     assert "Gemma2Attention" in caplog.text
     batch = prompt_batch([4])

@@ -6,19 +6,31 @@ import torch
 
 
 def step_indices(
-    *, step: int, prompts_per_step: int, dataset_size: int, seed: int, shuffle: bool = True
+    *,
+    step: int,
+    prompts_per_step: int,
+    dataset_size: int,
+    seed: int,
+    shuffle: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> list[int]:
-    """Rows of the data set for one step. Each pass over the data is a new seeded permutation.
+    """One rank's rows of the data set for one step.
+
+    Each pass over the data is a new seeded permutation. The ranks' rows, one rank behind the other,
+    are those that one rank would take with ``world_size`` times as many prompts.
 
     The passes follow each other without a gap, so that no row is repeated or left out at the end of
     a pass when ``prompts_per_step`` does not divide the data set.
 
     Args:
         step (int): from 0.
-        prompts_per_step (int): over all ranks.
-        dataset_size (int): rows of the data set, at least ``prompts_per_step``.
+        prompts_per_step (int): of each rank.
+        dataset_size (int): rows of the data set, at least those of a step of all ranks.
         seed (int): of the permutations.
         shuffle (bool): False keeps the data set's order.
+        rank (int): whose rows.
+        world_size (int): number of ranks.
 
     Returns:
         list[int]: ``prompts_per_step`` row numbers.
@@ -26,12 +38,14 @@ def step_indices(
     Raises:
         ValueError: if the data set has fewer rows than a step needs.
     """
-    if dataset_size < prompts_per_step:
+    if dataset_size < prompts_per_step * world_size:
+        ranks = f" * {world_size} ranks" if world_size > 1 else ""
         raise ValueError(
-            f"batch_size * gradient_accumulation_steps = {prompts_per_step} prompts a step, but "
-            f"dataset has only {dataset_size}; lower them, or give more prompts."
+            f"batch_size * gradient_accumulation_steps{ranks} = {prompts_per_step * world_size} "
+            f"prompts a step, but dataset has only {dataset_size}; lower them, or give more "
+            "prompts."
         )
-    start = step * prompts_per_step
+    start = (step * world_size + rank) * prompts_per_step
     rows: list[int] = []
     while len(rows) < prompts_per_step:
         epoch, offset = divmod(start + len(rows), dataset_size)

@@ -86,10 +86,8 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
     trajectory = roll_out(
         make_engine(
             model,
+            cfg.rollout,
             max_rows=cfg.max_rollout_rows,
-            engine=cfg.rollout.engine,
-            merge_adapters=cfg.rollout.merge_adapters,
-            deadline=cfg.rollout.deadline,
         ),
         collate_prompts(items, pad_id=tokenizer.pad_id).to(device),
         tokenizer=tokenizer,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.parallel import gathered
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout._memory import free_bytes
@@ -21,6 +23,9 @@ from torchtune_grpo.rollout._stop_strings import Decode, stop_strings_of
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 from torchtune_grpo.trajectory import Samples
 
+if TYPE_CHECKING:
+    from torchtune_grpo.config import RolloutConfig
+
 log = utils.get_logger("INFO")
 
 ENGINES = ("native", "torchtune")
@@ -29,32 +34,40 @@ MERGE_CHOICES = ("auto", "always", "never")
 
 def make_engine(
     model: TransformerDecoder,
+    settings: RolloutConfig,
     *,
-    engine: str,
     max_rows: int,
-    merge_adapters: str = "auto",
-    deadline: float | None = None,
+    sharded: bool = False,
 ) -> RolloutEngine:
     """The engine that the config asks for, or torchtune's for a model that ours does not know.
 
     Args:
         model (TransformerDecoder): the policy, not yet compiled or wrapped.
-        engine (str): one of ``ENGINES``.
+        settings (RolloutConfig): the config's keys below ``rollout``.
         max_rows (int): most responses that are worked on at once.
-        merge_adapters (str): see :class:`NativeEngine`.
-        deadline (float | None): see :class:`NativeEngine`.
+        sharded (bool): the model will be sharded over ranks.
 
     Returns:
         RolloutEngine: reads the model's current weights at every call.
+
+    Raises:
+        ValueError: if the engine cannot run a sharded model.
     """
-    if engine == "native":
+    if settings.engine == "native":
         reason = unsupported_reason(model)
         if reason is None:
             return NativeEngine(
-                model, max_rows=max_rows, merge_adapters=merge_adapters, deadline=deadline
+                model,
+                max_rows=max_rows,
+                merge_adapters=settings.merge_adapters,
+                deadline=settings.deadline,
             )
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
-    return TorchtuneEngine(model, max_rows=max_rows, deadline=deadline)
+    if sharded:  # it would gather every layer for every token, in step with the other ranks
+        raise ValueError(
+            "rollout.engine=torchtune: cannot run a sharded model; set sharding=never."
+        )
+    return TorchtuneEngine(model, max_rows=max_rows, deadline=settings.deadline)
 
 
 class RolloutEngine(Protocol):
@@ -145,7 +158,30 @@ class NativeEngine:
         report: Callable[[Progress], None] | None = None,
     ) -> Samples:
         """See :meth:`RolloutEngine.generate`."""
-        start = time.monotonic()
+        with gathered(self._model):  # once, if it is sharded: ranks end at different times
+            return self._generate(
+                prompts,
+                group_size=group_size,
+                params=params,
+                stop_tokens=stop_tokens,
+                keys=keys,
+                decode=decode,
+                report=report,
+                end=math.inf if self._deadline is None else time.monotonic() + self._deadline,
+            )
+
+    def _generate(
+        self,
+        prompts: PromptBatch,
+        *,
+        group_size: int,
+        params: SamplingParams,
+        stop_tokens: Sequence[int],
+        keys: Tensor,
+        decode: Decode | None,
+        report: Callable[[Progress], None] | None,
+        end: float,
+    ) -> Samples:
         decoder, cache = self._ready()
         for projection in decoder.projections():
             projection.refresh()
@@ -160,12 +196,7 @@ class NativeEngine:
                 stop_strings=stop_strings_of(params, decode),
                 keys=keys,
                 max_rows=self._max_rows,
-            ).run(
-                out_of_time=lambda: (
-                    self._deadline is not None and time.monotonic() - start > self._deadline
-                ),
-                report=report,
-            )
+            ).run(out_of_time=lambda: time.monotonic() > end, report=report)
         finally:  # whatever interrupts a rollout, the next one starts clean
             for projection in decoder.projections():
                 projection.release()

@@ -1,0 +1,206 @@
+"""What the recipes need from several ranks. In a world of one, nothing here does anything.
+
+Two ways to spread a model: *replicated*, every rank holds it whole and gradients are summed once a
+step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered while it is computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtune import training
+from torchtune.modules import TransformerDecoder
+
+T = TypeVar("T")
+
+
+def init_process_group(device: torch.device) -> None:
+    """Joins the ranks that torchrun has started.
+
+    Args:
+        device (torch.device): of this rank.
+
+    Raises:
+        ValueError: if torchrun has not started this process.
+    """
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "This recipe runs under torchrun: tune run --nproc_per_node <ranks> "
+            "grpo_full_finetune_distributed --config ..., or take the single-device recipe."
+        )
+    # CPU tensors (metrics, random states) go over gloo, whatever the device is.
+    backend = training.get_distributed_backend(device.type)
+    dist.init_process_group("gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}")
+
+
+def end_process_group() -> None:
+    """Leaves the other ranks."""
+    dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def rank() -> int:
+    """This process's number; 0 without a process group."""
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    if _is_distributed():
+        dist.barrier()
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """Every rank's value, in the order of the ranks, on every rank."""
+    if not _is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(value: int) -> int:
+    """The sum of every rank's integer."""
+    return sum(gather_over_ranks(value))
+
+
+def broadcast_trained_parameters(model: nn.Module) -> None:
+    """Gives every rank the first one's trained parameters: fresh adapters are random."""
+    if _is_distributed():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                dist.broadcast(parameter.data, src=0)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Sums every rank's gradients, in place.
+
+    The loss's weights carry the denominator of the whole step over all ranks, so gradients add up.
+    Replicated ones are sent as one buffer. Sharded ones were averaged by FSDP2 in the backward pass
+    and only need the factor.
+    """
+    if not _is_distributed():
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    whole = []
+    for parameter in trained:
+        if parameter.grad is None:  # a rank without a row that is trained on
+            parameter.grad = torch.zeros_like(parameter)
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.mul_(world_size())
+        else:
+            whole.append(parameter.grad)
+    if whole:
+        buffer = torch.cat([grad.flatten() for grad in whole])
+        dist.all_reduce(buffer)
+        sizes = [grad.numel() for grad in whole]
+        for grad, part in zip(whole, buffer.split(sizes), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def shard(
+    model: TransformerDecoder, *, device: torch.device, cpu_offload: bool, replicas: int
+) -> None:
+    """Shards a model, layer by layer, with FSDP2.
+
+    Args:
+        model (TransformerDecoder): whole on every rank, with the same weights.
+        device (torch.device): of this rank.
+        cpu_offload (bool): keep what is not computed on the CPU.
+        replicas (int): copies of the model; each is sharded over ``world_size / replicas`` ranks
+            (HSDP). 1 shards over all ranks.
+
+    Raises:
+        ValueError: if the replicas do not divide the ranks.
+    """
+    if world_size() % replicas:
+        raise ValueError(
+            f"data_parallel_replicate_dim={replicas}: does not divide the {world_size()} ranks; "
+            "give a divisor."
+        )
+    shape: tuple[int, ...] = (world_size(),)
+    names: tuple[str, ...] = ("shard",)
+    if replicas > 1:
+        shape, names = (replicas, world_size() // replicas), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
+    # Embedding, norm and output stay gathered from the forward to the backward pass, which both
+    # begin or end with them.
+    fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it, every rank holds the whole model; one that is not sharded always does."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's whole weights on the CPU, in torchtune's names; empty on all ranks but the first.
+
+    Every rank has to call it.
+    """
+    return _full_on_first_rank(model.state_dict())
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with whole tensors: the same from one rank or many, sharded or not.
+
+    Every rank has to call it; all but the first get no tensors.
+    """
+    state = optimizer.state_dict()
+    entries = {index: _full_on_first_rank(entry) for index, entry in state["state"].items()}
+    return {**state, "state": entries}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads what :func:`optimizer_state` gave the first rank, however many ranks there were."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = {}
+    for index, entry in state["state"].items():
+        parameter = parameters[index]
+        entries[index] = {
+            name: distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements
+            )
+            if isinstance(parameter, DTensor) and getattr(value, "shape", None) == parameter.shape
+            else value
+            for name, value in entry.items()
+        }
+    optimizer.load_state_dict({**state, "state": entries})
+
+
+def _full_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = {}
+    for name, value in values.items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()  # a collective: in the same order on all ranks
+        if rank() == 0:
+            result[name] = value.cpu() if isinstance(value, Tensor) else value
+    return result
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
