@@ -1,0 +1,203 @@
+"""The distributed recipe on two gloo ranks, through the real ``tune run --nproc_per_node 2``."""
+
+import ast
+import json
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import RECIPE, TUNE, metrics, tiny_overrides, tune
+from safetensors.torch import load_file
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DISTRIBUTED = "grpo_full_finetune_distributed"
+LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
+
+MY_REWARDS = """
+import os, signal
+
+def reward_length(prompts, completions, **columns):
+    return [float(len(c) % 7) for c in completions]
+
+def reward_kill(prompts, completions, trainer_state, **columns):
+    if os.environ.get("RANK") == "1" and trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reward_length(prompts, completions)
+
+class Broken(BaseException):
+    pass
+
+def reward_raise(prompts, completions, trainer_state, **columns):
+    if os.environ.get("RANK") == "1" and trainer_state.global_step == 1:
+        raise Broken("the reward of rank 1 is broken")
+    return reward_length(prompts, completions)
+"""
+
+
+def run(folder: Path, config: str, *more: str, ranks: int, reward: str = "length", check=True):
+    """SGD in fp32 with a reward that always has spread; ``ranks=0`` is the single-device recipe."""
+    (folder / "my_rewards.py").write_text(MY_REWARDS)
+    settings = [
+        *tiny_overrides(config, folder),
+        "dtype=fp32",
+        f"rewards=[{{_component_: my_rewards.reward_{reward}}}]",
+        "optimizer=torch.optim.SGD",
+        "optimizer.lr=0.5",
+        "optimizer.fused=false",  # SGD's has no form for sharded parameters
+        "lr_scheduler=null",
+        "log_completions=99",
+        "eval_dataset.num_samples=5",  # ranks get different numbers of prompts
+    ]
+    launch = [DISTRIBUTED] if ranks else [RECIPE]
+    if ranks:
+        launch = ["--nproc_per_node", str(ranks), *launch]
+    return tune(
+        "run", *launch, "--config", config, *settings, *more, cwd=folder, check=check,
+        PYTHONPATH=str(folder),
+    )  # fmt: skip
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob("model-*.safetensors")))
+
+
+def completions(folder: Path) -> list[tuple]:
+    records = map(json.loads, (folder / "completions.jsonl").read_text().splitlines())
+    return sorted((r["step"], r["prompt"], r["completion"], r["reward"]) for r in records)
+
+
+def test_both_recipes_share_the_text_of_the_loop():
+    """`train`, `generate_trajectory` and `grpo_step` have the same syntax trees."""
+
+    def methods(name: str) -> dict[str, str]:
+        tree = ast.parse((RECIPES / f"{name}.py").read_text())
+        recipe = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+        return {f.name: ast.dump(f) for f in recipe.body if isinstance(f, ast.FunctionDef)}
+
+    single, distributed = methods(RECIPE), methods(DISTRIBUTED)
+    for name in ("train", "generate_trajectory", "grpo_step"):
+        assert single[name] == distributed[name], name
+
+
+VARIANTS = {
+    LORA: {
+        "replicated": [],
+        "sharded": ["sharding=always"],
+    },
+    FULL: {
+        "sharded": ["enable_activation_checkpointing=true"],
+        "replicated": ["sharding=never"],
+        "hsdp": ["data_parallel_replicate_dim=2"],
+        # ranks get different numbers of tokens, and have to agree on the number of passes
+        "token_budget": ["forward_batch_size=null", "forward_token_budget=90"],
+    },
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
+    """Same prompts, same samples, same metrics, and weights equal to 1e-5 after two steps.
+
+    Every denominator is that of all ranks: of the loss (`dapo`: tokens), and of the advantages
+    (`batch`: the spread of all rewards).
+    """
+    objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4"]
+    runs = {"one": (0, ["batch_size=4"])}
+    runs |= {name: (2, ["batch_size=2", *more]) for name, more in VARIANTS[config].items()}
+    for name, (ranks, more) in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run(folder, config, "gradient_accumulation_steps=1", *objective, *more, ranks=ranks)
+    one = tmp_path / "one"
+    expected = weights(one / "out" / "step_000002")
+    base = load_file(one / "llama" / "model.safetensors")
+    assert max((expected[n] - base[n]).abs().max() for n in base) > 1e-3
+    for name in VARIANTS[config]:
+        out = tmp_path / name / "out"
+        assert completions(out) == completions(one / "out"), name
+        assert len(completions(out)) == 2 * 16
+        for key, value in weights(out / "step_000002").items():
+            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=0, msg=name)
+        for got, want in zip(metrics(out), metrics(one / "out"), strict=True):
+            assert got.keys() == want.keys()
+            for key in want:
+                if "time/" not in key and "per_second" not in key:
+                    assert got[key] == pytest.approx(want[key], abs=1e-5, rel=1e-4), (name, key)
+
+
+@pytest.mark.parametrize("config", [LORA, FULL])
+def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
+    """To the last bit on as many ranks, and to 1e-5 on another number of them."""
+    adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-3", "batch_size=2", "grpo_samples=4"]
+    adam += ["optimizer.eps=1e-3"]  # below it, Adam turns rounding noise into full steps
+    run(tmp_path, config, *adam, "num_steps=4", "save_every_n_steps=2", ranks=2)
+    whole = weights(tmp_path / "out" / "step_000004")
+    for path in (tmp_path / "out").glob("step_000004*"):
+        path.rename(tmp_path / "first")
+    resume = [*adam, "num_steps=4", "resume_from_checkpoint=true"]
+    run(tmp_path, config, *resume, ranks=2)
+    again = weights(tmp_path / "out" / "step_000004")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert [r["step"] for r in metrics(tmp_path / "out") if "reward" in r] == [1, 2, 3, 4]
+
+    (tmp_path / "out" / "step_000004").rename(tmp_path / "second")
+    run(tmp_path, config, *resume, "batch_size=4", ranks=0)
+    for name, value in weights(tmp_path / "out" / "step_000004").items():
+        torch.testing.assert_close(value, whole[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("reward", ["kill", "raise"])
+def test_failing_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path, reward):
+    start = time.monotonic()
+    done = run(
+        tmp_path, LORA, "batch_size=2", "save_every_n_steps=1", "num_steps=3",
+        ranks=2, reward=reward, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and time.monotonic() - start < 60
+    said = "Signal 9 (SIGKILL)" if reward == "kill" else "the reward of rank 1 is broken"
+    assert said in done.stdout
+    out = tmp_path / "out"
+    assert [p.name for p in out.glob("step_*")] == ["step_000001"]
+    assert weights(out / "step_000001")
+    run(tmp_path, LORA, "batch_size=2", "num_steps=3", "resume_from_checkpoint=true", ranks=2)
+    assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
+
+
+def test_two_nodes(tmp_path):
+    """Two torchrun agents on loopback, one rank each, as on two machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
+    settings = [*tiny_overrides(LORA, tmp_path), "dtype=fp32", "batch_size=2"]
+    settings += ["rewards=[{_component_: my_rewards.reward_length}]"]
+    launch = [str(TUNE), "run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+    launch += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "7", DISTRIBUTED]
+    agents = [
+        subprocess.Popen(
+            [*launch, "--config", LORA, *map(str, settings)],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    texts = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], texts[0][-3000:] + texts[1][-3000:]
+    assert weights(tmp_path / "out" / "step_000002")
+    steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
+    assert [r["step"] for r in steps] == [1, 2]
+
+
+def test_without_torchrun_it_says_how_to_start_it(tmp_path):
+    done = tune(
+        "run", DISTRIBUTED, "--config", LORA, *tiny_overrides(LORA, tmp_path),
+        cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and "tune run --nproc_per_node" in done.stdout
