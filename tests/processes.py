@@ -6,15 +6,18 @@ from pathlib import Path
 
 
 def children(*, of: int | None = None) -> dict[int, str]:
-    """A process's children, zombies too: id -> command line."""
+    """A process's children, zombies too: id -> state and command line.
+
+    Without the tracker that multiprocessing keeps running once a test has used it.
+    """
     parent = os.getpid() if of is None else of
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == parent:
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if int(fields[1]) == parent and "multiprocessing.resource_tracker" not in command:
                     found[int(entry.name)] = f"{fields[0]} {command}"
             except OSError:
                 continue

@@ -3,6 +3,8 @@
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hostile_code import HONEST, KEY, QUICK, SLOW, TEST, WRONG
-from processes import children, wait_until
+from processes import children, is_alive, wait_until
 
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
 from torchtune_grpo.rewards._code import code_blocks, extract_program
@@ -324,3 +326,42 @@ def test_a_lost_server_is_replaced():
     assert passes_again(sandbox)
     sandbox.close()
     assert set(children()) == before
+
+
+OWNER = """
+import sys, threading
+from torchtune_grpo.rewards import RewardSet
+rewards = RewardSet.from_config([
+    {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
+    {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
+])
+text = "```python\\nimport os, time\\ndef solve(n):\\n    os.fork(); time.sleep(1000)\\n```"
+columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
+for reward in rewards.rewards:
+    arguments = {"prompts": [""], "completions": [text], **columns}
+    threading.Thread(target=reward.function, kwargs=arguments).start()
+"""
+ACTOR = """
+import subprocess, time
+def sleeps(prompts, completions, **columns):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    time.sleep(1000)
+"""
+
+
+def descendants(process: int) -> list[int]:
+    below = list(children(of=process))
+    return below + [pid for child in below for pid in descendants(child)]
+
+
+def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
+    """kill -9 in the middle of a code reward and an isolated reward: all their processes end."""
+    (tmp_path / "actors.py").write_text(ACTOR)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path)
+    # Two servers for code with a first process, completion, its child and test; the second worker's
+    # two; the reward's server, worker and sleeper.
+    assert wait_until(lambda: len(descendants(owner.pid)) >= 11, seconds=60)
+    family = descendants(owner.pid)
+    owner.kill()
+    owner.wait()
+    assert wait_until(lambda: not any(is_alive(pid) for pid in family), seconds=20)
