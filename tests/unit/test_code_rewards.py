@@ -174,6 +174,59 @@ def test_a_test_that_catches_everything_does_not_pass_a_dead_program(sandbox, ca
     assert judge(sandbox, "def solve(n): return 1", test=test).passed
 
 
+def test_an_answer_does_not_make_up_for_a_later_death(sandbox):
+    test = """
+def check(candidate):
+    assert candidate(1) == 1
+    try: candidate(2)
+    except: pass
+"""
+    code = "import os\ndef solve(n): return n if n == 1 else os._exit(0)"
+    assert not judge(sandbox, code, test=test).passed
+    assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
+
+
+def test_every_limit_is_set_and_no_right_is_left(sandbox):
+    code = """
+import os, resource
+names = ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE")
+limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in names]
+def solve(n): return (limits, os.getuid(), os.geteuid())
+"""
+    expected = [(2, 2), (2**29, 2**29), (16, 16), (2**24, 2**24), (64, 64), (0, 0)]
+    test = f"""
+import os
+def check(candidate):
+    limits, *users = candidate(0)
+    assert limits == {expected}, limits
+    assert os.getuid() != 0 or 0 not in users
+"""
+    verdict = judge(sandbox, code, test=test)
+    assert verdict.passed, verdict
+
+
+def test_namespaces_keep_datagrams_in(sandbox):
+    """Landlock cannot, and the log says so."""
+    if not sandbox._candidates.facts["namespaces"]:
+        assert "CAN SEND UDP PACKETS" in sandbox.confinement()
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        server.settimeout(0.3)
+        port = server.getsockname()[1]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as local:
+            local.sendto(b"x", ("127.0.0.1", port))
+        assert server.recv(10) == b"x"
+        judge(
+            sandbox,
+            "import socket\n"
+            "sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+            f"sender.sendto(b'x', ('127.0.0.1', {port}))",
+        )
+        with pytest.raises(TimeoutError):
+            server.recv(10)
+
+
 def test_a_test_that_calls_nothing_proves_nothing(sandbox):
     assert "never called" in judge(sandbox, "def solve(n): return 1", test="assert True").why
 
@@ -339,7 +392,8 @@ text = "```python\\nimport os, time\\ndef solve(n):\\n    os.fork(); time.sleep(
 columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
 for reward in rewards.rewards:
     arguments = {"prompts": [""], "completions": [text], **columns}
-    threading.Thread(target=reward.function, kwargs=arguments).start()
+    threading.Thread(target=reward.function, kwargs=arguments, daemon=True).start()
+threading.Event().wait()
 """
 ACTOR = """
 import subprocess, time
@@ -358,9 +412,9 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     """kill -9 in the middle of a code reward and an isolated reward: all their processes end."""
     (tmp_path / "actors.py").write_text(ACTOR)
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path)
-    # Two servers for code with a first process, completion, its child and test; the second worker's
-    # two; the reward's server, worker and sleeper.
-    assert wait_until(lambda: len(descendants(owner.pid)) >= 11, seconds=60)
+    # The completion's server, in two processes, the completion and its child; the test's server and
+    # the test; the reward's server, the reward and its child.
+    assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
     family = descendants(owner.pid)
     owner.kill()
     owner.wait()
