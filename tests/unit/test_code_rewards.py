@@ -411,11 +411,12 @@ def descendants(process: int) -> list[int]:
 def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     """kill -9 in the middle of a code reward and an isolated reward: all their processes end."""
     (tmp_path / "actors.py").write_text(ACTOR)
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path)
-    # The completion's server, in two processes, the completion and its child; the test's server and
-    # the test; the reward's server, the reward and its child.
-    assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
-    family = descendants(owner.pid)
-    owner.kill()
-    owner.wait()
+    with subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path) as owner:
+        try:
+            # The completion's server, in two processes, the completion and its child; the test's
+            # server and the test; the reward's server, the reward and its child.
+            assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
+            family = descendants(owner.pid)
+        finally:
+            owner.kill()
     assert wait_until(lambda: not any(is_alive(pid) for pid in family), seconds=20)
