@@ -51,7 +51,7 @@ class Actor:
 def environment(prompts, completions, **columns):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
     leaked = [n for n in names if n in os.environ]
-    gpus, key = os.environ["CUDA_VISIBLE_DEVICES"], os.environ["MY_KEY"]
+    gpus, key = os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_KEY"]
     return [1.0 if (leaked, gpus, key, "torch" in sys.modules) == ([], "", "kept", False) else 0.0]
 
 async def waits(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric,
@@ -165,7 +165,7 @@ def test_workers_see_neither_rank_nor_gpu_nor_torch(make, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("MY_KEY", "kept")
+    monkeypatch.setenv("LOCAL_KEY", "kept")
     assert score(make("environment"), "x").total.tolist() == [1.0]
 
 

@@ -23,9 +23,12 @@ _BOOT = (
 _START_SECONDS = 60.0  # on a busy machine; it takes 0.1
 _STOP_SECONDS = 10.0
 
-# What a launcher such as torchrun says about its ranks, and what makes a process see a GPU.
-_RANK_PREFIXES = ("TORCHELASTIC_", "NCCL_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_", "CUDA_")
-_RANK_NAMES = ("RANK", "WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+# What a launcher such as torchrun says about its ranks.
+_RANK_PREFIXES = ("TORCHELASTIC_", "NCCL_", "TORCH_NCCL_")
+_RANK_NAMES = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
+    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+)
 
 
 class ServerLost(Exception):
