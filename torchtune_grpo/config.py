@@ -26,7 +26,12 @@ from torchtune_grpo._config_checks import (
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
 from torchtune_grpo.importance import CORRECTIONS
-from torchtune_grpo.rollout import ENGINES, MERGE_CHOICES, SamplingParams
+from torchtune_grpo.rollout import (
+    ENGINES,
+    GATHER_CHOICES,
+    MERGE_CHOICES,
+    SamplingParams,
+)
 
 
 def key(
@@ -65,6 +70,11 @@ class RolloutConfig:
         "Add adapters to a copy of the weights for a rollout; auto = where exact and memory allows",
         "auto",
         MERGE_CHOICES,
+    )
+    gather: str = one_of(
+        "Distributed: a sharded model is gathered once a rollout, or layer by layer for each token",
+        "once",
+        GATHER_CHOICES,
     )
     deadline: float | None = positive(
         "Seconds after which a rollout cuts its responses where they are; null = none", None

@@ -86,11 +86,10 @@ def test_both_recipes_share_the_text_of_the_loop():
 VARIANTS = {
     LORA: {
         "replicated": [],
-        "sharded": ["sharding=always"],
+        "sharded": ["sharding=always", "rollout.gather=layer"],
     },
     FULL: {
         "sharded": ["enable_activation_checkpointing=true"],
-        "replicated": ["sharding=never"],
         "hsdp": ["data_parallel_replicate_dim=2"],
         # ranks get different numbers of tokens, and have to agree on the number of passes
         "token_budget": ["forward_batch_size=null", "forward_token_budget=90"],

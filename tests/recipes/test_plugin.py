@@ -24,6 +24,7 @@ from torchtune_grpo import _plugin
 
 REPO = Path(__file__).parents[2]
 RECIPE = "grpo_full_finetune_single_device"
+RECIPES = ("grpo_full_finetune_distributed", RECIPE)
 CONFIG = "tiny_arithmetic_grpo"
 CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
 TUNE = Path(sysconfig.get_path("scripts")) / "tune"
@@ -132,9 +133,10 @@ def session(workspace: Path) -> dict[str, Result]:
     return dict(zip(commands, results, strict=True))
 
 
-def test_ls_lists_the_recipe_with_every_config(session: dict[str, Result]) -> None:
+def test_ls_lists_the_recipes_with_every_config(session: dict[str, Result]) -> None:
     assert CONFIG in CONFIGS
-    assert listed(session["tune ls"].out)[RECIPE] == CONFIGS
+    for recipe in RECIPES:
+        assert listed(session["tune ls"].out)[recipe] == CONFIGS
 
 
 def test_cp_copies_recipe_and_config(session: dict[str, Result], workspace: Path) -> None:
@@ -306,7 +308,7 @@ def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> Non
     installed = site_packages / "torchtune_grpo"
     recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
     assert files_below(installed) == files_below(REPO / "torchtune_grpo") | recipes
-    assert listed(run(str(TUNE), "ls").out) == listed(before.out) | {RECIPE: CONFIGS}
+    assert listed(run(str(TUNE), "ls").out) == listed(before.out) | dict.fromkeys(RECIPES, CONFIGS)
 
     pip("uninstall", "--yes", "torchtune-grpo")
     assert files_below(site_packages) == empty

@@ -94,8 +94,7 @@ class RLDataset(Dataset[dict[str, Any]]):
             rows = _transform_rows(rows, transform)
         names = _check_same_columns(rows)
         template = RowTemplate(prompt_template, prompt_column=prompt_column, names=names)
-        self._encode_row = lambda row: encoder(template.render(row, 0))
-        self._prompt_column = prompt_column
+        self._encoder, self._template, self._prompt_column = encoder, template, prompt_column
         sources = _column_sources(names, prompt_column, columns or {})
 
         prompts = [template.render(row, index) for index, row in enumerate(rows)]
@@ -127,7 +126,7 @@ class RLDataset(Dataset[dict[str, Any]]):
             ValueError: if ``prompt_template`` needs more columns than the prompt's.
         """
         try:
-            return self._encode_row({self._prompt_column: prompt})
+            return self._encoder(self._template.render({self._prompt_column: prompt}, 0))
         except KeyError as error:
             raise ValueError(
                 f"prompt_template: needs the column {error} of a row, so that it cannot be filled "

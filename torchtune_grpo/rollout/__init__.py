@@ -3,6 +3,7 @@
 from torchtune_grpo.rollout._decoder import unsupported_reason
 from torchtune_grpo.rollout._engine import (
     ENGINES,
+    GATHER_CHOICES,
     MERGE_CHOICES,
     NativeEngine,
     RolloutEngine,
@@ -16,6 +17,7 @@ from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 
 __all__ = [
     "ENGINES",
+    "GATHER_CHOICES",
     "MERGE_CHOICES",
     "NativeEngine",
     "Progress",

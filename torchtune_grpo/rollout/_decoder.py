@@ -22,6 +22,7 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
+from torchtune_grpo.parallel import LayerGather
 from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
 from torchtune_grpo.rollout._projection import KINDS, Projection
@@ -82,6 +83,7 @@ class NativeDecoder:
         def project(module: Any) -> Projection:
             return Projection(module, merge=merge_adapters, dtype=dtype, copy=copy)
 
+        self.gather: LayerGather | None = None  # of a model that stays sharded
         self._embed = model.tok_embeddings
         self._norm = model.norm
         self._output = project(model.output)
@@ -107,6 +109,15 @@ class NativeDecoder:
             dtype=dtype,
             device=next(model.parameters()).device,
         )
+
+    def _gathered_layers(self) -> Iterator[tuple[int, _Layer]]:
+        if self.gather is None:
+            yield from enumerate(self._layers)
+            return
+        self.gather.begin_pass()
+        for index, layer in enumerate(self._layers):
+            with self.gather.layer(index):
+                yield index, layer
 
     def projections(self) -> Iterator[Projection]:
         """All linear layers."""
@@ -135,7 +146,7 @@ class NativeDecoder:
         attention = PromptAttention([len(prompt) for prompt in prompts], slots, cache)
         positions = torch.cat([torch.arange(len(p), device=p.device) for p in prompts])
         h = self._embed(torch.cat(prompts)).to(self._dtype)  # [S, D], S tokens of all prompts
-        for index, layer in enumerate(self._layers):
+        for index, layer in self._gathered_layers():
             h = self._run_layer(layer, h, positions[:, None], partial(attention, index))
         last = torch.tensor([span.stop - 1 for span in attention.spans], device=h.device)
         return self.unembed(h[last])
@@ -153,7 +164,7 @@ class NativeDecoder:
         attention = GroupAttention(rows, cache)
         positions = rows.prompt_lengths[rows.prompts] + rows.counts - 1  # [n]
         h = self._embed(rows.tokens).to(self._dtype)  # [n, D]
-        for index, layer in enumerate(self._layers):
+        for index, layer in self._gathered_layers():
             h = self._run_layer(layer, h, positions[:, None], partial(attention, index))
         return self.unembed(h)
 

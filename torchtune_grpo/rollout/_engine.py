@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.parallel import gathered
+from torchtune_grpo.parallel import LayerGather, gathered, is_sharded
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout._memory import free_bytes
@@ -30,6 +31,7 @@ log = utils.get_logger("INFO")
 
 ENGINES = ("native", "torchtune")
 MERGE_CHOICES = ("auto", "always", "never")
+GATHER_CHOICES = ("once", "layer")
 
 
 def make_engine(
@@ -61,6 +63,7 @@ def make_engine(
                 max_rows=max_rows,
                 merge_adapters=settings.merge_adapters,
                 deadline=settings.deadline,
+                gather=settings.gather,
             )
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
     if sharded:  # it would gather every layer for every token, in step with the other ranks
@@ -111,6 +114,8 @@ class NativeEngine:
         merge_adapters (str): "always" and "never" merge adapters into a copy of the weights or
             not; "auto" does where it is exact (float32) and memory allows.
         deadline (float | None): seconds after which a rollout cuts its rows where they are.
+        gather (str): a model that is sharded by then is gathered "once" for a whole rollout, or
+            "layer" by layer for every token of all ranks.
 
     Raises:
         ValueError: if the model is not one that the engine can run.
@@ -123,6 +128,7 @@ class NativeEngine:
         max_rows: int,
         merge_adapters: str = "auto",
         deadline: float | None = None,
+        gather: str = "once",
     ) -> None:
         reason = unsupported_reason(model)
         if reason is not None:
@@ -131,6 +137,7 @@ class NativeEngine:
         self._max_rows = max_rows
         self._merge_adapters = merge_adapters
         self._deadline = deadline
+        self._gather = gather
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
@@ -158,34 +165,8 @@ class NativeEngine:
         report: Callable[[Progress], None] | None = None,
     ) -> Samples:
         """See :meth:`RolloutEngine.generate`."""
-        with gathered(self._model):  # once, if it is sharded: ranks end at different times
-            return self._generate(
-                prompts,
-                group_size=group_size,
-                params=params,
-                stop_tokens=stop_tokens,
-                keys=keys,
-                decode=decode,
-                report=report,
-                end=math.inf if self._deadline is None else time.monotonic() + self._deadline,
-            )
-
-    def _generate(
-        self,
-        prompts: PromptBatch,
-        *,
-        group_size: int,
-        params: SamplingParams,
-        stop_tokens: Sequence[int],
-        keys: Tensor,
-        decode: Decode | None,
-        report: Callable[[Progress], None] | None,
-        end: float,
-    ) -> Samples:
-        decoder, cache = self._ready()
-        for projection in decoder.projections():
-            projection.refresh()
-        try:
+        end = math.inf if self._deadline is None else time.monotonic() + self._deadline
+        with self._current_weights() as (decoder, cache):
             return GroupRollout(
                 decoder,
                 cache,
@@ -197,13 +178,32 @@ class NativeEngine:
                 keys=keys,
                 max_rows=self._max_rows,
             ).run(out_of_time=lambda: time.monotonic() > end, report=report)
-        finally:  # whatever interrupts a rollout, the next one starts clean
+
+    @contextmanager
+    def _current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
+        by_layer = self._gather == "layer" and is_sharded(self._model)
+        with gathered(self._model, layers=not by_layer):
+            decoder, cache = self._ready()
+            decoder.gather = LayerGather(self._model) if by_layer else None
             for projection in decoder.projections():
-                projection.release()
+                projection.refresh()
+            try:
+                yield decoder, cache
+                if decoder.gather is not None:
+                    decoder.gather.finish()
+            finally:  # whatever interrupts a rollout, the next one starts clean
+                for projection in decoder.projections():
+                    projection.release()
 
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
-            self._decoder = _make_decoder(self._model, merge_adapters=self._merge_adapters)
+            if self._gather == "layer" and is_sharded(self._model):  # no room for copies
+                dtype = self._model.tok_embeddings.weight.dtype
+                self._decoder = NativeDecoder(
+                    self._model, merge_adapters=False, dtype=dtype, copy=False
+                )
+            else:
+                self._decoder = _make_decoder(self._model, merge_adapters=self._merge_adapters)
             self._cache = GroupCache(self._decoder.cache_shape)
         return self._decoder, self._cache
 
