@@ -229,28 +229,64 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Loads what :func:`optimizer_state` gave the first rank, however many ranks there were."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = {}
-    for index, entry in state["state"].items():
-        parameter = parameters[index]
-        entries[index] = {
-            name: distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements
-            )
-            if isinstance(parameter, DTensor) and getattr(value, "shape", None) == parameter.shape
-            else value
+    entries = {
+        index: {
+            name: _like_parameter(optimizer, name, value, parameters[index])
             for name, value in entry.items()
         }
+        for index, entry in state["state"].items()
+    }
     optimizer.load_state_dict({**state, "state": entries})
+    for (
+        index,
+        entry,
+    ) in entries.items():  # torch's loading casts low-bit shards to what they are not
+        low_bit = {
+            name: v for name, v in entry.items() if isinstance(v, DTensor) and _is_low_bit(v)
+        }
+        optimizer.state[parameters[index]].update(low_bit)
+
+
+def _like_parameter(
+    optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor
+) -> Any:
+    """Shards a whole state tensor like its parameter, and quantizes it if the optimizer does."""
+    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    value = distribute_tensor(value.to(parameter.device), mesh, placements)
+    if hasattr(optimizer, "_new_buffer"):  # torchao's low-bit optimizers
+        buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
+        buffer.to_local().copy_(value.to_local())
+        return buffer
+    return value
 
 
 def _full_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in values.items():
         if isinstance(value, DTensor):
-            value = value.full_tensor()  # a collective: in the same order on all ranks
+            value = _plain(value).full_tensor()  # a collective: in the same order on all ranks
         if rank() == 0:
             result[name] = value.cpu() if isinstance(value, Tensor) else value
     return result
+
+
+def _is_low_bit(value: DTensor) -> bool:
+    return hasattr(value.to_local(), "block_size")  # torchao's 8-bit, 4-bit and float8 states
+
+
+def _plain(value: DTensor) -> DTensor:
+    """Shards of a low-bit optimizer state cannot be put together; their values can."""
+    if not _is_low_bit(value):
+        return value
+    return DTensor.from_local(
+        value.to_local().dequantize(),
+        value.device_mesh,
+        value.placements,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 def _is_distributed() -> bool:
