@@ -1,0 +1,271 @@
+"""One whole GRPO step, rollout to update, of this package beside TRL's ``GRPOTrainer``.
+
+    python benchmarks/peers/step_trl.py --ways packed budget trl-8
+    python benchmarks/peers/step_trl.py --ways trl-4 trl-16 trl-32 trl-8-checkpointed
+    python benchmarks/peers/step_trl.py --ways packed trl-8 --new-tokens 256 --repeats 1
+
+Ways: ``packed`` is this package with a whole group in each forward pass, ``budget`` with
+``--token-budget`` tokens, ``trl-<n>`` is TRL with a per-device micro-batch of n rows and without
+activation checkpointing, ``trl-<n>-checkpointed`` with it, which is TRL's default. Both compute the
+same: four prompts of 96, 160, 212 and 292 tokens, groups of eight, full-length responses, the same
+weights (shape S), LoRA r = 8 on all linear layers, the paper's loss with beta 0.04, one AdamW step
+over all 32 rows, float32. The reward is a function of the sampled ids.
+
+Every way runs in a process of its own. Extra memory is the peak resident memory of all of its steps
+minus what was resident before the first; time is the median of ``--repeats`` steps after one that
+warms up. Prints one JSON line.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from rollout import PROMPT_LENGTHS, SHAPE_S, build_model, build_prompts, to_transformers  # noqa: E402
+from training_step import LORA, memory_mb  # noqa: E402
+
+GROUP, BETA, LEARNING_RATE = 8, 0.04, 1e-5
+VOCAB = SHAPE_S["vocab_size"]
+
+
+def score(completion_ids, **columns) -> list[float]:
+    """A reward that differs within a group and costs nothing."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+class Stopwatch:
+    """Seconds of each step, and the peak memory of all of them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind is no step's
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        self._resident = memory_mb("VmRSS")
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+
+    def result(self) -> dict:
+        """Numbers for the JSON line."""
+        warm_up, *seconds = self.seconds
+        return {
+            "seconds": round(statistics.median(seconds), 2),
+            "each": [round(value, 2) for value in seconds],
+            "warm_up_seconds": round(warm_up, 2),
+            "extra_mb": round(memory_mb("VmHWM") - self._resident),
+        }
+
+
+def run_ours(args: argparse.Namespace, way: str) -> dict:
+    """The recipe's ``generate_trajectory`` and ``grpo_step``, without logs and metrics."""
+    from torchtune.models.llama3_2 import lora_llama3_2
+    from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+    from torchtune_grpo._malloc import keep_freed_memory
+    from torchtune_grpo.advantages import group_advantages
+    from torchtune_grpo.config import RolloutConfig
+    from torchtune_grpo.logprobs import response_logprobs
+    from torchtune_grpo.loss import GRPOLoss
+    from torchtune_grpo.micro_batches import micro_batches
+    from torchtune_grpo.nonfinite import total_grad_norm
+    from torchtune_grpo.reference import AdapterReference
+    from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
+
+    class Tokenizer:
+        stop_tokens: list[int] = []
+
+        def decode(self, tokens: list[int]) -> str:
+            return " ".join(f"w{token}" for token in tokens)
+
+    keep_freed_memory()
+    base = build_model("S", torch.float32)
+    model = lora_llama3_2(**SHAPE_S, **LORA)
+    model.load_state_dict(base.state_dict(), strict=False)
+    del base
+    set_trainable_params(model, get_adapter_params(model))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+    prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
+    engine = make_engine(model, RolloutConfig(), max_rows=len(PROMPT_LENGTHS) * GROUP)
+    reference, loss = AdapterReference(model), GRPOLoss(kl_coeff=BETA)
+    params = SamplingParams(max_generated_tokens=args.new_tokens)
+
+    def step(number: int) -> int:
+        model.eval()
+        rows = roll_out(
+            engine,
+            prompts,
+            tokenizer=Tokenizer(),
+            group_size=GROUP,
+            params=params,
+            prefill="",
+            seed=0,
+            step=number,
+        )
+        rewards = torch.tensor(score(rows.completion_ids))
+        rows.advantages = group_advantages(rewards, group_size=GROUP)
+        parts = micro_batches(
+            rows,
+            group_size=GROUP,
+            pack=True,
+            rows=GROUP,
+            token_budget=args.token_budget if way == "budget" else None,
+        )
+        rows.ref_logprobs = reference.logprobs(parts, temperature=1.0)
+        model.train()
+        tokens = int(rows.response_mask.sum())
+        rows.weights = loss.weights(
+            rows.response_mask,
+            num_rows=rows.num_rows,
+            num_tokens=tokens,
+            max_generated_tokens=args.new_tokens,
+        )
+        for micro_batch in parts:
+            part = rows.select(micro_batch.rows)
+            logprobs, entropy = response_logprobs(
+                model, micro_batch.layout, temperature=1.0, with_entropy=True
+            )
+            output = loss(
+                logprobs=logprobs,
+                old_logprobs=None,
+                ref_logprobs=part.ref_logprobs,
+                advantages=part.advantages,
+                weights=part.weights,
+                response_mask=part.response_mask,
+                entropy=entropy,
+            )
+            output.loss.backward()
+        torch.nn.utils.clip_grads_with_norm_(trained, 1.0, total_grad_norm(trained))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return tokens
+
+    watch = Stopwatch()
+    for number in range(args.repeats + 1):
+        watch.start()
+        tokens = step(number)
+        watch.stop()
+        assert tokens == len(PROMPT_LENGTHS) * GROUP * args.new_tokens, tokens
+    return watch.result()
+
+
+def run_trl(args: argparse.Namespace, way: str) -> dict:
+    """``GRPOTrainer.train`` with one optimizer step over all rows."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    _, micro_batch, *checkpointed = way.split("-")
+    vocab = {f"w{i}": i for i in range(VOCAB)} | {"end": VOCAB}  # "end" cannot be sampled
+    words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="w0")
+    prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
+    texts = [
+        " ".join(f"w{token}" for token in row[-length:])
+        for row, length in zip(prompts.tokens.tolist(), prompts.lengths.tolist(), strict=True)
+    ]
+    rows = len(texts) * GROUP
+    sampled: list[int] = []
+
+    def reward(completion_ids, **columns) -> list[float]:
+        sampled.append(sum(len(ids) for ids in completion_ids))
+        return score(completion_ids)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=to_transformers(build_model("S", torch.float32)),
+            reward_funcs=reward,
+            args=GRPOConfig(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+                max_steps=args.repeats + 1,
+                per_device_train_batch_size=int(micro_batch),
+                gradient_accumulation_steps=rows // int(micro_batch),
+                activation_checkpointing=bool(checkpointed),
+                num_generations=GROUP,
+                max_completion_length=args.new_tokens,
+                beta=BETA,
+                loss_type="grpo",
+                use_bias_correction_kl=False,
+                optim="adamw_torch",
+                learning_rate=LEARNING_RATE,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(
+                r=LORA["lora_rank"],
+                lora_alpha=LORA["lora_alpha"],
+                lora_dropout=0.0,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            ),
+        )
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *args, **kwargs) -> None:
+                watch.start()
+
+            def on_step_end(self, *args, **kwargs) -> None:
+                watch.stop()
+
+        trainer.add_callback(Clock())
+        watch = Stopwatch()
+        trainer.train()
+    assert sampled == [rows * args.new_tokens] * (args.repeats + 1), sampled
+    return watch.result()
+
+
+def main() -> None:
+    """Runs every way in a process of its own, and compares ours with TRL's fastest."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ways", nargs="+", default=["packed", "budget", "trl-8"])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--token-budget", type=int, default=512, help="of the way called budget")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.in_this_process:
+        torch.set_num_threads(args.threads)
+        (way,) = args.ways
+        return print(json.dumps((run_trl if way.startswith("trl") else run_ours)(args, way)))
+    results = {}
+    for way in args.ways:
+        command = [sys.executable, *sys.argv, "--in-this-process", "--ways", way]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results[way] = json.loads(done.stdout.splitlines()[-1])
+        print(way, results[way], file=sys.stderr, flush=True)
+    peers = [way for way in results if way.startswith("trl")]
+    best = min(peers, key=lambda way: results[way]["seconds"], default=None)
+    gains = {
+        way: {
+            key: round(results[best][key] / results[way][key], 2) for key in ("seconds", "extra_mb")
+        }
+        for way in results
+        if best and way not in peers
+    }
+    settings = {name: value for name, value in vars(args).items() if name != "in_this_process"}
+    name = {"benchmark": "step_trl", "settings": settings, "torch": torch.__version__}
+    print(json.dumps({**name, "results": results, "best_trl": best, "gains": gains}))
+
+
+if __name__ == "__main__":
+    main()
