@@ -19,6 +19,7 @@ warms up. Prints one JSON line.
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,17 @@ import time
 from pathlib import Path
 
 import torch
+from torchtune.models.llama3_2 import lora_llama3_2
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+from torchtune_grpo._malloc import keep_freed_memory
+from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.config import RolloutConfig
+from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.micro_batches import micro_batches
+from torchtune_grpo.reference import AdapterReference
+from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from rollout import PROMPT_LENGTHS, SHAPE_S, build_model, build_prompts, to_transformers  # noqa: E402
@@ -34,6 +46,7 @@ from training_step import LORA, memory_mb  # noqa: E402
 
 GROUP, BETA, LEARNING_RATE = 8, 0.04, 1e-5
 VOCAB = SHAPE_S["vocab_size"]
+ROWS = len(PROMPT_LENGTHS) * GROUP
 
 
 def score(completion_ids, **columns) -> list[float]:
@@ -67,169 +80,152 @@ class Stopwatch:
         }
 
 
+class Words:
+    """What the package asks of a tokenizer; no token ends a response."""
+
+    stop_tokens: list[int] = []
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
 def run_ours(args: argparse.Namespace, way: str) -> dict:
     """The recipe's ``generate_trajectory`` and ``grpo_step``, without logs and metrics."""
-    from torchtune.models.llama3_2 import lora_llama3_2
-    from torchtune.modules.peft import get_adapter_params, set_trainable_params
-
-    from torchtune_grpo._malloc import keep_freed_memory
-    from torchtune_grpo.advantages import group_advantages
-    from torchtune_grpo.config import RolloutConfig
-    from torchtune_grpo.logprobs import response_logprobs
-    from torchtune_grpo.loss import GRPOLoss
-    from torchtune_grpo.micro_batches import micro_batches
-    from torchtune_grpo.nonfinite import total_grad_norm
-    from torchtune_grpo.reference import AdapterReference
-    from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
-
-    class Tokenizer:
-        stop_tokens: list[int] = []
-
-        def decode(self, tokens: list[int]) -> str:
-            return " ".join(f"w{token}" for token in tokens)
-
     keep_freed_memory()
-    base = build_model("S", torch.float32)
     model = lora_llama3_2(**SHAPE_S, **LORA)
-    model.load_state_dict(base.state_dict(), strict=False)
-    del base
+    model.load_state_dict(build_model("S", torch.float32).state_dict(), strict=False)
     set_trainable_params(model, get_adapter_params(model))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+    engine = make_engine(model, RolloutConfig(), max_rows=ROWS)
     prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
-    engine = make_engine(model, RolloutConfig(), max_rows=len(PROMPT_LENGTHS) * GROUP)
-    reference, loss = AdapterReference(model), GRPOLoss(kl_coeff=BETA)
     params = SamplingParams(max_generated_tokens=args.new_tokens)
-
-    def step(number: int) -> int:
+    sampling = {"tokenizer": Words(), "group_size": GROUP, "params": params, "prefill": ""}
+    budget = args.token_budget if way == "budget" else None
+    reference, loss = AdapterReference(model), GRPOLoss(kl_coeff=BETA)
+    watch = Stopwatch()
+    for step in range(args.repeats + 1):
+        watch.start()
         model.eval()
-        rows = roll_out(
-            engine,
-            prompts,
-            tokenizer=Tokenizer(),
-            group_size=GROUP,
-            params=params,
-            prefill="",
-            seed=0,
-            step=number,
-        )
-        rewards = torch.tensor(score(rows.completion_ids))
-        rows.advantages = group_advantages(rewards, group_size=GROUP)
-        parts = micro_batches(
-            rows,
-            group_size=GROUP,
-            pack=True,
-            rows=GROUP,
-            token_budget=args.token_budget if way == "budget" else None,
-        )
-        rows.ref_logprobs = reference.logprobs(parts, temperature=1.0)
+        batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
+        rewards = torch.tensor(score(batch.completion_ids))
+        batch.advantages = group_advantages(rewards, group_size=GROUP)
+        parts = micro_batches(batch, group_size=GROUP, pack=True, rows=GROUP, token_budget=budget)
+        batch.ref_logprobs = reference.logprobs(parts, temperature=1.0)
         model.train()
-        tokens = int(rows.response_mask.sum())
-        rows.weights = loss.weights(
-            rows.response_mask,
-            num_rows=rows.num_rows,
-            num_tokens=tokens,
-            max_generated_tokens=args.new_tokens,
-        )
-        for micro_batch in parts:
-            part = rows.select(micro_batch.rows)
-            logprobs, entropy = response_logprobs(
-                model, micro_batch.layout, temperature=1.0, with_entropy=True
-            )
-            output = loss(
-                logprobs=logprobs,
-                old_logprobs=None,
-                ref_logprobs=part.ref_logprobs,
-                advantages=part.advantages,
-                weights=part.weights,
-                response_mask=part.response_mask,
-                entropy=entropy,
-            )
-            output.loss.backward()
-        torch.nn.utils.clip_grads_with_norm_(trained, 1.0, total_grad_norm(trained))
+        backward(model, loss, batch, parts, new_tokens=args.new_tokens)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return tokens
-
-    watch = Stopwatch()
-    for number in range(args.repeats + 1):
-        watch.start()
-        tokens = step(number)
         watch.stop()
-        assert tokens == len(PROMPT_LENGTHS) * GROUP * args.new_tokens, tokens
+        assert int(batch.response_mask.sum()) == ROWS * args.new_tokens
     return watch.result()
 
 
-def run_trl(args: argparse.Namespace, way: str) -> dict:
-    """``GRPOTrainer.train`` with one optimizer step over all rows."""
-    from datasets import Dataset
-    from peft import LoraConfig
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def backward(model, loss: GRPOLoss, batch, parts, *, new_tokens: int) -> None:
+    """Adds the gradients of the whole batch."""
+    batch.weights = loss.weights(
+        batch.response_mask,
+        num_rows=ROWS,
+        num_tokens=int(batch.response_mask.sum()),
+        max_generated_tokens=new_tokens,
+    )
+    for micro_batch in parts:
+        part = batch.select(micro_batch.rows)
+        logprobs, entropy = response_logprobs(
+            model, micro_batch.layout, temperature=1.0, with_entropy=True
+        )
+        output = loss(
+            logprobs=logprobs,
+            old_logprobs=None,
+            ref_logprobs=part.ref_logprobs,
+            advantages=part.advantages,
+            weights=part.weights,
+            response_mask=part.response_mask,
+            entropy=entropy,
+        )
+        output.loss.backward()
 
-    _, micro_batch, *checkpointed = way.split("-")
-    vocab = {f"w{i}": i for i in range(VOCAB)} | {"end": VOCAB}  # "end" cannot be sampled
+
+def word_tokenizer():
+    """A transformers tokenizer of the words w0, w1, ...; its end token cannot be sampled."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {f"w{i}": i for i in range(VOCAB)} | {"end": VOCAB}
     words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="w0")
+
+
+def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
+    """TRL's trainer on the same weights and prompts, one optimizer step a batch."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    _, rows, *checkpointed = way.split("-")
     prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
     texts = [
-        " ".join(f"w{token}" for token in row[-length:])
+        Words().decode(row[-length:])
         for row, length in zip(prompts.tokens.tolist(), prompts.lengths.tolist(), strict=True)
     ]
-    rows = len(texts) * GROUP
+    return GRPOTrainer(
+        model=to_transformers(build_model("S", torch.float32)),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            max_steps=args.repeats + 1,
+            per_device_train_batch_size=int(rows),
+            gradient_accumulation_steps=ROWS // int(rows),
+            activation_checkpointing=bool(checkpointed),
+            num_generations=GROUP,
+            max_completion_length=args.new_tokens,
+            beta=BETA,
+            loss_type="grpo",
+            use_bias_correction_kl=False,
+            optim="adamw_torch",
+            learning_rate=LEARNING_RATE,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=word_tokenizer(),
+        peft_config=LoraConfig(
+            r=LORA["lora_rank"],
+            lora_alpha=LORA["lora_alpha"],
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def run_trl(args: argparse.Namespace, way: str) -> dict:
+    """``GRPOTrainer.train``, timed from the beginning of each step to its end."""
+    from transformers import TrainerCallback
+
     sampled: list[int] = []
 
     def reward(completion_ids, **columns) -> list[float]:
         sampled.append(sum(len(ids) for ids in completion_ids))
         return score(completion_ids)
 
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs) -> None:
+            watch.start()
+
+        def on_step_end(self, *args, **kwargs) -> None:
+            watch.stop()
+
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=to_transformers(build_model("S", torch.float32)),
-            reward_funcs=reward,
-            args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-                max_steps=args.repeats + 1,
-                per_device_train_batch_size=int(micro_batch),
-                gradient_accumulation_steps=rows // int(micro_batch),
-                activation_checkpointing=bool(checkpointed),
-                num_generations=GROUP,
-                max_completion_length=args.new_tokens,
-                beta=BETA,
-                loss_type="grpo",
-                use_bias_correction_kl=False,
-                optim="adamw_torch",
-                learning_rate=LEARNING_RATE,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": texts}),
-            processing_class=tokenizer,
-            peft_config=LoraConfig(
-                r=LORA["lora_rank"],
-                lora_alpha=LORA["lora_alpha"],
-                lora_dropout=0.0,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            ),
-        )
-
-        class Clock(TrainerCallback):
-            def on_step_begin(self, *args, **kwargs) -> None:
-                watch.start()
-
-            def on_step_end(self, *args, **kwargs) -> None:
-                watch.stop()
-
+        trainer = make_trainer(args, way, reward, folder)
         trainer.add_callback(Clock())
         watch = Stopwatch()
         trainer.train()
-    assert sampled == [rows * args.new_tokens] * (args.repeats + 1), sampled
+    assert sampled == [ROWS * args.new_tokens] * (args.repeats + 1), sampled
     return watch.result()
 
 
@@ -250,7 +246,10 @@ def main() -> None:
     results = {}
     for way in args.ways:
         command = [sys.executable, *sys.argv, "--in-this-process", "--ways", way]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # TRL looks for the model's name there
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
         results[way] = json.loads(done.stdout.splitlines()[-1])
         print(way, results[way], file=sys.stderr, flush=True)
     peers = [way for way in results if way.startswith("trl")]
