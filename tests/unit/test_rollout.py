@@ -358,16 +358,21 @@ def test_deadline_cuts_rows_where_they_are(make):
 
 
 def test_non_finite_row_does_not_spread_to_later_rows():
-    """Row places are used again: a NaN left in the cache must not reach the next row there."""
+    """Row places are used again: a NaN left in the cache must not reach the next row there.
+
+    The next row sees it, masked, while the row beside it is longer.
+    """
     model = build_policy("untied")
-    batch = prompt_batch([4, 5, 6])
-    expected = responses(sample(NativeEngine(model, max_rows=1), batch, group_size=1, stops=()))
+    batch = prompt_batch([4, 5, 6, 3, 7, 2, 8])
+    options = {"group_size": 1, "stops": (STOP, 11, 30, 44)}
+    expected = responses(sample(NativeEngine(model, max_rows=2), batch, **options))
+    assert len({len(row) for row in expected[1:]}) > 2  # places are taken at different times
     used = {*batch.tokens.flatten().tolist(), *sum(expected, [])}
     broken = min(set(range(VOCAB)) - used)
     with torch.no_grad():
         model.tok_embeddings.weight[broken] = torch.nan
     batch.tokens[0, -1] = broken
-    got = responses(sample(NativeEngine(model, max_rows=1), batch, group_size=1, stops=()))
+    got = responses(sample(NativeEngine(model, max_rows=2), batch, **options))
     assert got[1:] == expected[1:]
 
 
