@@ -35,9 +35,9 @@ from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
-    load_policy_weights,
     load_training_state,
     make_checkpointer,
+    restore_weights,
     save_checkpoint,
     set_aside_previous_run,
 )
@@ -46,20 +46,20 @@ from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_in
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import in_order, response_logprobs
-from torchtune_grpo.metrics import RunLog, StepMetrics
+from torchtune_grpo.metrics import RunLog, StepMetrics, make_metric_logger
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.parallel import (
-    barrier,
     broadcast_trained_parameters,
     end_process_group,
-    full_state,
-    gather_over_ranks,
     init_process_group,
     load_optimizer_state,
+    on_first_rank,
     optimizer_state,
+    random_states,
     rank,
     reduce_gradients,
+    restore_random_state,
     shard,
     sum_over_ranks,
     world_size,
@@ -104,14 +104,12 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; what can be wrong with the config fails before weights are read."""
-        if rank() == 0:
-            config.instantiate(self.cfg.prepare)
-            if not self.cfg.resume_from_checkpoint:
-                set_aside_previous_run(self._output_dir)
-        barrier()
+        on_first_rank(config.instantiate, self.cfg.prepare)
         check_checkpoint_files(self.cfg)
         if self.cfg.resume_from_checkpoint:
             checkpoint = find_checkpoint(self._output_dir)
+        else:
+            on_first_rank(set_aside_previous_run, self._output_dir)
         self._tokenizer = config.instantiate(self.cfg.tokenizer)
         self._rewards = RewardSet.from_config(
             self.cfg.rewards, max_failure_share=self.cfg.max_reward_failure_share
@@ -119,9 +117,8 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
         self._loss = config.instantiate(self.cfg.loss)
         self._dataset, self._evaluator = self._setup_data()
 
-        if rank() == 0:
-            self._metric_logger = config.instantiate(self.cfg.metric_logger)
-            self._metric_logger.log_config(cfg)
+        self._metric_logger = make_metric_logger(self.cfg.metric_logger)
+        self._metric_logger.log_config(cfg)
         self._run_log = RunLog(self._output_dir, num_completions=self.cfg.log_completions)
         self._guard = NonFiniteGuard(self._output_dir, max_steps=self.cfg.max_nonfinite_steps)
         self._profiler = self._setup_profiler()
@@ -213,21 +210,23 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
 
     def _resume_weights(self, checkpoint: Path) -> dict[str, Any]:
         state = load_training_state(checkpoint, seed=self.seed)
-        weights = state["adapter"] or load_policy_weights(
-            self.cfg.checkpointer, checkpoint, output_dir=self._output_dir
+        restore_weights(
+            self._model,
+            state,
+            checkpoint,
+            cfg=self.cfg.checkpointer,
+            output_dir=self._output_dir,
         )
-        self._model.load_state_dict(weights, strict=False)
         return state
 
     def _resume(self, state: dict[str, Any]) -> None:
         load_optimizer_state(self._optimizer, state["optimizer"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
-        if rank() < len(state["torch_rng"]):
-            torch.set_rng_state(state["torch_rng"][rank()])
+        restore_random_state(state["torch_rng"])
         self.global_step = state["step"]
         self._run_log.keep_until(self.global_step)
-        log.info(f"Resumed after step {self.global_step}.")
+        utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
 
     def generate_trajectory(
         self, prompts: PromptBatch, metrics: StepMetrics
@@ -427,7 +426,7 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
         if self.cfg.log_peak_memory_stats and self._device.type != "cpu":
             values |= training.get_memory_stats(device=self._device)
         self._run_log.metrics(self.global_step, values)
-        if rank() == 0 and _is_due(self.global_step, self.cfg.log_every_n_steps):
+        if _is_due(self.global_step, self.cfg.log_every_n_steps):
             self._metric_logger.log_dict(values, step=self.global_step)
 
     def _evaluate(self) -> None:
@@ -436,10 +435,9 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
         self._model.eval()
         values = self._evaluator(self._engine, device=self._device, state=self._trainer_state)
         self._run_log.metrics(self.global_step, values)
-        if rank() == 0:
-            self._metric_logger.log_dict(values, step=self.global_step)
-            shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-            log.info(f"Step {self.global_step}: {shown}")
+        self._metric_logger.log_dict(values, step=self.global_step)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        utils.log_rank_zero(log, f"Step {self.global_step}: {shown}")
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
@@ -449,29 +447,24 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
             "seed": self.seed,
             "optimizer": optimizer_state(self._optimizer),
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "torch_rng": gather_over_ranks(torch.get_rng_state()),
+            "torch_rng": random_states(),
         }
-        weights = full_state(self._model)
-        if rank() == 0:
-            folder = save_checkpoint(
-                checkpointer=self._checkpointer,
-                cfg=self.cfg.checkpointer,
-                output_dir=self._output_dir,
-                step=self.global_step,
-                model=self._model,
-                state=weights,
-                training_state=state,
-                adapter_only=self.cfg.save_adapter_weights_only,
-                keep_last=self.cfg.keep_last_n_checkpoints,
-            )
-            log.info(f"Saved {folder}")
-        barrier()
+        folder = save_checkpoint(
+            checkpointer=self._checkpointer,
+            cfg=self.cfg.checkpointer,
+            output_dir=self._output_dir,
+            step=self.global_step,
+            model=self._model,
+            training_state=state,
+            adapter_only=self.cfg.save_adapter_weights_only,
+            keep_last=self.cfg.keep_last_n_checkpoints,
+        )
+        utils.log_rank_zero(log, f"Saved {folder}")
 
     def cleanup(self) -> None:
         """Ends what runs beside the recipe: reward processes, loggers, the process group."""
         self._rewards.close()
-        if rank() == 0:
-            self._metric_logger.close()
+        self._metric_logger.close()
         end_process_group()
 
 

@@ -30,9 +30,9 @@ from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
-    load_policy_weights,
     load_training_state,
     make_checkpointer,
+    restore_weights,
     save_checkpoint,
     set_aside_previous_run,
 )
@@ -41,17 +41,19 @@ from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_in
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import in_order, response_logprobs
-from torchtune_grpo.metrics import RunLog, StepMetrics
+from torchtune_grpo.metrics import RunLog, StepMetrics, make_metric_logger
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.parallel import (
-    full_state,
-    gather_over_ranks,
     load_optimizer_state,
+    on_first_rank,
     optimizer_state,
+    random_states,
     rank,
     reduce_gradients,
+    restore_random_state,
     sum_over_ranks,
+    world_size,
 )
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.reference import make_reference
@@ -86,12 +88,12 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; what can be wrong with the config fails before weights are read."""
-        config.instantiate(self.cfg.prepare)
+        on_first_rank(config.instantiate, self.cfg.prepare)
         check_checkpoint_files(self.cfg)
         if self.cfg.resume_from_checkpoint:
             checkpoint = find_checkpoint(self._output_dir)
         else:
-            set_aside_previous_run(self._output_dir)
+            on_first_rank(set_aside_previous_run, self._output_dir)
         self._tokenizer = config.instantiate(self.cfg.tokenizer)
         self._rewards = RewardSet.from_config(
             self.cfg.rewards, max_failure_share=self.cfg.max_reward_failure_share
@@ -99,7 +101,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._loss = config.instantiate(self.cfg.loss)
         self._dataset, self._evaluator = self._setup_data()
 
-        self._metric_logger = config.instantiate(self.cfg.metric_logger)
+        self._metric_logger = make_metric_logger(self.cfg.metric_logger)
         self._metric_logger.log_config(cfg)
         self._run_log = RunLog(self._output_dir, num_completions=self.cfg.log_completions)
         self._guard = NonFiniteGuard(self._output_dir, max_steps=self.cfg.max_nonfinite_steps)
@@ -179,14 +181,17 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
 
     def _resume(self, checkpoint: Path) -> None:
         state = load_training_state(checkpoint, seed=self.seed)
-        weights = state["adapter"] or load_policy_weights(
-            self.cfg.checkpointer, checkpoint, output_dir=self._output_dir
+        restore_weights(
+            self._model,
+            state,
+            checkpoint,
+            cfg=self.cfg.checkpointer,
+            output_dir=self._output_dir,
         )
-        self._model.load_state_dict(weights, strict=False)
         load_optimizer_state(self._optimizer, state["optimizer"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
-        torch.set_rng_state(state["torch_rng"][0])
+        restore_random_state(state["torch_rng"])
         self.global_step = state["step"]
         self._run_log.keep_until(self.global_step)
         log.info(f"Resumed from {checkpoint} after step {self.global_step}.")
@@ -373,6 +378,8 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             prompts_per_step=self.cfg.prompts_per_step,
             dataset_size=len(dataset),
             seed=self.seed,
+            rank=rank(),
+            world_size=world_size(),
         )
 
     def _next_prompts(self) -> PromptBatch:
@@ -398,7 +405,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         self._run_log.metrics(self.global_step, values)
         self._metric_logger.log_dict(values, step=self.global_step)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-        log.info(f"Step {self.global_step}: {shown}")
+        utils.log_rank_zero(log, f"Step {self.global_step}: {shown}")
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
@@ -408,7 +415,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             "seed": self.seed,
             "optimizer": optimizer_state(self._optimizer),
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "torch_rng": gather_over_ranks(torch.get_rng_state()),
+            "torch_rng": random_states(),
         }
         folder = save_checkpoint(
             checkpointer=self._checkpointer,
@@ -416,12 +423,11 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
             output_dir=self._output_dir,
             step=self.global_step,
             model=self._model,
-            state=full_state(self._model),
             training_state=state,
             adapter_only=self.cfg.save_adapter_weights_only,
             keep_last=self.cfg.keep_last_n_checkpoints,
         )
-        log.info(f"Saved {folder}")
+        utils.log_rank_zero(log, f"Saved {folder}")
 
     def cleanup(self) -> None:
         """Ends what runs beside the recipe: reward processes, loggers."""

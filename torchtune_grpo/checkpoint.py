@@ -25,6 +25,8 @@ from torchtune import config, training, utils
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 from torchtune.training import FullModelHFCheckpointer
 
+from torchtune_grpo.parallel import barrier, full_state, rank
+
 log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
@@ -117,6 +119,29 @@ def load_policy_weights(
     return checkpointer.load_checkpoint()[training.MODEL_KEY]
 
 
+def restore_weights(
+    model: nn.Module,
+    training_state: Mapping[str, Any],
+    checkpoint: Path,
+    *,
+    cfg: DictConfig,
+    output_dir: Path,
+) -> None:
+    """Gives a freshly built policy the weights of a checkpoint folder.
+
+    Args:
+        model (nn.Module): the policy, with the base weights.
+        training_state (Mapping[str, Any]): of the folder, from :func:`load_training_state`.
+        checkpoint (Path): the folder.
+        cfg (DictConfig): the checkpointer's config node.
+        output_dir (Path): the run's folder.
+    """
+    weights = training_state["adapter"] or load_policy_weights(
+        cfg, checkpoint, output_dir=output_dir
+    )
+    model.load_state_dict(weights, strict=False)
+
+
 def save_checkpoint(
     *,
     checkpointer: FullModelHFCheckpointer,
@@ -124,12 +149,13 @@ def save_checkpoint(
     output_dir: Path,
     step: int,
     model: nn.Module,
-    state: Mapping[str, Tensor],
     training_state: Mapping[str, Any],
     adapter_only: bool,
     keep_last: int | None,
 ) -> Path:
     """Writes ``step_<n>`` beside the others and renames it into place when it is complete.
+
+    Every rank has to call it; the first one writes, and the others wait.
 
     Args:
         checkpointer (FullModelHFCheckpointer): from :func:`make_checkpointer`, after it has loaded.
@@ -137,8 +163,6 @@ def save_checkpoint(
         output_dir (Path): the run's folder.
         step (int): number of finished steps.
         model (nn.Module): the policy.
-        state (Mapping[str, Tensor]): its whole weights, from
-            :func:`torchtune_grpo.parallel.full_state`.
         training_state (Mapping[str, Any]): tensors and plain values; see the recipes.
         adapter_only (bool): leave out the merged weights (models with adapters only).
         keep_last (int | None): delete all but this many newest checkpoints.
@@ -146,11 +170,16 @@ def save_checkpoint(
     Returns:
         Path: the checkpoint folder.
     """
+    state = full_state(model)
+    target = output_dir / f"step_{step:06d}"
+    if rank() > 0:
+        barrier()
+        return target
     staging = output_dir / _STAGING
     shutil.rmtree(staging, ignore_errors=True)
     folder = staging / f"epoch_{step}"  # the name that torchtune's checkpointer gives
     folder.mkdir(parents=True)
-    adapter = {name: state[name].clone() for name in state if name in adapter_names(model)}
+    adapter = {name: state[name].clone() for name in adapter_names(model)}
     if not (adapter and adapter_only):
         merged = merged_state(model, state) if adapter else dict(state)
         checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=step)
@@ -162,7 +191,9 @@ def save_checkpoint(
         settings = peft_config(model, base_model=str(cfg.checkpoint_dir))
         (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings, indent=2))
     torch.save({**training_state, "adapter": adapter}, folder / STATE_FILE)
-    return _publish(folder, output_dir / f"step_{step:06d}", keep_last=keep_last)
+    _publish(folder, target, keep_last=keep_last)
+    barrier()
+    return target
 
 
 def _fits_peft(model: nn.Module, model_type: str) -> bool:
@@ -176,7 +207,7 @@ def _fits_peft(model: nn.Module, model_type: str) -> bool:
     return reason is None
 
 
-def _publish(folder: Path, target: Path, *, keep_last: int | None) -> Path:
+def _publish(folder: Path, target: Path, *, keep_last: int | None) -> None:
     """Renames a complete folder into place, then deletes what is no longer wanted."""
     if target.exists():
         target.rename(folder.parent / "replaced")
@@ -185,7 +216,6 @@ def _publish(folder: Path, target: Path, *, keep_last: int | None) -> Path:
     if keep_last is not None:
         for old in sorted(target.parent.glob("step_*"), key=_step_number)[:-keep_last]:
             shutil.rmtree(old)
-    return target
 
 
 def _step_number(path: Path) -> int:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
+from torchtune import config
 
 from torchtune_grpo.loss import LossOutput
 from torchtune_grpo.parallel import gather_over_ranks, rank
@@ -152,6 +154,21 @@ def _over_ranks(
         for name, value in rank_max.items():
             all_max[name] = max(value, all_max.get(name, -math.inf))
     return all_sums, all_max
+
+
+class _SilentLogger:
+    """Stands for the metric logger on all ranks but the first."""
+
+    def log_config(self, config: Any) -> None: ...
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_metric_logger(node: DictConfig) -> Any:
+    """The config's metric logger; only the first rank's logs anything."""
+    return config.instantiate(node) if rank() == 0 else _SilentLogger()
 
 
 class RunLog:

@@ -7,7 +7,7 @@ step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -61,6 +61,13 @@ def barrier() -> None:
     """Waits until every rank is here."""
     if _is_distributed():
         dist.barrier()
+
+
+def on_first_rank(function: Callable[..., Any], *args: Any) -> None:
+    """Calls a function on the first rank, while the others wait."""
+    if rank() == 0:
+        function(*args)
+    barrier()
 
 
 def gather_over_ranks(value: T) -> list[T]:
@@ -208,6 +215,17 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def random_states() -> list[Tensor]:
+    """Every rank's state of torch's CPU generator."""
+    return gather_over_ranks(torch.get_rng_state())
+
+
+def restore_random_state(states: Sequence[Tensor]) -> None:
+    """Sets this rank's of :func:`random_states`; a rank that was not there keeps its own."""
+    if rank() < len(states):
+        torch.set_rng_state(states[rank()])
+
+
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's whole weights on the CPU, in torchtune's names; empty on all ranks but the first.
 
@@ -237,13 +255,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": entries})
-    for (
-        index,
-        entry,
-    ) in entries.items():  # torch's loading casts low-bit shards to what they are not
-        low_bit = {
-            name: v for name, v in entry.items() if isinstance(v, DTensor) and _is_low_bit(v)
-        }
+    # That casts low-bit shards to the parameters' dtype in name only; put them back as they were.
+    for index, entry in entries.items():
+        shards = {name: value for name, value in entry.items() if isinstance(value, DTensor)}
+        low_bit = {name: value for name, value in shards.items() if _is_low_bit(value)}
         optimizer.state[parameters[index]].update(low_bit)
 
 

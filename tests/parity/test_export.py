@@ -14,7 +14,6 @@ from torchtune.models.qwen2 import lora_qwen2
 from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint import make_checkpointer, save_checkpoint
-from torchtune_grpo.parallel import full_state
 
 QWEN = {"rope_base": 1_000_000.0, "tie_word_embeddings": True}
 CASES = {
@@ -63,7 +62,6 @@ def test_saved_folder_equals_the_live_policy(tmp_path, case):
         output_dir=tmp_path / "out",
         step=3,
         model=model,
-        state=full_state(model),
         training_state={"step": 3},
         adapter_only=False,
         keep_last=None,

@@ -26,9 +26,9 @@ from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo._plugin import config_files
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
-    load_policy_weights,
     load_training_state,
     make_checkpointer,
+    restore_weights,
 )
 from torchtune_grpo.config import GRPOConfig, read_config
 from torchtune_grpo.data import RLDataset, collate_prompts
@@ -135,9 +135,8 @@ def _policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Mo
             pass
     print(f"Weights: {trained or cfg.checkpointer.checkpoint_dir}")
     if trained is not None:
-        adapter = load_training_state(trained)["adapter"]
-        weights = adapter or load_policy_weights(cfg.checkpointer, trained, output_dir=output_dir)
-        model.load_state_dict(weights, strict=False)
+        state = load_training_state(trained)
+        restore_weights(model, state, trained, cfg=cfg.checkpointer, output_dir=output_dir)
     return model
 
 
