@@ -4,11 +4,13 @@
     python benchmarks/rollout.py --dtype bf16
     python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --new-tokens 32
     python benchmarks/rollout.py --varying-lengths --ways native kept
+    python benchmarks/rollout.py --varying-lengths --ways native kept --prompts 16 --max-rows 32
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
 3.2 1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
 torchtune's own `generate`, `transformers` is its `generate` with the same weights, `kept` is the
-native engine with ended rows kept until the last one ends. Each way is warmed up once and timed
+native engine with ended rows kept until the last one ends; with `--max-rows` it works on that many
+at a time, batch after batch. Each way is warmed up once and timed
 `--repeats` times; the line holds medians. `--varying-lengths` ends each response at 20 to
 `--new-tokens` tokens (a function of its first token). Prints one JSON line.
 """
@@ -18,6 +20,7 @@ import json
 import platform
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 from torchtune.generation import generate as stock_generate
@@ -76,21 +79,28 @@ def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
     )
 
 
-def roll_out_planned(engine: NativeEngine, prompts: PromptBatch, options, *, retire: bool) -> int:
-    """Rolls out with planned ends, and counts the tokens up to them."""
-    params = options["params"]
-    plan = PlannedEnd(params.max_generated_tokens)
+def roll_out_planned(engine: NativeEngine, prompts: PromptBatch, options, *, max_rows: int) -> int:
+    """Rolls out with planned ends, and counts the tokens."""
     decoder, cache = engine._ready()
+    plan = PlannedEnd(options["params"].max_generated_tokens)
+    rollout = GroupRollout(decoder, cache, prompts, **options, stop_strings=plan, max_rows=max_rows)
     with torch.no_grad():
-        samples = GroupRollout(
-            decoder,
-            cache,
-            prompts,
-            **options,
-            stop_strings=plan if retire else None,
-            max_rows=len(options["keys"]),
-        ).run(out_of_time=lambda: False, report=None)
-    return sum(plan.end(row, start=0) for row in samples.responses.tolist())
+        samples = rollout.run(out_of_time=lambda: False, report=None)
+    return int(samples.lengths.sum())
+
+
+def roll_out_kept(engine: NativeEngine, prompts: PromptBatch, options, *, max_rows: int) -> int:
+    """As many groups at a time as fit, each to its end; counts the tokens up to planned ends."""
+    plan = PlannedEnd(options["params"].max_generated_tokens)
+    group, keys = options["group_size"], options["keys"]
+    tokens = 0
+    for start in range(0, len(prompts.lengths), max_rows // group):
+        part = slice(start, start + max_rows // group)
+        batch = replace(prompts, tokens=prompts.tokens[part], lengths=prompts.lengths[part])
+        chosen = {**options, "keys": keys.view(-1, group)[part].flatten()}
+        samples = engine.generate(batch, **chosen)
+        tokens += sum(plan.end(row, start=0) for row in samples.responses.tolist())
+    return tokens
 
 
 def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
@@ -107,7 +117,8 @@ def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
         engine = NativeEngine(model, max_rows=args.max_rows or rows)
         if not args.varying_lengths:
             return lambda: int(engine.generate(prompts, **options).lengths.sum())
-        return lambda: roll_out_planned(engine, prompts, options, retire=name == "native")
+        planned = roll_out_planned if name == "native" else roll_out_kept
+        return lambda: planned(engine, prompts, options, max_rows=args.max_rows or rows)
     width = int(prompts.lengths.max())
     padded = prompts.tokens.clone()
     for row, length in zip(padded, prompts.lengths.tolist(), strict=True):

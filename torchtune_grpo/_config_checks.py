@@ -82,9 +82,19 @@ def check_combinations(settings: GRPOConfig) -> None:
             "old_logprobs=sampler: the ratio then corrects for the sampler already; set "
             f"sampling_correction={settings.sampling_correction} to null."
         )
-    if settings.flex_attention and not settings.device.startswith("cuda"):
+    cuda_only = {
+        "flex_attention": settings.flex_attention,
+        "rollout.cuda_graphs": settings.rollout.cuda_graphs,
+    }
+    for name, value in cuda_only.items():
+        if value and not settings.device.startswith("cuda"):
+            raise ValueError(
+                f"{name}=True: works on CUDA, not on device={settings.device}; set it to false."
+            )
+    if settings.rollout.cuda_graphs and settings.rollout.gather == "layer":
         raise ValueError(
-            f"flex_attention=True: works on CUDA, not on device={settings.device}; set it to false."
+            "rollout.cuda_graphs=True: layers gathered for each token cannot be recorded; set it "
+            "to false, or rollout.gather to once."
         )
     if settings.eval_dataset is None and settings.eval_every_n_steps is not None:
         raise ValueError(

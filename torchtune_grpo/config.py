@@ -76,6 +76,9 @@ class RolloutConfig:
         "once",
         GATHER_CHOICES,
     )
+    cuda_graphs: bool = key(
+        "CUDA: record decoding steps in graphs and replay them, which spares their launches", False
+    )
     deadline: float | None = positive(
         "Seconds after which a rollout cuts its responses where they are; null = none", None
     )

@@ -48,6 +48,9 @@ BAD = [
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
     ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
+    ({"rollout__cuda_graphs": True, "device": "cpu"}, "rollout.cuda_graphs=True", "device=cpu"),
+    ({"flex_attention": True, "device": "cpu"}, "flex_attention=True", "device=cpu"),
+    ({"rollout": {"cuda_graphs": True, "gather": "layer"}}, "cuda_graphs=True", "gather to once"),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
 ]
 

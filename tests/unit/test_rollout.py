@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from policies import VOCAB, build_policy, full_logprobs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchtune.models.gemma import gemma
 from torchtune.models.gemma2._component_builders import gemma2
 from torchtune.models.llama2 import llama2
@@ -22,12 +24,13 @@ from torchtune_grpo.config import RolloutConfig
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import (
     NativeEngine,
+    Sampler,
     SamplingParams,
     TorchtuneEngine,
+    _native,
     filter_logits,
     make_engine,
     row_keys,
-    sample_tokens,
     unsupported_reason,
 )
 from torchtune_grpo.rollout._cache import GroupCache
@@ -182,6 +185,67 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options):
     assert responses(alone) == expected[16:]
 
 
+def record_without_host_code(step):
+    """Records a step as a CUDA graph does: its kernels and addresses, and nothing of the host.
+
+    Recording leaves no trace; replaying runs the same kernels into the same memory.
+    """
+    calls, undo = [], []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "lift_fresh")
+            for arg, declared in zip(args, func._schema.arguments, strict=False):
+                if declared.is_write:
+                    undo.append((arg, arg.clone()))
+            out = func(*args, **(kwargs or {}))
+            calls.append((func, args, kwargs or {}, out))
+            return out
+
+    with Recorder():
+        step()
+    for tensor, before in reversed(undo):
+        tensor.copy_(before)
+
+    def replay() -> None:
+        for func, args, kwargs, out in calls:
+            results = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(results), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    return replay
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@torch.no_grad()
+def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
+    """What CUDA does: steps replayed without their host code, and rows that overshoot their end."""
+    model = build_policy("qwen")
+    batch = prompt_batch([5, 2, 9, 3, 7])
+    options = {"group_size": 4, "stops": (STOP,), "stop_strings": ("ab",), **options}
+    expected = sample(NativeEngine(model, max_rows=7), batch, decode=text_of, **options)
+    lengths = sorted(expected.lengths.tolist())
+    assert len(set(lengths)) > 3 and lengths[-1] == options.get("max_generated_tokens", 12)
+    monkeypatch.setitem(_native.POLL_STEPS, "cpu", 3)
+    assert_same_samples(
+        sample(NativeEngine(model, max_rows=7), batch, decode=text_of, **options), expected
+    )
+    engine = NativeEngine(model, max_rows=7)
+    engine._record_step = record_without_host_code
+    assert_same_samples(sample(engine, batch, decode=text_of, **options), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_cuda_graphs_change_nothing():
+    model, batch = build_policy("qwen").cuda(), prompt_batch([5, 2, 9, 3, 7]).to("cuda")
+    options = {"group_size": 4, "max_generated_tokens": 90}
+    expected = sample(NativeEngine(model, max_rows=7), batch, **options)
+    got = sample(NativeEngine(model, max_rows=7, cuda_graphs=True), batch, **options)
+    assert_same_samples(got, expected)
+
+
 def test_another_seed_or_step_gives_other_samples_and_global_rng_is_untouched():
     engine, batch = NativeEngine(build_policy(), max_rows=8), prompt_batch([4, 7])
     before = torch.get_rng_state()
@@ -319,7 +383,7 @@ def test_cache_stays_within_its_bound_and_is_reused():
     engine = NativeEngine(model, max_rows=5)
     params = SamplingParams(max_generated_tokens=70)
     bound = engine.cache_bytes(batch, group_size=4, params=params)
-    positions = 4 * 30 + 5 * 128  # two times ceil(5 / 4) prompts, 70 tokens in blocks of 64
+    positions = 4 * 30 + 8 * 128  # twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128
     assert bound == 2 * 2 * 2 * 8 * 4 * positions
     sample(engine, batch, group_size=4, max_generated_tokens=70)
     cache: GroupCache = engine._cache
@@ -420,9 +484,8 @@ def test_sampled_frequencies_match_the_distribution(options, vocab):
         adjusted / params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
     ).softmax(-1)[0]
     draws = 40_000
-    tokens, logprobs, drawn = sample_tokens(
+    tokens, logprobs, drawn = Sampler(params, device=logits.device)(
         logits.expand(draws, -1),
-        params=params,
         uniforms=torch.rand(draws, dtype=torch.float64, generator=torch.manual_seed(0)),
         counts=torch.zeros(draws),
         seen=seen.expand(draws, -1),
@@ -454,9 +517,8 @@ def test_filters_keep_exactly_the_defined_tokens():
 def test_never_samples_a_token_of_probability_zero(uniform):
     logits = torch.full((2, 700), -torch.inf)
     logits[0, 2], logits[1, 690] = 0.0, 3.0
-    tokens, logprobs, _ = sample_tokens(
+    tokens, logprobs, _ = Sampler(SamplingParams(max_generated_tokens=1), device=logits.device)(
         logits,
-        params=SamplingParams(max_generated_tokens=1),
         uniforms=torch.full((2,), uniform, dtype=torch.float64),
     )
     assert tokens.tolist() == [2, 690] and (logprobs == 0).all()

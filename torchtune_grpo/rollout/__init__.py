@@ -12,7 +12,7 @@ from torchtune_grpo.rollout._engine import (
 from torchtune_grpo.rollout._noise import row_keys
 from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._roll_out import roll_out
-from torchtune_grpo.rollout._sampling import filter_logits, sample_tokens
+from torchtune_grpo.rollout._sampling import Sampler, filter_logits
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "NativeEngine",
     "Progress",
     "RolloutEngine",
+    "Sampler",
     "SamplingParams",
     "TorchtuneEngine",
     "filter_logits",
     "make_engine",
     "roll_out",
     "row_keys",
-    "sample_tokens",
     "unsupported_reason",
 ]

@@ -22,20 +22,25 @@ class RowState:
         counts (Tensor): [n] sampled tokens so far, that one included.
         prompts (Tensor): [n] where each row's prompt lies in the cache.
         columns (Tensor): [n] the row's place among the rows of its prompt.
+        grid (Tensor | None): [prompts * group_width] the row in each place of all prompts, any row
+            in an empty place; None where the rows are the grid, place for place.
         prompt_lengths (Tensor): [prompts].
-        prompt_width (int): the longest of them.
-        width (int): the largest count.
-        group_width (int): the most rows that a prompt has.
+        prompt_width (int): the longest of them, or more.
+        width (int): the largest count, or more.
+        group_width (int): the most rows that a prompt has, or more.
+        same_count (int | None): the count of all rows, where it is known to be one.
     """
 
     tokens: Tensor
     counts: Tensor
     prompts: Tensor
     columns: Tensor
+    grid: Tensor | None
     prompt_lengths: Tensor
     prompt_width: int
     width: int
     group_width: int
+    same_count: int | None
 
 
 class PromptAttention:
@@ -91,7 +96,6 @@ class GroupAttention:
         self._rows = rows
         self._cache = cache
         self._row_index = torch.arange(len(rows.tokens), device=device)
-        self._place = rows.prompts * rows.group_width + rows.columns  # [n] in the flattened grid
         visible = torch.cat(
             [
                 length_mask(rows.prompt_lengths[rows.prompts], rows.prompt_width),
@@ -111,9 +115,10 @@ class GroupAttention:
             cached[layer][:prompts, :, :width]
             for cached in (cache.prompt_keys, cache.prompt_values)
         )
-        cache.keys[layer][self._row_index, :, rows.counts - 1] = k
-        cache.values[layer][self._row_index, :, rows.counts - 1] = v
-        keys, values = (cached[layer][:n, :, : rows.width] for cached in (cache.keys, cache.values))
+        keys, values = cache.keys[layer][:n], cache.values[layer][:n]
+        self._append(keys, k)
+        self._append(values, v)
+        keys, values = keys[:, :, : rows.width], values[:, :, : rows.width]
         q = q.unflatten(1, (keys.shape[1], -1)) * head_dim**-0.5  # [n, kv, r, hd]
         over_prompt = self._from_grid(self._to_grid(q) @ prompt_keys.mT)  # [n, kv, r, P]
         scores = torch.cat([over_prompt, q @ keys.mT], dim=-1)  # [n, kv, r, P + C]
@@ -121,16 +126,24 @@ class GroupAttention:
         shared = self._from_grid(self._to_grid(probs[..., :width]) @ prompt_values)
         return (probs[..., width:] @ values + shared).reshape(n, heads, head_dim)
 
+    def _append(self, cached: Tensor, new: Tensor) -> None:
+        """Writes [n, kv_heads, hd] behind each row's earlier tokens."""
+        if self._rows.same_count is not None:
+            cached[:, :, self._rows.same_count - 1] = new
+        else:
+            cached[self._row_index, :, self._rows.counts - 1] = new
+
     def _to_grid(self, x: Tensor) -> Tensor:
-        """[n, kv, r, d] -> [prompts, kv, group_width * r, d], zero in empty places."""
-        prompts, width = len(self._rows.prompt_lengths), self._rows.group_width
-        _, kv, r, d = x.shape
-        grid = x.new_zeros(prompts * width, kv, r, d)
-        grid[self._place] = x
-        return grid.view(prompts, width, kv, r, d).transpose(1, 2).reshape(prompts, kv, -1, d)
+        """[n, kv, r, d] -> [prompts, kv, group_width * r, d], anything in empty places."""
+        rows = self._rows
+        grid = x if rows.grid is None else x[rows.grid]
+        grid = grid.unflatten(0, (len(rows.prompt_lengths), rows.group_width))
+        return grid.transpose(1, 2).flatten(2, 3)
 
     def _from_grid(self, x: Tensor) -> Tensor:
         """[prompts, kv, group_width * r, d] -> [n, kv, r, d]."""
-        prompts, kv, _, d = x.shape
-        grid = x.view(prompts, kv, self._rows.group_width, -1, d)
-        return grid.transpose(1, 2).flatten(0, 1)[self._place]
+        rows = self._rows
+        grid = x.unflatten(2, (rows.group_width, -1))
+        if rows.grid is None:
+            return grid.transpose(1, 2).flatten(0, 1)
+        return grid[rows.prompts, :, rows.columns]

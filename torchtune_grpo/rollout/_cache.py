@@ -63,12 +63,14 @@ class GroupCache:
         _grow(self.keys, self._size(rows, self.BLOCK), self.shape, keep=False)
         _grow(self.values, self._size(rows, self.BLOCK), self.shape, keep=False)
 
-    def grow(self, width: int) -> None:
-        """Makes room for ``width`` response tokens, to the next whole block."""
-        if width > self.keys[0].shape[2]:
-            size = self._size(self.keys[0].shape[0], self.rounded(width))
-            _grow(self.keys, size, self.shape, keep=True)
-            _grow(self.values, size, self.shape, keep=True)
+    def grow(self, width: int) -> bool:
+        """Makes room for ``width`` response tokens, to the next whole block; True if it had to."""
+        if width <= self.keys[0].shape[2]:
+            return False
+        size = self._size(self.keys[0].shape[0], self.rounded(width))
+        _grow(self.keys, size, self.shape, keep=True)
+        _grow(self.values, size, self.shape, keep=True)
+        return True
 
     def move(self, *, source: int, target: int, length: int) -> None:
         """Copies a row's first ``length`` keys and values to another row's place."""

@@ -9,7 +9,7 @@ the cache is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from torchtune.modules import (
 from torchtune_grpo.parallel import LayerGather
 from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
-from torchtune_grpo.rollout._projection import KINDS, Projection
+from torchtune_grpo.rollout._projection import KINDS, JointProjection, Projection
+from torchtune_grpo.rollout._rotation import rotation
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
@@ -53,13 +54,10 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
 @dataclass
 class _Layer:
     module: TransformerSelfAttentionLayer
-    q: Projection
-    k: Projection
-    v: Projection
+    qkv: JointProjection
     out: Projection
-    gate: Projection
+    gate_up: JointProjection  # the gate alone where there is no "up"
     down: Projection
-    up: Projection | None
 
 
 class NativeDecoder:
@@ -83,6 +81,9 @@ class NativeDecoder:
         def project(module: Any) -> Projection:
             return Projection(module, merge=merge_adapters, dtype=dtype, copy=copy)
 
+        def join(*modules: Any) -> JointProjection:
+            return JointProjection([project(module) for module in modules if module is not None])
+
         self.gather: LayerGather | None = None  # of a model that stays sharded
         self._embed = model.tok_embeddings
         self._norm = model.norm
@@ -91,13 +92,10 @@ class NativeDecoder:
         self._layers = [
             _Layer(
                 module=layer,
-                q=project(layer.attn.q_proj),
-                k=project(layer.attn.k_proj),
-                v=project(layer.attn.v_proj),
+                qkv=join(layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj),
                 out=project(layer.attn.output_proj),
-                gate=project(layer.mlp.w1),
+                gate_up=join(layer.mlp.w1, layer.mlp.w3),
                 down=project(layer.mlp.w2),
-                up=None if layer.mlp.w3 is None else project(layer.mlp.w3),
             )
             for layer in model.layers
         ]
@@ -119,13 +117,10 @@ class NativeDecoder:
             with self.gather.layer(index):
                 yield index, layer
 
-    def projections(self) -> Iterator[Projection]:
+    def projections(self) -> Iterator[Projection | JointProjection]:
         """All linear layers."""
         for layer in self._layers:
-            for entry in fields(layer):
-                value = getattr(layer, entry.name)
-                if isinstance(value, Projection):
-                    yield value
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self._output
 
     def unembed(self, h: Tensor) -> Tensor:
@@ -145,9 +140,7 @@ class NativeDecoder:
         """
         attention = PromptAttention([len(prompt) for prompt in prompts], slots, cache)
         positions = torch.cat([torch.arange(len(p), device=p.device) for p in prompts])
-        h = self._embed(torch.cat(prompts)).to(self._dtype)  # [S, D], S tokens of all prompts
-        for index, layer in self._gathered_layers():
-            h = self._run_layer(layer, h, positions[:, None], partial(attention, index))
+        h = self._run_layers(torch.cat(prompts), positions, attention)
         last = torch.tensor([span.stop - 1 for span in attention.spans], device=h.device)
         return self.unembed(h[last])
 
@@ -163,35 +156,50 @@ class NativeDecoder:
         """
         attention = GroupAttention(rows, cache)
         positions = rows.prompt_lengths[rows.prompts] + rows.counts - 1  # [n]
-        h = self._embed(rows.tokens).to(self._dtype)  # [n, D]
-        for index, layer in self._gathered_layers():
-            h = self._run_layer(layer, h, positions[:, None], partial(attention, index))
-        return self.unembed(h)
+        return self.unembed(self._run_layers(rows.tokens, positions, attention))
 
-    def _run_layer(
+    def _run_layers(
         self,
-        layer: _Layer,
-        h: Tensor,
+        tokens: Tensor,
         positions: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attention: Callable[[int, Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
+        """tokens [K] at positions [K] -> hidden states [K, D], before the last norm."""
+        h = self._embed(tokens).to(self._dtype)
+        rotations: dict[int, Callable[[Tensor], Tensor]] = {}  # layers mostly share one
+        for index, layer in self._gathered_layers():
+            attn = layer.module.attn
+            key = id(attn.pos_embeddings)
+            if key not in rotations:
+                rotations[key] = rotation(
+                    attn.pos_embeddings, positions, head_dim=attn.head_dim, dtype=self._dtype
+                )
+            h = _run_layer(layer, h, rotate=rotations[key], attend=partial(attention, index))
+        return h
 
-        ``attend`` takes q [K, heads, hd] and k, v [K, kv_heads, hd], and returns [K, heads, hd].
-        """
-        module, attn = layer.module, layer.module.attn
-        x = module.sa_norm(h)
-        q, k = layer.q(x), layer.k(x)
-        v = layer.v(x).unflatten(-1, (-1, attn.head_dim))
-        heads = torch.cat([q, k], dim=-1).unflatten(-1, (-1, attn.head_dim))
-        if attn.pos_embeddings is not None:
-            heads = attn.pos_embeddings(heads[:, None], input_pos=positions)[:, 0]
-        q, k = heads.split([attn.num_heads, attn.num_kv_heads], dim=1)
-        if attn.q_norm is not None:
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        h = module.sa_scale(layer.out(attend(q, k, v).flatten(1))) + h
-        x = module.mlp_norm(h)
-        y = module.mlp.activation(layer.gate(x))
-        if layer.up is not None:
-            y = y * layer.up(x)
-        return h + module.mlp_scale(layer.down(y))
+
+def _run_layer(
+    layer: _Layer,
+    h: Tensor,
+    *,
+    rotate: Callable[[Tensor], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
+
+    ``attend`` takes q [K, heads, hd] and k, v [K, kv_heads, hd], and returns [K, heads, hd].
+    """
+    module, attn = layer.module, layer.module.attn
+    q, k, v = layer.qkv(module.sa_norm(h))
+    heads = rotate(torch.cat([q, k], dim=-1).unflatten(-1, (-1, attn.head_dim)))
+    q, k = heads.split([attn.num_heads, attn.num_kv_heads], dim=1)
+    if attn.q_norm is not None:
+        q, k = attn.q_norm(q), attn.k_norm(k)
+    attended = attend(q, k, v.unflatten(-1, (-1, attn.head_dim)))
+    # h comes first: sums take its layout, row by row, which the norms read three times as fast.
+    h = h + module.sa_scale(layer.out(attended.flatten(1)))
+    y, *up = layer.gate_up(module.mlp_norm(h))
+    y = module.mlp.activation(y)
+    if up:
+        y = y * up[0]
+    return h + module.mlp_scale(layer.down(y))

@@ -17,8 +17,9 @@ from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.parallel import LayerGather, gathered, is_sharded
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
+from torchtune_grpo.rollout._graphs import StepGraphs, record_cuda_graph
 from torchtune_grpo.rollout._memory import free_bytes
-from torchtune_grpo.rollout._native import GroupRollout, prompt_slots
+from torchtune_grpo.rollout._native import GroupRollout, padded_rows, prompt_slots
 from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._stop_strings import Decode, stop_strings_of
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine
@@ -64,6 +65,7 @@ def make_engine(
                 merge_adapters=settings.merge_adapters,
                 deadline=settings.deadline,
                 gather=settings.gather,
+                cuda_graphs=settings.cuda_graphs,
             )
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
     if sharded:  # it would gather every layer for every token, in step with the other ranks
@@ -116,6 +118,7 @@ class NativeEngine:
         deadline (float | None): seconds after which a rollout cuts its rows where they are.
         gather (str): a model that is sharded by then is gathered "once" for a whole rollout, or
             "layer" by layer for every token of all ranks.
+        cuda_graphs (bool): record decoding steps and replay them; not for gather "layer".
 
     Raises:
         ValueError: if the model is not one that the engine can run.
@@ -129,6 +132,7 @@ class NativeEngine:
         merge_adapters: str = "auto",
         deadline: float | None = None,
         gather: str = "once",
+        cuda_graphs: bool = False,
     ) -> None:
         reason = unsupported_reason(model)
         if reason is not None:
@@ -138,6 +142,7 @@ class NativeEngine:
         self._merge_adapters = merge_adapters
         self._deadline = deadline
         self._gather = gather
+        self._record_step = record_cuda_graph if cuda_graphs else None
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
@@ -148,7 +153,7 @@ class NativeEngine:
         return decoder.cache_shape.bytes(
             prompts=prompt_slots(prompts=count, group_size=group_size, max_rows=self._max_rows),
             prompt_width=int(prompts.lengths.max()),
-            rows=min(self._max_rows, count * group_size),
+            rows=padded_rows(min(self._max_rows, count * group_size)),
             response_width=GroupCache.rounded(params.max_generated_tokens),
         )
 
@@ -177,14 +182,14 @@ class NativeEngine:
                 stop_strings=stop_strings_of(params, decode),
                 keys=keys,
                 max_rows=self._max_rows,
+                graphs=None if self._record_step is None else StepGraphs(self._record_step),
             ).run(out_of_time=lambda: time.monotonic() > end, report=report)
 
     @contextmanager
     def _current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
-        by_layer = self._gather == "layer" and is_sharded(self._model)
-        with gathered(self._model, layers=not by_layer):
+        with gathered(self._model, layers=not self._by_layer):
             decoder, cache = self._ready()
-            decoder.gather = LayerGather(self._model) if by_layer else None
+            decoder.gather = LayerGather(self._model) if self._by_layer else None
             for projection in decoder.projections():
                 projection.refresh()
             try:
@@ -195,9 +200,13 @@ class NativeEngine:
                 for projection in decoder.projections():
                     projection.release()
 
+    @property
+    def _by_layer(self) -> bool:
+        return self._gather == "layer" and is_sharded(self._model)
+
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
-            if self._gather == "layer" and is_sharded(self._model):  # no room for copies
+            if self._by_layer:  # no room for copies
                 dtype = self._model.tok_embeddings.weight.dtype
                 self._decoder = NativeDecoder(
                     self._model, merge_adapters=False, dtype=dtype, copy=False
@@ -214,9 +223,7 @@ def _make_decoder(model: TransformerDecoder, *, merge_adapters: str) -> NativeDe
     dtype = model.tok_embeddings.weight.dtype
     free = free_bytes(parameter.device) / 2
     choices = [(dtype, False)]
-    if dtype != torch.float32 and parameter.device.type == "cpu" and not _has_fast_bf16():
-        choices.insert(0, (torch.float32, True))
-    elif dtype == torch.float32:
+    if dtype == torch.float32 or (parameter.device.type == "cpu" and not _has_fast_bf16()):
         choices.insert(0, (torch.float32, True))
     for compute_dtype, merge in choices:
         if merge_adapters != "auto":

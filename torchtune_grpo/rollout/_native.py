@@ -10,6 +10,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout._attention import RowState
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
+from torchtune_grpo.rollout._graphs import StepGraphs
 from torchtune_grpo.rollout._noise import uniforms
 from torchtune_grpo.rollout._params import Progress, SamplingParams
-from torchtune_grpo.rollout._sampling import sample_tokens
+from torchtune_grpo.rollout._projection import FEW_ROWS
+from torchtune_grpo.rollout._sampling import Sampler
 from torchtune_grpo.rollout._stop_strings import StopStrings
 from torchtune_grpo.trajectory import Samples
 
@@ -47,6 +50,7 @@ class GroupRollout:
         stop_strings (StopStrings | None): or where one of these is complete.
         keys (Tensor): [B*G] of the noise.
         max_rows (int): most live rows.
+        graphs (StepGraphs | None): records decoding steps and replays them.
     """
 
     def __init__(
@@ -61,21 +65,25 @@ class GroupRollout:
         stop_strings: StopStrings | None,
         keys: Tensor,
         max_rows: int,
+        graphs: StepGraphs | None = None,
     ) -> None:
         device = prompts.tokens.device
         self._decoder, self._cache, self._params = decoder, cache, params
         self._prompts, self._group_size = prompts, group_size
-        self._stop_tokens, self._stop_strings = list(stop_tokens), stop_strings
-        self._stops = torch.tensor(self._stop_tokens, dtype=torch.long, device=device)
+        self._sampler = Sampler(params, stop_tokens=stop_tokens, device=device)
+        self._stop_strings = stop_strings
+        self._graphs = graphs
         self._device = device
         self._poll_steps = POLL_STEPS.get(device.type, 1)
 
         rows, width = len(prompts.lengths) * group_size, params.max_generated_tokens
-        self._noise = uniforms(keys, width)  # [N, max_generated_tokens]
-        self._tokens = torch.zeros(rows, width, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(rows, width, device=device)
-        self._drawn_logprobs = torch.zeros(rows, width, device=device)
-        self._ended = torch.zeros(rows, dtype=torch.long, device=device)  # length; 0 = not yet
+        # The last row of these is nobody's: steps have whole numbers of rows, see padded_rows.
+        self._nobody = rows
+        self._noise = uniforms(torch.cat([keys, keys[:1]]), width)  # [N + 1, max_generated_tokens]
+        self._tokens = torch.zeros(rows + 1, width, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(rows + 1, width, device=device)
+        self._drawn_logprobs = torch.zeros(rows + 1, width, device=device)
+        self._ended = torch.zeros(rows + 1, dtype=torch.long, device=device)  # length; 0 = not yet
         self._lengths = [0] * rows  # of rows that have left
         self._truncated = [True] * rows
 
@@ -83,15 +91,20 @@ class GroupRollout:
         self._waiting = list(range(rows))[::-1]
         self._live: list[int] = []  # the row in each place of the cache
         self._counts: dict[int, int] = {}  # tokens of each live row
-        self._seen: Tensor | None = None  # [max_rows, V], for the repetition penalty
         self._max_rows = min(max_rows, rows)
+        places = padded_rows(self._max_rows)
+        self._seen: Tensor | None = None  # [places, V], for the repetition penalty
+        # Of the row in each place: its number, its prompt's slot, its place among that prompt's
+        # rows, its count, and 1 for a row that is somebody's.
+        self._layout = torch.zeros(5, places, dtype=torch.long, device=device)
         slots = prompt_slots(prompts=len(prompts.lengths), group_size=group_size, max_rows=max_rows)
         self._free_slots = list(range(slots))
         self._slot: dict[int, int] = {}  # of each prompt in the cache
         self._rows_left: dict[int, int] = {}  # of each prompt in the cache: rows not yet ended
         self._slot_lengths = torch.zeros(slots, dtype=torch.long, device=device)
         self._first_logits: dict[int, Tensor] = {}  # [V] behind each prompt with waiting rows
-        cache.reserve(prompts=slots, prompt_width=max(self._prompt_lengths), rows=self._max_rows)
+        self._grid_buffer = torch.zeros(slots * group_size, dtype=torch.long, device=device)
+        cache.reserve(prompts=slots, prompt_width=max(self._prompt_lengths), rows=places)
 
     def run(
         self, *, out_of_time: Callable[[], bool], report: Callable[[Progress], None] | None
@@ -122,11 +135,11 @@ class GroupRollout:
             self._lengths[row] = self._counts[row]
         width = max(1, *self._lengths)
         return Samples(
-            responses=self._tokens[:, :width],
+            responses=self._tokens[: self._nobody, :width],
             lengths=torch.tensor(self._lengths, device=self._device),
             truncated=torch.tensor(self._truncated, device=self._device),
-            logprobs=self._logprobs[:, :width],
-            drawn_logprobs=self._drawn_logprobs[:, :width],
+            logprobs=self._logprobs[: self._nobody, :width],
+            drawn_logprobs=self._drawn_logprobs[: self._nobody, :width],
         )
 
     def _room(self) -> int:
@@ -144,6 +157,8 @@ class GroupRollout:
         """Lets ended rows leave and waiting ones take their places; True if any came."""
         places = self._leave()
         new = self._next_rows(self._max_rows - len(self._live) + len(places))
+        if not places and not new:
+            return False
         for row in new:
             if places:
                 self._live[places.pop(0)] = row
@@ -166,7 +181,7 @@ class GroupRollout:
         """Takes note of the rows that have ended, and returns their places, ascending."""
         if not self._live:
             return []
-        ended = self._ended[torch.tensor(self._live, device=self._device)].tolist()
+        ended = self._ended[self._rows[: len(self._live)]].tolist()
         places = []
         for place, (row, length) in enumerate(zip(self._live, ended, strict=True)):
             count = self._counts[row]
@@ -233,15 +248,41 @@ class GroupRollout:
             columns.append(rows_of[prompt])
             rows_of[prompt] += 1
         slots = [self._slot[row // self._group_size] for row in self._live]
-        self._used_slots = max(slots, default=-1) + 1
-        self._group_width = max(rows_of.values(), default=0)
-        self._prompt_width = max((self._prompt_lengths[p] for p in rows_of), default=0)
         counts = [self._counts.setdefault(row, 0) for row in self._live]
-        self._rows, self._row_slots, self._columns, self._row_counts = (
-            torch.tensor([self._live, slots, columns, counts], dtype=torch.long)
-            .to(self._device)
-            .unbind(0)
+        if self._graphs is None:
+            self._used_slots = max(slots, default=-1) + 1
+            self._group_width = max(rows_of.values(), default=0)
+            self._prompt_width = max((self._prompt_lengths[p] for p in rows_of), default=0)
+        else:  # one shape for all layouts of so many rows
+            self._used_slots = len(self._slot_lengths)
+            self._group_width = self._group_size
+            self._prompt_width = max(self._prompt_lengths)
+
+        grid = [0] * (self._used_slots * self._group_width)
+        places = [s * self._group_width + c for s, c in zip(slots, columns, strict=True)]
+        for index, place in enumerate(places):
+            grid[place] = index
+        width = padded_rows(len(self._live))
+        pad = [0] * (width - len(self._live))
+        layout = torch.tensor(
+            [
+                self._live + [self._nobody for _ in pad],
+                slots + pad,
+                columns + pad,
+                counts + [1 for _ in pad],
+                [1 for _ in counts] + pad,
+            ],
+            dtype=torch.long,
         )
+        self._layout[:, :width] = layout.to(self._device)
+        self._rows, self._row_slots, self._columns, self._row_counts, self._is_live = self._layout[
+            :, :width
+        ].unbind(0)
+        if self._graphs is None and grid == list(range(width)):
+            self._grid = None
+        else:
+            self._grid = self._grid_buffer[: len(grid)]
+            self._grid.copy_(torch.tensor(grid))
 
     def _start(self, new: list[int]) -> None:
         """Samples the first token of new rows from what their prompts predict."""
@@ -249,7 +290,7 @@ class GroupRollout:
         logits = torch.stack([self._first_logits[row // self._group_size] for row in new])
         if self._params.repetition_penalty != 1:
             if self._seen is None:
-                shape = (self._max_rows, logits.shape[-1])
+                shape = (self._layout.shape[1], logits.shape[-1])
                 self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             for row, place in zip(new, places.tolist(), strict=True):
                 self._seen[place] = False
@@ -258,43 +299,71 @@ class GroupRollout:
         for prompt in [p for p in self._first_logits if p not in waiting]:
             del self._first_logits[prompt]
         self._sample(logits, places)
+        for row in new:
+            self._counts[row] += 1
 
     def _decode(self) -> None:
-        self._cache.grow(max(self._counts.values()))
+        counts = self._counts.values()
+        longest, same = max(counts), None
+        grew = self._cache.grow(longest)
+        if self._graphs is None:
+            same = longest if longest == min(counts) else None
+            self._step(width=longest, same_count=same)
+        else:
+            if grew:
+                self._graphs.forget()  # they write to the old cache
+            width = self._cache.rounded(longest)
+            step = partial(self._step, width=width, same_count=None)
+            self._graphs.run(step, shape=(len(self._rows), width))
+        for row in self._live:
+            self._counts[row] += 1
+
+    def _step(self, *, width: int, same_count: int | None) -> None:
+        """Feeds every live row its last token, and samples the next; no look at the device."""
         state = RowState(
             tokens=self._tokens[self._rows, self._row_counts - 1],
             counts=self._row_counts,
             prompts=self._row_slots,
             columns=self._columns,
+            grid=self._grid,
             prompt_lengths=self._slot_lengths[: self._used_slots],
             prompt_width=self._prompt_width,
-            width=max(self._counts.values()),
+            width=width,
             group_width=self._group_width,
+            same_count=same_count,
         )
-        self._sample(self._decoder.decode(state, self._cache), slice(None))
+        self._sample(self._decoder.decode(state, self._cache), slice(len(self._rows)))
 
     def _sample(self, logits: Tensor, places: Tensor | slice) -> None:
         """Samples and records the next token of the rows in the given places."""
         rows, counts = self._rows[places], self._row_counts[places]
-        tokens, logprobs, drawn = sample_tokens(
+        tokens, logprobs, drawn = self._sampler(
             logits,
-            params=self._params,
             uniforms=self._noise[rows, counts],
             counts=counts,
-            seen=None if self._seen is None else self._seen[: len(self._live)][places],
-            stop_tokens=self._stop_tokens,
+            seen=None if self._seen is None else self._seen[places],
         )
         self._tokens[rows, counts] = tokens
         self._logprobs[rows, counts] = logprobs
         self._drawn_logprobs[rows, counts] = drawn
         if self._seen is not None:
-            at = torch.arange(len(self._live), device=self._device)[places]
-            self._seen[at, tokens] = True
-        stopped = torch.isin(tokens, self._stops) & (self._ended[rows] == 0)
+            at = torch.arange(len(self._seen), device=self._device)[places]
+            self._seen[at, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+        stopped = self._sampler.is_stop(tokens) & (self._ended[rows] == 0)
         self._ended[rows] = torch.where(stopped, counts + 1, self._ended[rows])
-        self._row_counts[places] += 1
-        for row in self._live if isinstance(places, slice) else rows.tolist():
-            self._counts[row] += 1
+        self._row_counts[places] += self._is_live[places]
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a decoding step, those included that are nobody's.
+
+    Matrix libraries waste what is missing to a multiple of eight. With many rows the steps are
+    larger, so that few shapes occur.
+    """
+    if rows <= FEW_ROWS:
+        return FEW_ROWS if rows else 0
+    multiple = max(8, 1 << (rows.bit_length() - 3))
+    return -(-rows // multiple) * multiple
 
 
 def prompt_slots(*, prompts: int, group_size: int, max_rows: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -42,44 +43,8 @@ def filter_logits(
         outside = probs.cumsum(dim=-1) - probs >= top_p  # the mass before a token is enough
         logits = logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
     if min_p is not None and min_p > 0:
-        floor = logits.amax(dim=-1, keepdim=True) + torch.tensor(min_p).log().item()
+        floor = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    return logits
-
-
-def adjust_logits(
-    logits: Tensor,
-    *,
-    params: SamplingParams,
-    seen: Tensor | None,
-    counts: Tensor,
-    stop_tokens: Sequence[int],
-) -> Tensor:
-    """Applies the repetition penalty, ``min_new_tokens`` and ``suppressed_tokens``.
-
-    Args:
-        logits (Tensor): [N, V]; the penalty commutes with the temperature.
-        params (SamplingParams): the settings.
-        seen (Tensor | None): [N, V] bool, tokens of prompt and response so far; needed by the
-            penalty only.
-        counts (Tensor): [N] tokens that each response has so far.
-        stop_tokens (Sequence[int]): not sampled before ``min_new_tokens``.
-
-    Returns:
-        Tensor: [N, V]; the same tensor where nothing is set.
-    """
-    if params.repetition_penalty != 1:
-        assert seen is not None, "the engines keep track of it where it is needed"
-        penalty = params.repetition_penalty
-        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits = torch.where(seen, penalized, logits)
-    if params.suppressed_tokens:
-        ids = torch.tensor(list(params.suppressed_tokens), device=logits.device)
-        logits = logits.index_fill(-1, ids, -torch.inf)
-    if params.min_new_tokens and stop_tokens:
-        ids = torch.tensor(list(stop_tokens), device=logits.device)
-        without_stops = logits.index_fill(-1, ids, -torch.inf)
-        logits = torch.where((counts < params.min_new_tokens)[:, None], without_stops, logits)
     return logits
 
 
@@ -100,7 +65,8 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     peak = logits.amax(dim=-1, keepdim=True)
     weights = (logits - peak).exp_()  # [N, V]
     whole = vocab // _BLOCK * _BLOCK
-    sums = weights[:, :whole].unflatten(-1, (whole // _BLOCK, _BLOCK)).sum(dim=-1)
+    # Written as a sum over rows of the transpose, this is fast in either layout of the logits.
+    sums = weights.t()[:whole].unflatten(0, (whole // _BLOCK, _BLOCK)).sum(dim=1).t()
     if whole < vocab:
         sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
     cdf = sums.double().cumsum(dim=-1)  # [N, blocks]
@@ -122,51 +88,85 @@ def _search(cdf: Tensor, target: Tensor) -> Tensor:
     return torch.minimum(found, last)
 
 
-def sample_tokens(
-    logits: Tensor,
-    *,
-    params: SamplingParams,
-    uniforms: Tensor,
-    counts: Tensor | None = None,
-    seen: Tensor | None = None,
-    stop_tokens: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+class Sampler:
     """Samples one token per row.
 
     Args:
-        logits (Tensor): [N, V].
         params (SamplingParams): the settings; temperature 0 takes the most likely token.
-        uniforms (Tensor): [N] float64 in [0, 1), the noise.
-        counts (Tensor | None): [N], see :func:`adjust_logits`; needed if ``params.changes_logits``.
-        seen (Tensor | None): [N, V], see :func:`adjust_logits`.
-        stop_tokens (Sequence[int]): see :func:`adjust_logits`.
-
-    Returns:
-        tuple[Tensor, Tensor, Tensor]: tokens [N]; their log-probs [N] under the plain
-        ``softmax(logits / temperature)`` (temperature 1 when greedy), which the trainer recomputes;
-        and under the distribution that they were drawn from, with penalties and filters (0 when
-        greedy). Both float32.
+        stop_tokens (Sequence[int]): not sampled before ``min_new_tokens``.
+        device (torch.device): of the logits.
     """
-    greedy = params.temperature == 0
-    plain = logits.float()
-    if not greedy and params.temperature != 1:
-        plain = plain / params.temperature
-    drawn_from = plain
-    if params.changes_logits:
-        assert counts is not None
-        drawn_from = adjust_logits(
-            plain, params=params, seen=seen, counts=counts, stop_tokens=stop_tokens
+
+    def __init__(
+        self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), device: torch.device
+    ) -> None:
+        self.params = params
+        self._stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
+        suppressed = list(params.suppressed_tokens)
+        self._suppressed = torch.tensor(suppressed, dtype=torch.long, device=device)
+
+    def is_stop(self, tokens: Tensor) -> Tensor:
+        """Which of some tokens [N] are stop tokens."""
+        return (tokens[:, None] == self._stops).any(dim=-1)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        *,
+        uniforms: Tensor,
+        counts: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples one token per row.
+
+        Args:
+            logits (Tensor): [N, V].
+            uniforms (Tensor): [N] float64 in [0, 1), the noise.
+            counts (Tensor | None): [N] tokens that each response has so far; needed if
+                ``params.changes_logits``.
+            seen (Tensor | None): [N, V] bool, tokens of prompt and response so far; needed by the
+                repetition penalty only.
+
+        Returns:
+            tuple[Tensor, Tensor, Tensor]: tokens [N]; their log-probs [N] under the plain
+            ``softmax(logits / temperature)`` (temperature 1 when greedy), which the trainer
+            recomputes; and under the distribution that they were drawn from, with penalties and
+            filters (0 when greedy). Both float32.
+        """
+        params = self.params
+        greedy = params.temperature == 0
+        plain = logits.float()
+        if not greedy and params.temperature != 1:
+            plain = plain / params.temperature
+        drawn_from = plain
+        if params.changes_logits:
+            assert counts is not None
+            drawn_from = self._adjust(plain, seen=seen, counts=counts)
+        if greedy:
+            tokens = drawn_from.argmax(dim=-1)
+            logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
+            return tokens, logprobs, torch.zeros_like(logprobs)
+        drawn_from = filter_logits(
+            drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
         )
-    if greedy:
-        tokens = drawn_from.argmax(dim=-1)
-        logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
-        return tokens, logprobs, torch.zeros_like(logprobs)
-    drawn_from = filter_logits(
-        drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
-    )
-    tokens, normalizer = sample_inverse_cdf(drawn_from, uniforms)
-    chosen = tokens[:, None]
-    drawn = drawn_from.gather(-1, chosen)[:, 0] - normalizer
-    if drawn_from is plain:
-        return tokens, drawn, drawn
-    return tokens, plain.gather(-1, chosen)[:, 0] - plain.logsumexp(dim=-1), drawn
+        tokens, normalizer = sample_inverse_cdf(drawn_from, uniforms)
+        chosen = tokens[:, None]
+        drawn = drawn_from.gather(-1, chosen)[:, 0] - normalizer
+        if drawn_from is plain:
+            return tokens, drawn, drawn
+        return tokens, plain.gather(-1, chosen)[:, 0] - plain.logsumexp(dim=-1), drawn
+
+    def _adjust(self, logits: Tensor, *, seen: Tensor | None, counts: Tensor) -> Tensor:
+        """The repetition penalty (it commutes with the temperature), and what is forbidden."""
+        params = self.params
+        if params.repetition_penalty != 1:
+            assert seen is not None, "the engines keep track of it where it is needed"
+            penalty = params.repetition_penalty
+            penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(seen, penalized, logits)
+        if params.suppressed_tokens:
+            logits = logits.index_fill(-1, self._suppressed, -torch.inf)
+        if params.min_new_tokens and len(self._stops):
+            without_stops = logits.index_fill(-1, self._stops, -torch.inf)
+            logits = torch.where((counts < params.min_new_tokens)[:, None], without_stops, logits)
+        return logits

@@ -19,7 +19,7 @@ from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.logprobs import unembed_with
 from torchtune_grpo.rollout._noise import uniforms
 from torchtune_grpo.rollout._params import Progress, SamplingParams
-from torchtune_grpo.rollout._sampling import sample_tokens
+from torchtune_grpo.rollout._sampling import Sampler
 from torchtune_grpo.rollout._stop_strings import Decode, StopStrings, stop_strings_of
 from torchtune_grpo.trajectory import Samples, cat_samples, length_mask
 
@@ -126,7 +126,7 @@ def _generate_groups(
     device = prompt_tokens.device
     batch, width = prompt_tokens.shape
     rows, cache_width = batch * group_size, width + params.max_generated_tokens
-    stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
+    sampler = Sampler(params, stop_tokens=stop_tokens, device=device)
     starts = (width - prompt_lengths).repeat_interleave(group_size)  # [N] first real position
     visible = ~length_mask(starts, cache_width)[:, None, :]  # [N, 1, cache_width]
     key_position = torch.arange(cache_width, device=device)
@@ -162,19 +162,17 @@ def _generate_groups(
             for row in range(rows):
                 seen[row, prompt_tokens[row // group_size, starts[row] :]] = True
         for step in range(params.max_generated_tokens):
-            token, logprob, drawn = sample_tokens(
+            token, logprob, drawn = sampler(
                 logits,
-                params=params,
                 uniforms=noise[:, step],
                 counts=torch.full_like(lengths, step),
                 seen=seen,
-                stop_tokens=stop_tokens,
             )
             sampled.append((token, logprob, drawn))
             if seen is not None:
                 seen.scatter_(1, token[:, None], True)
             lengths += ~finished
-            finished |= torch.isin(token, stops)
+            finished |= sampler.is_stop(token)
             if stop_strings is not None and step + 1 >= params.min_new_tokens:
                 so_far = torch.stack([tokens for tokens, _, _ in sampled], dim=1).tolist()
                 ended = [stop_strings.end(tokens, start=step) is not None for tokens in so_far]
