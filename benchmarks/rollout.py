@@ -111,7 +111,7 @@ def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
     rows = len(prompts.lengths) * group
     options = {"group_size": group, "params": params, "stop_tokens": [], "keys": keys}
     if name == "torchtune":
-        engine = TorchtuneEngine(model, max_rows=rows)
+        engine = TorchtuneEngine(model, max_rows=args.max_rows or rows)
         return lambda: int(engine.generate(prompts, **options).lengths.sum())
     if name in ("native", "kept"):
         engine = NativeEngine(model, max_rows=args.max_rows or rows)
