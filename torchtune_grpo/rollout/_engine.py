@@ -18,8 +18,9 @@ from torchtune_grpo.parallel import LayerGather, gathered, is_sharded
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout._graphs import StepGraphs, record_cuda_graph
+from torchtune_grpo.rollout._layout import padded_rows
 from torchtune_grpo.rollout._memory import free_bytes
-from torchtune_grpo.rollout._native import GroupRollout, padded_rows, prompt_slots
+from torchtune_grpo.rollout._native import GroupRollout, prompt_slots
 from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._stop_strings import Decode, stop_strings_of
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine

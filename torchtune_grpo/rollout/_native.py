@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,11 +19,10 @@ from torchtune_grpo.rollout._attention import RowState
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
 from torchtune_grpo.rollout._graphs import StepGraphs
-from torchtune_grpo.rollout._noise import uniforms
+from torchtune_grpo.rollout._layout import RowLayout
 from torchtune_grpo.rollout._params import Progress, SamplingParams
-from torchtune_grpo.rollout._projection import FEW_ROWS
-from torchtune_grpo.rollout._sampling import Sampler
 from torchtune_grpo.rollout._stop_strings import StopStrings
+from torchtune_grpo.rollout._transcript import Transcript
 from torchtune_grpo.trajectory import Samples
 
 # Prompts that are prefilled side by side have at most so many tokens; a longer one is alone.
@@ -70,40 +68,37 @@ class GroupRollout:
         device = prompts.tokens.device
         self._decoder, self._cache, self._params = decoder, cache, params
         self._prompts, self._group_size = prompts, group_size
-        self._sampler = Sampler(params, stop_tokens=stop_tokens, device=device)
         self._stop_strings = stop_strings
         self._graphs = graphs
         self._device = device
         self._poll_steps = POLL_STEPS.get(device.type, 1)
 
-        rows, width = len(prompts.lengths) * group_size, params.max_generated_tokens
-        # The last row of these is nobody's: steps have whole numbers of rows, see padded_rows.
-        self._nobody = rows
-        self._noise = uniforms(torch.cat([keys, keys[:1]]), width)  # [N + 1, max_generated_tokens]
-        self._tokens = torch.zeros(rows + 1, width, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(rows + 1, width, device=device)
-        self._drawn_logprobs = torch.zeros(rows + 1, width, device=device)
-        self._ended = torch.zeros(rows + 1, dtype=torch.long, device=device)  # length; 0 = not yet
+        rows = len(prompts.lengths) * group_size
         self._lengths = [0] * rows  # of rows that have left
         self._truncated = [True] * rows
-
-        self._prompt_lengths: list[int] = prompts.lengths.tolist()
         self._waiting = list(range(rows))[::-1]
         self._live: list[int] = []  # the row in each place of the cache
         self._counts: dict[int, int] = {}  # tokens of each live row
         self._max_rows = min(max_rows, rows)
-        places = padded_rows(self._max_rows)
-        self._seen: Tensor | None = None  # [places, V], for the repetition penalty
-        # Of the row in each place: its number, its prompt's slot, its place among that prompt's
-        # rows, its count, and 1 for a row that is somebody's.
-        self._layout = torch.zeros(5, places, dtype=torch.long, device=device)
+
+        self._prompt_lengths: list[int] = prompts.lengths.tolist()
         slots = prompt_slots(prompts=len(prompts.lengths), group_size=group_size, max_rows=max_rows)
         self._free_slots = list(range(slots))
         self._slot: dict[int, int] = {}  # of each prompt in the cache
         self._rows_left: dict[int, int] = {}  # of each prompt in the cache: rows not yet ended
         self._slot_lengths = torch.zeros(slots, dtype=torch.long, device=device)
         self._first_logits: dict[int, Tensor] = {}  # [V] behind each prompt with waiting rows
-        self._grid_buffer = torch.zeros(slots * group_size, dtype=torch.long, device=device)
+
+        self._at = RowLayout(
+            max_rows=self._max_rows,
+            slots=slots,
+            group_size=group_size,
+            nobody=rows,
+            fixed_grid=graphs is not None,
+            device=device,
+        )
+        places = self._at.max_places
+        self._said = Transcript(params, stop_tokens=stop_tokens, keys=keys, places=places)
         cache.reserve(prompts=slots, prompt_width=max(self._prompt_lengths), rows=places)
 
     def run(
@@ -134,12 +129,13 @@ class GroupRollout:
         for row in self._live:
             self._lengths[row] = self._counts[row]
         width = max(1, *self._lengths)
+        sampled = slice(len(self._lengths)), slice(width)  # [N, width]
         return Samples(
-            responses=self._tokens[: self._nobody, :width],
+            responses=self._said.tokens[sampled],
             lengths=torch.tensor(self._lengths, device=self._device),
             truncated=torch.tensor(self._truncated, device=self._device),
-            logprobs=self._logprobs[: self._nobody, :width],
-            drawn_logprobs=self._drawn_logprobs[: self._nobody, :width],
+            logprobs=self._said.logprobs[sampled],
+            drawn_logprobs=self._said.drawn_logprobs[sampled],
         )
 
     def _room(self) -> int:
@@ -168,8 +164,7 @@ class GroupRollout:
             last = len(self._live) - 1
             if place != last:
                 self._cache.move(source=last, target=place, length=self._counts[self._live[last]])
-                if self._seen is not None:
-                    self._seen[place] = self._seen[last]
+                self._said.move(source=last, target=place)
                 self._live[place] = self._live[last]
             self._live.pop()
         self._lay_out()
@@ -181,7 +176,7 @@ class GroupRollout:
         """Takes note of the rows that have ended, and returns their places, ascending."""
         if not self._live:
             return []
-        ended = self._ended[self._rows[: len(self._live)]].tolist()
+        ended = self._said.ended[self._at.rows[: len(self._live)]].tolist()
         places = []
         for place, (row, length) in enumerate(zip(self._live, ended, strict=True)):
             count = self._counts[row]
@@ -198,14 +193,14 @@ class GroupRollout:
             if not self._rows_left[prompt]:
                 del self._rows_left[prompt]
                 heapq.heappush(self._free_slots, self._slot.pop(prompt))
-            if not bool(self._logprobs[row, : self._lengths[row]].isfinite().all()):
+            if not bool(self._said.logprobs[row, : self._lengths[row]].isfinite().all()):
                 self._cache.clear_row(place)
         return places
 
     def _stop_string_end(self, row: int, length: int) -> int | None:
         assert self._stop_strings is not None
         start = max(length - self._poll_steps, self._params.min_new_tokens - 1, 0)
-        return self._stop_strings.end(self._tokens[row, :length].tolist(), start=start)
+        return self._stop_strings.end(self._said.tokens[row, :length].tolist(), start=start)
 
     def _next_rows(self, room: int) -> list[int]:
         """Takes waiting rows, and prefills the prompts that are not in the cache yet."""
@@ -241,129 +236,61 @@ class GroupRollout:
 
     def _lay_out(self) -> None:
         """The live rows as tensors, anew after each change."""
-        rows_of: Counter[int] = Counter()
-        columns = []
-        for row in self._live:
-            prompt = row // self._group_size
-            columns.append(rows_of[prompt])
-            rows_of[prompt] += 1
-        slots = [self._slot[row // self._group_size] for row in self._live]
-        counts = [self._counts.setdefault(row, 0) for row in self._live]
-        if self._graphs is None:
-            self._used_slots = max(slots, default=-1) + 1
-            self._group_width = max(rows_of.values(), default=0)
-            self._prompt_width = max((self._prompt_lengths[p] for p in rows_of), default=0)
-        else:  # one shape for all layouts of so many rows
-            self._used_slots = len(self._slot_lengths)
-            self._group_width = self._group_size
-            self._prompt_width = max(self._prompt_lengths)
-
-        grid = [0] * (self._used_slots * self._group_width)
-        places = [s * self._group_width + c for s, c in zip(slots, columns, strict=True)]
-        for index, place in enumerate(places):
-            grid[place] = index
-        width = padded_rows(len(self._live))
-        pad = [0] * (width - len(self._live))
-        layout = torch.tensor(
-            [
-                self._live + [self._nobody for _ in pad],
-                slots + pad,
-                columns + pad,
-                counts + [1 for _ in pad],
-                [1 for _ in counts] + pad,
-            ],
-            dtype=torch.long,
+        prompts = [row // self._group_size for row in self._live]
+        self._at.update(
+            rows=self._live,
+            slots=[self._slot[prompt] for prompt in prompts],
+            counts=[self._counts.setdefault(row, 0) for row in self._live],
         )
-        self._layout[:, :width] = layout.to(self._device)
-        self._rows, self._row_slots, self._columns, self._row_counts, self._is_live = self._layout[
-            :, :width
-        ].unbind(0)
-        if self._graphs is None and grid == list(range(width)):
-            self._grid = None
-        else:
-            self._grid = self._grid_buffer[: len(grid)]
-            self._grid.copy_(torch.tensor(grid))
+        # One width for all layouts where steps are recorded.
+        present = prompts if self._graphs is None else range(len(self._prompt_lengths))
+        self._prompt_width = max((self._prompt_lengths[p] for p in present), default=0)
 
     def _start(self, new: list[int]) -> None:
         """Samples the first token of new rows from what their prompts predict."""
         places = torch.tensor([self._live.index(row) for row in new], device=self._device)
-        logits = torch.stack([self._first_logits[row // self._group_size] for row in new])
-        if self._params.repetition_penalty != 1:
-            if self._seen is None:
-                shape = (self._layout.shape[1], logits.shape[-1])
-                self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            for row, place in zip(new, places.tolist(), strict=True):
-                self._seen[place] = False
-                self._seen[place, self._prompt(row // self._group_size)] = True
+        prompts = [row // self._group_size for row in new]
+        logits = torch.stack([self._first_logits[prompt] for prompt in prompts])
+        tokens = [self._prompt(prompt) for prompt in prompts]
+        self._said.begin(tokens, places=places, vocab=logits.shape[-1])
         waiting = {row // self._group_size for row in self._waiting[-self._group_size :]}
         for prompt in [p for p in self._first_logits if p not in waiting]:
             del self._first_logits[prompt]
-        self._sample(logits, places)
+        self._said.sample(logits, self._at, places)
         for row in new:
             self._counts[row] += 1
 
     def _decode(self) -> None:
         counts = self._counts.values()
-        longest, same = max(counts), None
+        longest = max(counts)
         grew = self._cache.grow(longest)
         if self._graphs is None:
-            same = longest if longest == min(counts) else None
-            self._step(width=longest, same_count=same)
+            self._step(width=longest, same_count=longest if longest == min(counts) else None)
         else:
             if grew:
                 self._graphs.forget()  # they write to the old cache
             width = self._cache.rounded(longest)
             step = partial(self._step, width=width, same_count=None)
-            self._graphs.run(step, shape=(len(self._rows), width))
+            self._graphs.run(step, shape=(len(self._at.rows), width))
         for row in self._live:
             self._counts[row] += 1
 
     def _step(self, *, width: int, same_count: int | None) -> None:
         """Feeds every live row its last token, and samples the next; no look at the device."""
+        at = self._at
         state = RowState(
-            tokens=self._tokens[self._rows, self._row_counts - 1],
-            counts=self._row_counts,
-            prompts=self._row_slots,
-            columns=self._columns,
-            grid=self._grid,
-            prompt_lengths=self._slot_lengths[: self._used_slots],
+            tokens=self._said.tokens[at.rows, at.counts - 1],
+            counts=at.counts,
+            prompts=at.slots,
+            columns=at.columns,
+            grid=at.grid,
+            prompt_lengths=self._slot_lengths[: at.used_slots],
             prompt_width=self._prompt_width,
             width=width,
-            group_width=self._group_width,
+            group_width=at.group_width,
             same_count=same_count,
         )
-        self._sample(self._decoder.decode(state, self._cache), slice(len(self._rows)))
-
-    def _sample(self, logits: Tensor, places: Tensor | slice) -> None:
-        """Samples and records the next token of the rows in the given places."""
-        rows, counts = self._rows[places], self._row_counts[places]
-        tokens, logprobs, drawn = self._sampler(
-            logits,
-            uniforms=self._noise[rows, counts],
-            counts=counts,
-            seen=None if self._seen is None else self._seen[places],
-        )
-        self._tokens[rows, counts] = tokens
-        self._logprobs[rows, counts] = logprobs
-        self._drawn_logprobs[rows, counts] = drawn
-        if self._seen is not None:
-            at = torch.arange(len(self._seen), device=self._device)[places]
-            self._seen[at, tokens] = torch.ones_like(tokens, dtype=torch.bool)
-        stopped = self._sampler.is_stop(tokens) & (self._ended[rows] == 0)
-        self._ended[rows] = torch.where(stopped, counts + 1, self._ended[rows])
-        self._row_counts[places] += self._is_live[places]
-
-
-def padded_rows(rows: int) -> int:
-    """Rows of a decoding step, those included that are nobody's.
-
-    Matrix libraries waste what is missing to a multiple of eight. With many rows the steps are
-    larger, so that few shapes occur.
-    """
-    if rows <= FEW_ROWS:
-        return FEW_ROWS if rows else 0
-    multiple = max(8, 1 << (rows.bit_length() - 3))
-    return -(-rows // multiple) * multiple
+        self._said.sample(self._decoder.decode(state, self._cache), at, slice(len(at.rows)))
 
 
 def prompt_slots(*, prompts: int, group_size: int, max_rows: int) -> int:
