@@ -7,6 +7,8 @@ after. Needs matplotlib: ``pip install torchtune-grpo[report]``.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,15 @@ def series(records: list[dict[str, Any]], name: str) -> Series:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
-    """Draws reward, its spread within the groups, and held-out accuracy against the step.
+@contextmanager
+def axes_of_a_run(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Two plots against the step, of training reward and held-out accuracy; saved at the end.
 
     Args:
-        records (list[dict[str, Any]]): lines of ``metrics.jsonl``.
         path (Path): of the picture.
+
+    Yields:
+        tuple[Any, Any]: matplotlib's axes of the two.
     """
     import matplotlib
 
@@ -34,23 +39,37 @@ def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    steps, rewards = series(records, "reward")
-    _, spread = series(records, "reward_std")
-    left.plot(steps, rewards, color="tab:blue", label="reward")
-    low = [r - s for r, s in zip(rewards, spread, strict=True)]
-    high = [r + s for r, s in zip(rewards, spread, strict=True)]
-    left.fill_between(steps, low, high, color="tab:blue", alpha=0.2, label="± spread in a group")
+    yield left, right
     left.set(xlabel="step", title="Training reward")
-    left.legend(loc="lower right")
-    for name in sorted({key for record in records for key in record if key.startswith("eval/")}):
-        right.plot(*series(records, name), marker="o", label=name.removeprefix("eval/"))
     right.set(xlabel="step", title="Held-out accuracy", ylim=(-0.02, 1.02))
-    if right.lines:
-        right.legend(loc="lower right")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
+    """Draws reward, its spread within the groups, and held-out accuracy against the step.
+
+    Args:
+        records (list[dict[str, Any]]): lines of ``metrics.jsonl``.
+        path (Path): of the picture.
+    """
+    with axes_of_a_run(path) as (left, right):
+        steps, rewards = series(records, "reward")
+        _, spread = series(records, "reward_std")
+        left.plot(steps, rewards, color="tab:blue", label="reward")
+        low = [r - s for r, s in zip(rewards, spread, strict=True)]
+        high = [r + s for r, s in zip(rewards, spread, strict=True)]
+        left.fill_between(
+            steps, low, high, color="tab:blue", alpha=0.2, label="± spread in a group"
+        )
+        for name in sorted(
+            {key for record in records for key in record if key.startswith("eval/")}
+        ):
+            right.plot(*series(records, name), marker="o", label=name.removeprefix("eval/"))
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:
