@@ -2,6 +2,7 @@
 
     python benchmarks/distributed.py time --runs 1x1 1x2 2x1
     python benchmarks/distributed.py bytes
+    python benchmarks/distributed.py bytes fsdp_defer_gradients=always --sharding always
 
 ``time`` runs ``tune run --nproc_per_node RANKS grpo_full_finetune_distributed`` on
 ``tiny_arithmetic_grpo`` for each RANKSxTHREADS of ``--runs`` and each of ``--sharding``, with the
@@ -124,6 +125,7 @@ def settings(args, folder: Path, *, ranks: int, model: str, sharding: str) -> li
         "loss.kl_coeff=0.04",  # so that there is a reference pass
         "eval_dataset=null",
         "eval_every_n_steps=null",
+        *args.overrides,
     ]
 
 
@@ -194,6 +196,7 @@ def main() -> None:
         return count(Path(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("benchmark", choices=["time", "bytes"])
+    parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     parser.add_argument("--runs", nargs="+", default=["1x1", "1x2", "2x1"], help="ranks x threads")
     parser.add_argument("--sharding", nargs="+", default=["never", "always"])
     parser.add_argument("--models", nargs="+", default=["full", "lora"])

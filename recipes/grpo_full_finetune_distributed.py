@@ -53,15 +53,14 @@ from torchtune_grpo.parallel import (
     broadcast_trained_parameters,
     end_process_group,
     init_process_group,
-    load_optimizer_state,
     on_first_rank,
-    optimizer_state,
     random_states,
     rank,
     reduce_gradients,
     restore_random_state,
     shard,
     sum_over_ranks,
+    sync_with_last,
     world_size,
 )
 from torchtune_grpo.policy import build_policy, has_adapters
@@ -69,6 +68,7 @@ from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import Progress, make_engine, roll_out
 from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.whole_state import load_optimizer_state, optimizer_state
 
 log = utils.get_logger("INFO")
 
@@ -312,7 +312,7 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
         )
         loss = torch.zeros((), device=self._device)
         known = []
-        for micro_batch in parts:
+        for micro_batch in sync_with_last(self._model, parts, defer=self.cfg.fsdp_defer_gradients):
             part = trajectory.select(micro_batch.rows)  # n rows
             logprobs, entropy = response_logprobs(
                 self._model,

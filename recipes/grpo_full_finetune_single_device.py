@@ -45,14 +45,13 @@ from torchtune_grpo.metrics import RunLog, StepMetrics, make_metric_logger
 from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.parallel import (
-    load_optimizer_state,
     on_first_rank,
-    optimizer_state,
     random_states,
     rank,
     reduce_gradients,
     restore_random_state,
     sum_over_ranks,
+    sync_with_last,
     world_size,
 )
 from torchtune_grpo.policy import build_policy
@@ -60,6 +59,7 @@ from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import Progress, make_engine, roll_out
 from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.whole_state import load_optimizer_state, optimizer_state
 
 log = utils.get_logger("INFO")
 
@@ -280,7 +280,7 @@ class GRPOFullFinetuneRecipeSingleDevice(FTRecipeInterface):
         )
         loss = torch.zeros((), device=self._device)
         known = []
-        for micro_batch in parts:
+        for micro_batch in sync_with_last(self._model, parts, defer=self.cfg.fsdp_defer_gradients):
             part = trajectory.select(micro_batch.rows)  # n rows
             logprobs, entropy = response_logprobs(
                 self._model,

@@ -25,7 +25,8 @@ from torchtune import config, training, utils
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 from torchtune.training import FullModelHFCheckpointer
 
-from torchtune_grpo.parallel import barrier, full_state, rank
+from torchtune_grpo.parallel import barrier, rank
+from torchtune_grpo.whole_state import full_state
 
 log = utils.get_logger("INFO")
 

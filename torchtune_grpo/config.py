@@ -215,6 +215,12 @@ class GRPOConfig:
     fsdp_cpu_offload: bool = key(
         "Distributed: keep a sharded model's parts on the CPU while they wait", False
     )
+    fsdp_defer_gradients: str = one_of(
+        "Distributed: a sharded model's gradients cross the wire once a step, not once a "
+        "micro-batch, and are held whole meanwhile; auto = with adapters",
+        "auto",
+        ("auto", "always", "never"),
+    )
     seed: int = key("Seed of the prompts' order, the sampler and everything else", 0)
     compile: bool = key("Compile the layers for the log-prob and update passes", False)
     enable_activation_checkpointing: bool = key("Recompute activations: less memory", False)

@@ -7,7 +7,7 @@ step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
@@ -90,6 +90,32 @@ def broadcast_trained_parameters(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 dist.broadcast(parameter.data, src=0)
+
+
+def sync_with_last(model: nn.Module, parts: Sequence[T], *, defer: str) -> Iterator[T]:
+    """A step's micro-batches; a sharded model's gradients cross the wire with the last one's.
+
+    By default FSDP2 reduces and scatters them in every backward pass. Sums over copies of a sharded
+    model (HSDP) always wait for the last pass: what waits is sharded already, and costs no memory.
+
+    Args:
+        model (nn.Module): whose backward pass is done for one part before the next is taken.
+        parts (Sequence[T]): as many on every rank.
+        defer (str): "always", "never", or "auto": if not all parameters are trained. What waits is
+            the whole gradient of every trained parameter, on every rank.
+
+    Yields:
+        T: each part, in order.
+    """
+    whole = defer == "always" or (
+        defer == "auto" and not all(p.requires_grad for p in model.parameters())
+    )
+    for index, part in enumerate(parts):
+        if isinstance(model, FSDPModule):
+            last = index == len(parts) - 1
+            model.set_requires_gradient_sync(last or not whole)
+            model.set_requires_all_reduce(last)
+        yield part
 
 
 def reduce_gradients(model: nn.Module) -> None:
@@ -224,84 +250,6 @@ def restore_random_state(states: Sequence[Tensor]) -> None:
     """Sets this rank's of :func:`random_states`; a rank that was not there keeps its own."""
     if rank() < len(states):
         torch.set_rng_state(states[rank()])
-
-
-def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's whole weights on the CPU, in torchtune's names; empty on all ranks but the first.
-
-    Every rank has to call it.
-    """
-    return _full_on_first_rank(model.state_dict())
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with whole tensors: the same from one rank or many, sharded or not.
-
-    Every rank has to call it; all but the first get no tensors.
-    """
-    state = optimizer.state_dict()
-    entries = {index: _full_on_first_rank(entry) for index, entry in state["state"].items()}
-    return {**state, "state": entries}
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads what :func:`optimizer_state` gave the first rank, however many ranks there were."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = {
-        index: {
-            name: _like_parameter(optimizer, name, value, parameters[index])
-            for name, value in entry.items()
-        }
-        for index, entry in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": entries})
-    # That casts low-bit shards to the parameters' dtype in name only; put them back as they were.
-    for index, entry in entries.items():
-        shards = {name: value for name, value in entry.items() if isinstance(value, DTensor)}
-        low_bit = {name: value for name, value in shards.items() if _is_low_bit(value)}
-        optimizer.state[parameters[index]].update(low_bit)
-
-
-def _like_parameter(
-    optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor
-) -> Any:
-    """Shards a whole state tensor like its parameter, and quantizes it if the optimizer does."""
-    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    value = distribute_tensor(value.to(parameter.device), mesh, placements)
-    if hasattr(optimizer, "_new_buffer"):  # torchao's low-bit optimizers
-        buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
-        buffer.to_local().copy_(value.to_local())
-        return buffer
-    return value
-
-
-def _full_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
-    result = {}
-    for name, value in values.items():
-        if isinstance(value, DTensor):
-            value = _plain(value).full_tensor()  # a collective: in the same order on all ranks
-        if rank() == 0:
-            result[name] = value.cpu() if isinstance(value, Tensor) else value
-    return result
-
-
-def _is_low_bit(value: DTensor) -> bool:
-    return hasattr(value.to_local(), "block_size")  # torchao's 8-bit, 4-bit and float8 states
-
-
-def _plain(value: DTensor) -> DTensor:
-    """Shards of a low-bit optimizer state cannot be put together; their values can."""
-    if not _is_low_bit(value):
-        return value
-    return DTensor.from_local(
-        value.to_local().dequantize(),
-        value.device_mesh,
-        value.placements,
-        shape=value.shape,
-        stride=value.stride(),
-    )
 
 
 def _is_distributed() -> bool:

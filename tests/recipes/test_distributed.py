@@ -95,11 +95,17 @@ def test_both_recipes_share_the_text_of_the_loop():
 VARIANTS = {
     LORA: {
         "replicated": [],
-        "sharded": ["sharding=always", "rollout.gather=layer"],
+        # two micro-batches: gradients wait for the last one
+        "sharded": ["sharding=always", "rollout.gather=layer", "forward_batch_size=4"],
     },
     FULL: {
-        "sharded": ["enable_activation_checkpointing=true"],
-        "hsdp": ["data_parallel_replicate_dim=2"],
+        "sharded": [
+            "enable_activation_checkpointing=true",
+            "forward_batch_size=4",
+            "fsdp_defer_gradients=always",
+        ],
+        # two micro-batches: the sum over copies waits for the last one
+        "hsdp": ["data_parallel_replicate_dim=2", "forward_batch_size=4"],
         # ranks get different numbers of tokens, and have to agree on the number of passes
         "token_budget": ["forward_batch_size=null", "forward_token_budget=90"],
     },

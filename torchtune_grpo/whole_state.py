@@ -1,0 +1,93 @@
+"""Weights and optimizer states as whole tensors, the form of a checkpoint for any number of ranks.
+
+Sharded tensors are put together on the first rank, and cut again for the ranks of a resumed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtune_grpo.parallel import rank
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's whole weights on the CPU, in torchtune's names; empty on all ranks but the first.
+
+    Every rank has to call it.
+    """
+    return _full_on_first_rank(model.state_dict())
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with whole tensors: the same from one rank or many, sharded or not.
+
+    Every rank has to call it; all but the first get no tensors.
+    """
+    state = optimizer.state_dict()
+    entries = {index: _full_on_first_rank(entry) for index, entry in state["state"].items()}
+    return {**state, "state": entries}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads what :func:`optimizer_state` gave the first rank, however many ranks there were."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = {
+        index: {
+            name: _like_parameter(optimizer, name, value, parameters[index])
+            for name, value in entry.items()
+        }
+        for index, entry in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": entries})
+    # That casts low-bit shards to the parameters' dtype in name only; put them back as they were.
+    for index, entry in entries.items():
+        shards = {name: value for name, value in entry.items() if isinstance(value, DTensor)}
+        low_bit = {name: value for name, value in shards.items() if _is_low_bit(value)}
+        optimizer.state[parameters[index]].update(low_bit)
+
+
+def _like_parameter(
+    optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor
+) -> Any:
+    """Shards a whole state tensor like its parameter, and quantizes it if the optimizer does."""
+    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    value = distribute_tensor(value.to(parameter.device), mesh, placements)
+    if hasattr(optimizer, "_new_buffer"):  # torchao's low-bit optimizers
+        buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
+        buffer.to_local().copy_(value.to_local())
+        return buffer
+    return value
+
+
+def _full_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = {}
+    for name, value in values.items():
+        if isinstance(value, DTensor):
+            value = _plain(value).full_tensor()  # a collective: in the same order on all ranks
+        if rank() == 0:
+            result[name] = value.cpu() if isinstance(value, Tensor) else value
+    return result
+
+
+def _is_low_bit(value: DTensor) -> bool:
+    return hasattr(value.to_local(), "block_size")  # torchao's 8-bit, 4-bit and float8 states
+
+
+def _plain(value: DTensor) -> DTensor:
+    """Shards of a low-bit optimizer state cannot be put together; their values can."""
+    if not _is_low_bit(value):
+        return value
+    return DTensor.from_local(
+        value.to_local().dequantize(),
+        value.device_mesh,
+        value.placements,
+        shape=value.shape,
+        stride=value.stride(),
+    )
