@@ -131,6 +131,15 @@ def test_a_kill_reaches_the_whole_family(make, actors):
     assert len(children(of=server)) == 1
 
 
+def test_use_after_close(make):
+    rewards = make(workers=2)
+    for _ in range(2):
+        assert score(rewards, "1.5", "2").scores[:, 0].tolist() == [1.5, 2.0]
+        assert children()
+        rewards.close()
+        assert not children()
+
+
 def test_workers_run_side_by_side_and_keep_their_state(make):
     rewards = make(workers=4)
     score(rewards, "1", "1", "1", "1")

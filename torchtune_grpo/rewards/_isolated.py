@@ -72,7 +72,7 @@ class IsolatedReward:
         self._workers = [_Worker(self._request) for _ in range(workers)]
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=f"reward {name}")
+        self._thread_names = f"reward {name}"
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -92,7 +92,8 @@ class IsolatedReward:
             | {"notes": log_extra is not None}
             for row in range(len(completions))
         ]
-        answers = list(self._threads.map(self._ask, requests))
+        with ThreadPoolExecutor(len(self._workers), self._thread_names) as threads:
+            answers = list(threads.map(self._ask, requests))
         if log_extra is not None and log_metric is not None:
             noted = {name for answer in answers for name in answer.get("extra", ())}
             for name in sorted(noted):
@@ -103,8 +104,7 @@ class IsolatedReward:
         return [self._score(answer) for answer in answers]
 
     def close(self) -> None:
-        """Ends all workers."""
-        self._threads.shutdown()
+        """Ends all workers; the next call starts new ones."""
         for worker in self._workers:
             worker.close()
 
