@@ -55,14 +55,12 @@ def gsm8k_dataset(
     Raises:
         ValueError: if a row's answer has no ``#### `` with a gold behind it, and as RLDataset does.
     """
-    if name is not None and data_files is None:
-        dataset_kwargs["name"] = name
-    if data_files is not None:
-        dataset_kwargs["data_files"] = data_files
     return RLDataset(
         tokenizer,
         source=source,
         split=split,
+        name=name if data_files is None else None,
+        data_files=data_files,
         transform=_to_row,
         system_prompt=system_prompt,
         prefill=prefill,

@@ -51,12 +51,11 @@ def humaneval_dataset(
     Raises:
         ValueError: if a column of HumanEval is missing, and as RLDataset does.
     """
-    if data_files is not None:
-        dataset_kwargs["data_files"] = data_files
     return RLDataset(
         tokenizer,
         source=source,
         split=split,
+        data_files=data_files,
         transform=_to_row,
         system_prompt=system_prompt,
         prefill=prefill,
