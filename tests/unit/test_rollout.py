@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policies import VOCAB, build_policy, full_logprobs
+from policies import SHAPE, VOCAB, build_policy, full_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.gemma import gemma
@@ -38,15 +38,6 @@ from torchtune_grpo.rollout._cache import GroupCache
 STOP = 7
 POLICIES = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
 FAMILIES = {"llama2": llama2, "llama3_1": llama3_1, "mistral": mistral, "phi3": phi3}
-SHAPE = dict(
-    vocab_size=VOCAB,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    embed_dim=32,
-    intermediate_dim=48,
-    max_seq_len=128,
-)
 ENGINES = {
     "one_row": lambda model: NativeEngine(model, max_rows=1),
     "few_rows": lambda model: NativeEngine(model, max_rows=3, merge_adapters="never"),
