@@ -175,6 +175,22 @@ def padded_logprobs(model: TransformerDecoder, part: Trajectory) -> Tensor:
     return logprobs.gather(1, column.clamp(max=longest - 2))
 
 
+def loss_backward(
+    loss: GRPOLoss, part: Trajectory, logprobs: Tensor, entropy: Tensor | None = None
+) -> None:
+    """Adds the gradients of some rows, given their log-probs [n, L] (and entropy)."""
+    output = loss(
+        logprobs=logprobs,
+        old_logprobs=None,
+        ref_logprobs=part.ref_logprobs,
+        advantages=part.advantages,
+        weights=part.weights,
+        response_mask=part.response_mask,
+        entropy=entropy,
+    )
+    output.loss.backward()
+
+
 def run_update(args: argparse.Namespace) -> dict[str, float]:
     """Reference pass, policy forward and backward over the whole batch."""
     model, batch, loss = build_policy(args), random_batch(args), GRPOLoss()
@@ -186,17 +202,6 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
         max_generated_tokens=args.longest,
     )
 
-    def backward(part: Trajectory, logprobs: Tensor) -> None:
-        output = loss(
-            logprobs=logprobs,
-            old_logprobs=None,
-            ref_logprobs=part.ref_logprobs,
-            advantages=part.advantages,
-            weights=part.weights,
-            response_mask=part.response_mask,
-        )
-        output.loss.backward()
-
     def full() -> None:
         parts = torch.arange(batch.num_rows).split(args.micro_batch)
         with torch.no_grad(), disable_adapter(model):
@@ -204,7 +209,7 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
         batch.ref_logprobs = torch.cat(values)
         for rows in parts:
             part = batch.select(rows)
-            backward(part, padded_logprobs(model, part))
+            loss_backward(loss, part, padded_logprobs(model, part))
 
     def ours() -> None:
         parts = micro_batches(
@@ -219,7 +224,7 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
             values, _ = response_logprobs(
                 model, part.layout, temperature=TEMPERATURE, with_entropy=True
             )
-            backward(batch.select(part.rows), values)
+            loss_backward(loss, batch.select(part.rows), values)
 
     return measure(full if args.way == "full" else ours, repeats=args.repeats)
 

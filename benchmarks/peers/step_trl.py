@@ -42,7 +42,7 @@ from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from rollout import PROMPT_LENGTHS, SHAPE_S, build_model, build_prompts, to_transformers  # noqa: E402
-from training_step import LORA, memory_mb  # noqa: E402
+from training_step import LORA, loss_backward, memory_mb  # noqa: E402
 
 GROUP, BETA, LEARNING_RATE = 8, 0.04, 1e-5
 VOCAB = SHAPE_S["vocab_size"]
@@ -135,16 +135,7 @@ def backward(model, loss: GRPOLoss, batch, parts, *, new_tokens: int) -> None:
         logprobs, entropy = response_logprobs(
             model, micro_batch.layout, temperature=1.0, with_entropy=True
         )
-        output = loss(
-            logprobs=logprobs,
-            old_logprobs=None,
-            ref_logprobs=part.ref_logprobs,
-            advantages=part.advantages,
-            weights=part.weights,
-            response_mask=part.response_mask,
-            entropy=entropy,
-        )
-        output.loss.backward()
+        loss_backward(loss, part, logprobs, entropy)
 
 
 def word_tokenizer():
