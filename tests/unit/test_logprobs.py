@@ -3,6 +3,7 @@
 import pytest
 import torch
 from policies import VOCAB, build_policy, full_logprobs
+from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_trajectory
 
@@ -104,6 +105,42 @@ def test_packed_groups_equal_single_rows(kind):
     for expected, packed in zip(*results, strict=True):
         torch.testing.assert_close(packed, expected, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("llama", torch.float32), ("lora_output", torch.float32), ("lora", torch.bfloat16)],
+)
+def test_compiled_layers_equal_eager_ones(kind, dtype, monkeypatch):
+    """With ``compile: True``: the tied output trained, frozen, and with LoRA, packed, in chunks."""
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    model = build_policy(kind, dtype)
+    if kind != "llama":
+        set_trainable_params(model, get_adapter_params(model))
+    trajectory = make_trajectory([4, 4, 4], [5, 1, 3])
+    trajectory.tokens[1:3, :4] = trajectory.tokens[0, :4]
+    layout = packed_layout(trajectory, torch.zeros(3, dtype=torch.long))
+    probe = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> list[torch.Tensor]:
+        values, entropy = response_logprobs(
+            model, layout, temperature=0.8, with_entropy=True, chunk_bytes=4 * 100
+        )
+        gradients = torch.autograd.grad((values * probe).sum(), trained)
+        return [values.detach(), entropy, *gradients]
+
+    expected = step()
+    torch._dynamo.utils.counters.clear()
+    training.compile_model(model, verbose=False)
+    results = step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # it was compiled
+    # In bf16, compiled code may round once where eager code rounds after every operation.
+    atol = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip(results, expected, strict=True):
+        scale = max(1.0, want.abs().max().item())
+        torch.testing.assert_close(got, want, atol=atol * scale, rtol=0)
 
 
 def test_padding_chunks_and_micro_batches_do_not_matter():
