@@ -247,7 +247,7 @@ def predicted_mb(args: argparse.Namespace) -> float:
     per_layer = width * (7.5 * args.dim + 4 * 3 * args.dim)  # 7.5 D + 4 FFN numbers a token
     trained = args.group * args.longest  # K
     logits = default_chunk_bytes(torch.device("cpu"), tokens=trained) / 4
-    numbers = args.layers * per_layer + width**2 + 4 * trained * args.dim + 3 * logits
+    numbers = args.layers * per_layer + width**2 + 4 * trained * args.dim + 2 * logits
     return 4 * numbers / 1e6
 
 

@@ -152,20 +152,22 @@ class _BlockedLogprobs(torch.autograd.Function):
         moment = torch.zeros_like(peak)  # sum of exp(l - peak) l
         picked = torch.zeros_like(peak)  # the target's logit
         mean = torch.zeros_like(h, dtype=torch.float32) if keep_slope else None  # [K, D]
+        # Reused by all blocks: what is freed and asked for anew in turn ends as holes in the heap.
+        size = len(h) * min(block, len(weight))
+        kept_logits, kept_shares = peak.new_empty(size), peak.new_empty(size)
         for start, w in _blocks(weight, block):
-            logits = _block_logits(h, w, temperature)  # [K, block]
+            logits = _block_logits(h, w, temperature, out=_shaped(kept_logits, h, w))  # [K, block]
             inside, column = _columns(targets, start, len(w))
             picked = torch.where(inside, logits.gather(1, column), picked)
             higher = torch.maximum(peak, logits.amax(dim=1, keepdim=True))
             shrink = (peak - higher).exp()
             peak = higher
-            shares = (logits - peak).exp_()
+            shares = torch.sub(logits, peak, out=_shaped(kept_shares, h, w)).exp_()
             total = total * shrink + shares.sum(dim=1, keepdim=True)
             if with_entropy:
-                dot = torch.linalg.vecdot(shares, logits)[:, None]  # without a third block
-                moment = moment * shrink + dot
+                moment = moment * shrink + logits.mul_(shares).sum(dim=1, keepdim=True)
             if mean is not None:
-                mean.mul_(shrink).add_(shares.to(w.dtype) @ w)
+                _add_product(mean.mul_(shrink), shares, w)
         normalizer = peak + total.log()
         entropy = normalizer - moment / total if with_entropy else torch.zeros_like(peak)
         if mean is not None:
@@ -193,18 +195,22 @@ class _BlockedLogprobs(torch.autograd.Function):
         trains_h, trains_weight = ctx.needs_input_grad[:2]
         grad_h = torch.zeros_like(h, dtype=torch.float32) if trains_h else None
         grad_weight = torch.empty_like(weight) if trains_weight else None
+        size = len(h) * min(ctx.block, len(weight))
+        kept_logits, kept_grad = normalizer.new_empty(size), normalizer.new_empty(size)
         for start, w in _blocks(weight, ctx.block):
-            log_p = _block_logits(h, w, ctx.temperature).sub_(normalizer)  # [K, block]
-            grad = -grads[0][:, None] * log_p.exp()
+            logits = _block_logits(h, w, ctx.temperature, out=_shaped(kept_logits, h, w))
+            log_p = logits.sub_(normalizer)  # [K, block]
+            grad = torch.exp(log_p, out=_shaped(kept_grad, h, w))
+            slope = grads[0][:, None]
             if ctx.entropy_gradient:
-                grad -= grads[1][:, None] * log_p.exp() * (log_p + entropy)
+                slope = log_p.add_(entropy).mul_(grads[1][:, None]).add_(slope)
             inside, column = _columns(targets, start, len(w))
-            grad.scatter_add_(1, column, torch.where(inside, grads[0][:, None], 0.0))
-            grad = grad.div_(ctx.temperature).to(h.dtype)
+            grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -grads[0][:, None], 0.0))
+            grad.div_(-ctx.temperature)
             if grad_h is not None:
-                grad_h += grad @ w
+                _add_product(grad_h, grad, w)
             if grad_weight is not None:
-                torch.mm(grad.t(), h, out=grad_weight[start : start + len(w)])
+                torch.mm(grad.to(h.dtype).t(), h, out=grad_weight[start : start + len(w)])
         return (None if grad_h is None else grad_h.to(h.dtype), grad_weight, *nothing)
 
 
@@ -215,9 +221,26 @@ def _blocks(weight: Tensor, block: int) -> list[tuple[int, Tensor]]:
     return [(i * len(parts[0]), part) for i, part in enumerate(parts)]
 
 
-def _block_logits(h: Tensor, w: Tensor, temperature: float) -> Tensor:
-    logits = F.linear(h, w).float()
-    return logits.div_(temperature) if temperature != 1 else logits
+def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
+    """The start of a flat buffer as [K, len(w)]; the last block is narrower than the others."""
+    return buffer[: len(h) * len(w)].view(len(h), len(w))
+
+
+def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> Tensor:
+    """Writes h w^T / temperature into ``out``, in float32."""
+    if h.dtype == out.dtype:
+        torch.mm(h, w.t(), out=out)
+    else:
+        out.copy_(F.linear(h, w))
+    return out.div_(temperature) if temperature != 1 else out
+
+
+def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
+    """``total += left w`` in float32, the product in w's dtype."""
+    if w.dtype == total.dtype:
+        total.addmm_(left, w)  # without a tensor of total's size for each block
+    else:
+        total += left.to(w.dtype) @ w
 
 
 def _columns(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
