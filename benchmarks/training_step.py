@@ -242,12 +242,13 @@ def compare_update(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def predicted_mb(args: argparse.Namespace) -> float:
-    """What autograd keeps of a packed group, and the blocks of logits, in float32."""
+    """What autograd keeps of a packed group, what one layer's backward pass and the logits add."""
     width = args.prompt_tokens + args.group * (args.longest - 1)  # S
-    per_layer = width * (7.5 * args.dim + 4 * 3 * args.dim)  # 7.5 D + 4 FFN numbers a token
+    hidden = 3 * args.dim  # F
+    layers = width * (args.layers * (7.5 * args.dim + 4 * hidden) + 4 * hidden)
     trained = args.group * args.longest  # K
     logits = default_chunk_bytes(torch.device("cpu"), tokens=trained) / 4
-    numbers = args.layers * per_layer + width**2 + 4 * trained * args.dim + 2 * logits
+    numbers = layers + width**2 + 4 * trained * args.dim + 2 * logits
     return 4 * numbers / 1e6
 
 
@@ -307,7 +308,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shortest", type=int, default=20)
     p.add_argument("--longest", type=int, default=128)
     p.add_argument("--lengths", choices=["equal", "uniform"], default="uniform")
-    p.add_argument("--token-budget", type=int, default=384, help="of the way called budget")
+    p.add_argument("--token-budget", type=int, default=448, help="of the way called budget")
     p.add_argument("--ways", nargs="+", default=["rows", "packed", "budget"])
     p.add_argument("--full-micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 32])
     return p
