@@ -63,7 +63,7 @@ from torchtune_grpo.parallel import (
     sync_with_last,
     world_size,
 )
-from torchtune_grpo.policy import build_policy, has_adapters
+from torchtune_grpo.policy import build_policy, should_shard
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import Progress, make_engine, roll_out
@@ -95,9 +95,7 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
         init_process_group(self._device)
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._is_sharded = self.cfg.sharding == "always" or (
-            self.cfg.sharding == "auto" and not has_adapters(self.cfg)
-        )
+        self._is_sharded = should_shard(self.cfg, device=self._device)
         self._output_dir = Path(self.cfg.output_dir)
         self.seed = training.set_seed(seed=self.cfg.seed)
         self.global_step = 0

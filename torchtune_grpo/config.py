@@ -72,8 +72,9 @@ class RolloutConfig:
         MERGE_CHOICES,
     )
     gather: str = one_of(
-        "Distributed: a sharded model is gathered once a rollout, or layer by layer for each token",
-        "once",
+        "Distributed: a sharded model is gathered once a rollout, or layer by layer for each "
+        "token; auto = once if it takes at most half of a rank's free memory",
+        "auto",
         GATHER_CHOICES,
     )
     cuda_graphs: bool = key(
@@ -205,7 +206,8 @@ class GRPOConfig:
         "bf16 or fp32", "bf16", valid=lambda v: v in ("bf16", "fp32"), hint="give bf16 or fp32"
     )
     sharding: str = one_of(
-        "Distributed: spread the model over the ranks (FSDP2); auto = if all of it is trained",
+        "Distributed: spread the model over the ranks (FSDP2); auto = if all of it is trained, or "
+        "if it takes more than half of a rank's free memory",
         "auto",
         ("auto", "always", "never"),
     )

@@ -57,6 +57,11 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
+def ranks_per_node() -> int:
+    """Ranks that share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def barrier() -> None:
     """Waits until every rank is here."""
     if _is_distributed():

@@ -6,17 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torchtune import config, training
+from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
+from torchtune_grpo._memory import fits_every_rank
 from torchtune_grpo.config import GRPOConfig
 
+log = utils.get_logger("INFO")
 
-def has_adapters(cfg: GRPOConfig) -> bool:
-    """Whether ``cfg.model`` trains adapters only; nothing is allocated."""
-    with torch.device("meta"):
-        return bool(get_adapter_params(config.instantiate(cfg.model)))
+
+def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
+    """Whether the model is spread over the ranks; the same answer on all of them.
+
+    ``sharding: auto`` shards what is trained as a whole, and a frozen base with adapters where its
+    weights would take more than half of a rank's free memory.
+
+    Args:
+        cfg (GRPOConfig): the config.
+        device (torch.device): of this rank.
+
+    Returns:
+        bool: nothing is allocated to find out.
+    """
+    if cfg.sharding != "auto":
+        return cfg.sharding == "always"
+    with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)):
+        with torch.device("meta"):
+            model = config.instantiate(cfg.model)
+    if not get_adapter_params(model):
+        return True
+    if fits_every_rank(model, device=device):
+        return False
+    utils.log_rank_zero(log, "sharding=auto: a rank's memory does not hold the model; sharded.")
+    return True
 
 
 def build_policy(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.parallel import rank
 
@@ -81,11 +82,16 @@ def _is_low_bit(value: DTensor) -> bool:
 
 
 def _plain(value: DTensor) -> DTensor:
-    """Shards of a low-bit optimizer state cannot be put together; their values can."""
-    if not _is_low_bit(value):
+    """Shards of NF4 weights and low-bit optimizer states cannot be put together; values can."""
+    local = value.to_local()
+    if isinstance(local, NF4Tensor):  # in bfloat16, as torchtune's hook gives whole NF4 weights
+        values = local.get_original_weight().bfloat16()
+    elif _is_low_bit(value):
+        values = local.dequantize()
+    else:
         return value
     return DTensor.from_local(
-        value.to_local().dequantize(),
+        values,
         value.device_mesh,
         value.placements,
         shape=value.shape,

@@ -13,13 +13,13 @@ from torch import Tensor
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo._memory import fits_every_rank, free_bytes
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.parallel import LayerGather, gathered, is_sharded
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout._graphs import StepGraphs, record_cuda_graph
 from torchtune_grpo.rollout._layout import padded_rows
-from torchtune_grpo.rollout._memory import free_bytes
 from torchtune_grpo.rollout._native import GroupRollout, prompt_slots
 from torchtune_grpo.rollout._params import Progress, SamplingParams
 from torchtune_grpo.rollout._stop_strings import Decode, stop_strings_of
@@ -33,7 +33,7 @@ log = utils.get_logger("INFO")
 
 ENGINES = ("native", "torchtune")
 MERGE_CHOICES = ("auto", "always", "never")
-GATHER_CHOICES = ("once", "layer")
+GATHER_CHOICES = ("auto", "once", "layer")
 
 
 def make_engine(
@@ -118,7 +118,7 @@ class NativeEngine:
             not; "auto" does where it is exact (float32) and memory allows.
         deadline (float | None): seconds after which a rollout cuts its rows where they are.
         gather (str): a model that is sharded by then is gathered "once" for a whole rollout, or
-            "layer" by layer for every token of all ranks.
+            "layer" by layer for every token of all ranks; "auto" decides by memory.
         cuda_graphs (bool): record decoding steps and replay them; not for gather "layer".
 
     Raises:
@@ -132,7 +132,7 @@ class NativeEngine:
         max_rows: int,
         merge_adapters: str = "auto",
         deadline: float | None = None,
-        gather: str = "once",
+        gather: str = "auto",
         cuda_graphs: bool = False,
     ) -> None:
         reason = unsupported_reason(model)
@@ -172,6 +172,7 @@ class NativeEngine:
     ) -> Samples:
         """See :meth:`RolloutEngine.generate`."""
         end = math.inf if self._deadline is None else time.monotonic() + self._deadline
+        record = None if self._by_layer else self._record_step
         with self._current_weights() as (decoder, cache):
             return GroupRollout(
                 decoder,
@@ -183,7 +184,7 @@ class NativeEngine:
                 stop_strings=stop_strings_of(params, decode),
                 keys=keys,
                 max_rows=self._max_rows,
-                graphs=None if self._record_step is None else StepGraphs(self._record_step),
+                graphs=None if record is None else StepGraphs(record),
             ).run(out_of_time=lambda: time.monotonic() > end, report=report)
 
     @contextmanager
@@ -203,7 +204,12 @@ class NativeEngine:
 
     @property
     def _by_layer(self) -> bool:
-        return self._gather == "layer" and is_sharded(self._model)
+        if not is_sharded(self._model):
+            return False
+        if self._gather == "auto":
+            device = next(self._model.parameters()).device
+            self._gather = "once" if fits_every_rank(self._model, device=device) else "layer"
+        return self._gather == "layer"
 
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
