@@ -10,15 +10,18 @@ S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32
 3.2 1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
 torchtune's own `generate`, `transformers` is its `generate` with the same weights, `kept` is the
 native engine with ended rows kept until the last one ends; with `--max-rows` it works on that many
-at a time, batch after batch. Each way is warmed up once and timed
-`--repeats` times; the line holds medians. `--varying-lengths` ends each response at 20 to
-`--new-tokens` tokens (a function of its first token). Prints one JSON line.
+at a time, batch after batch. Each way runs in a process of its own, because the recipes change how
+the C library allocates memory: once to warm up, then `--repeats` times; the line holds medians.
+`--varying-lengths` ends each response at 20 to `--new-tokens` tokens (a function of its first
+token). Prints one JSON line.
 """
 
 import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -42,6 +45,7 @@ SHAPE_S = dict(
     intermediate_dim=1536,
     max_seq_len=4096,
 )
+OURS = ("native", "torchtune", "kept")  # allocate as the recipes do; the others as their users do
 PROMPT_LENGTHS = (96, 160, 212, 292)
 
 
@@ -187,8 +191,36 @@ def to_transformers(model: TransformerDecoder):
     return peer.to(model.tok_embeddings.weight.dtype).eval()
 
 
+def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """One way in this process: the first run apart, and the median of the others."""
+    if name in OURS:
+        keep_freed_memory()
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model = build_model(args.shape, dtype).to(device)
+    lengths = [PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
+    if args.prompt_length:
+        lengths = [args.prompt_length] * args.prompts
+    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings).to(device)
+    way = make_way(name, model, prompts, args)
+    seconds = []
+    for _ in range(args.repeats + 1):
+        start = time.perf_counter()
+        tokens = way()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    warm_up, *timed = seconds
+    return {
+        "tokens": tokens,
+        "seconds": round(statistics.median(timed), 3),
+        "tokens_per_second": round(tokens / statistics.median(timed), 1),
+        "warm_up_seconds": round(warm_up, 2),
+    }
+
+
 def main() -> None:
-    """Times every way in turn, round by round."""
+    """Times every way, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=("S", "M"), default="S")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -203,58 +235,30 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["native", "torchtune", "stock"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    keep_freed_memory()
-    device = torch.device(args.device)
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    model = build_model(args.shape, dtype).to(device)
-    lengths = [PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
-    if args.prompt_length:
-        lengths = [args.prompt_length] * args.prompts
-    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings).to(device)
-    ways = {name: make_way(name, model, prompts, args) for name in args.ways}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    tokens: dict[str, int] = {}
-    warm_up = {}
-    for repeat in range(args.repeats + 1):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            tokens[name] = way()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            if repeat:
-                times[name].append(seconds)
-            else:
-                warm_up[name] = round(seconds, 2)
-    median = {name: statistics.median(values) for name, values in times.items()}
-    first = args.ways[0]
-    print(
-        json.dumps(
-            {
-                **vars(args),
-                "ways": {
-                    name: {
-                        "tokens": tokens[name],
-                        "seconds": round(median[name], 3),
-                        "tokens_per_second": round(tokens[name] / median[name], 1),
-                        "warm_up_seconds": warm_up[name],
-                    }
-                    for name in ways
-                },
-                "ratios": {
-                    f"{first}/{name}": round(
-                        tokens[first] / median[first] / (tokens[name] / median[name]), 2
-                    )
-                    for name in ways
-                    if name != first
-                },
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
-                "machine": platform.processor() or platform.machine(),
-            }
-        )
-    )
+    if args.in_this_process:
+        (name,) = args.ways
+        return print(json.dumps(time_way(name, args)))
+    ways = {}
+    for name in args.ways:
+        command = [sys.executable, *sys.argv, "--in-this-process", "--ways", name]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        ways[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, ways[name], file=sys.stderr, flush=True)
+    first, *others = args.ways
+    speed = {name: ways[name]["tokens_per_second"] for name in ways}
+    settings = {name: value for name, value in vars(args).items() if name != "in_this_process"}
+    result = {
+        "benchmark": "rollout",
+        "settings": settings,
+        "ways": ways,
+        "ratios": {f"{first}/{name}": round(speed[first] / speed[name], 2) for name in others},
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.processor() or platform.machine(),
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 RECIPES = Path(__file__).parents[2] / "recipes"
 DISTRIBUTED = "grpo_full_finetune_distributed"
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
+QLORA = "llama3_2_1B_qlora_grpo"
 
 MY_REWARDS = """
 import os, signal
@@ -74,6 +75,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(next(folder.glob("model-*.safetensors")))
 
 
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / "adapter" / "adapter_model.safetensors"
+    return load_file(file) if file.exists() else {}
+
+
 def completions(folder: Path) -> list[tuple]:
     records = map(json.loads, (folder / "completions.jsonl").read_text().splitlines())
     return sorted((r["step"], r["prompt"], r["completion"], r["reward"]) for r in records)
@@ -109,6 +115,7 @@ VARIANTS = {
         # ranks get different numbers of tokens, and have to agree on the number of passes
         "token_budget": ["forward_batch_size=null", "forward_token_budget=90"],
     },
+    QLORA: {"sharded": ["sharding=always"]},
 }
 
 
@@ -120,6 +127,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     (`batch`: the spread of all rewards).
     """
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4"]
+    if config == QLORA:  # QDoRA
+        objective += ["model.use_dora=True", "optimizer.fused=False"]
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, ["batch_size=2", *more]) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
@@ -135,7 +144,12 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
         assert completions(out) == completions(one / "out"), name
         assert len(completions(out)) == 2 * 16
         for key, value in weights(out / "step_000002").items():
-            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=0, msg=name)
+            # QLoRA's merged weights are bfloat16; a sum near a border rounds either way.
+            rtol = 2**-7 if config == QLORA else 0
+            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=rtol, msg=name)
+        for key, value in adapter(out / "step_000002").items():
+            want = adapter(one / "out" / "step_000002")[key]
+            torch.testing.assert_close(value, want, atol=1e-5, rtol=0, msg=name)
         for got, want in zip(metrics(out), metrics(one / "out"), strict=True):
             assert got.keys() == want.keys()
             for key in want:
