@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
 _DEFAULT_PAD = 128 * 2**10
 HEAP_BYTES = 128 * 2**20
-MAPPED_BYTES = 512 * 2**10
+MAPPED_BYTES = 2**20
 
 
 def keep_freed_memory() -> None:
@@ -18,8 +18,8 @@ def keep_freed_memory() -> None:
     page by page when decoding goes on to the next token. A heap that only grows has another fault:
     in training, short-lived tensors lie in it between those that autograd keeps, and leave holes
     into which the next tensor of the same size does not fit, because torch asks for aligned memory;
-    it becomes about twice as large as what lives in it. So tensors of 512 KiB and more do not make
-    the heap grow; what tiny models need fits into it as it is. Pages that were never written take
+    it becomes about twice as large as what lives in it. So tensors of 1 MiB and more do not make the
+    heap grow (a lower limit costs page faults, a higher one leaves holes); what tiny models need fits into it as it is. Pages that were never written take
     no memory. Where there is no glibc, nothing happens.
     """
     try:
