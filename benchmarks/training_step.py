@@ -308,7 +308,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shortest", type=int, default=20)
     p.add_argument("--longest", type=int, default=128)
     p.add_argument("--lengths", choices=["equal", "uniform"], default="uniform")
-    p.add_argument("--token-budget", type=int, default=416, help="of the way called budget")
+    p.add_argument("--token-budget", type=int, default=384, help="of the way called budget")
     p.add_argument("--ways", nargs="+", default=["rows", "packed", "budget"])
     p.add_argument("--full-micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 32])
     return p
