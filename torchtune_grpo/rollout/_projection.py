@@ -138,7 +138,8 @@ class JointProjection:
 
     def __init__(self, parts: Sequence[Projection]) -> None:
         self._parts = list(parts)
-        self._joined = all(part.is_plain_copy for part in parts)
+        alike = len({part.bias is None for part in parts}) == 1
+        self._joined = alike and all(part.is_plain_copy for part in parts)
         self._sizes = [part.out_features for part in parts]
         self._weight: Tensor | None = None  # [sum of outputs, in]
         self._bias: Tensor | None = None
