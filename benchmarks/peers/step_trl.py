@@ -2,7 +2,7 @@
 
     python benchmarks/peers/step_trl.py --ways packed budget trl-8
     python benchmarks/peers/step_trl.py --ways trl-4 trl-16 trl-32 trl-8-checkpointed
-    python benchmarks/peers/step_trl.py --ways packed trl-8 --new-tokens 256 --repeats 1
+    python benchmarks/peers/step_trl.py --ways packed trl-4 --new-tokens 512 --warm-up 0 --repeats 1
 
 Ways: ``packed`` is this package with a whole group in each forward pass, ``budget`` with
 ``--token-budget`` tokens, ``trl-<n>`` is TRL with a per-device micro-batch of n rows and without
@@ -12,8 +12,8 @@ weights (shape S), LoRA r = 8 on all linear layers, the paper's loss with beta 0
 over all 32 rows, float32. The reward is a function of the sampled ids.
 
 Every way runs in a process of its own. Extra memory is the peak resident memory of all of its steps
-minus what was resident before the first; time is the median of ``--repeats`` steps after one that
-warms up. Prints one JSON line.
+minus what was resident before the first; time is the median of ``--repeats`` steps after the
+``--warm-up`` ones. Prints one JSON line.
 """
 
 import argparse
@@ -57,8 +57,9 @@ def score(completion_ids, **columns) -> list[float]:
 class Stopwatch:
     """Seconds of each step, and the peak memory of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm_up: int) -> None:
         self.seconds: list[float] = []
+        self._warm_up = warm_up
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind is no step's
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         self._resident = memory_mb("VmRSS")
@@ -71,11 +72,11 @@ class Stopwatch:
 
     def result(self) -> dict:
         """Numbers for the JSON line."""
-        warm_up, *seconds = self.seconds
+        warm_up, seconds = self.seconds[: self._warm_up], self.seconds[self._warm_up :]
         return {
             "seconds": round(statistics.median(seconds), 2),
             "each": [round(value, 2) for value in seconds],
-            "warm_up_seconds": round(warm_up, 2),
+            "warm_up_seconds": round(sum(warm_up), 2),
             "extra_mb": round(memory_mb("VmHWM") - self._resident),
         }
 
@@ -103,8 +104,8 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     sampling = {"tokenizer": Words(), "group_size": GROUP, "params": params, "prefill": ""}
     budget = args.token_budget if way == "budget" else None
     reference, loss = AdapterReference(model), GRPOLoss(kl_coeff=BETA)
-    watch = Stopwatch()
-    for step in range(args.repeats + 1):
+    watch = Stopwatch(warm_up=args.warm_up)
+    for step in range(args.warm_up + args.repeats):
         watch.start()
         model.eval()
         batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
@@ -171,7 +172,7 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
-            max_steps=args.repeats + 1,
+            max_steps=args.warm_up + args.repeats,
             per_device_train_batch_size=int(rows),
             gradient_accumulation_steps=ROWS // int(rows),
             activation_checkpointing=bool(checkpointed),
@@ -214,9 +215,9 @@ def run_trl(args: argparse.Namespace, way: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, way, reward, folder)
         trainer.add_callback(Clock())
-        watch = Stopwatch()
+        watch = Stopwatch(warm_up=args.warm_up)
         trainer.train()
-    assert sampled == [ROWS * args.new_tokens] * (args.repeats + 1), sampled
+    assert sampled == [ROWS * args.new_tokens] * (args.warm_up + args.repeats), sampled
     return watch.result()
 
 
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--token-budget", type=int, default=512, help="of the way called budget")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
