@@ -2,16 +2,19 @@
 
     python benchmarks/rollout.py                                   # shape S, float32
     python benchmarks/rollout.py --dtype bf16
-    python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --new-tokens 32
+    python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --prompt-length 16 \
+        --new-tokens 9 --ways native stock --repeats 1
     python benchmarks/rollout.py --varying-lengths --ways native kept
-    python benchmarks/rollout.py --varying-lengths --ways native kept --prompts 16 --max-rows 32
+    python benchmarks/rollout.py --varying-lengths --ways native kept --prompts 32 --max-rows 32
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
 3.2 1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
 torchtune's own `generate`, `transformers` is its `generate` with the same weights, `kept` is the
 native engine with ended rows kept until the last one ends; with `--max-rows` it works on that many
 at a time, batch after batch. Each way runs in a process of its own, because the recipes change how
-the C library allocates memory: once to warm up, then `--repeats` times; the line holds medians.
+the C library allocates memory: once to warm up, then `--repeats` times; the line holds medians. A
+decoding step's time is that of all tokens less that of one, which takes the prompts' computation
+and what copies weights out of it.
 `--varying-lengths` ends each response at 20 to `--new-tokens` tokens (a function of its first
 token). Prints one JSON line.
 """
@@ -23,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -107,10 +111,10 @@ def roll_out_kept(engine: NativeEngine, prompts: PromptBatch, options, *, max_ro
     return tokens
 
 
-def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
+def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args, *, new_tokens: int):
     """A function that rolls out once and returns the number of tokens sampled."""
     group = args.group_size
-    params = SamplingParams(max_generated_tokens=args.new_tokens)
+    params = SamplingParams(max_generated_tokens=new_tokens)
     keys = row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group)
     rows = len(prompts.lengths) * group
     options = {"group_size": group, "params": params, "stop_tokens": [], "keys": keys}
@@ -134,12 +138,10 @@ def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
             model.setup_caches(
                 batch_size=rows,
                 dtype=next(model.parameters()).dtype,
-                decoder_max_seq_len=width + args.new_tokens,
+                decoder_max_seq_len=width + new_tokens,
             )
             try:
-                tokens, _ = stock_generate(
-                    model, padded, max_generated_tokens=args.new_tokens, pad_id=0
-                )
+                tokens, _ = stock_generate(model, padded, max_generated_tokens=new_tokens, pad_id=0)
             finally:
                 for layer in model.layers:
                     layer.attn.kv_cache = None
@@ -152,7 +154,7 @@ def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args):
         peer = to_transformers(model)
         mask = torch.arange(width) >= (width - prompts.lengths)[:, None]
         inputs = {"input_ids": padded, "attention_mask": mask.repeat_interleave(group, dim=0)}
-        settings = {"max_new_tokens": args.new_tokens, "do_sample": True, "top_k": 0}
+        settings = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
 
         def peer_generate() -> int:
             tokens = peer.generate(**inputs, **settings, eos_token_id=None, pad_token_id=0)
@@ -177,6 +179,7 @@ def to_transformers(model: TransformerDecoder):
             intermediate_size=mlp.w1.weight.shape[0],
             rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
             tie_word_embeddings=True,
+            eos_token_id=None,  # by default a word of the vocabulary
         )
     )
     state = tune_to_hf(
@@ -202,21 +205,31 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
     if args.prompt_length:
         lengths = [args.prompt_length] * args.prompts
     prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings).to(device)
-    way = make_way(name, model, prompts, args)
-    seconds = []
-    for _ in range(args.repeats + 1):
-        start = time.perf_counter()
-        tokens = way()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    warm_up, *timed = seconds
-    return {
+    way = make_way(name, model, prompts, args, new_tokens=args.new_tokens)
+    runs = [timed(way, device) for _ in range(args.repeats + 1)]
+    warm_up, tokens = runs[0]
+    seconds = statistics.median(run for run, _ in runs[1:])
+    result = {
         "tokens": tokens,
-        "seconds": round(statistics.median(timed), 3),
-        "tokens_per_second": round(tokens / statistics.median(timed), 1),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
         "warm_up_seconds": round(warm_up, 2),
     }
+    if not args.varying_lengths:
+        way = make_way(name, model, prompts, args, new_tokens=1)
+        runs = [timed(way, device) for _ in range(args.repeats + 1)]
+        steps = seconds - statistics.median(run for run, _ in runs[1:])
+        result["ms_per_decode_step"] = round(1000 * steps / (args.new_tokens - 1), 1)
+    return result
+
+
+def timed(way: Callable[[], int], device: torch.device) -> tuple[float, int]:
+    """Seconds, and the tokens sampled in them."""
+    start = time.perf_counter()
+    tokens = way()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, tokens
 
 
 def main() -> None:

@@ -45,9 +45,9 @@ def make_point(name: str, model, point: dict):
     prompts = build_prompts(
         [point["prompt"]] * point["prompts"], model.tok_embeddings.num_embeddings
     )
-    settings = {"new_tokens": NEW_TOKENS, "varying_lengths": False}
-    args = argparse.Namespace(**settings, **{k: point[k] for k in ("group_size", "max_rows")})
-    return make_way(name, model, prompts, args)
+    settings = {key: point[key] for key in ("group_size", "max_rows")}
+    args = argparse.Namespace(varying_lengths=False, **settings)
+    return make_way(name, model, prompts, args, new_tokens=NEW_TOKENS)
 
 
 def microseconds(work, *, repeats: int) -> float:
