@@ -280,7 +280,7 @@ class GRPOFullFinetuneRecipeDistributed(FTRecipeInterface):
                 pack=self.cfg.pack_groups,
                 rows=self.cfg.rows_per_forward,
                 token_budget=self.cfg.forward_token_budget,
-                flex=self.cfg.flex_attention,
+                attention=self.cfg.attention,
             )
             if self.cfg.old_logprobs == "sampler":
                 trajectory.old_logprobs = trajectory.sampler_logprobs

@@ -4,12 +4,34 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE = "grpo_full_finetune_single_device"
+
+# Runs scripts (the one of `tune`, say) and modules, one per command, each as its own __main__.
+DRIVER = """
+import contextlib, io, json, runpy, sys, traceback
+
+results = []
+for program, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [program, *arguments]
+    run = runpy.run_path if "/" in program else runpy.run_module
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(program, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
 
 
 def tune(*args: str, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
@@ -25,6 +47,39 @@ def tune(*args: str, cwd: Path, check: bool = True, **env: str) -> subprocess.Co
     )
     assert not check or done.returncode == 0, done.stdout[-4000:]
     return done
+
+
+@dataclass
+class Result:
+    """How one command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_python(
+    *arguments: str, cwd: Path, python: str = sys.executable, **environment: str
+) -> Result:
+    """``python ARGUMENTS`` in a process of its own."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(
+        [python, *arguments],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def drive(commands: list[list[str]], cwd: Path, **environment: str) -> list[Result]:
+    """Runs commands one after the other in one process: starting ``tune`` takes seconds."""
+    result = run_python("-c", DRIVER, json.dumps(commands), cwd=cwd, **environment)
+    assert result.code == 0, result.err
+    return [Result(*each) for each in json.loads(result.out.splitlines()[-1])]
 
 
 def write_gsm8k(path: Path, rows: int = 12) -> Path:

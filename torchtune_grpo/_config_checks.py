@@ -83,13 +83,13 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"sampling_correction={settings.sampling_correction} to null."
         )
     cuda_only = {
-        "flex_attention": settings.flex_attention,
-        "rollout.cuda_graphs": settings.rollout.cuda_graphs,
+        "packed_attention=flex": (settings.packed_attention == "flex", "auto"),
+        "rollout.cuda_graphs=True": (settings.rollout.cuda_graphs, "false"),
     }
-    for name, value in cuda_only.items():
-        if value and not settings.device.startswith("cuda"):
+    for name, (asked, remedy) in cuda_only.items():
+        if asked and not settings.device.startswith("cuda"):
             raise ValueError(
-                f"{name}=True: works on CUDA, not on device={settings.device}; set it to false."
+                f"{name}: works on CUDA, not on device={settings.device}; set it to {remedy}."
             )
     if settings.rollout.cuda_graphs and settings.rollout.gather == "layer":
         raise ValueError(

@@ -26,6 +26,7 @@ from torchtune_grpo._config_checks import (
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
 from torchtune_grpo.importance import CORRECTIONS
+from torchtune_grpo.packing import PACKED_ATTENTION
 from torchtune_grpo.rollout import (
     ENGINES,
     GATHER_CHOICES,
@@ -187,8 +188,11 @@ class GRPOConfig:
         "several rows",
         True,
     )
-    flex_attention: bool = key(
-        "CUDA: packed groups attend with flex attention's block mask, not a dense one", False
+    packed_attention: str = one_of(
+        "How packed groups attend: each response by itself, with a dense mask, or (CUDA) with flex "
+        "attention; auto = segments, or dense where layers are compiled",
+        "auto",
+        ("auto", *PACKED_ATTENTION),
     )
     optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")
     lr_scheduler: DictConfig | None = key(
@@ -284,6 +288,13 @@ class GRPOConfig:
     def rows_per_forward(self) -> int:
         """Rows of one forward pass."""
         return self.forward_batch_size or self.batch_size * self.grpo_samples
+
+    @property
+    def attention(self) -> str:
+        """How packed groups attend, with ``auto`` decided."""
+        if self.packed_attention != "auto":
+            return self.packed_attention
+        return "dense" if self.compile else "segments"
 
 
 def read_config(cfg: DictConfig) -> GRPOConfig:

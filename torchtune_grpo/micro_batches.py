@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchtune_grpo.packing import Layout, packed_layout, packed_width, response_inputs, row_layout
+from torchtune_grpo.packed_attention import packed_width
+from torchtune_grpo.packing import Layout, packed_layout, response_inputs, row_layout
 from torchtune_grpo.parallel import gather_over_ranks
 from torchtune_grpo.trajectory import Trajectory
 
@@ -40,7 +41,7 @@ def micro_batches(
     pack: bool,
     rows: int,
     token_budget: int | None = None,
-    flex: bool = False,
+    attention: str = "segments",
 ) -> list[MicroBatch]:
     """Cuts a trajectory into micro-batches; each row is in exactly one.
 
@@ -53,24 +54,25 @@ def micro_batches(
         token_budget (int | None): the most tokens of a forward pass, padding included. Groups that
             do not fit are split, and what is of similar length shares a micro-batch. A single row
             that does not fit would run alone; the recipe refuses a budget that allows it.
-        flex (bool): packed rows attend with flex attention; see :class:`Layout`.
+        attention (str): how packed rows attend; see :class:`Layout`.
 
     Returns:
         list[MicroBatch]: in any order of rows under a budget, else in the trajectory's.
     """
     if token_budget is not None:
+        flex = pack and attention == "flex"
         plan = _within_budget(
-            trajectory, group_size=group_size, pack=pack, budget=token_budget, flex=flex and pack
+            trajectory, group_size=group_size, pack=pack, budget=token_budget, flex=flex
         )
         _split_until(plan, max(gather_over_ranks(len(plan))))
     else:
         size = group_size if pack and rows % group_size == 0 else 1
         packs = torch.arange(trajectory.num_rows).split(size)
         plan = [list(packs[i : i + rows // size]) for i in range(0, len(packs), rows // size)]
-    return [_micro_batch(trajectory, packs, flex=flex) for packs in plan]
+    return [_micro_batch(trajectory, packs, attention=attention) for packs in plan]
 
 
-def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, flex: bool) -> MicroBatch:
+def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, attention: str) -> MicroBatch:
     """packs: the rows of each packed row."""
     device = trajectory.tokens.device
     rows = torch.cat(packs).to(device)
@@ -79,7 +81,7 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, flex: bool) -> 
         return MicroBatch(rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
     numbers = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
-    return MicroBatch(rows, packed_layout(part, numbers, flex=flex))
+    return MicroBatch(rows, packed_layout(part, numbers, attention=attention))
 
 
 def _split_until(plan: list[list[Tensor]], count: int) -> None:

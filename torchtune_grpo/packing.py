@@ -7,17 +7,17 @@ computed once instead of G times, and padding between responses of different len
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
+from torchtune_grpo.packed_attention import SegmentMask, dense_mask, flex_mask, packed_width
 from torchtune_grpo.trajectory import Trajectory
 
-FLEX_BLOCK = 128  # positions; the block size of flex attention's masks
+PACKED_ATTENTION = ("segments", "dense", "flex")
 
 
 @dataclass
@@ -33,7 +33,9 @@ class Layout:
         column (Tensor): [K] at which position.
         targets (Tensor): [K] the response tokens, in the order of ``response_mask``.
         response_mask (Tensor): [n, L] bool.
-        flex (bool): attend with flex attention's block mask instead of a dense one.
+        sizes (list[list[int]] | None): [b] of [P, n_1, ..., n_G], the segments' lengths.
+        attention (str): how packed rows attend, one of ``PACKED_ATTENTION``: each response by
+            itself, with a dense mask, or with flex attention's block mask.
     """
 
     tokens: Tensor
@@ -43,7 +45,8 @@ class Layout:
     column: Tensor
     targets: Tensor
     response_mask: Tensor
-    flex: bool = False
+    sizes: list[list[int]] | None = None
+    attention: str = "segments"
 
     def to(self, device: torch.device) -> Layout:
         """The same layout on another device."""
@@ -54,45 +57,23 @@ class Layout:
         }
         return replace(self, **tensors)
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor | BlockMask | None:
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | BlockMask | SegmentMask | None:
         """What torchtune's attention takes as ``mask``; None = causal.
 
         Made when it is needed: the dense masks [b, S, S] of a whole step would hold S * S numbers
-        for every group. The dense one is added to the scores; a boolean one would be converted, and
-        kept for the backward pass, in every layer.
+        for every group.
 
         Args:
             dtype (torch.dtype): of the attention's queries.
         """
         if self.segments is None:
             return None
-        if self.flex:
-            rows, width = self.segments.shape
-            return create_block_mask(
-                packed_mask_mod(self.segments), rows, None, width, width, self.segments.device
-            )
-        query, key = self.segments[:, :, None], self.segments[:, None, :]
-        hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
-        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
-def packed_mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Flex attention's form of the mask: a response sees its prompt and itself, causally.
-
-    Args:
-        segments (Tensor): [b, S] as in :class:`Layout`.
-    """
-
-    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = segments[row, key]
-        return (query >= key) & ((seen == segments[row, query]) | (seen == 0))
-
-    return attends
-
-
-def packed_width(length: int, *, flex: bool) -> int:
-    """S of a packed row; flex attention compiles a kernel for every S, so it gets fewer of them."""
-    return -(-length // FLEX_BLOCK) * FLEX_BLOCK if flex else length
+        if self.attention == "flex":
+            return flex_mask(self.segments)
+        if self.attention == "dense":
+            return dense_mask(self.segments, dtype)
+        assert self.sizes is not None
+        return SegmentMask(self.sizes, dtype=dtype, device=self.tokens.device)
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
@@ -109,14 +90,14 @@ def row_layout(batch: Trajectory) -> Layout:
     return Layout(batch.tokens[:, :longest], None, None, row, column, targets, batch.response_mask)
 
 
-def packed_layout(batch: Trajectory, packs: Tensor, *, flex: bool = False) -> Layout:
+def packed_layout(batch: Trajectory, packs: Tensor, *, attention: str = "segments") -> Layout:
     """Several rows with the same prompt in one.
 
     Args:
         batch (Trajectory): n rows.
         packs (Tensor): [n] the packed row that each belongs to: 0, ..., 0, 1, ..., b - 1. The rows
             of a pack have the same prompt.
-        flex (bool): see :class:`Layout`.
+        attention (str): see :class:`Layout`.
 
     Returns:
         Layout: b packed rows.
@@ -128,7 +109,7 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, flex: bool = False) -> La
     inputs = response_inputs(batch)  # [n]
     before = inputs.cumsum(0) - inputs
     begin = prompts[packs] + before - before[first][packs]  # [n] where each response begins
-    total = packed_width(int((begin + inputs).max()), flex=flex)
+    total = packed_width(int((begin + inputs).max()), flex=attention == "flex")
     column = torch.arange(total, device=device).expand(len(first), total).contiguous()  # [b, S]
 
     # Segment 0 is the prompt, k the k-th response; behind the end the last one goes on, unread.
@@ -144,5 +125,9 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, flex: bool = False) -> La
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     read = torch.where(offset == 0, prompts[packs[row]] - 1, begin[row] + offset - 1)
     targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
+    sizes = [
+        [prompt, *part.tolist()]
+        for prompt, part in zip(prompts.tolist(), inputs.split(counts.tolist()), strict=True)
+    ]
     mask = batch.response_mask
-    return Layout(tokens, positions, segments, packs[row], read, targets, mask, flex)
+    return Layout(tokens, positions, segments, packs[row], read, targets, mask, sizes, attention)

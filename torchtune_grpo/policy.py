@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torchtune import config, training, utils
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo._memory import fits_every_rank
@@ -56,10 +56,17 @@ def build_policy(
         TransformerDecoder: in ``cfg.dtype``.
 
     Raises:
-        ValueError: if the weights are not those of the model.
+        ValueError: if the weights are not those of the model, or if its attention takes no packed
+            rows.
     """
     with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)), device:
         model = config.instantiate(cfg.model)
+    kinds = {type(layer.attn).__name__ for layer in model.layers}
+    if cfg.pack_groups and kinds != {MultiHeadAttention.__name__}:
+        raise ValueError(
+            f"pack_groups=True: works with torchtune's MultiHeadAttention; {cfg.model._component_} "
+            f"has {', '.join(sorted(kinds))}. Set pack_groups to false."
+        )
     adapters = get_adapter_params(model)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]

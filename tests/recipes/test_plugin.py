@@ -7,18 +7,16 @@ The commands run in processes of their own, from an unrelated folder, and need t
 from __future__ import annotations
 
 import filecmp
-import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from runs import TUNE, Result, drive, run_python
 
 from torchtune_grpo import _plugin
 
@@ -27,28 +25,6 @@ RECIPE = "grpo_full_finetune_single_device"
 RECIPES = ("grpo_full_finetune_distributed", RECIPE)
 CONFIG = "tiny_arithmetic_grpo"
 CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
-TUNE = Path(sysconfig.get_path("scripts")) / "tune"
-
-# Runs the `tune` script, or `python -m torchtune_grpo`, once per command, as its own __main__.
-DRIVER = """
-import contextlib, io, json, runpy, sys, traceback
-
-results = []
-for program, *arguments in json.loads(sys.argv[1]):
-    sys.argv = [program, *arguments]
-    run = runpy.run_module if program == "torchtune_grpo" else runpy.run_path
-    code, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run(program, run_name="__main__")
-        except SystemExit as stop:
-            code = stop.code or 0
-        except Exception:
-            code = 1
-            traceback.print_exc()
-    results.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(results))
-"""
 
 # Times what the plugin adds to `import torch`: loading the entry point and calling it. It takes the
 # processor's time, which depends less on what else the machine is doing than the wall's.
@@ -59,37 +35,6 @@ from torchtune_grpo._plugin import autoload
 autoload()
 print(time.process_time() - start)
 """
-
-
-@dataclass
-class Result:
-    """How one command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run_python(
-    *arguments: str, cwd: Path, python: str = sys.executable, **environment: str
-) -> Result:
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(
-        [python, *arguments],
-        cwd=cwd,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
-
-
-def drive(commands: list[list[str]], cwd: Path, **environment: str) -> list[Result]:
-    result = run_python("-c", DRIVER, json.dumps(commands), cwd=cwd, **environment)
-    assert result.code == 0, result.err
-    return [Result(*each) for each in json.loads(result.out.splitlines()[-1])]
 
 
 def listed(out: str) -> dict[str, list[str]]:

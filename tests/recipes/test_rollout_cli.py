@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from runs import run_tiny, tiny_overrides
+from runs import drive, run_tiny, tiny_overrides
 
 CONFIG = "llama3_2_1B_lora_grpo"
 LENGTH_REWARD = """
@@ -12,18 +12,13 @@ def reward_length(prompts, completions, **columns):
 """
 
 
-def say(folder, *args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "torchtune_grpo.rollout", "--config", CONFIG, *args]
-        + ["--set", *tiny_overrides(CONFIG, folder), "dtype=fp32"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
+def say(folder, *commands: list[str]) -> list[str]:
+    """What ``python -m torchtune_grpo.rollout`` prints, in one process for all commands."""
+    start = ["torchtune_grpo.rollout", "--config", CONFIG]
+    settings = ["--set", *tiny_overrides(CONFIG, folder), "dtype=fp32"]
+    results = drive([[*start, "--samples", "2", *each, *settings] for each in commands], cwd=folder)
+    assert all(result.code == 0 for result in results), results
+    return [result.out for result in results]
 
 
 def samples(text: str) -> str:
@@ -31,18 +26,19 @@ def samples(text: str) -> str:
 
 
 def test_shows_samples_of_base_and_trained_weights(tmp_path):
-    base = say(tmp_path, "--samples", "2", "2 plus 2?")
-    assert base.count("--- sample") == 2 and "=== 2 plus 2?" in base
+    question = "2 plus 2?"
+    (base,) = say(tmp_path, [question])
+    assert base.count("--- sample") == 2 and f"=== {question}" in base
     assert str(tmp_path / "llama") in base
     (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)  # always has spread: weights move
     reward = "rewards=[{_component_: my_rewards.reward_length}]"
     settings = ("dtype=fp32", "optimizer.lr=0.1", "lr_scheduler.num_warmup_steps=0", "num_steps=1")
     run_tiny(CONFIG, tmp_path, reward, *settings)
-    trained = say(tmp_path, "--samples", "2", "2 plus 2?")
+    trained, again, of_data = say(
+        tmp_path, [question], ["--base", question], ["--num-prompts", "2"]
+    )
     assert "step_000001" in trained and samples(trained) != samples(base)
-    again = say(tmp_path, "--samples", "2", "--base", "2 plus 2?")
     assert samples(again) == samples(base)
-    of_data = say(tmp_path, "--samples", "2", "--num-prompts", "2")
     assert of_data.count("=== ") == 2 and of_data.count(", reward ") == 4
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import RECIPE, metrics, run_tiny, tiny_overrides, tune
+from runs import RECIPE, TUNE, drive, metrics, run_tiny, tiny_overrides, tune
 from safetensors.torch import load_file
 
 CONFIGS = sorted(
@@ -68,6 +68,7 @@ def changed(folder: Path) -> float:
 
 
 TENSORBOARD = "metric_logger=torchtune.training.metric_logging.TensorBoardLogger"
+PROFILER = ["enabled=True", "wait_steps=0", "warmup_steps=1", "active_steps=1"]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,10 @@ TENSORBOARD = "metric_logger=torchtune.training.metric_logging.TensorBoardLogger
         ["ppo_epochs=2", "gradient_accumulation_steps=1", TENSORBOARD],
         ["model.use_dora=True", "enable_activation_checkpointing=False"],
         ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"],
-        ["loss.kl_coeff=0", "top_k=20", "top_p=0.9", "clip_grad_norm=null", "lr_scheduler=null"],
+        ["loss.kl_coeff=0", "top_k=20", "top_p=0.9", "clip_grad_norm=null", "lr_scheduler=null"]
+        + [f"profiler.{setting}" for setting in PROFILER],
     ],
-    ids=["ppo_epochs", "dora", "adamw8bit", "no_reference"],
+    ids=["ppo_epochs", "dora", "adamw8bit", "no_reference_profiled"],
 )
 def test_variants_train(tmp_path, variant):
     run_variant(tmp_path, *variant, **({"compiled": "1"} if "8bit" in variant[0] else {}))
@@ -89,6 +91,7 @@ def test_variants_train(tmp_path, variant):
         assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents.*"))
     if "loss.kl_coeff=0" in variant:
         assert "kl" not in steps[0]
+        assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace*"))
     else:
         assert steps[0]["kl"] < 1e-9 or "ppo_epochs=2" in variant
         assert steps[1]["kl"] > 1e-6  # the reference stayed where it was while the policy moved
@@ -120,8 +123,9 @@ def test_compiled_layers_train_like_eager_ones(tmp_path):
     for name, more in {"eager": [], "compiled": ["compile=True"]}.items():
         folder = tmp_path / name
         folder.mkdir()
-        run_variant(folder, *more, compiled="1", TORCH_COMPILE_BACKEND="aot_eager")
-        results.append(weights(folder / "out" / "step_000002"))
+        one = ["num_steps=1", "packed_attention=dense"]  # what compiled layers take
+        run_variant(folder, *one, *more, compiled="1", TORCH_COMPILE_BACKEND="aot_eager")
+        results.append(weights(folder / "out" / "step_000001"))
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
 
@@ -141,62 +145,49 @@ def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
 
 @pytest.mark.parametrize("config", ["llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"])
 def test_resume_continues_where_the_run_stopped(tmp_path, config):
-    """4 steps at once equal 2 steps, a stop, and 2 more: weights to the last bit, and the log."""
-    lr = "optimizer.lr=1e-3"
-    for name in ("once", "twice"):
-        (tmp_path / name).mkdir()
-    constant = "lr_scheduler.num_cycles=0"  # so that the shorter run has the same learning rates
-    run_variant(tmp_path / "once", lr, constant, "num_steps=4", config=config)
-    run_variant(tmp_path / "twice", lr, constant, "num_steps=2", config=config)
-    resume = "resume_from_checkpoint=True"
-    run_variant(tmp_path / "twice", lr, constant, "num_steps=4", resume, config=config)
-    once = weights(tmp_path / "once" / "out" / "step_000004")
-    twice = weights(tmp_path / "twice" / "out" / "step_000004")
-    assert all(torch.equal(once[name], twice[name]) for name in once)
-    rewards = [
-        [(r["step"], r["reward"]) for r in metrics(tmp_path / name / "out") if "reward" in r]
-        for name in ("once", "twice")
-    ]
-    assert rewards[0] == rewards[1]
+    """4 steps at once equal 2 steps and, resumed, 2 more: weights to the last bit, and the log."""
+    settings = ["optimizer.lr=1e-3", "num_steps=4", "save_every_n_steps=2"]
+    run_variant(tmp_path, *settings, config=config)
+    out = tmp_path / "out"
+    once = weights((out / "step_000004").rename(tmp_path / "once"))
+    rewards = [(r["step"], r["reward"]) for r in metrics(out) if "reward" in r]
+    assert len(rewards) == 4
+    run_variant(tmp_path, *settings, "resume_from_checkpoint=True", config=config)
+    again = weights(out / "step_000004")
+    assert all(torch.equal(again[name], once[name]) for name in once)
+    assert [(r["step"], r["reward"]) for r in metrics(out) if "reward" in r] == rewards
 
 
-def test_profiler_writes_a_trace(tmp_path):
-    schedule = ["profiler.wait_steps=0", "profiler.warmup_steps=1", "profiler.active_steps=1"]
-    run_variant(tmp_path, "profiler.enabled=True", *schedule)
-    assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace*"))
-
-
-def test_a_new_run_sets_the_previous_one_aside(tmp_path):
+def test_a_new_run_sets_the_previous_one_aside_and_deletes_old_checkpoints(tmp_path):
     run_variant(tmp_path, "num_steps=1")
-    run_variant(tmp_path, "num_steps=1", "seed=1")
+    run_variant(tmp_path, "num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=2")
     old = tmp_path / "out" / "previous_runs" / "1"
     assert (old / "step_000001").is_dir() and (old / "metrics.jsonl").exists()
-    assert len([r for r in metrics(tmp_path / "out") if "reward" in r]) == 1
-
-
-def test_old_checkpoints_are_deleted(tmp_path):
-    run_variant(tmp_path, "num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=2")
+    assert len([r for r in metrics(tmp_path / "out") if "reward" in r]) == 3
     names = sorted(p.name for p in (tmp_path / "out").glob("step_*"))
     assert names == ["step_000002", "step_000003"]
 
 
 def test_errors_come_before_the_model_is_loaded(tmp_path):
-    """One process each: the checkpoint is garbage, so that loading it would fail differently."""
+    """The checkpoint is garbage, so that loading it would fail differently."""
     config = "llama3_2_1B_lora_grpo"
-    tiny_overrides(config, tmp_path)
+    overrides = tiny_overrides(config, tmp_path)
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"garbage")
-    for change, named in {
+    errors = {
         "grpo_samples=1": "grpo_samples=1",
         "max_generated_tokens=600": "exceeds the model's context of 512",
         "resume_from_checkpoint=True": "holds no complete checkpoint",
         "batch_size=7": "dataset has only 12",
-    }.items():
-        done = run_tiny(config, tmp_path, change, check=False)
-        assert done.returncode != 0
-        assert named in done.stdout.splitlines()[-1], done.stdout[-2000:]
+    }
+    command = [str(TUNE), "run", RECIPE, "--config", config, *overrides]
+    results = drive([[*command, change] for change in errors], cwd=tmp_path)
+    for result, named in zip(results, errors.values(), strict=True):
+        assert result.code != 0
+        assert named in result.err.splitlines()[-1], result.err[-2000:]
 
 
 def test_a_copied_recipe_and_config_run_from_an_empty_folder(tmp_path):
+    """And torchtune's own ``tune run generate`` reads the weights that they save."""
     config = "llama3_2_1B_lora_grpo"
     overrides = tiny_overrides(config, tmp_path)
     work = tmp_path / "work"
@@ -204,14 +195,8 @@ def test_a_copied_recipe_and_config_run_from_an_empty_folder(tmp_path):
     tune("cp", RECIPE, "my_grpo.py", cwd=work)
     tune("cp", config, "my_config.yaml", cwd=work)
     tune("run", "my_grpo.py", "--config", "my_config.yaml", *overrides, cwd=work)
-    assert (tmp_path / "out" / "step_000002").is_dir()
-
-
-def test_stock_generate_recipe_loads_a_checkpoint(tmp_path):
-    """``tune run generate`` on the merged weights, with torchtune's own components."""
-    run_variant(tmp_path)
     folder = tmp_path / "out" / "step_000002"
-    overrides = [
+    shapes = [
         o
         for o in tiny_overrides("llama3_2_1B_full_grpo", tmp_path)
         if o.startswith(("model.", "tokenizer."))
@@ -220,7 +205,7 @@ def test_stock_generate_recipe_loads_a_checkpoint(tmp_path):
         "run", "generate", "--config", "generation",
         "model=torchtune.models.llama3_2.llama3_2",
         "tokenizer=torchtune.models.llama3.llama3_tokenizer",
-        *overrides,
+        *shapes,
         f"checkpointer.checkpoint_dir={folder}",
         f"checkpointer.checkpoint_files=[{next(folder.glob('model-*.safetensors')).name}]",
         "checkpointer.model_type=LLAMA3_2",

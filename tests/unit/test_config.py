@@ -49,7 +49,7 @@ BAD = [
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
     ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
     ({"rollout__cuda_graphs": True, "device": "cpu"}, "rollout.cuda_graphs=True", "device=cpu"),
-    ({"flex_attention": True, "device": "cpu"}, "flex_attention=True", "device=cpu"),
+    ({"packed_attention": "flex", "device": "cpu"}, "packed_attention=flex", "device=cpu"),
     ({"rollout": {"cuda_graphs": True, "gather": "layer"}}, "cuda_graphs=True", "gather to once"),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
 ]

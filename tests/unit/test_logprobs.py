@@ -87,8 +87,10 @@ def test_entropy_gradient_equals_full_logits():
         torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_groups_equal_single_rows(kind):
+@pytest.mark.parametrize(
+    "kind, attention", [*((kind, "segments") for kind in KINDS), ("llama", "dense")]
+)
+def test_packed_groups_equal_single_rows(kind, attention):
     """Values and gradients of one row per group are those of one row each, also for masked rows."""
     model = build_policy(kind)
     trajectory = make_trajectory([4, 4, 4, 2, 2, 2], [5, 1, 3, 2, 6, 4])
@@ -98,7 +100,7 @@ def test_packed_groups_equal_single_rows(kind):
     probe = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     results = []
     packs = torch.tensor([0, 0, 0, 1, 1, 1])
-    for layout in (row_layout(trajectory), packed_layout(trajectory, packs)):
+    for layout in (row_layout(trajectory), packed_layout(trajectory, packs, attention=attention)):
         values, _ = response_logprobs(model, layout, temperature=0.8)
         grads = torch.autograd.grad((values * probe).sum(), list(model.parameters()))
         results.append([values, *grads])
@@ -120,7 +122,7 @@ def test_compiled_layers_equal_eager_ones(kind, dtype, monkeypatch):
         set_trainable_params(model, get_adapter_params(model))
     trajectory = make_trajectory([4, 4, 4], [5, 1, 3])
     trajectory.tokens[1:3, :4] = trajectory.tokens[0, :4]
-    layout = packed_layout(trajectory, torch.zeros(3, dtype=torch.long))
+    layout = packed_layout(trajectory, torch.zeros(3, dtype=torch.long), attention="dense")
     probe = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
     trained = [p for p in model.parameters() if p.requires_grad]
 

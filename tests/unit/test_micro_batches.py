@@ -14,7 +14,8 @@ from trajectories import make_groups
 
 from torchtune_grpo.logprobs import trajectory_logprobs
 from torchtune_grpo.micro_batches import micro_batches
-from torchtune_grpo.packing import FLEX_BLOCK, packed_layout, packed_mask_mod, row_layout
+from torchtune_grpo.packed_attention import FLEX_BLOCK, flex_mask_mod
+from torchtune_grpo.packing import packed_layout, row_layout
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 
@@ -84,7 +85,7 @@ def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
     """Every pair of positions, against the definition."""
     trajectory = make_groups([3, 2], [3, 1, 4, 2, 5, 1])
     packs = torch.tensor([0, 0, 0, 1, 1, 1])
-    layout = packed_layout(trajectory, packs)
+    layout = packed_layout(trajectory, packs, attention="dense")
     assert row_layout(trajectory).attention_mask(torch.float32) is None
     mask = layout.attention_mask(torch.float32)
     assert mask[mask != 0].unique().tolist() == [-torch.inf]
@@ -102,14 +103,14 @@ def test_flex_mask_is_the_dense_one():
     """Positions, mask and attention's result, with flex attention run eagerly on the CPU."""
     trajectory = make_groups([30, 20], [40, 1, 90, 25, 50, 10])
     packs = torch.tensor([0, 0, 0, 1, 1, 1])
-    flex = packed_layout(trajectory, packs, flex=True)
-    dense = packed_layout(trajectory, packs)
+    flex = packed_layout(trajectory, packs, attention="flex")
+    dense = packed_layout(trajectory, packs, attention="dense")
     assert flex.tokens.shape == (2, 2 * FLEX_BLOCK)
     width = dense.tokens.shape[1]
     for name in ("tokens", "positions", "segments"):
         assert torch.equal(getattr(flex, name)[:, :width], getattr(dense, name))
-    long = replace(flex, flex=False).attention_mask(torch.float32)  # [2, 256, 256]
-    made = create_mask(packed_mask_mod(flex.segments), 2, None, *long.shape[1:], device="cpu")
+    long = replace(flex, attention="dense").attention_mask(torch.float32)  # [2, 256, 256]
+    made = create_mask(flex_mask_mod(flex.segments), 2, None, *long.shape[1:], device="cpu")
     assert torch.equal(made[:, 0], long == 0)
     q, k, v = torch.randn(3, 2, 4, *flex.tokens.shape[1:], 16)
     block_mask = flex.attention_mask(torch.float32)
@@ -125,7 +126,7 @@ def test_budget_counts_the_padding_that_flex_attention_needs():
     trajectory = make_groups([30, 20], [40, 1, 90, 25, 50, 10])
     for budget in (128, 256, 600):
         parts = micro_batches(
-            trajectory, group_size=3, pack=True, rows=6, token_budget=budget, flex=True
+            trajectory, group_size=3, pack=True, rows=6, token_budget=budget, attention="flex"
         )
         assert all(part.layout.tokens.numel() <= budget for part in parts)
         assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(6))
@@ -136,7 +137,8 @@ def test_flex_attention_equals_the_dense_mask_on_cuda():
     model = build_policy().cuda()
     trajectory = make_groups([30, 20], [40, 9, 60, 25, 50, 10]).to(torch.device("cuda"))
     results = []
-    for flex in (False, True):
-        parts = micro_batches(trajectory, group_size=3, pack=True, rows=3, flex=flex)
+    for attention in ("segments", "dense", "flex"):
+        parts = micro_batches(trajectory, group_size=3, pack=True, rows=3, attention=attention)
         results.append(trajectory_logprobs(model, parts, temperature=1.0))
-    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-4, rtol=0)

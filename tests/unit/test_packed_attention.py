@@ -1,0 +1,68 @@
+"""A packed row's responses attend by themselves as they do under the dense mask."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from policies import SHAPE
+from torch.nn import functional as F
+
+from torchtune_grpo.config import read_config
+from torchtune_grpo.packed_attention import SegmentMask, dense_mask
+from torchtune_grpo.policy import build_policy
+
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+SIZES = [[5, 3, 0, 4], [2, 6, 1, 1]]  # a response without inputs, and a shorter packed row
+WIDTH = 12
+
+
+def qkv(dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3, WIDTH, 8)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in "qkv"]
+
+
+def segment_mask(dtype=torch.float32) -> SegmentMask:
+    return SegmentMask(SIZES, dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
+def test_values_and_gradients_are_those_of_the_dense_mask(dtype, atol):
+    segments = torch.tensor(
+        [[0, 0, 0, 0, 0, 1, 1, 1, 3, 3, 3, 3], [0, 0, 1, 1, 1, 1, 1, 1, 2, 3, 3, 3]]
+    )
+    ends = [sum(sizes) for sizes in SIZES]
+    inputs = qkv(dtype)
+    outputs = []
+    for mask in (dense_mask(segments, dtype), segment_mask(dtype)):
+        mask = mask[:, None, :, :]  # as torchtune takes it
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, dropout_p=0.0)
+        read = torch.cat([row[:, :end] for row, end in zip(out, ends, strict=True)], dim=1)
+        outputs.append([read, *torch.autograd.grad(read.square().sum(), inputs)])
+    for want, got in zip(*outputs, strict=True):
+        torch.testing.assert_close(got, want, atol=atol, rtol=atol)
+
+
+def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
+    """The output is linear in the values, so that <g, out> = <v, gradient> under one pattern."""
+    q, k, v = qkv()
+    torch.manual_seed(0)
+    mask = segment_mask()
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5)
+    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0)
+    assert (out - whole).abs().max() > 0.1
+    g = torch.randn(out.shape)
+    (gradient,) = torch.autograd.grad(out, v, g)
+    torch.testing.assert_close((g * out).sum(), (v * gradient).sum(), atol=1e-4, rtol=1e-4)
+
+
+def test_other_attention_is_refused():
+    """Gemma 2's sliding window would count the positions of the packed row."""
+    cfg = OmegaConf.load(CONFIGS / "llama3_2_1B_full_grpo.yaml")
+    model = {"_component_": "torchtune.models.gemma2._component_builders.gemma2"}
+    cfg.model = model | SHAPE | {"head_dim": 16}
+    with pytest.raises(ValueError, match="Gemma2Attention. Set pack_groups to false"):
+        build_policy(read_config(cfg), {}, device=torch.device("cpu"))
+    with pytest.raises(TypeError, match="set packed_attention to dense"):
+        torch.where(torch.ones(1) > 0, segment_mask(), 0.0)
