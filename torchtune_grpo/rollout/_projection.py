@@ -91,11 +91,12 @@ class Projection:
             self._scale = (module.magnitude / weight.norm(dim=1)).to(self._dtype)
         if not self.owns_copy:
             return
-        weight = self._dense()
         if self._merged:
-            weight = weight + _delta(module)
+            weight = self._dense() + _delta(module)
             if isinstance(module, DoRALinear):
                 weight *= (module.magnitude / weight.norm(dim=1))[:, None]
+        else:
+            weight = self._unquantized()
         if into is not None:
             self._weight = into
         elif self._weight is None:
@@ -108,9 +109,12 @@ class Projection:
 
     def _dense(self) -> Tensor:
         """The base weight in float32 or better: the sum with an adapter is rounded once."""
+        weight = self._unquantized()
+        return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+    def _unquantized(self) -> Tensor:
         live = self._live_weight.detach()
-        dense = live.get_original_weight() if isinstance(live, NF4Tensor) else live
-        return dense.to(torch.promote_types(dense.dtype, torch.float32))
+        return live.get_original_weight() if isinstance(live, NF4Tensor) else live
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [K, in] -> [K, out]; the result may be a transposed view."""
