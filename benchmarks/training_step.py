@@ -248,7 +248,8 @@ def predicted_mb(args: argparse.Namespace) -> float:
     layers = width * (args.layers * (7.5 * args.dim + 4 * hidden) + 4 * hidden)
     trained = args.group * args.longest  # K
     logits = default_chunk_bytes(torch.device("cpu"), tokens=trained) / 4
-    numbers = layers + width**2 + 4 * trained * args.dim + 2 * logits
+    copies = 2 * args.group * (args.prompt_tokens + args.longest) * args.dim  # keys and values
+    numbers = layers + copies + 4 * trained * args.dim + 2 * logits
     return 4 * numbers / 1e6
 
 

@@ -19,17 +19,23 @@ from torchtune_grpo.projection import projection_logprobs
 
 
 @contextmanager
-def unembed_with(model: TransformerDecoder, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
+def unembed_with(
+    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int
+) -> Iterator[None]:
+    """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, width, D].
 
     The model's own forward still runs around it, so that hooks on the model (FSDP's, say) find the
-    norm and the output projection gathered.
+    norm and the output projection gathered. It accepts rows of ``width`` tokens: several responses
+    packed together may be longer than the model's context, though none of their positions is.
     """
+    context = model.max_seq_len
     model.unembed = function
+    model.max_seq_len = max(context, width)
     try:
         yield
     finally:
         del model.unembed
+        model.max_seq_len = context
 
 
 def response_logprobs(
@@ -70,7 +76,7 @@ def response_logprobs(
         return torch.stack([logprobs, entropy])  # [2, K]
 
     mask = layout.attention_mask(model.tok_embeddings.weight.dtype)
-    with unembed_with(model, unembed):
+    with unembed_with(model, unembed, width=layout.tokens.shape[1]):
         values = model(layout.tokens, mask=mask, input_pos=layout.positions)  # [2, K]
     out = values.new_zeros(2, *layout.response_mask.shape)  # [2, n, L]
     out = out.masked_scatter(layout.response_mask.expand_as(out), values)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import VOCAB, build_policy, full_logprobs
+from policies import SHAPE, VOCAB, build_policy, full_logprobs
 from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_trajectory
@@ -91,8 +91,12 @@ def test_entropy_gradient_equals_full_logits():
     "kind, attention", [*((kind, "segments") for kind in KINDS), ("llama", "dense")]
 )
 def test_packed_groups_equal_single_rows(kind, attention):
-    """Values and gradients of one row per group are those of one row each, also for masked rows."""
+    """Values and gradients of one row per group are those of one row each, also for masked rows.
+
+    One packed row is longer than the model's context, as large groups are.
+    """
     model = build_policy(kind)
+    model.max_seq_len = 9
     trajectory = make_trajectory([4, 4, 4, 2, 2, 2], [5, 1, 3, 2, 6, 4])
     trajectory.tokens[1:3, :4] = trajectory.tokens[0, :4]
     trajectory.tokens[4:6, :2] = trajectory.tokens[3, :2]
@@ -166,3 +170,4 @@ def test_forward_is_restored_after_an_error():
     with pytest.raises(IndexError):
         response_logprobs(model, row_layout(broken), temperature=1.0)
     assert model(trajectory.tokens).shape == (1, 7, VOCAB)
+    assert model.max_seq_len == SHAPE["max_seq_len"]
