@@ -197,16 +197,16 @@ class _BlockedLogprobs(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if trains_weight else None
         size = len(h) * min(ctx.block, len(weight))
         kept_logits, kept_grad = normalizer.new_empty(size), normalizer.new_empty(size)
+        of_logprobs, of_entropy = (grad[:, None] / -ctx.temperature for grad in grads)  # [K, 1]
         for start, w in _blocks(weight, ctx.block):
             logits = _block_logits(h, w, ctx.temperature, out=_shaped(kept_logits, h, w))
             log_p = logits.sub_(normalizer)  # [K, block]
             grad = torch.exp(log_p, out=_shaped(kept_grad, h, w))
-            slope = grads[0][:, None]
+            slope = of_logprobs
             if ctx.entropy_gradient:
-                slope = log_p.add_(entropy).mul_(grads[1][:, None]).add_(slope)
+                slope = log_p.add_(entropy).mul_(of_entropy).add_(of_logprobs)
             inside, column = _columns(targets, start, len(w))
-            grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -grads[0][:, None], 0.0))
-            grad.div_(-ctx.temperature)
+            grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -of_logprobs, 0.0))
             if grad_h is not None:
                 _add_product(grad_h, grad, w)
             if grad_weight is not None:
