@@ -111,7 +111,8 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
         batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
         rewards = torch.tensor(score(batch.completion_ids))
         batch.advantages = group_advantages(rewards, group_size=GROUP)
-        parts = micro_batches(batch, group_size=GROUP, pack=True, rows=GROUP, token_budget=budget)
+        cut = {"rows": GROUP, "token_budget": budget, "attention": args.attention}
+        parts = micro_batches(batch, group_size=GROUP, pack=True, **cut)
         batch.ref_logprobs = reference.logprobs(parts, temperature=1.0)
         model.train()
         backward(model, loss, batch, parts, new_tokens=args.new_tokens)
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["packed", "budget", "trl-8"])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--token-budget", type=int, default=512, help="of the way called budget")
+    parser.add_argument("--attention", choices=["segments", "dense"], default="segments")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
