@@ -192,8 +192,8 @@ def test_a_copied_recipe_and_config_run_from_an_empty_folder(tmp_path):
     overrides = tiny_overrides(config, tmp_path)
     work = tmp_path / "work"
     work.mkdir()
-    tune("cp", RECIPE, "my_grpo.py", cwd=work)
-    tune("cp", config, "my_config.yaml", cwd=work)
+    copy = [str(TUNE), "cp"]
+    drive([[*copy, RECIPE, "my_grpo.py"], [*copy, config, "my_config.yaml"]], cwd=work)
     tune("run", "my_grpo.py", "--config", "my_config.yaml", *overrides, cwd=work)
     folder = tmp_path / "out" / "step_000002"
     shapes = [
