@@ -91,6 +91,11 @@ def check_combinations(settings: GRPOConfig) -> None:
             raise ValueError(
                 f"{name}: works on CUDA, not on device={settings.device}; set it to {remedy}."
             )
+    if settings.compile and settings.packed_attention == "segments":
+        raise ValueError(
+            "packed_attention=segments: compile=True would compile the layers anew for each step's "
+            "lengths; set packed_attention to auto."
+        )
     if settings.rollout.cuda_graphs and settings.rollout.gather == "layer":
         raise ValueError(
             "rollout.cuda_graphs=True: layers gathered for each token cannot be recorded; set it "

@@ -50,6 +50,7 @@ BAD = [
     ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
     ({"rollout__cuda_graphs": True, "device": "cpu"}, "rollout.cuda_graphs=True", "device=cpu"),
     ({"packed_attention": "flex", "device": "cpu"}, "packed_attention=flex", "device=cpu"),
+    ({"packed_attention": "segments", "compile": True}, "packed_attention=segments", "to auto"),
     ({"rollout": {"cuda_graphs": True, "gather": "layer"}}, "cuda_graphs=True", "gather to once"),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
 ]
