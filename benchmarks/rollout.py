@@ -14,13 +14,13 @@ native engine with ended rows kept until the last one ends; with `--max-rows` it
 at a time, batch after batch. Each way runs in a process of its own, because the recipes change how
 the C library allocates memory: once to warm up, then `--repeats` times; the line holds medians. A
 decoding step's time is that of all tokens less that of one, which takes the prompts' computation
-and what copies weights out of it.
-`--varying-lengths` ends each response at 20 to `--new-tokens` tokens (a function of its first
-token). Prints one JSON line.
+and what copies weights out of it. `--varying-lengths` ends each response at 20 to `--new-tokens`
+tokens (a function of its first token). Prints one JSON line.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -206,9 +206,7 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
         lengths = [args.prompt_length] * args.prompts
     prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings).to(device)
     way = make_way(name, model, prompts, args, new_tokens=args.new_tokens)
-    runs = [timed(way, device) for _ in range(args.repeats + 1)]
-    warm_up, tokens = runs[0]
-    seconds = statistics.median(run for run, _ in runs[1:])
+    tokens, warm_up, seconds = timed(way, device, repeats=args.repeats)
     result = {
         "tokens": tokens,
         "seconds": round(seconds, 3),
@@ -217,19 +215,37 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
     }
     if not args.varying_lengths:
         way = make_way(name, model, prompts, args, new_tokens=1)
-        runs = [timed(way, device) for _ in range(args.repeats + 1)]
-        steps = seconds - statistics.median(run for run, _ in runs[1:])
-        result["ms_per_decode_step"] = round(1000 * steps / (args.new_tokens - 1), 1)
+        _, _, first = timed(way, device, repeats=args.repeats)
+        result["ms_per_decode_step"] = round(1000 * (seconds - first) / (args.new_tokens - 1), 1)
     return result
 
 
-def timed(way: Callable[[], int], device: torch.device) -> tuple[float, int]:
-    """Seconds, and the tokens sampled in them."""
-    start = time.perf_counter()
-    tokens = way()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, tokens
+def timed(
+    way: Callable[[], int], device: torch.device, *, repeats: int
+) -> tuple[int, float, float]:
+    """Tokens sampled, seconds of the first run, and the median of ``repeats`` more."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        tokens = way()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return tokens, seconds[0], statistics.median(seconds[1:])
+
+
+def run_apart(way: str, **environment: str) -> dict:
+    """What this script prints for one way, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, *sys.argv, "--in-this-process", "--ways", way],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(way, result, file=sys.stderr, flush=True)
+    return result
 
 
 def main() -> None:
@@ -253,12 +269,7 @@ def main() -> None:
     if args.in_this_process:
         (name,) = args.ways
         return print(json.dumps(time_way(name, args)))
-    ways = {}
-    for name in args.ways:
-        command = [sys.executable, *sys.argv, "--in-this-process", "--ways", name]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        ways[name] = json.loads(done.stdout.splitlines()[-1])
-        print(name, ways[name], file=sys.stderr, flush=True)
+    ways = {name: run_apart(name) for name in args.ways}
     first, *others = args.ways
     speed = {name: ways[name]["tokens_per_second"] for name in ways}
     settings = {name: value for name, value in vars(args).items() if name != "in_this_process"}

@@ -75,11 +75,21 @@ def run_python(
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def drive(commands: list[list[str]], cwd: Path, **environment: str) -> list[Result]:
+def drive(
+    commands: list[list[str]], cwd: Path, *, check: bool = True, **environment: str
+) -> list[Result]:
     """Runs commands one after the other in one process: starting ``tune`` takes seconds."""
     result = run_python("-c", DRIVER, json.dumps(commands), cwd=cwd, **environment)
     assert result.code == 0, result.err
-    return [Result(*each) for each in json.loads(result.out.splitlines()[-1])]
+    results = [Result(*each) for each in json.loads(result.out.splitlines()[-1])]
+    assert not check or all(each.code == 0 for each in results), results
+    return results
+
+
+def copy_recipe(config: str, folder: Path) -> None:
+    """``tune cp`` of the recipe and a config, to ``my_grpo.py`` and ``my_config.yaml``."""
+    copy = [str(TUNE), "cp"]
+    drive([[*copy, RECIPE, "my_grpo.py"], [*copy, config, "my_config.yaml"]], cwd=folder)
 
 
 def write_gsm8k(path: Path, rows: int = 12) -> Path:

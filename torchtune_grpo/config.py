@@ -26,7 +26,7 @@ from torchtune_grpo._config_checks import (
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
 from torchtune_grpo.importance import CORRECTIONS
-from torchtune_grpo.packing import PACKED_ATTENTION
+from torchtune_grpo.packed_attention import PACKED_ATTENTION
 from torchtune_grpo.rollout import (
     ENGINES,
     GATHER_CHOICES,

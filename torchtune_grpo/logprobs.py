@@ -20,9 +20,9 @@ from torchtune_grpo.projection import projection_logprobs
 
 @contextmanager
 def unembed_with(
-    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int
+    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int = 0
 ) -> Iterator[None]:
-    """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, width, D].
+    """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
 
     The model's own forward still runs around it, so that hooks on the model (FSDP's, say) find the
     norm and the output projection gathered. It accepts rows of ``width`` tokens: several responses

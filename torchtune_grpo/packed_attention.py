@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
+PACKED_ATTENTION = ("segments", "dense", "flex")
 FLEX_BLOCK = 128  # positions; the block size of flex attention's masks
 
 

@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtune_grpo.packed_attention import SegmentMask, dense_mask, flex_mask, packed_width
 from torchtune_grpo.trajectory import Trajectory
 
-PACKED_ATTENTION = ("segments", "dense", "flex")
-
 
 @dataclass
 class Layout:

@@ -19,9 +19,7 @@ minus what was resident before the first; time is the median of ``--repeats`` st
 import argparse
 import ctypes
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,7 +39,14 @@ from torchtune_grpo.reference import AdapterReference
 from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rollout import PROMPT_LENGTHS, SHAPE_S, build_model, build_prompts, to_transformers  # noqa: E402
+from rollout import (  # noqa: E402
+    PROMPT_LENGTHS,
+    SHAPE_S,
+    build_model,
+    build_prompts,
+    run_apart,
+    to_transformers,
+)
 from training_step import LORA, loss_backward, memory_mb  # noqa: E402
 
 GROUP, BETA, LEARNING_RATE = 8, 0.04, 1e-5
@@ -238,15 +243,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
         (way,) = args.ways
         return print(json.dumps((run_trl if way.startswith("trl") else run_ours)(args, way)))
-    results = {}
-    for way in args.ways:
-        command = [sys.executable, *sys.argv, "--in-this-process", "--ways", way]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # TRL looks for the model's name there
-        done = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        results[way] = json.loads(done.stdout.splitlines()[-1])
-        print(way, results[way], file=sys.stderr, flush=True)
+    # TRL looks for the model's name on the hub.
+    results = {way: run_apart(way, HF_HUB_OFFLINE="1") for way in args.ways}
     peers = [way for way in results if way.startswith("trl")]
     best = min(peers, key=lambda way: results[way]["seconds"], default=None)
     gains = {

@@ -5,7 +5,7 @@ import json
 import torch
 import yaml
 from processes import processes_with
-from runs import RECIPE, TUNE, drive, metrics, run_tiny, tiny_overrides, tune
+from runs import copy_recipe, metrics, run_tiny, tiny_overrides, tune
 from safetensors.torch import load_file
 
 CONFIG = "llama3_2_1B_lora_grpo"
@@ -36,10 +36,7 @@ def test_a_file_next_to_the_config(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "my_rewards.py").write_text(REWARDS)
-    copy = [str(TUNE), "cp"]
-    drive(
-        [[*copy, RECIPE, "mine/my_grpo.py"], [*copy, CONFIG, "mine/my_config.yaml"]], cwd=tmp_path
-    )
+    copy_recipe(CONFIG, mine)
     config = yaml.safe_load((mine / "my_config.yaml").read_text())
     isolated = {"isolation": "process", "timeout": 0.5, "workers": 2}
     config["rewards"] = [

@@ -1,9 +1,6 @@
 """`python -m torchtune_grpo.rollout` shows what a policy says: base weights, then trained ones."""
 
-import subprocess
-import sys
-
-from runs import drive, run_tiny, tiny_overrides
+from runs import drive, run_python, run_tiny, tiny_overrides
 
 CONFIG = "llama3_2_1B_lora_grpo"
 LENGTH_REWARD = """
@@ -16,9 +13,8 @@ def say(folder, *commands: list[str]) -> list[str]:
     """What ``python -m torchtune_grpo.rollout`` prints, in one process for all commands."""
     start = ["torchtune_grpo.rollout", "--config", CONFIG]
     settings = ["--set", *tiny_overrides(CONFIG, folder), "dtype=fp32"]
-    results = drive([[*start, "--samples", "2", *each, *settings] for each in commands], cwd=folder)
-    assert all(result.code == 0 for result in results), results
-    return [result.out for result in results]
+    calls = [[*start, "--samples", "2", *each, *settings] for each in commands]
+    return [result.out for result in drive(calls, cwd=folder)]
 
 
 def samples(text: str) -> str:
@@ -43,12 +39,7 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
 
 
 def test_errors_name_key_and_remedy_without_a_traceback(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torchtune_grpo.rollout", "--config", CONFIG, "hi"]
-        + ["--set", "temprature=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "Did you mean temperature?" in done.stderr and "Traceback" not in done.stderr
+    command = ["-m", "torchtune_grpo.rollout", "--config", CONFIG, "hi", "--set", "temprature=1"]
+    done = run_python(*command, cwd=tmp_path)
+    assert done.code == 1
+    assert "Did you mean temperature?" in done.err and "Traceback" not in done.err

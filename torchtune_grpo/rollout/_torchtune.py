@@ -140,7 +140,7 @@ def _generate_groups(
 
     dtype = model.tok_embeddings.weight.dtype
     with (
-        unembed_with(model, last_logits, width=0),
+        unembed_with(model, last_logits),
         local_kv_cache(
             model,
             batch_size=batch,
