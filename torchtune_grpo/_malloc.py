@@ -7,12 +7,12 @@ import ctypes
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
 _DEFAULT_PAD = 128 * 2**10
-HEAP_BYTES = 128 * 2**20
+HEAP_BYTES = 448 * 2**20
 MAPPED_BYTES = 2**20
 
 
 def keep_freed_memory() -> None:
-    """Gives glibc a heap of 128 MiB that stays, and maps what is large and does not fit by itself.
+    """Gives glibc a heap of 448 MiB that stays, and maps what is large and does not fit by itself.
 
     By default glibc returns freed memory to the system again and again, to be mapped and zeroed
     page by page when decoding goes on to the next token. A heap that only grows has another fault:

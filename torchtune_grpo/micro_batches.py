@@ -57,7 +57,8 @@ def micro_batches(
         attention (str): how packed rows attend; see :class:`Layout`.
 
     Returns:
-        list[MicroBatch]: in any order of rows under a budget, else in the trajectory's.
+        list[MicroBatch]: the largest first. If it fits, all do; and what it leaves to the allocator
+        has room for the others, while small ones first leave holes that a larger one cannot use.
     """
     if token_budget is not None:
         flex = pack and attention == "flex"
@@ -69,7 +70,8 @@ def micro_batches(
         size = group_size if pack and rows % group_size == 0 else 1
         packs = torch.arange(trajectory.num_rows).split(size)
         plan = [list(packs[i : i + rows // size]) for i in range(0, len(packs), rows // size)]
-    return [_micro_batch(trajectory, packs, attention=attention) for packs in plan]
+    parts = [_micro_batch(trajectory, packs, attention=attention) for packs in plan]
+    return sorted(parts, key=lambda part: -part.layout.tokens.numel())
 
 
 def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, attention: str) -> MicroBatch:

@@ -35,7 +35,7 @@ def test_budget_is_kept_and_every_row_is_there_once(responses, budget, pack):
         assert torch.equal(part.layout.targets, wanted.tokens[row, first[row] + offset])
 
 
-def test_a_budget_packs_what_fits_and_sorts_by_length():
+def test_a_budget_packs_what_fits_and_what_is_alike():
     """Group 1 (prompt 4, inputs 5 1 1 1) packs to 12; group 2 (prompt 2, 2 2 2 2) to 10.
 
     Under 14 each runs alone; under 24 both run together; under 10 group 1 is split.
@@ -51,7 +51,15 @@ def test_a_budget_packs_what_fits_and_sorts_by_length():
     assert plan(10) == [[0, 1], [4, 5, 6, 7], [2, 3]]
     rows = micro_batches(trajectory, group_size=4, pack=False, rows=8, token_budget=10)
     # rows of 9, then 5 5 5, then 4 4 4 4
-    assert [part.rows.tolist() for part in rows] == [[0], [1, 2], [3, 4], [5, 6], [7]]
+    assert [part.rows.tolist() for part in rows] == [[1, 2], [3, 4], [0], [5, 6], [7]]
+
+
+@pytest.mark.parametrize("budget", [None, 20])
+def test_the_largest_micro_batch_comes_first(budget):
+    trajectory = make_groups([3, 5, 7], [1, 2, 2, 1, 2, 9, 9, 9, 1, 1, 1, 8])
+    parts = micro_batches(trajectory, group_size=4, pack=True, rows=4, token_budget=budget)
+    sizes = [part.layout.tokens.numel() for part in parts]
+    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -72,7 +80,7 @@ def test_fixed_rows_pack_only_whole_groups():
 
     def packed(rows: int, pack: bool = True) -> list[bool]:
         parts = micro_batches(trajectory, group_size=4, pack=pack, rows=rows)
-        assert torch.cat([part.rows for part in parts]).tolist() == list(range(8))
+        assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(8))
         return [part.layout.segments is not None for part in parts]
 
     assert packed(4) == [True, True]
