@@ -6,47 +6,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
+from fork_server import TIMEOUT, fork_server
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE = "grpo_full_finetune_single_device"
-
-# Runs scripts (the one of `tune`, say) and modules, one per command, each as its own __main__.
-DRIVER = """
-import contextlib, io, json, runpy, sys, traceback
-
-results = []
-for program, *arguments in json.loads(sys.argv[1]):
-    sys.argv = [program, *arguments]
-    run = runpy.run_path if "/" in program else runpy.run_module
-    code, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            run(program, run_name="__main__")
-        except SystemExit as stop:
-            code = stop.code or 0
-        except Exception:
-            code = 1
-            traceback.print_exc()
-    results.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(results))
-"""
-
-
-def tune(*args: str, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
-    """``tune ARGS`` in a process of its own, one thread; stdout and stderr come together."""
-    done = subprocess.run(
-        [str(TUNE), *map(str, args)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert not check or done.returncode == 0, done.stdout[-4000:]
-    return done
 
 
 @dataclass
@@ -58,10 +24,37 @@ class Result:
     err: str
 
 
+def run(
+    program: str, *arguments: object, cwd: Path, check: bool = True, fresh: bool = False, **env: str
+) -> Result:
+    """A script, or a module as with ``python -m``, in a process of its own with one thread.
+
+    Args:
+        program: a path, or a module's name.
+        check: fail unless it ends well.
+        fresh: a new interpreter, not one forked from the server; needed where an import reads
+            what ``env`` says.
+    """
+    command = [program, *map(str, arguments)]
+    if fresh:
+        start = [] if "/" in program else ["-m"]
+        result = run_python(*start, *command, cwd=cwd, **env)
+    else:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+        result = Result(*fork_server().run(*command, cwd=cwd, env=environment))
+    assert not check or result.code == 0, result.out[-2000:] + result.err[-4000:]
+    return result
+
+
+def tune(*arguments: object, cwd: Path, **settings: Any) -> Result:
+    """``tune ARGUMENTS``; settings are those of :func:`run`."""
+    return run(str(TUNE), *arguments, cwd=cwd, **settings)
+
+
 def run_python(
     *arguments: str, cwd: Path, python: str = sys.executable, **environment: str
 ) -> Result:
-    """``python ARGUMENTS`` in a process of its own."""
+    """``python ARGUMENTS``, a new interpreter."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(
         [python, *arguments],
@@ -70,26 +63,15 @@ def run_python(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TIMEOUT,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def drive(
-    commands: list[list[str]], cwd: Path, *, check: bool = True, **environment: str
-) -> list[Result]:
-    """Runs commands one after the other in one process: starting ``tune`` takes seconds."""
-    result = run_python("-c", DRIVER, json.dumps(commands), cwd=cwd, **environment)
-    assert result.code == 0, result.err
-    results = [Result(*each) for each in json.loads(result.out.splitlines()[-1])]
-    assert not check or all(each.code == 0 for each in results), results
-    return results
-
-
 def copy_recipe(config: str, folder: Path) -> None:
     """``tune cp`` of the recipe and a config, to ``my_grpo.py`` and ``my_config.yaml``."""
-    copy = [str(TUNE), "cp"]
-    drive([[*copy, RECIPE, "my_grpo.py"], [*copy, config, "my_config.yaml"]], cwd=folder)
+    tune("cp", RECIPE, "my_grpo.py", cwd=folder)
+    tune("cp", config, "my_config.yaml", cwd=folder)
 
 
 def write_gsm8k(path: Path, rows: int = 12) -> Path:
@@ -157,17 +139,10 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
     return [f"{key}={value}" for key, value in overrides.items()]
 
 
-def run_tiny(config: str, folder: Path, *more: str, check: bool = True, **env: str):
-    """``tune run`` of a shipped config made tiny; later overrides win.
-
-    torchao compiles its optimizers, which takes longer than the run; ``compiled="1"`` lets it.
-    """
-    if env.pop("compiled", None) is None:
-        env["TORCHDYNAMO_DISABLE"] = "1"
+def run_tiny(config: str, folder: Path, *more: str, **settings: Any) -> Result:
+    """``tune run`` of a shipped config made tiny; later overrides win."""
     overrides = tiny_overrides(config, folder)
-    return tune(
-        "run", RECIPE, "--config", config, *overrides, *more, cwd=folder, check=check, **env
-    )
+    return tune("run", RECIPE, "--config", config, *overrides, *more, cwd=folder, **settings)
 
 
 def metrics(folder: Path) -> list[dict]:

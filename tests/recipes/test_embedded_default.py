@@ -3,12 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import RECIPE, TUNE, metrics, run_tiny, tune
+from runs import RECIPE, TUNE, metrics, run, run_tiny, tune
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
@@ -31,10 +30,8 @@ def test_runs_from_an_empty_folder(tmp_path, more):
     assert [r["step"] for r in records if "eval/pass@1" in r] == [0, 2]
     assert (output / "step_000002" / "training_state.pt").is_file()
     assert (output / "step_000002" / "adapter").exists() == bool(more)
-    report = subprocess.run(
-        [sys.executable, "-m", "torchtune_grpo.report", output], capture_output=True, text=True
-    )
-    assert "held-out pass@1:" in report.stdout and "after (step 2)" in report.stdout
+    report = run("torchtune_grpo.report", output, cwd=tmp_path).out
+    assert "held-out pass@1:" in report and "after (step 2)" in report
     assert (output / "reward_curve.png").stat().st_size > 10_000
 
 

@@ -1,7 +1,7 @@
 """Proves that an installed torchtune-grpo shows up in the stock `tune` command, and only there.
 
 The commands run in processes of their own, from an unrelated folder, and need the package installed
-(`pip install -e .`). Starting `tune` takes seconds, so commands that may share a process do.
+(`pip install -e .`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from runs import TUNE, Result, drive, run_python
+from runs import TUNE, Result, run, run_python
 
 from torchtune_grpo import _plugin
 
@@ -59,7 +59,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def session(workspace: Path) -> dict[str, Result]:
-    """The results of many commands, given to the stock `tune` in one process."""
+    """The results of many commands of the stock `tune`."""
     commands = [
         "tune ls",
         f"tune cp {RECIPE} .",
@@ -73,9 +73,11 @@ def session(workspace: Path) -> dict[str, Result]:
         "torchtune_grpo ls",
     ]
     programs = {"tune": str(TUNE), "torchtune_grpo": "torchtune_grpo"}
-    split = [command.split() for command in commands]
-    results = drive([[programs[name], *rest] for name, *rest in split], cwd=workspace, check=False)
-    return dict(zip(commands, results, strict=True))
+
+    def result(name: str, *rest: str) -> Result:
+        return run(programs[name], *rest, cwd=workspace, check=False)
+
+    return {command: result(*command.split()) for command in commands}
 
 
 def test_ls_lists_the_recipes_with_every_config(session: dict[str, Result]) -> None:
@@ -127,10 +129,9 @@ def test_module_lists_nothing_twice(session: dict[str, Result]) -> None:
 def test_module_works_where_the_hook_is_turned_off(
     session: dict[str, Result], workspace: Path
 ) -> None:
-    stock, ours = drive(
-        [[str(TUNE), "ls"], ["torchtune_grpo", "ls"]],
-        cwd=workspace,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    stock, ours = (
+        run(program, "ls", cwd=workspace, fresh=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        for program in (str(TUNE), "torchtune_grpo")
     )
     assert "grpo_full_finetune_single_device" not in listed(stock.out)
     assert ours == session["tune ls"]
@@ -235,7 +236,7 @@ def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> Non
     for name in ("torchtune_grpo", "recipes"):
         shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def run(*arguments: str) -> Result:
+    def run_there(*arguments: str) -> Result:
         result = run_python(*arguments, cwd=tmp_path, python=python, PYTHONPATH="")
         assert result.code == 0, result.err
         return result
@@ -246,15 +247,16 @@ def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> Non
         assert result.code == 0, result.err
 
     empty = files_below(site_packages)
-    before = run(str(TUNE), "ls")
+    before = run_there(str(TUNE), "ls")
     assert RECIPE not in listed(before.out)
 
     pip("install", "--no-deps", "--no-build-isolation", "--no-index", str(source))
     installed = site_packages / "torchtune_grpo"
     recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
     assert files_below(installed) == files_below(REPO / "torchtune_grpo") | recipes
-    assert listed(run(str(TUNE), "ls").out) == listed(before.out) | dict.fromkeys(RECIPES, CONFIGS)
+    after = run_there(str(TUNE), "ls")
+    assert listed(after.out) == listed(before.out) | dict.fromkeys(RECIPES, CONFIGS)
 
     pip("uninstall", "--yes", "torchtune-grpo")
     assert files_below(site_packages) == empty
-    assert run(str(TUNE), "ls") == before
+    assert run_there(str(TUNE), "ls") == before

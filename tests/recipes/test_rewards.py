@@ -68,9 +68,9 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     )
     reward = "rewards=[{_component_: my_rewards.broken}]"
     done = run_tiny(CONFIG, tmp_path, reward, *NO_EVALUATION, check=False)
-    assert done.returncode != 0
-    assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in done.stdout
-    assert "first at index 0: KeyError: 'my bug'\nThat is more than max_rew" in done.stdout
+    assert done.code != 0
+    assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in done.err
+    assert "first at index 0: KeyError: 'my bug'\nThat is more than max_rew" in done.err
 
 
 BREAKING_LOSS = """

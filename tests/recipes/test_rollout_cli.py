@@ -1,6 +1,6 @@
 """`python -m torchtune_grpo.rollout` shows what a policy says: base weights, then trained ones."""
 
-from runs import drive, run_python, run_tiny, tiny_overrides
+from runs import run, run_tiny, tiny_overrides
 
 CONFIG = "llama3_2_1B_lora_grpo"
 LENGTH_REWARD = """
@@ -10,11 +10,10 @@ def reward_length(prompts, completions, **columns):
 
 
 def say(folder, *commands: list[str]) -> list[str]:
-    """What ``python -m torchtune_grpo.rollout`` prints, in one process for all commands."""
-    start = ["torchtune_grpo.rollout", "--config", CONFIG]
+    """What ``python -m torchtune_grpo.rollout`` prints for each command."""
+    start = ["torchtune_grpo.rollout", "--config", CONFIG, "--samples", "2"]
     settings = ["--set", *tiny_overrides(CONFIG, folder), "dtype=fp32"]
-    calls = [[*start, "--samples", "2", *each, *settings] for each in commands]
-    return [result.out for result in drive(calls, cwd=folder)]
+    return [run(*start, *each, *settings, cwd=folder).out for each in commands]
 
 
 def samples(text: str) -> str:
@@ -39,7 +38,7 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
 
 
 def test_errors_name_key_and_remedy_without_a_traceback(tmp_path):
-    command = ["-m", "torchtune_grpo.rollout", "--config", CONFIG, "hi", "--set", "temprature=1"]
-    done = run_python(*command, cwd=tmp_path)
+    command = ["torchtune_grpo.rollout", "--config", CONFIG, "hi", "--set", "temprature=1"]
+    done = run(*command, cwd=tmp_path, check=False)
     assert done.code == 1
     assert "Did you mean temperature?" in done.err and "Traceback" not in done.err

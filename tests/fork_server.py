@@ -1,0 +1,102 @@
+"""Starts scripts in processes that have imported what `tune` imports, which takes seconds.
+
+As a script, this is the server: it forks itself for each request. A forked process has its own
+folder, arguments, environment and files, and ends as any interpreter does; only what an import
+reads from the environment is as the server found it.
+"""
+
+import gc
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+TIMEOUT = 300  # seconds of one process
+
+
+class ForkServer:
+    """A server in a process of its own; it ends with this one."""
+
+    def __init__(self) -> None:
+        # torchao compiles its optimizers, which takes longer than a test's run.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, cwd: Path, env: dict[str, str]) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a script (or a module) with its arguments."""
+        with TemporaryDirectory() as folder:
+            files = [str(Path(folder, name)) for name in ("out", "err")]
+            request = {"arguments": arguments, "cwd": str(cwd), "env": env, "files": files}
+            timer = threading.Timer(TIMEOUT, os.killpg, (self._process.pid, signal.SIGKILL))
+            timer.start()
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            reply = self._process.stdout.readline()
+            timer.cancel()
+            out, err = (Path(file).read_text() if Path(file).exists() else "" for file in files)
+            assert reply, f"{arguments} took more than {TIMEOUT} s:\n{out[-2000:]}\n{err[-4000:]}"
+            return int(reply), out, err
+
+
+@cache
+def fork_server() -> ForkServer:
+    """The one of this process."""
+    return ForkServer()
+
+
+def become(arguments: list[str], *, cwd: str, env: dict[str, str], files: list[str]) -> None:
+    """Makes the forked process what it would be had it been started like that."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, (path, flags) in enumerate(
+        [(os.devnull, os.O_RDONLY), *((file, os.O_WRONLY | os.O_CREAT) for file in files)]
+    ):
+        os.dup2(os.open(path, flags), number)
+    random.seed()
+    program = arguments[0]
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(program) or os.getcwd()
+    sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+
+
+def next_request() -> dict:
+    """Forks for each request; returns it in the forked process."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            return json.loads(line)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=replies, flush=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    import datasets  # noqa: F401
+    import torchtune._cli.tune
+    import torchtune.models  # noqa: F401
+    import torchtune.training  # noqa: F401
+
+    assert threading.active_count() == 1  # threads do not survive a fork
+    gc.freeze()
+    request = next_request()
+    become(request.pop("arguments"), **request)
+    program = sys.argv[0]
+    if "/" in program:
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
