@@ -19,8 +19,8 @@ def keep_freed_memory() -> None:
     in training, short-lived tensors lie in it between those that autograd keeps, and leave holes
     into which the next tensor of the same size does not fit, because torch asks for aligned memory;
     it becomes about twice as large as what lives in it. So tensors of 1 MiB and more do not make
-    the heap grow (a lower limit costs page faults, a higher one leaves holes); what tiny models
-    need fits into it as it is. Pages that were never written take no memory. Where there is no
+    the heap grow (a lower limit costs page faults, a higher one leaves holes); a small model's
+    step fits into it as it is. Pages that were never written take no memory. Where there is no
     glibc, nothing happens.
     """
     try:
