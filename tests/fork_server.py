@@ -47,7 +47,8 @@ class ForkServer:
             reply = self._process.stdout.readline()
             timer.cancel()
             out, err = (Path(file).read_text() if Path(file).exists() else "" for file in files)
-            assert reply, f"{arguments} took more than {TIMEOUT} s:\n{out[-2000:]}\n{err[-4000:]}"
+            why = f"no reply within {TIMEOUT} s, or the server has ended"
+            assert reply, f"{arguments}: {why}:\n{out[-2000:]}\n{err[-4000:]}"
             return int(reply), out, err
 
 
