@@ -21,15 +21,19 @@ from tempfile import TemporaryDirectory
 TIMEOUT = 300  # seconds of one process
 
 
+def environment(**changes: str) -> dict[str, str]:
+    """This process's, with one thread and some changes."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+
+
 class ForkServer:
     """A server in a process of its own; it ends with this one."""
 
     def __init__(self) -> None:
-        # torchao compiles its optimizers, which takes longer than a test's run.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__],
-            env=environment,
+            # torchao compiles its optimizers, which takes longer than a test's run.
+            env=environment(TORCHDYNAMO_DISABLE="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -37,7 +41,7 @@ class ForkServer:
         )
 
     def run(self, *arguments: str, cwd: Path, env: dict[str, str]) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a script (or a module) with its arguments."""
+        """Exit code, stdout and stderr of ``python ARGUMENTS``: a path, or ``-m`` and a module."""
         with TemporaryDirectory() as folder:
             files = [str(Path(folder, name)) for name in ("out", "err")]
             request = {"arguments": arguments, "cwd": str(cwd), "env": env, "files": files}
@@ -58,20 +62,27 @@ def fork_server() -> ForkServer:
     return ForkServer()
 
 
-def become(arguments: list[str], *, cwd: str, env: dict[str, str], files: list[str]) -> None:
-    """Makes the forked process what it would be had it been started like that."""
+def become(*, cwd: str, env: dict[str, str], files: list[str]) -> None:
+    """Gives the forked process its own folder, environment, stdin, stdout and stderr."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    for number, (path, flags) in enumerate(
-        [(os.devnull, os.O_RDONLY), *((file, os.O_WRONLY | os.O_CREAT) for file in files)]
-    ):
-        os.dup2(os.open(path, flags), number)
+    for number, file in enumerate([os.devnull, *files]):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
     random.seed()
-    program = arguments[0]
-    sys.argv = arguments
-    sys.path[0] = os.path.dirname(program) or os.getcwd()
     sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+
+
+def execute(arguments: list[str]) -> None:
+    """What ``python ARGUMENTS`` executes."""
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def next_request() -> dict:
@@ -95,9 +106,6 @@ if __name__ == "__main__":
     assert threading.active_count() == 1  # threads do not survive a fork
     gc.freeze()
     request = next_request()
-    become(request.pop("arguments"), **request)
-    program = sys.argv[0]
-    if "/" in program:
-        runpy.run_path(program, run_name="__main__")
-    else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    arguments = request.pop("arguments")
+    become(**request)
+    execute(arguments)

@@ -1,7 +1,6 @@
 """Runs the real ``tune`` command on shipped configs, with only model, checkpoint and data tiny."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
-from fork_server import TIMEOUT, fork_server
+from fork_server import TIMEOUT, environment, fork_server
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE = "grpo_full_finetune_single_device"
@@ -25,41 +24,35 @@ class Result:
 
 
 def run(
-    program: str, *arguments: object, cwd: Path, check: bool = True, fresh: bool = False, **env: str
+    *arguments: object, cwd: Path, check: bool = True, fresh: bool = False, **env: str
 ) -> Result:
-    """A script, or a module as with ``python -m``, in a process of its own with one thread.
+    """``python ARGUMENTS`` in a process of its own: a path, or ``-m`` and a module, comes first.
 
     Args:
-        program: a path, or a module's name.
         check: fail unless it ends well.
         fresh: a new interpreter, not one forked from the server; needed where an import reads
             what ``env`` says.
     """
-    command = [program, *map(str, arguments)]
+    command = [*map(str, arguments)]
     if fresh:
-        start = [] if "/" in program else ["-m"]
-        result = run_python(*start, *command, cwd=cwd, **env)
+        result = run_python(*command, cwd=cwd, **env)
     else:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
-        result = Result(*fork_server().run(*command, cwd=cwd, env=environment))
+        result = Result(*fork_server().run(*command, cwd=cwd, env=environment(**env)))
     assert not check or result.code == 0, result.out[-2000:] + result.err[-4000:]
     return result
 
 
 def tune(*arguments: object, cwd: Path, **settings: Any) -> Result:
     """``tune ARGUMENTS``; settings are those of :func:`run`."""
-    return run(str(TUNE), *arguments, cwd=cwd, **settings)
+    return run(TUNE, *arguments, cwd=cwd, **settings)
 
 
-def run_python(
-    *arguments: str, cwd: Path, python: str = sys.executable, **environment: str
-) -> Result:
+def run_python(*arguments: str, cwd: Path, python: str = sys.executable, **env: str) -> Result:
     """``python ARGUMENTS``, a new interpreter."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(
         [python, *arguments],
         cwd=cwd,
-        env=env,
+        env=environment(**env),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import socket
 import subprocess
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import environment
 from runs import RECIPE, TUNE, metrics, tiny_overrides, tune
 from safetensors.torch import load_file
 
@@ -246,7 +246,7 @@ def test_two_nodes(tmp_path):
         subprocess.Popen(
             [*launch, "--config", LORA, *map(str, settings)],
             cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+            env=environment(PYTHONPATH=str(tmp_path)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import environment
 from runs import RECIPE, TUNE, metrics, run, run_tiny, tune
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -30,7 +31,7 @@ def test_runs_from_an_empty_folder(tmp_path, more):
     assert [r["step"] for r in records if "eval/pass@1" in r] == [0, 2]
     assert (output / "step_000002" / "training_state.pt").is_file()
     assert (output / "step_000002" / "adapter").exists() == bool(more)
-    report = run("torchtune_grpo.report", output, cwd=tmp_path).out
+    report = run("-m", "torchtune_grpo.report", output, cwd=tmp_path).out
     assert "held-out pass@1:" in report and "after (step 2)" in report
     assert (output / "reward_curve.png").stat().st_size > 10_000
 
@@ -40,9 +41,12 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     more = [*QUICK, "forward_batch_size=64", "num_steps=6", "save_every_n_steps=2"]
     tune("run", RECIPE, "--config", CONFIG, *more, "output_dir=whole", cwd=tmp_path)
     command = [str(TUNE), "run", RECIPE, "--config", CONFIG, *more, "output_dir=cut"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     cut = tmp_path / "cut"
     deadline = time.monotonic() + 200

@@ -72,10 +72,10 @@ def session(workspace: Path) -> dict[str, Result]:
         *(f"tune validate {name}" for name in CONFIGS[1:]),
         "torchtune_grpo ls",
     ]
-    programs = {"tune": str(TUNE), "torchtune_grpo": "torchtune_grpo"}
+    programs = {"tune": [TUNE], "torchtune_grpo": ["-m", "torchtune_grpo"]}
 
     def result(name: str, *rest: str) -> Result:
-        return run(programs[name], *rest, cwd=workspace, check=False)
+        return run(*programs[name], *rest, cwd=workspace, check=False)
 
     return {command: result(*command.split()) for command in commands}
 
@@ -130,8 +130,8 @@ def test_module_works_where_the_hook_is_turned_off(
     session: dict[str, Result], workspace: Path
 ) -> None:
     stock, ours = (
-        run(program, "ls", cwd=workspace, fresh=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-        for program in (str(TUNE), "torchtune_grpo")
+        run(*program, "ls", cwd=workspace, fresh=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        for program in ([TUNE], ["-m", "torchtune_grpo"])
     )
     assert "grpo_full_finetune_single_device" not in listed(stock.out)
     assert ours == session["tune ls"]
