@@ -23,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from torchtune_grpo.projection import default_chunk_bytes
+from torchtune_grpo.logprobs._blocked import default_chunk_bytes
 
 GIB = 2**30
 

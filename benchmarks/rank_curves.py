@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from torchtune_grpo.metrics import read_jsonl
 from torchtune_grpo.report import axes_of_a_run, series
+from torchtune_grpo.run_log import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"
 PROMPTS, SAMPLES = 16, 16  # of the config: all ranks together, in a group

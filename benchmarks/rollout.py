@@ -35,8 +35,8 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3_2 import llama3_2, llama3_2_1b
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.rollout import NativeEngine, SamplingParams, TorchtuneEngine, row_keys
 from torchtune_grpo.rollout._native import GroupRollout
 

@@ -26,12 +26,6 @@ from torchtune import config, modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
-from torchtune_grpo._config_checks import (
-    check_checkpoint_files,
-    check_context,
-    check_token_budget,
-)
-from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
@@ -41,13 +35,15 @@ from torchtune_grpo.checkpoint import (
     save_checkpoint,
     set_aside_previous_run,
 )
+from torchtune_grpo.checkpoint._whole_state import load_optimizer_state, optimizer_state
 from torchtune_grpo.config import read_config
 from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_indices
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import in_order, response_logprobs
+from torchtune_grpo.logprobs._micro_batches import MicroBatch, micro_batches
+from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metrics import RunLog, StepMetrics, make_metric_logger
-from torchtune_grpo.micro_batches import MicroBatch, micro_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.parallel import (
     broadcast_trained_parameters,
@@ -64,11 +60,15 @@ from torchtune_grpo.parallel import (
     world_size,
 )
 from torchtune_grpo.policy import build_policy, should_shard
+from torchtune_grpo.read_config import (
+    check_checkpoint_files,
+    check_context,
+    check_token_budget,
+)
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import Progress, make_engine, roll_out
 from torchtune_grpo.trajectory import Trajectory
-from torchtune_grpo.whole_state import load_optimizer_state, optimizer_state
 
 log = utils.get_logger("INFO")
 

@@ -18,15 +18,15 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_grpo._config_checks import (
+from torchtune_grpo._import_path import extend_import_path
+from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
+from torchtune_grpo.importance import CORRECTIONS
+from torchtune_grpo.logprobs._packed_attention import PACKED_ATTENTION
+from torchtune_grpo.read_config import (
     check_combinations,
     check_components,
     component_parameters,
 )
-from torchtune_grpo._import_path import extend_import_path
-from torchtune_grpo.advantages import NORMALIZATIONS, OBJECTIVES
-from torchtune_grpo.importance import CORRECTIONS
-from torchtune_grpo.packed_attention import PACKED_ATTENTION
 from torchtune_grpo.rollout import (
     ENGINES,
     GATHER_CHOICES,

@@ -10,8 +10,8 @@ from torchtune import config, training, utils
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo._memory import fits_every_rank
 from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.memory import fits_every_rank
 
 log = utils.get_logger("INFO")
 

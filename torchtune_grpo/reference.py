@@ -12,7 +12,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
 from torchtune_grpo.logprobs import trajectory_logprobs
-from torchtune_grpo.micro_batches import MicroBatch
+from torchtune_grpo.logprobs._micro_batches import MicroBatch
 from torchtune_grpo.parallel import shard
 
 

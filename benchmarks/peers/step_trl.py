@@ -30,12 +30,12 @@ import torch
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.config import RolloutConfig
 from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.logprobs._micro_batches import micro_batches
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.micro_batches import micro_batches
+from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.reference import AdapterReference
 from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.logprobs._packing import packed_layout
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.packing import packed_layout
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 with warnings.catch_warnings():

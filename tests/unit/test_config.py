@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import torchtune_grpo.config
-from torchtune_grpo._config_checks import check_checkpoint_files, check_context
 from torchtune_grpo.config import read_config
+from torchtune_grpo.read_config import check_checkpoint_files, check_context
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 

@@ -8,8 +8,8 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_trajectory
 
 from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
-from torchtune_grpo.micro_batches import MicroBatch, micro_batches
-from torchtune_grpo.packing import packed_layout, row_layout
+from torchtune_grpo.logprobs._micro_batches import MicroBatch, micro_batches
+from torchtune_grpo.logprobs._packing import packed_layout, row_layout
 from torchtune_grpo.trajectory import Trajectory
 
 KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]

@@ -8,7 +8,7 @@ import pytest
 
 COUNT = """
 import ctypes
-from torchtune_grpo._malloc import HEAP_BYTES, MAPPED_BYTES, keep_freed_memory
+from torchtune_grpo.memory import HEAP_BYTES, MAPPED_BYTES, keep_freed_memory
 
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()

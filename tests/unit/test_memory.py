@@ -9,7 +9,7 @@ from policies import LORA, SHAPE
 from torchtune.models.llama3 import lora_llama3
 from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_grpo import _memory
+from torchtune_grpo import memory
 from torchtune_grpo.config import read_config
 from torchtune_grpo.policy import should_shard
 
@@ -23,19 +23,19 @@ def settings(name: str, **changes):
 
 def test_weight_bytes_of_plain_and_quantized_models():
     plain = llama3_2(**SHAPE).bfloat16()
-    assert _memory.weight_bytes(plain) == 2 * sum(p.numel() for p in plain.parameters())
+    assert memory.weight_bytes(plain) == 2 * sum(p.numel() for p in plain.parameters())
     shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
     with torch.device("meta"):
         quantized = lora_llama3(**LORA, **shape, quantize_base=True)
     base = 2 * 7 * 128 * 128  # two layers of seven matrices
     rest = sum(p.numel() for p in quantized.parameters()) - base
-    assert _memory.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
+    assert memory.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
 
 
 @pytest.mark.parametrize(("gigabytes", "sharded"), [(5.2, False), (4.8, True)])
 def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sharded):
     """Llama 3.2 1B and its adapters take 2.5 GB in bf16, twice of which has to be free."""
-    monkeypatch.setattr(_memory, "free_bytes", lambda device: int(gigabytes * 1e9))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(gigabytes * 1e9))
     assert should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU) == sharded
     never = settings("llama3_2_1B_lora_grpo", sharding="never")
     assert not should_shard(never, device=CPU)
@@ -43,7 +43,7 @@ def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sh
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr(_memory, "free_bytes", lambda device: int(8e9))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(8e9))
     assert not should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU)

@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_atten
 from trajectories import make_groups
 
 from torchtune_grpo.logprobs import trajectory_logprobs
-from torchtune_grpo.micro_batches import micro_batches
-from torchtune_grpo.packed_attention import FLEX_BLOCK, flex_mask_mod
-from torchtune_grpo.packing import packed_layout, row_layout
+from torchtune_grpo.logprobs._micro_batches import micro_batches
+from torchtune_grpo.logprobs._packed_attention import FLEX_BLOCK, flex_mask_mod
+from torchtune_grpo.logprobs._packing import packed_layout, row_layout
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtune_grpo.metrics import RunLog
 from torchtune_grpo.nonfinite import NonFiniteError, NonFiniteGuard, total_grad_norm
+from torchtune_grpo.run_log import RunLog
 from torchtune_grpo.trajectory import Trajectory
 
 BAD = [torch.nan, torch.inf, -torch.inf]

@@ -9,7 +9,7 @@ from policies import SHAPE
 from torch.nn import functional as F
 
 from torchtune_grpo.config import read_config
-from torchtune_grpo.packed_attention import SegmentMask, dense_mask
+from torchtune_grpo.logprobs._packed_attention import SegmentMask, dense_mask
 from torchtune_grpo.policy import build_policy
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"

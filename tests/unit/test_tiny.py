@@ -9,15 +9,15 @@ from torchtune import training
 from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM
 
-from torchtune_grpo._tiny_warmup import completion_log_probs, warm_up
 from torchtune_grpo.tiny import (
-    VOCAB_SIZE,
     lora_tiny_llama3_2,
     make_tiny_checkpoint,
     prepare,
     tiny_llama3_2,
     tiny_tokenizer,
 )
+from torchtune_grpo.tiny._model import VOCAB_SIZE
+from torchtune_grpo.tiny._warmup import completion_log_probs, warm_up
 
 
 @pytest.fixture(scope="module")

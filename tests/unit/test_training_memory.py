@@ -8,7 +8,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
 from torchtune_grpo.logprobs import response_logprobs
-from torchtune_grpo.packing import packed_layout
+from torchtune_grpo.logprobs._packing import packed_layout
 
 
 def kept_numbers(*, dim: int, hidden: int, layers: int, vocab: int) -> tuple[list[int], int]:

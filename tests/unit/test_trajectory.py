@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtune_grpo.data import step_indices
-from torchtune_grpo.text import decode_responses
+from torchtune_grpo.rollout._text import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
 
 

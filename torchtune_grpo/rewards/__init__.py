@@ -7,12 +7,6 @@ None says that the reward does not apply to a completion. docs/rewards.md tells 
 
 from torchtune_grpo.reward_contract import TrainerState
 from torchtune_grpo.rewards._code import CodeReward, code_format_reward
-from torchtune_grpo.rewards._math import (
-    grade_math_answer,
-    math_correctness_reward,
-    math_format_holds,
-    math_format_reward,
-)
 from torchtune_grpo.rewards._reward import Reward, RewardFunction
 from torchtune_grpo.rewards._reward_set import RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards._shaping import (
@@ -23,6 +17,12 @@ from torchtune_grpo.rewards._shaping import (
     math_tag_reward,
 )
 from torchtune_grpo.rewards._symbolic import SymbolicMathReward
+from torchtune_grpo.rewards.math._grading import (
+    grade_math_answer,
+    math_correctness_reward,
+    math_format_holds,
+    math_format_reward,
+)
 
 __all__ = [
     "CodeReward",

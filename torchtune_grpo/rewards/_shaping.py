@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtune_grpo.rewards._math import grade_math_answer, located_answers
-from torchtune_grpo.rewards._math_value import stated_value
+from torchtune_grpo.rewards.math._grading import grade_math_answer, located_answers
+from torchtune_grpo.rewards.math._value import stated_value
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

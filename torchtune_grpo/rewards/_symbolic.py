@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from torchtune_grpo.rewards._isolated import IsolatedReward
-from torchtune_grpo.rewards._math import grade_math_answer, located_answers
-from torchtune_grpo.rewards._math_value import stated_value
+from torchtune_grpo.rewards.math._grading import grade_math_answer, located_answers
+from torchtune_grpo.rewards.math._value import stated_value
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")

@@ -22,10 +22,10 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
-from torchtune_grpo.parallel import LayerGather
 from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
-from torchtune_grpo.rollout._projection import KINDS, JointProjection, Projection
+from torchtune_grpo.rollout._gather import LayerGather
+from torchtune_grpo.rollout._linear import KINDS, JointProjection, Projection
 from torchtune_grpo.rollout._rotation import rotation
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo._memory import fits_every_rank, free_bytes
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.parallel import LayerGather, gathered, is_sharded
+from torchtune_grpo.memory import fits_every_rank, free_bytes
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
+from torchtune_grpo.rollout._gather import LayerGather, gathered, is_sharded
 from torchtune_grpo.rollout._graphs import StepGraphs, record_cuda_graph
 from torchtune_grpo.rollout._layout import padded_rows
 from torchtune_grpo.rollout._native import GroupRollout, prompt_slots

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from torchtune_grpo.rollout._projection import FEW_ROWS
+from torchtune_grpo.rollout._linear import FEW_ROWS
 
 
 def padded_rows(rows: int) -> int:

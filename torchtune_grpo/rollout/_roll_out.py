@@ -9,7 +9,7 @@ from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout._engine import RolloutEngine
 from torchtune_grpo.rollout._noise import row_keys
 from torchtune_grpo.rollout._params import Progress, SamplingParams
-from torchtune_grpo.text import decode_responses, decode_tokens
+from torchtune_grpo.rollout._text import decode_responses, decode_tokens
 from torchtune_grpo.trajectory import Trajectory, join_rows, length_mask
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from decimal import Decimal
 
-from torchtune_grpo.rewards._math_value import stated_value
+from torchtune_grpo.rewards.math._value import stated_value
 
 _THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.utils import get_logger
 
-from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo.data._arithmetic import arithmetic_dataset, arithmetic_problems
+from torchtune_grpo.memory import keep_freed_memory
 
 _log = get_logger("INFO")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchtune_grpo.packed_attention import packed_width
-from torchtune_grpo.packing import Layout, packed_layout, response_inputs, row_layout
+from torchtune_grpo.logprobs._packed_attention import packed_width
+from torchtune_grpo.logprobs._packing import Layout, packed_layout, response_inputs, row_layout
 from torchtune_grpo.parallel import gather_over_ranks
 from torchtune_grpo.trajectory import Trajectory
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.micro_batches import MicroBatch
-from torchtune_grpo.packing import Layout
-from torchtune_grpo.projection import projection_logprobs
+from torchtune_grpo.logprobs._blocked import projection_logprobs
+from torchtune_grpo.logprobs._micro_batches import MicroBatch
+from torchtune_grpo.logprobs._packing import Layout
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtune_grpo.rewards._math_equation import VALUE_STARTS, evaluate, read_operand
-from torchtune_grpo.rewards._math_tokens import Token, tokenize, unwrap
-from torchtune_grpo.rewards._math_words import lead_is_harmless, tail_is_harmless
-from torchtune_grpo.rewards._rational import Rational
+from torchtune_grpo.rewards.math._equation import VALUE_STARTS, evaluate, read_operand
+from torchtune_grpo.rewards.math._rational import Rational
+from torchtune_grpo.rewards.math._tokens import Token, tokenize, unwrap
+from torchtune_grpo.rewards.math._words import lead_is_harmless, tail_is_harmless
 
 _GLUED_CURRENCIES = frozenset(["USD", "EUR", "GBP", "INR", "CAD", "AUD", "JPY", "CNY", "Rs"])
 _ABBREVIATIONS = frozenset(["mr", "mrs", "ms", "dr", "st", "rs", "sq", "cu"])

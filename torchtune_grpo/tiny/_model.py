@@ -1,15 +1,11 @@
-"""The embedded default: a tiny Llama 3.2 that adds a little, made on the spot, not downloaded.
+"""The tiny model's builders and its checkpoint folder, in Hugging Face's layout.
 
-    python -m torchtune_grpo.tiny OUTPUT_DIR
-
-writes a checkpoint in Hugging Face's layout, which torchtune's FullModelHFCheckpointer and
-transformers both read. The model has been warm-started on worked arithmetic until it solves some
-problems, so that reinforcement learning has something to reinforce.
+The model has been warm-started on worked arithmetic until it solves some problems, so that
+reinforcement learning has something to reinforce.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -31,9 +27,9 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.utils import get_logger
 
-from torchtune_grpo._tiny_tokenizer import train_merges, write_tokenizer
-from torchtune_grpo._tiny_warmup import guessed_completion, warm_up, worked_completion
 from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_problems
+from torchtune_grpo.tiny._tokenizer import train_merges, write_tokenizer
+from torchtune_grpo.tiny._warmup import guessed_completion, warm_up, worked_completion
 
 VOCAB_SIZE = 448
 _SHAPE: dict[str, Any] = {
@@ -114,7 +110,7 @@ def make_tiny_checkpoint(
         seed: of weights and problems.
         levels: the problems' levels, see
             :func:`~torchtune_grpo.data._arithmetic.arithmetic_problems`.
-        warmup_steps: at most so many steps of :mod:`torchtune_grpo._tiny_warmup`; 0 leaves the
+        warmup_steps: at most so many steps of :mod:`torchtune_grpo.tiny._warmup`; 0 leaves the
             weights random.
 
     Returns:
@@ -252,19 +248,3 @@ def _write_model(folder: Path, model: TransformerDecoder, settings: dict[str, An
         _SETTINGS_KEY: settings,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def main() -> None:
-    """Command line: ``python -m torchtune_grpo.tiny OUTPUT_DIR [--seed N]``."""
-    parser = argparse.ArgumentParser(prog="python -m torchtune_grpo.tiny", description=__doc__)
-    parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warmup-steps", type=int, default=4000)
-    arguments = parser.parse_args()
-    make_tiny_checkpoint(
-        arguments.output_dir, seed=arguments.seed, warmup_steps=arguments.warmup_steps
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -21,8 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo._config_checks import check_checkpoint_files
-from torchtune_grpo._malloc import keep_freed_memory
 from torchtune_grpo._plugin import config_files
 from torchtune_grpo.checkpoint import (
     find_checkpoint,
@@ -32,7 +30,9 @@ from torchtune_grpo.checkpoint import (
 )
 from torchtune_grpo.config import GRPOConfig, read_config
 from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.policy import build_policy
+from torchtune_grpo.read_config import check_checkpoint_files
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import make_engine, roll_out
 

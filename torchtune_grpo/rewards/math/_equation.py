@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtune_grpo.rewards._math_tokens import Token
-from torchtune_grpo.rewards._math_words import tail_is_harmless
-from torchtune_grpo.rewards._rational import Rational, read_decimal
+from torchtune_grpo.rewards.math._rational import Rational, read_decimal
+from torchtune_grpo.rewards.math._tokens import Token
+from torchtune_grpo.rewards.math._words import tail_is_harmless
 
 VALUE_STARTS = frozenset(["number", "fraction", "currency", "+", "-", "("])
 

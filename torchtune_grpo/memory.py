@@ -1,7 +1,8 @@
-"""How much memory a device has left, and what fits."""
+"""How much memory a device has left, what fits, and how a CPU's allocator treats what is freed."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -11,6 +12,11 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.parallel import ranks_per_node, sum_over_ranks
 
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
+_DEFAULT_PAD = 128 * 2**10
+HEAP_BYTES = 448 * 2**20
+MAPPED_BYTES = 2**20
 _NF4_BITS = 4.5  # with the scales of its blocks
 
 
@@ -53,3 +59,30 @@ def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
     sharers = ranks_per_node() if device.type == "cpu" else 1
     fits = weight_bytes(model) <= free_bytes(device) / sharers / 2
     return sum_over_ranks(int(not fits)) == 0
+
+
+def keep_freed_memory() -> None:
+    """Gives glibc a heap of 448 MiB that stays, and maps what is large and does not fit by itself.
+
+    By default glibc returns freed memory to the system again and again, to be mapped and zeroed
+    page by page when decoding goes on to the next token. A heap that only grows has another fault:
+    in training, short-lived tensors lie in it between those that autograd keeps, and leave holes
+    into which the next tensor of the same size does not fit, because torch asks for aligned memory;
+    it becomes about twice as large as what lives in it. So tensors of 1 MiB and more do not make
+    the heap grow (a lower limit costs page faults, a higher one leaves holes); a small model's
+    step fits into it as it is. Pages that were never written take no memory. Where there is no
+    glibc, nothing happens.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        mallopt, malloc, free = libc.mallopt, libc.malloc, libc.free
+    except (OSError, AttributeError):
+        return
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    free.argtypes = [ctypes.c_void_p]
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_M_TOP_PAD, HEAP_BYTES)  # by which the next block makes the heap grow
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_LIMIT)
+    free(malloc(_LARGEST_LIMIT - 2**16))
+    mallopt(_M_TOP_PAD, _DEFAULT_PAD)
+    mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)

@@ -11,7 +11,6 @@ A checkpoint is a folder ``step_<n>`` that appears whole or not at all:
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,34 +21,22 @@ from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune import config, training, utils
-from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 from torchtune.training import FullModelHFCheckpointer
 
+from torchtune_grpo.checkpoint._export import (
+    adapter_names,
+    fits_peft,
+    merged_state,
+    peft_config,
+    peft_state,
+)
+from torchtune_grpo.checkpoint._whole_state import full_state
 from torchtune_grpo.parallel import barrier, rank
-from torchtune_grpo.whole_state import full_state
 
 log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
 _STAGING = ".incomplete"
-# torchtune's model types whose query and key rows are in Hugging Face's own order already.
-_UNPERMUTED = ("QWEN2",)
-_PEFT_UNSUPPORTED = ("PHI3_MINI", "PHI4")
-_PEFT_NAMES = {
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.output_proj": "self_attn.o_proj",
-    "mlp.w1": "mlp.gate_proj",
-    "mlp.w2": "mlp.down_proj",
-    "mlp.w3": "mlp.up_proj",
-    "output": "lm_head",
-}
-_PEFT_LEAVES = {
-    "lora_a.weight": "lora_A.weight",
-    "lora_b.weight": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
-}
 
 
 def make_checkpointer(cfg: DictConfig, *, output_dir: Path, **overrides: Any) -> Any:
@@ -184,7 +171,7 @@ def save_checkpoint(
     if not (adapter and adapter_only):
         merged = merged_state(model, state) if adapter else dict(state)
         checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=step)
-    if adapter and _fits_peft(model, cfg.model_type):
+    if adapter and fits_peft(model, cfg.model_type):
         hf_config = json.loads((Path(cfg.checkpoint_dir) / "config.json").read_text())
         tensors = peft_state(adapter, hf_config=hf_config, model_type=cfg.model_type)
         (folder / "adapter").mkdir()
@@ -195,17 +182,6 @@ def save_checkpoint(
     _publish(folder, target, keep_last=keep_last)
     barrier()
     return target
-
-
-def _fits_peft(model: nn.Module, model_type: str) -> bool:
-    reason = None
-    if model_type in _PEFT_UNSUPPORTED:
-        reason = f"{model_type} fuses the projections that PEFT adapts one by one"
-    elif any(_scales_bias(module) for module in _adapter_modules(model).values()):
-        reason = "torchtune's DoRA scales the bias of a layer, PEFT's does not"
-    if reason is not None:
-        log.warning(f"No adapter in PEFT's format ({reason}); the merged weights are complete.")
-    return reason is None
 
 
 def _publish(folder: Path, target: Path, *, keep_last: int | None) -> None:
@@ -222,100 +198,3 @@ def _publish(folder: Path, target: Path, *, keep_last: int | None) -> None:
 def _step_number(path: Path) -> int:
     digits = path.name.removeprefix("step_")
     return int(digits) if digits.isdigit() else -1
-
-
-def adapter_names(model: nn.Module) -> set[str]:
-    """Names of a model's adapter parameters in its state; empty without adapters."""
-    return {name.replace("_checkpoint_wrapped_module.", "") for name in get_adapter_params(model)}
-
-
-def _adapter_modules(model: nn.Module) -> dict[str, Any]:
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): module
-        for name, module in model.named_modules()
-        if hasattr(module, "adapter_params")
-    }
-
-
-def _rank_and_alpha(modules: Mapping[str, Any]) -> tuple[int, float]:
-    """The rank and alpha that torchtune's builders give to all adapters of a model."""
-    first = next(iter(modules.values()))
-    rank = first.lora_a.weight.shape[0]
-    return rank, first.scaling * rank if hasattr(first, "scaling") else first.alpha
-
-
-def _scales_bias(module: Any) -> bool:
-    """torchtune's DoRA multiplies a layer's bias by the magnitude too; PEFT's leaves it alone."""
-    return hasattr(module, "magnitude") and getattr(module, "bias", None) is not None
-
-
-def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's whole weights with its LoRA or DoRA adapters merged in.
-
-    The adapted weights are copied first: torchtune's merge adds in place, which on a CPU would
-    change the live model.
-    """
-    modules = _adapter_modules(model)
-    state = dict(state)
-    for name in modules:
-        state[f"{name}.weight"] = state[f"{name}.weight"].clone()
-    for name, module in modules.items():
-        if _scales_bias(module):
-            magnitude = state[f"{name}.magnitude"]
-            weight = state[f"{name}.weight"].to(magnitude.dtype)
-            lora = state[f"{name}.lora_b.weight"] @ state[f"{name}.lora_a.weight"]
-            scale = magnitude / (weight + module.scaling * lora).norm(dim=1)
-            state[f"{name}.bias"] = state[f"{name}.bias"] * scale
-    rank, alpha = _rank_and_alpha(modules)
-    return get_merged_lora_ckpt(state, rank=rank, alpha=alpha)
-
-
-def peft_config(model: nn.Module, *, base_model: str) -> dict[str, Any]:
-    """The ``adapter_config.json`` that PEFT needs to load a model's adapters."""
-    modules = _adapter_modules(model)
-    rank, alpha = _rank_and_alpha(modules)
-    leaves = {_PEFT_NAMES[re.sub(r"^layers\.\d+\.", "", name)].split(".")[-1] for name in modules}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_dora": any(name.endswith("magnitude") for name in get_adapter_params(model)),
-        "target_modules": sorted(leaves),
-    }
-
-
-def peft_state(
-    adapter: Mapping[str, Tensor], *, hf_config: Mapping[str, Any], model_type: str
-) -> dict[str, Tensor]:
-    """Adapter parameters in PEFT's names and Hugging Face's order of rows.
-
-    Args:
-        adapter (Mapping[str, Tensor]): in torchtune's names.
-        hf_config (Mapping[str, Any]): the base model's config.json.
-        model_type (str): torchtune's ModelType, e.g. "LLAMA3_2".
-
-    Returns:
-        dict[str, Tensor]: what ``adapter_model.safetensors`` holds.
-    """
-    heads = {
-        "attn.q_proj": hf_config["num_attention_heads"],
-        "attn.k_proj": hf_config.get("num_key_value_heads", hf_config["num_attention_heads"]),
-    }
-    result = {}
-    for name, value in adapter.items():
-        match = re.fullmatch(r"(layers\.\d+\.)?(.+?)\.(lora_[ab]\.weight|magnitude)", name)
-        assert match is not None, name
-        layer, module, leaf = match.groups()
-        if module in heads and leaf != "lora_a.weight" and model_type not in _UNPERMUTED:
-            value = _rows_to_hf(value, num_heads=heads[module])
-        prefix = f"base_model.model.model.{layer}" if layer else "base_model.model."
-        result[f"{prefix}{_PEFT_NAMES[module]}.{_PEFT_LEAVES[leaf]}"] = value.contiguous()
-    return result
-
-
-def _rows_to_hf(value: Tensor, *, num_heads: int) -> Tensor:
-    """Interleaved rotary pairs (torchtune) -> halves (Hugging Face), head by head."""
-    head_dim = value.shape[0] // num_heads
-    return value.view(num_heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(value.shape)

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtune_grpo.packed_attention import SegmentMask, dense_mask, flex_mask, packed_width
+from torchtune_grpo.logprobs._packed_attention import (
+    SegmentMask,
+    dense_mask,
+    flex_mask,
+    packed_width,
+)
 from torchtune_grpo.trajectory import Trajectory
 
 

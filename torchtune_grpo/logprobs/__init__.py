@@ -1,0 +1,18 @@
+"""Rows -> per-token log-probs: which rows share a pass, how they are laid out, and the softmax."""
+
+from torchtune_grpo.logprobs._logprobs import (
+    in_order,
+    response_logprobs,
+    trajectory_logprobs,
+    unembed_with,
+)
+from torchtune_grpo.logprobs._micro_batches import MicroBatch, micro_batches
+
+__all__ = [
+    "MicroBatch",
+    "in_order",
+    "micro_batches",
+    "response_logprobs",
+    "trajectory_logprobs",
+    "unembed_with",
+]

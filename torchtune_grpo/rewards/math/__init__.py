@@ -1,0 +1,19 @@
+"""Grading of math answers: the located answer, and whether it states the gold."""
+
+from torchtune_grpo.rewards.math._grading import (
+    grade_math_answer,
+    located_answers,
+    math_correctness_reward,
+    math_format_holds,
+    math_format_reward,
+)
+from torchtune_grpo.rewards.math._value import stated_value
+
+__all__ = [
+    "grade_math_answer",
+    "located_answers",
+    "math_correctness_reward",
+    "math_format_holds",
+    "math_format_reward",
+    "stated_value",
+]
