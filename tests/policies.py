@@ -7,6 +7,8 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.logprobs import attend_in_segments
+
 VOCAB = 61
 SHAPE = dict(
     vocab_size=VOCAB,
@@ -53,6 +55,7 @@ def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Tra
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
+    attend_in_segments(model)
     return randomize(model).to(dtype)
 
 

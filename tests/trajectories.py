@@ -19,9 +19,11 @@ def make_trajectory(
     return Trajectory(
         tokens=tokens.where(length_mask(lengths, tokens.shape[1]), garbage),
         prompt_lengths=torch.tensor(prompts),
+        response_lengths=torch.tensor(responses),
         response_mask=mask,
         truncated=torch.zeros(len(prompts), dtype=torch.bool),
         sampler_logprobs=torch.zeros(mask.shape),
+        behaviour_logprobs=torch.zeros(mask.shape),
         prompts=[],
         completions=[],
         columns={},

@@ -17,6 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# One file under torchtune's two names; under the second, `tune run` starts torchrun.
+RECIPES = {
+    "grpo_full_finetune_single_device": False,
+    "grpo_full_finetune_distributed": True,
+}
+
 
 def autoload() -> None:
     """`register`, as torch calls it: silent, because an error here would fail `import torch`."""
@@ -64,18 +70,16 @@ def add_recipes(registry: ModuleType) -> None:
         registry: the module `torchtune._recipe_registry`.
     """
     known = {recipe.name for recipe in registry._ALL_RECIPES}
-    for path in sorted(recipes_folder().glob("grpo_*.py")):
-        if path.stem in known:
-            continue
-        # torchtune joins its own folder with `file_path`; an absolute path survives that.
-        configs = [registry.Config(name, str(file)) for name, file in config_files().items()]
-        recipe = registry.Recipe(
-            name=path.stem,
-            file_path=str(path),
-            configs=configs,
-            supports_distributed=path.stem.endswith("_distributed"),
-        )
-        registry._ALL_RECIPES.append(recipe)
+    for name, supports_distributed in RECIPES.items():
+        if name not in known:
+            recipe = registry.Recipe(
+                name=name,
+                # torchtune joins its own folder with `file_path`; an absolute path survives that.
+                file_path=str(recipes_folder() / "grpo_full_finetune.py"),
+                configs=[registry.Config(name, str(file)) for name, file in config_files().items()],
+                supports_distributed=supports_distributed,
+            )
+            registry._ALL_RECIPES.append(recipe)
 
 
 def resolve_names_in_validate(validate: ModuleType) -> None:

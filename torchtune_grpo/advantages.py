@@ -1,4 +1,4 @@
-"""Rewards -> group-relative advantages.
+"""Rewards -> their total -> group-relative advantages.
 
     group           c / (std of the group + 1e-4)       GRPO: Shao et al. 2024, arXiv:2402.03300
     batch           c / (std of all raw rewards + 1e-4) Lite PPO: Liu et al. 2025, arXiv:2508.08221
@@ -10,31 +10,52 @@ with c = r - mean of the group, and every std with ddof=1.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
 from torchtune_grpo.parallel import gather_over_ranks
 
-Normalization = Literal["group", "batch", "none", "leave_one_out"]
-Objectives = Literal["sum_then_normalize", "normalize_then_sum"]
-NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
-OBJECTIVES: tuple[str, ...] = get_args(Objectives)
+NORMALIZATIONS = ("group", "batch", "none", "leave_one_out")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 # Keeps the quotient finite where all rewards are (nearly) equal.
 STD_EPSILON = 1e-4
 
 
-def group_advantages(
-    rewards: Tensor, *, group_size: int, normalization: Normalization = "group"
-) -> Tensor:
+def fill_with_group_means(scores: Tensor, missing: Tensor, *, group_size: int) -> Tensor:
+    """Puts the mean of a group's scores [N, R] where some are ``missing`` [N, R]; 0 where all are.
+
+    Scores that are not there are NaN. A group of equal scores is filled with exactly that score.
+    """
+    groups = scores.view(-1, group_size, scores.shape[1])  # [B, G, R]
+    means = groups.double().nanmean(dim=1, keepdim=True).nan_to_num(nan=0.0)  # [B, 1, R]
+    return groups.where(~missing.view_as(groups), means.to(groups.dtype)).view_as(scores)
+
+
+def total_reward(scores: Tensor, failed: Tensor, weights: Tensor, *, group_size: int) -> Tensor:
+    """The weighted sum of R rewards.
+
+    Args:
+        scores (Tensor): [N, R], NaN where a reward does not apply or failed.
+        failed (Tensor): [N, R] bool; a failed reward counts as the mean of its group, so that
+            nobody is praised or blamed for it. One that does not apply counts as 0.
+        weights (Tensor): [R].
+        group_size (int): G.
+
+    Returns:
+        Tensor: [N] float32; summed in float64, so that the rewards' order does not matter.
+    """
+    filled = fill_with_group_means(scores, failed, group_size=group_size)
+    return (filled.nan_to_num(nan=0.0).double() * weights).sum(dim=1).float()
+
+
+def group_advantages(rewards: Tensor, *, group_size: int, normalization: str = "group") -> Tensor:
     """Compares each reward with the others of its group; equal rewards give zeros.
 
     Args:
         rewards (Tensor): [N] with N = B * G, prompt-major; all of this rank's rows of the step.
         group_size (int): G, at least 2.
-        normalization (Normalization): see the module's docstring.
+        normalization (str): see the module's docstring.
 
     Returns:
         Tensor: [N] advantages.
@@ -54,13 +75,13 @@ def group_advantages(
 
 
 def reward_advantages(
+    total: Tensor,
     scores: Tensor,
     weights: Tensor,
     *,
     group_size: int,
-    normalization: Normalization = "group",
-    objectives: Objectives = "sum_then_normalize",
-    failed: Tensor | None = None,
+    normalization: str = "group",
+    aggregation: str = "sum_then_normalize",
 ) -> Tensor:
     """Turns several rewards into one advantage per row.
 
@@ -69,28 +90,22 @@ def reward_advantages(
     spread is not drowned by one with a large spread (GDPO, arXiv:2601.05242).
 
     Args:
-        scores (Tensor): [N, R], NaN where a reward does not apply; it then counts as 0 in the sum,
-            and as the mean of its group when rewards are normalized one by one.
+        total (Tensor): [N] the weighted sum.
+        scores (Tensor): [N, R]; NaN, where a reward does not apply or failed, counts as the mean of
+            its group when rewards are normalized one by one.
         weights (Tensor): [R].
         group_size (int): G.
-        normalization (Normalization): see :func:`group_advantages`.
-        objectives (Objectives): the order of normalizing and summing.
-        failed (Tensor | None): [N, R] bool, True where a reward gave no score because it failed; it
-            always counts as the mean of its group, so that nobody is praised or blamed for it.
+        normalization (str): see :func:`group_advantages`.
+        aggregation (str): the order of normalizing and summing.
 
     Returns:
         Tensor: [N] advantages.
     """
-    columns = scores.view(-1, group_size, scores.shape[1])  # [B, G, R]
-    means = columns.nanmean(dim=1, keepdim=True).nan_to_num(0.0)  # [B, 1, R]
-    if objectives == "sum_then_normalize":
-        if failed is not None:
-            columns = columns.where(~failed.view_as(columns), means)
-        total = (columns.nan_to_num(0.0).view_as(scores) * weights).sum(dim=1)
+    if aggregation == "sum_then_normalize":
         return group_advantages(total, group_size=group_size, normalization=normalization)
-    filled = columns.where(~columns.isnan(), means)
+    filled = fill_with_group_means(scores, scores.isnan(), group_size=group_size)
     normalized = [
-        group_advantages(column.reshape(-1), group_size=group_size, normalization=normalization)
+        group_advantages(column, group_size=group_size, normalization=normalization)
         for column in filled.unbind(dim=-1)
     ]
     return (torch.stack(normalized, dim=1) * weights).sum(dim=1)

@@ -14,6 +14,23 @@ from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
 
+def pass_rates(scores: Tensor) -> dict[str, float]:
+    """How often a prompt is solved by one of its samples, and by any of them.
+
+    Args:
+        scores (Tensor): [P, n] of n samples for each prompt, 0 or 1; nan counts as 0.
+
+    Returns:
+        dict[str, float]: ``pass@1``, the mean score; and with several samples ``pass@n``, the share
+        of prompts that have at least one right answer.
+    """
+    scores = scores.nan_to_num(0.0)
+    rates = {"pass@1": scores.mean().item()}
+    if scores.shape[1] > 1:
+        rates[f"pass@{scores.shape[1]}"] = scores.amax(dim=1).mean().item()
+    return rates
+
+
 class Evaluator:
     """Measures a policy on a held-out split, always with the same noise.
 
@@ -54,40 +71,42 @@ class Evaluator:
         self._params = params
         self._num_samples = num_samples
         self._seed = seed
-        self._state: TrainerState | None = None
 
     def __call__(
-        self, engine: RolloutEngine, *, device: torch.device, state: TrainerState | None = None
+        self, engine: RolloutEngine, *, state: TrainerState | None = None
     ) -> dict[str, float]:
         """Evaluates a policy.
 
         Args:
             engine (RolloutEngine): of the policy.
-            device (torch.device): where it is.
             state (TrainerState | None): given to the rewards.
 
         Returns:
-            dict[str, float]: ``eval/accuracy`` (greedy); with sampling also ``eval/pass@1`` (mean)
-            and ``eval/pass@n`` (share of prompts with at least one right answer among the n).
+            dict[str, float]: ``eval/accuracy`` (greedy); with sampling also ``eval/`` and what
+            :func:`pass_rates` returns.
         """
-        self._state = state
         greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None, min_p=None)
-        result = {"eval/accuracy": self._scores(engine, greedy, 1, device).mean().item()}
+        scores = self._scores(engine, greedy, samples=1, state=state)
+        result = {"eval/accuracy": pass_rates(scores)["pass@1"]}
         if self._num_samples > 0:
-            scores = self._scores(engine, self._params, self._num_samples, device)
-            result["eval/pass@1"] = scores.mean().item()
-            if self._num_samples > 1:
-                result[f"eval/pass@{self._num_samples}"] = scores.amax(dim=1).mean().item()
+            scores = self._scores(engine, self._params, samples=self._num_samples, state=state)
+            result |= {f"eval/{name}": rate for name, rate in pass_rates(scores).items()}
         return result
 
     def _scores(
-        self, engine: RolloutEngine, params: SamplingParams, samples: int, device: torch.device
+        self,
+        engine: RolloutEngine,
+        params: SamplingParams,
+        *,
+        samples: int,
+        state: TrainerState | None,
     ) -> Tensor:
+        """[prompts of all ranks, samples], rank by rank."""
         mine = range(rank(), len(self._dataset), world_size())
-        items = [self._dataset[index] for index in mine or (0,)]  # every rank rolls out
+        # A rank without a prompt rolls one out for nothing: a sharded model needs every rank.
         rows = roll_out(
             engine,
-            collate_prompts(items, pad_id=self._tokenizer.pad_id).to(device),
+            collate_prompts([self._dataset[index] for index in mine or (0,)]),
             tokenizer=self._tokenizer,
             group_size=samples,
             params=params,
@@ -100,7 +119,7 @@ class Evaluator:
             completions=rows.completions,
             columns=rows.columns,
             completion_ids=rows.completion_ids,
-            trainer_state=self._state,
+            trainer_state=state,
         )
-        scores = scored.scores[:, self._column].nan_to_num(0.0).view(-1, samples)
-        return torch.cat(gather_over_ranks(scores[: len(mine)]))  # [prompts of all ranks, samples]
+        scores = scored.scores[:, self._column].view(-1, samples)
+        return torch.cat(gather_over_ranks(scores[: len(mine)]))

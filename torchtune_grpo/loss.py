@@ -9,21 +9,22 @@ up, so that the result does not depend on how the step is split.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Protocol
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
+from torchtune import config
 
-Ratio = Literal["token", "gspo", "cispo"]
-KL = Literal["k1", "k2", "k3"]
-Aggregation = Literal["grpo", "dapo", "dr_grpo"]
+from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of
 
 
 def loss_weights(
     response_mask: Tensor,
     *,
-    aggregation: Aggregation,
+    aggregation: str,
     num_rows: int,
     num_tokens: int,
     max_generated_tokens: int,
@@ -36,7 +37,7 @@ def loss_weights(
 
     Args:
         response_mask (Tensor): [N, L] bool. A fully masked row counts as 0 in ``grpo``.
-        aggregation (Aggregation): which of the three.
+        aggregation (str): which of the three.
         num_rows (int): rows of the whole step, over all micro-batches and ranks.
         num_tokens (int): trained tokens of the whole step.
         max_generated_tokens (int): longest possible response.
@@ -52,16 +53,10 @@ def loss_weights(
 
 
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
-    """GSPO's one ratio per row: the mean over its tokens of new - old.
+    """GSPO's one ratio per row [n, 1]: the mean over its tokens of new - old.
 
-    Source: Zheng et al. 2025 (arXiv:2507.18071), equation 7.
-
-    Args:
-        log_ratio (Tensor): [n, L], 0 where the mask is False.
-        response_mask (Tensor): [n, L] bool.
-
-    Returns:
-        Tensor: [n, 1].
+    ``log_ratio`` [n, L] is 0 where the mask [n, L] is False. Source: Zheng et al. 2025
+    (arXiv:2507.18071), equation 7.
     """
     return log_ratio.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
@@ -107,37 +102,21 @@ def cispo_surrogate(
     epsilon_low: float,
     epsilon_high: float,
 ) -> Tensor:
-    """``-stopgrad(clip(r, 1 - low, 1 + high)) A new``: every token keeps a gradient.
+    """``-stopgrad(clip(r, 1 - low, 1 + high)) A new`` [n, L]: every token keeps a gradient.
 
-    Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5.
-
-    Args:
-        log_ratio (Tensor): [n, L] new - old log-prob.
-        logprobs (Tensor): [n, L] new.
-        advantages (Tensor): [n, 1].
-        epsilon_low (float): the ratio is clipped below 1 - epsilon_low.
-        epsilon_high (float): the ratio is clipped above 1 + epsilon_high.
-
-    Returns:
-        Tensor: [n, L].
+    ``logprobs`` [n, L] are the new ones, and the other arguments those of
+    :func:`clipped_surrogate`. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5.
     """
     ratio = log_ratio.detach().exp().clamp(1 - epsilon_low, 1 + epsilon_high)
     return -ratio * advantages * logprobs
 
 
-def kl_penalty(d: Tensor, *, estimator: KL) -> Tensor:
-    """Per-token estimates of KL(policy || reference) with ``d = ref - new`` log-prob.
+def kl_penalty(d: Tensor, *, estimator: str) -> Tensor:
+    """Per-token estimates [n, L] of KL(policy || reference) with ``d = ref - new`` log-prob [n, L].
 
         k1  -d;   k2  d * d / 2;   k3  exp(d) - d - 1, unbiased and never negative (the paper's)
 
     Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, equation 4.
-
-    Args:
-        d (Tensor): [n, L].
-        estimator (KL): which of the three.
-
-    Returns:
-        Tensor: [n, L].
     """
     if estimator == "k1":
         return -d
@@ -146,104 +125,145 @@ def kl_penalty(d: Tensor, *, estimator: KL) -> Tensor:
     return d.expm1() - d
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossOutput:
     """Loss of a micro-batch and the sums behind its metrics.
 
     Attributes:
         loss (Tensor): scalar; the micro-batch's share of the whole step's loss.
-        sums (dict[str, Tensor]): scalars, sums over the trained tokens, without gradient.
+        sums (dict[str, Tensor]): scalars, sums over the trained tokens, without gradient. Each is
+            logged under its name, divided by the step's trained tokens.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
 
 
-class GRPOLoss:
-    """The loss family; the defaults are the paper's objective.
-
-    Args:
-        kl_coeff (float): weight of the KL penalty (beta), >= 0. 0 switches the reference off.
-        epsilon_low (float): lower clipping distance, in [0, 1].
-        epsilon_high (float): upper clipping distance, >= 0.
-        ratio (Ratio): ``token``; ``gspo``, one ratio per sequence; or ``cispo``.
-        dual_clip (float | None): bound of the loss of negative advantages, > 1; not with ``cispo``.
-        kl_estimator (KL): ``k1``, ``k2`` or ``k3``.
-        aggregation (Aggregation): ``grpo``, ``dapo`` or ``dr_grpo``; see :func:`loss_weights`.
-        entropy_coeff (float): weight of the entropy bonus, >= 0.
-
-    Raises:
-        ValueError: if a value is out of its range, naming the key.
-    """
-
-    def __init__(
-        self,
-        *,
-        kl_coeff: float = 0.04,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        ratio: Ratio = "token",
-        dual_clip: float | None = None,
-        kl_estimator: KL = "k3",
-        aggregation: Aggregation = "grpo",
-        entropy_coeff: float = 0.0,
-    ) -> None:
-        for key, value, valid, remedy in (
-            ("kl_coeff", kl_coeff, kl_coeff >= 0, "give 0 or more; 0 trains without a reference"),
-            ("epsilon_low", epsilon_low, 0 <= epsilon_low <= 1, "give a number in [0, 1]"),
-            ("epsilon_high", epsilon_high, epsilon_high >= 0, "give 0 or more"),
-            ("ratio", ratio, ratio in get_args(Ratio), "give token, gspo or cispo"),
-            (
-                "dual_clip",
-                dual_clip,
-                dual_clip is None or dual_clip > 1,
-                "give more than 1, or null",
-            ),
-            ("kl_estimator", kl_estimator, kl_estimator in get_args(KL), "give k1, k2 or k3"),
-            (
-                "aggregation",
-                aggregation,
-                aggregation in get_args(Aggregation),
-                "give grpo, dapo or dr_grpo",
-            ),
-            ("entropy_coeff", entropy_coeff, entropy_coeff >= 0, "give 0 or more"),
-        ):
-            if not valid:
-                raise ValueError(f"loss.{key}={value}: {remedy}.")
-        if dual_clip is not None and ratio == "cispo":
-            raise ValueError(
-                f"loss.dual_clip={dual_clip}: cispo clips every ratio already; set it to null."
-            )
-        self.kl_coeff = kl_coeff
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.ratio = ratio
-        self.dual_clip = dual_clip
-        self.kl_estimator: KL = kl_estimator
-        self.aggregation: Aggregation = aggregation
-        self.entropy_coeff = entropy_coeff
+class Loss(Protocol):
+    """What the recipe asks of a loss; docs/loss.md shows how to write one."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads ``ref_logprobs``."""
-        return self.kl_coeff > 0
+        """Whether the loss reads ``ref_logprobs``; False spares the reference."""
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the loss differentiates ``entropy``."""
-        return self.entropy_coeff > 0
+        """Whether the loss differentiates ``entropy``; False spares its backward pass."""
 
     def weights(
         self, response_mask: Tensor, *, num_rows: int, num_tokens: int, max_generated_tokens: int
     ) -> Tensor:
         """Each token's share [N, L] of the whole step's loss; see :func:`loss_weights`."""
-        return loss_weights(
-            response_mask,
-            aggregation=self.aggregation,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            max_generated_tokens=max_generated_tokens,
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,
+        old_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None,
+        advantages: Tensor,
+        weights: Tensor,
+        response_mask: Tensor,
+        entropy: Tensor,
+        corrections: Tensor | None,
+    ) -> LossOutput:
+        """Computes a micro-batch's share of the step's loss.
+
+        Args:
+            logprobs (Tensor): [n, L] under the current policy, with gradient.
+            old_logprobs (Tensor | None): [n, L] under the sampling policy; None means that it is
+                the current one (ratio 1, plain policy gradient).
+            ref_logprobs (Tensor | None): [n, L]; None unless ``needs_reference``.
+            advantages (Tensor): [n].
+            weights (Tensor): [n, L] from :meth:`weights`.
+            response_mask (Tensor): [n, L] bool. Masked values must never contribute, NaN included.
+            entropy (Tensor): [n, L]; with gradient if ``needs_entropy_gradient``.
+            corrections (Tensor | None): [n, L] importance weights of the policy term for the gap
+                between sampler and trainer; see ``importance.py``.
+        """
+
+
+def make_loss(node: DictConfig) -> Loss:
+    """The config's loss.
+
+    Raises:
+        ValueError: if it lacks something that :class:`Loss` has.
+    """
+    loss = config.instantiate(node)
+    needed = ("needs_reference", "needs_entropy_gradient", "weights", "__call__")
+    problem = ", ".join(f"it has no {name}" for name in needed if not hasattr(loss, name))
+    for name in needed[2:] if not problem else ():
+        asked = list(inspect.signature(getattr(Loss, name)).parameters.values())[1:]
+        positional = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
+        try:
+            inspect.signature(getattr(loss, name)).bind(
+                *positional, **{p.name: p for p in asked if p not in positional}
+            )
+        except TypeError as error:
+            problem = f"its {name} is called with other arguments: {error}"
+    if problem:
+        raise ValueError(
+            f"loss._component_={node._component_}: {problem}; docs/loss.md says what a loss is."
         )
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLoss:
+    """The loss family, see :class:`Loss`; the defaults are the paper's objective.
+
+    Raises:
+        ValueError: if a value is out of its range, naming the key.
+    """
+
+    kl_coeff: float = not_negative(
+        "Weight of the KL penalty (beta); 0 trains without a reference", 0.04
+    )
+    epsilon_low: float = key(
+        "Lower clipping distance",
+        0.2,
+        valid=lambda v: 0 <= v <= 1,
+        hint="give a number in [0, 1]",
+    )
+    epsilon_high: float = not_negative("Upper clipping distance", 0.2)
+    importance_sampling_level: str = one_of(
+        "One ratio per token, or per sequence (GSPO)", "token", ("token", "sequence")
+    )
+    surrogate: str = one_of(
+        "PPO's, or CISPO's, which clips the weight and keeps every token's gradient",
+        "clipped",
+        ("clipped", "cispo"),
+    )
+    dual_clip: float | None = key(
+        "Bound of the clipped surrogate where the advantage is negative; null = none",
+        None,
+        valid=lambda v: v is None or v > 1,
+        hint="give more than 1, or null",
+    )
+    kl_estimator: str = one_of("See `kl_penalty`", "k3", ("k1", "k2", "k3"))
+    aggregation: str = one_of("See `loss_weights`", "grpo", ("grpo", "dapo", "dr_grpo"))
+    entropy_coeff: float = not_negative("Weight of the entropy bonus", 0.0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "loss.")
+        if self.dual_clip is not None and self.surrogate == "cispo":
+            raise ValueError(
+                f"loss.dual_clip={self.dual_clip}: cispo clips every ratio already; set it to null."
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """See :class:`Loss`."""
+        return self.kl_coeff > 0
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """See :class:`Loss`."""
+        return self.entropy_coeff > 0
+
+    def weights(self, response_mask: Tensor, **totals: int) -> Tensor:
+        """See :func:`loss_weights`."""
+        return loss_weights(response_mask, aggregation=self.aggregation, **totals)
 
     def __call__(
         self,
@@ -257,29 +277,18 @@ class GRPOLoss:
         entropy: Tensor | None = None,
         corrections: Tensor | None = None,
     ) -> LossOutput:
-        """Computes a micro-batch's share of the step's loss.
-
-        Args:
-            logprobs (Tensor): [n, L] under the current policy, with gradient.
-            old_logprobs (Tensor | None): [n, L] under the sampling policy; None means that it is
-                the current one (ratio 1, plain policy gradient).
-            ref_logprobs (Tensor | None): [n, L]; needed when ``needs_reference``.
-            advantages (Tensor): [n].
-            weights (Tensor): [n, L] from :meth:`weights`.
-            response_mask (Tensor): [n, L] bool. Masked values never contribute, NaN included.
-            entropy (Tensor | None): [n, L]; needed when ``needs_entropy_gradient``.
-            corrections (Tensor | None): [n, L] importance weights of the policy term that correct
-                the gap between sampler and trainer; see ``importance.py``.
-
-        Returns:
-            LossOutput: the loss, and sums named ``kl``, ``clip_ratio/low``, ``clip_ratio/high``.
-        """
+        """See :class:`Loss`; the sums are ``kl``, ``clip_ratio/low`` and ``clip_ratio/high``."""
         old = logprobs.detach() if old_logprobs is None else old_logprobs
         log_ratio = (logprobs - old).where(response_mask, 0)
-        if self.ratio == "gspo":
+        if self.importance_sampling_level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, response_mask).expand_as(logprobs)
         advantage = advantages[:, None]  # [n, 1]
-        per_token = self._policy_term(log_ratio, logprobs.where(response_mask, 0), advantage)
+        clip: dict[str, Any] = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        if self.surrogate == "cispo":
+            own = logprobs.where(response_mask, 0)
+            per_token = cispo_surrogate(log_ratio, own, advantage, **clip)
+        else:
+            per_token = clipped_surrogate(log_ratio, advantage, dual_clip=self.dual_clip, **clip)
         if corrections is not None:
             per_token = per_token * corrections.where(response_mask, 0)
         ratio = log_ratio.detach().exp()
@@ -296,20 +305,3 @@ class GRPOLoss:
             assert entropy is not None
             per_token = per_token - self.entropy_coeff * entropy.where(response_mask, 0)
         return LossOutput(loss=(per_token * weights).where(response_mask, 0).sum(), sums=sums)
-
-    def _policy_term(self, log_ratio: Tensor, logprobs: Tensor, advantage: Tensor) -> Tensor:
-        if self.ratio == "cispo":
-            return cispo_surrogate(
-                log_ratio,
-                logprobs,
-                advantage,
-                epsilon_low=self.epsilon_low,
-                epsilon_high=self.epsilon_high,
-            )
-        return clipped_surrogate(
-            log_ratio,
-            advantage,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            dual_clip=self.dual_clip,
-        )

@@ -48,13 +48,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
-    """Whether a model's whole weights take at most half of every rank's free memory.
+    """Whether a model's whole weights fit into half of every rank's free memory, sharded or not.
 
-    Every rank has to call it; all get the same answer.
-
-    Args:
-        model (nn.Module): on any device, sharded or not.
-        device (torch.device): of this rank.
+    Every rank has to call it, with its own device; all get the same answer.
     """
     sharers = ranks_per_node() if device.type == "cpu" else 1
     fits = weight_bytes(model) <= free_bytes(device) / sharers / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,28 +18,35 @@ from torchtune_grpo.trajectory import Trajectory
 
 
 class StepMetrics:
-    """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly."""
+    """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly.
+
+    What is added stays on its device until :meth:`compute`.
+    """
 
     def __init__(self) -> None:
-        # name -> [sum, sum of squares, count]
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self._max: dict[str, float] = {}
+        # name -> [3] sum, sum of squares, count
+        self._sums: dict[str, Tensor] = {}
+        self._largest: dict[str, list[Tensor | float]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Adds values to the mean called ``name``; NaN means "does not apply"."""
         values = values.detach().double()
-        values = values[~values.isnan()]
-        self.add_sum(name, values.sum().item(), values.numel(), values.square().sum().item())
+        applies = ~values.isnan()
+        values = values.where(applies, 0)
+        self.add_sum(name, values.sum(), applies.sum(), values.square().sum())
 
-    def add_sum(self, name: str, total: float, count: float, squares: float = 0.0) -> None:
+    def add_sum(
+        self, name: str, total: Tensor, count: Tensor | float, squares: Tensor | float = 0.0
+    ) -> None:
         """Adds ``count`` values of sum ``total`` to the mean called ``name``."""
-        for i, value in enumerate((total, squares, count)):
-            self._sums[name][i] += value
+        parts = [torch.as_tensor(v, device=total.device).double() for v in (total, squares, count)]
+        sums = torch.stack(parts)
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
-    def add_max(self, name: str, value: float) -> None:
+    def add_max(self, name: str, value: Tensor | float) -> None:
         """Keeps the largest value."""
-        self._max[name] = max(value, self._max.get(name, -math.inf))
+        self._largest[name].append(value)
 
     @contextmanager
     def timer(self, stage: str) -> Iterator[None]:
@@ -51,67 +58,45 @@ class StepMetrics:
         self._seconds[f"time/{stage}"] += time.perf_counter() - start
 
     def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
-        """Adds what the rewards and the completions' lengths say.
-
-        Args:
-            trajectory (Trajectory): N rows.
-            scores (RewardScores): of the same N rows.
-            group_size (int): G.
-        """
-        spread = scores.total.view(-1, group_size).std(dim=1)  # [B]
+        """Adds what the rewards and the completions of N rows with advantages say."""
+        assert trajectory.advantages is not None
+        totals = scores.total.view(-1, group_size)  # [B, G]
+        spread = (totals - totals[:, :1]).std(dim=1)  # [B] exactly 0 where all are equal
+        informative = (trajectory.advantages.view(-1, group_size) != 0).any(dim=1)
         self.add_values("reward", scores.total)
         self.add_values("reward_std", spread)
-        self.add_values("frac_reward_zero_std", (spread == 0).float())
-        self.add_values("frac_informative_groups", (spread != 0).float())
+        self.add_values("frac_reward_zero_std", spread == 0)
+        self.add_values("frac_informative_groups", informative)
         for column, name in enumerate(scores.names):
             failed = scores.failed[:, column]
-            self.add_values(f"rewards/{name}/mean", scores.scores[:, column])
-            self.add_values(f"rewards/{name}/errors", failed.float())
             none = scores.scores[:, column].isnan() & ~failed
-            self.add_values(f"rewards/{name}/none", none.float())
+            self.add_values(f"rewards/{name}/mean", scores.scores[:, column])
+            self.add_values(f"rewards/{name}/errors", failed)
+            self.add_values(f"rewards/{name}/none", none)
             self._seconds[f"time/rewards/{name}"] += scores.seconds[column]
         for name, value in scores.metrics:
-            self.add_sum(f"rewards/{name}", value, 1)
+            self.add_values(f"rewards/{name}", torch.tensor(value))
         lengths = trajectory.response_lengths
+        ended = ~trajectory.truncated
+        kept = (trajectory.sampler_logprobs - trajectory.behaviour_logprobs).exp()
         self.add_values("completions/mean_length", lengths)
-        self.add_max("completions/max_length", lengths.max().item())
-        self.add_values("completions/clipped_ratio", trajectory.truncated.float())
-        self.add_values("completions/mean_terminated_length", lengths[~trajectory.truncated])
-        if trajectory.drawn_logprobs is not None:
-            kept = (trajectory.sampler_logprobs - trajectory.drawn_logprobs).exp()
-            self.add_values("sampling/kept_mass", kept[trajectory.response_mask])
+        self.add_max("completions/max_length", lengths.max())
+        self.add_values("completions/clipped_ratio", trajectory.truncated)
+        self.add_values("completions/mean_terminated_length", lengths[ended])
+        self.add_values("sampling/kept_mass", kept[trajectory.response_mask])
 
-    def add_update(
-        self,
-        part: Trajectory,
-        output: LossOutput,
-        *,
-        logprobs: Tensor,
-        entropy: Tensor,
-        share: float,
-        first: bool,
-    ) -> None:
-        """Adds what a micro-batch's loss says.
+    def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
+        """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
+        gap = (logprobs - trajectory.sampler_logprobs)[trajectory.response_mask].abs()
+        self.add_values("sampling/logp_difference/mean", gap)
+        if len(gap):
+            self.add_max("sampling/logp_difference/max", gap.max())
 
-        Args:
-            part (Trajectory): n rows.
-            output (LossOutput): of the same rows.
-            logprobs (Tensor): [n, L] under the current policy, without gradient.
-            entropy (Tensor): [n, L].
-            share (float): n over the rows of the whole optimizer step.
-            first (bool): whether the policy is still the one that sampled the rows.
-        """
-        tokens = int(part.response_mask.sum())
-        # The shares of a step add up to one, and so do those of each of several optimizer steps.
-        self.add_sum("loss", output.loss.item(), share)
-        self.add_values("entropy", entropy[part.response_mask])
+    def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
+        """Adds what the loss of n rows says, and their entropy [n, L]."""
+        self.add_values("entropy", entropy[response_mask])
         for name, total in output.sums.items():
-            self.add_sum(name, total.item(), tokens)
-        if first:
-            difference = (logprobs - part.sampler_logprobs)[part.response_mask].abs()
-            self.add_values("sampling/logp_difference/mean", difference)
-            if tokens:
-                self.add_max("sampling/logp_difference/max", difference.max().item())
+            self.add_sum(name, total, response_mask.sum())
 
     def compute(self) -> dict[str, float]:
         """Means, standard deviations (``.../std`` beside ``.../mean``), maxima and seconds.
@@ -119,7 +104,9 @@ class StepMetrics:
         Over all ranks: sums and counts are added before they are divided; times are the slowest
         rank's.
         """
-        sums, maxima = _over_ranks(dict(self._sums), {**self._max, **self._seconds})
+        maxima = {name: max(map(float, values)) for name, values in self._largest.items()}
+        own = {name: values.tolist() for name, values in self._sums.items()}
+        sums, maxima = _merged(gather_over_ranks((own, maxima | self._seconds)))
         result = {}
         for name, (total, squares, count) in sums.items():
             if not count:
@@ -137,15 +124,15 @@ class StepMetrics:
         return result
 
 
-def _over_ranks(
-    sums: dict[str, list[float]], maxima: dict[str, float]
+def _merged(
+    parts: Sequence[tuple[dict[str, list[float]], dict[str, float]]],
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    all_sums: dict[str, list[float]] = {}
-    all_max: dict[str, float] = {}
-    for rank_sums, rank_max in gather_over_ranks((sums, maxima)):
+    """Every rank's sums added up, and the largest of its maxima."""
+    sums: dict[str, list[float]] = {}
+    maxima: dict[str, float] = {}
+    for rank_sums, rank_maxima in parts:
         for name, values in rank_sums.items():
-            old = all_sums.get(name, [0.0] * len(values))
-            all_sums[name] = [a + b for a, b in zip(old, values)]
-        for name, value in rank_max.items():
-            all_max[name] = max(value, all_max.get(name, -math.inf))
-    return all_sums, all_max
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), values, strict=True)]
+        for name, value in rank_maxima.items():
+            maxima[name] = max(value, maxima.get(name, -math.inf))
+    return sums, maxima

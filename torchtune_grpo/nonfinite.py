@@ -16,6 +16,7 @@ from torchtune_grpo.trajectory import Trajectory
 log = get_logger("INFO")
 
 FOLDER = "nonfinite"
+MAX_IN_A_ROW = 3  # so many skipped optimizer steps stop the run
 
 
 class NonFiniteError(RuntimeError):
@@ -23,14 +24,7 @@ class NonFiniteError(RuntimeError):
 
 
 def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients together; 0 if there are none.
-
-    Args:
-        parameters (Iterable[nn.Parameter]): those without a gradient are left out.
-
-    Returns:
-        Tensor: a scalar; infinite or NaN if any gradient is.
-    """
+    """The norm of all gradients that there are, a scalar; infinite or NaN if any of them is."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     # Gradients that are sharded over ranks (FSDP2) give a norm that is as well.
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -41,12 +35,10 @@ class NonFiniteGuard:
 
     Args:
         output_dir (Path): the batch goes to ``nonfinite/step_<n>.pt`` there, one file a rank.
-        max_steps (int): so many skipped optimizer steps in a row stop the run.
     """
 
-    def __init__(self, output_dir: Path, *, max_steps: int) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self._folder = output_dir / FOLDER
-        self._max_steps = max_steps
         self._in_a_row = 0
         self.skipped = 0
 
@@ -59,7 +51,7 @@ class NonFiniteGuard:
         trajectory: Trajectory,
         step: int,
     ) -> bool:
-        """Whether the optimizer may step.
+        """Whether loss and gradient are finite on all ranks; if not, the batch is in a file.
 
         Args:
             loss (Tensor): the optimizer step's, a scalar.
@@ -67,9 +59,6 @@ class NonFiniteGuard:
             model (nn.Module): holds the gradients.
             trajectory (Trajectory): the N rows that gave them.
             step (int): the step's number, for the file's name.
-
-        Returns:
-            False if loss or gradient is not finite on any rank; the batch is in a file then.
 
         Raises:
             NonFiniteError: if this is the last straw.
@@ -86,9 +75,9 @@ class NonFiniteGuard:
             f"finite{'' if not finite else ' on another rank'}; the optimizer step is skipped. The "
             f"batch is in {path}."
         )
-        if self._in_a_row >= self._max_steps:
+        if self._in_a_row >= MAX_IN_A_ROW:
             raise NonFiniteError(
-                f"{message} That is {self._in_a_row} in a row (max_nonfinite_steps). Look at the "
+                f"{message} That is {self._in_a_row} in a row, and the run stops. Look at the "
                 "batch's rewards and log-probs; a lower learning rate or clip_grad_norm may help."
             )
         log.warning(message)

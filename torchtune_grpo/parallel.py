@@ -7,7 +7,8 @@ step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,31 +20,49 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo._config_table import key, one_of, positive
+
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """The keys below ``distributed``: how several ranks share the work."""
+
+    sharding: str = one_of(
+        "Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes "
+        "more than half of a rank's free memory",
+        "auto",
+        ("auto", "always", "never"),
+    )
+    replicas: int = positive("Copies of a sharded model, each over a part of the ranks (HSDP)", 1)
+    cpu_offload: bool = key("Keep a sharded model's parts on the CPU while they wait", False)
+    defer_gradients: str = one_of(
+        "A sharded model's gradients cross the wire once a step, not once a micro-batch, and are "
+        "held whole meanwhile; auto = with adapters",
+        "auto",
+        ("auto", "always", "never"),
+    )
+    gather: str = one_of(
+        "For a rollout, a sharded model is gathered once, or layer by layer for each token; auto = "
+        "once if it takes at most half of a rank's free memory",
+        "auto",
+        ("auto", "once", "layer"),
+    )
+
+
 def init_process_group(device: torch.device) -> None:
-    """Joins the ranks that torchrun has started.
-
-    Args:
-        device (torch.device): of this rank.
-
-    Raises:
-        ValueError: if torchrun has not started this process.
-    """
-    if "RANK" not in os.environ:
-        raise ValueError(
-            "This recipe runs under torchrun: tune run --nproc_per_node <ranks> "
-            "grpo_full_finetune_distributed --config ..., or take the single-device recipe."
-        )
-    # CPU tensors (metrics, random states) go over gloo, whatever the device is.
-    backend = training.get_distributed_backend(device.type)
-    dist.init_process_group("gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}")
+    """Joins the ranks that torchrun has started, if it has; ``device`` is this rank's."""
+    if "RANK" in os.environ:
+        # CPU tensors (metrics, random states) go over gloo, whatever the device is.
+        own = training.get_distributed_backend(device.type)
+        dist.init_process_group("gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}")
 
 
 def end_process_group() -> None:
-    """Leaves the other ranks."""
-    dist.destroy_process_group()
+    """Leaves the other ranks, if there are any."""
+    if _is_distributed():
+        dist.destroy_process_group()
 
 
 def world_size() -> int:
@@ -96,30 +115,23 @@ def broadcast_trained_parameters(model: nn.Module) -> None:
                 dist.broadcast(parameter.data, src=0)
 
 
-def sync_with_last(model: nn.Module, parts: Sequence[T], *, defer: str) -> Iterator[T]:
-    """A step's micro-batches; a sharded model's gradients cross the wire with the last one's.
+def set_gradient_sync(model: nn.Module, *, last: bool, defer: str) -> None:
+    """Says whether a sharded model's gradients cross the wire in the next backward pass.
 
     By default FSDP2 reduces and scatters them in every backward pass. Sums over copies of a sharded
     model (HSDP) always wait for the last pass: what waits is sharded already, and costs no memory.
 
     Args:
-        model (nn.Module): whose backward pass is done for one part before the next is taken.
-        parts (Sequence[T]): as many on every rank.
+        model (nn.Module): sharded or not.
+        last (bool): whether the pass is the optimizer step's last one.
         defer (str): "always", "never", or "auto": if not all parameters are trained. What waits is
             the whole gradient of every trained parameter, on every rank.
-
-    Yields:
-        T: each part, in order.
     """
-    whole = defer == "always" or (
-        defer == "auto" and not all(p.requires_grad for p in model.parameters())
-    )
-    for index, part in enumerate(parts):
-        if isinstance(model, FSDPModule):
-            last = index == len(parts) - 1
-            model.set_requires_gradient_sync(last or not whole)
-            model.set_requires_all_reduce(last)
-        yield part
+    if isinstance(model, FSDPModule):
+        some_frozen = not all(p.requires_grad for p in model.parameters())
+        wait = defer == "always" or (defer == "auto" and some_frozen)
+        model.set_requires_gradient_sync(last or not wait)
+        model.set_requires_all_reduce(last)
 
 
 def reduce_gradients(model: nn.Module) -> None:
@@ -148,32 +160,30 @@ def reduce_gradients(model: nn.Module) -> None:
             grad.copy_(part.view_as(grad))
 
 
-def shard(
-    model: TransformerDecoder, *, device: torch.device, cpu_offload: bool, replicas: int
-) -> None:
+def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: torch.device) -> None:
     """Shards a model, layer by layer, with FSDP2.
 
     Args:
         model (TransformerDecoder): whole on every rank, with the same weights.
+        settings (DistributedConfig): whether what is not computed stays on the CPU, and how many
+            copies there are, each sharded over ``world_size / replicas`` ranks (HSDP).
         device (torch.device): of this rank.
-        cpu_offload (bool): keep what is not computed on the CPU.
-        replicas (int): copies of the model; each is sharded over ``world_size / replicas`` ranks
-            (HSDP). 1 shards over all ranks.
 
     Raises:
         ValueError: if the replicas do not divide the ranks.
     """
+    replicas = settings.replicas
     if world_size() % replicas:
         raise ValueError(
-            f"data_parallel_replicate_dim={replicas}: does not divide the {world_size()} ranks; "
-            "give a divisor."
+            f"distributed.replicas={replicas}: does not divide the {world_size()} ranks; give a "
+            "divisor."
         )
     shape: tuple[int, ...] = (world_size(),)
     names: tuple[str, ...] = ("shard",)
     if replicas > 1:
         shape, names = (replicas, world_size() // replicas), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
     # Embedding, norm and output stay gathered from the forward to the backward pass, which both

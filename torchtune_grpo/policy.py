@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torchtune import config, training, utils
-from torchtune.modules import MultiHeadAttention, TransformerDecoder
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.logprobs import attend_in_segments
 from torchtune_grpo.memory import fits_every_rank
+from torchtune_grpo.parallel import world_size
 
 log = utils.get_logger("INFO")
 
@@ -19,18 +21,16 @@ log = utils.get_logger("INFO")
 def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
     """Whether the model is spread over the ranks; the same answer on all of them.
 
-    ``sharding: auto`` shards what is trained as a whole, and a frozen base with adapters where its
-    weights would take more than half of a rank's free memory.
+    ``distributed.sharding: auto`` shards what is trained as a whole, and a frozen base with
+    adapters where its weights would take more than half of a rank's free memory. One rank alone has
+    nobody to share with.
 
-    Args:
-        cfg (GRPOConfig): the config.
-        device (torch.device): of this rank.
-
-    Returns:
-        bool: nothing is allocated to find out.
+    Nothing is allocated to find out.
     """
-    if cfg.sharding != "auto":
-        return cfg.sharding == "always"
+    if world_size() == 1:
+        return False
+    if cfg.distributed.sharding != "auto":
+        return cfg.distributed.sharding == "always"
     with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)):
         with torch.device("meta"):
             model = config.instantiate(cfg.model)
@@ -38,7 +38,7 @@ def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
         return True
     if fits_every_rank(model, device=device):
         return False
-    utils.log_rank_zero(log, "sharding=auto: a rank's memory does not hold the model; sharded.")
+    utils.log_rank_zero(log, "A rank's memory does not hold the whole model: it is sharded.")
     return True
 
 
@@ -61,12 +61,8 @@ def build_policy(
     """
     with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)), device:
         model = config.instantiate(cfg.model)
-    kinds = {type(layer.attn).__name__ for layer in model.layers}
-    if cfg.pack_groups and kinds != {MultiHeadAttention.__name__}:
-        raise ValueError(
-            f"pack_groups=True: works with torchtune's MultiHeadAttention; {cfg.model._component_} "
-            f"has {', '.join(sorted(kinds))}. Set pack_groups to false."
-        )
+    if cfg.pack_groups:
+        attend_in_segments(model)
     adapters = get_adapter_params(model)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]

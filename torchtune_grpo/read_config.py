@@ -1,21 +1,49 @@
-"""Checks of a config beyond single keys: components, combinations, files, and the context."""
+"""From YAML to a checked config: keys, components, combinations, files, and the context."""
 
 from __future__ import annotations
 
 import difflib
-import inspect
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
-from torchtune.config._errors import InstantiationError
+from torchtune import config, utils
 from torchtune.config._utils import _get_component_from_path
 
-if TYPE_CHECKING:
-    from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo._config_table import component_parameters, read_table
+from torchtune_grpo._import_path import extend_import_path
+from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
+
+log = utils.get_logger("INFO")
+
+
+def read_config(cfg: DictConfig) -> GRPOConfig:
+    """Checks what ``torchtune.config.parse`` hands to ``recipe_main``, before anything is loaded.
+
+    Settings that have no effect beside the others are logged as warnings.
+
+    Raises:
+        ValueError: naming the key, the value and the remedy.
+    """
+    extend_import_path()
+    if "gradient_accumulation_steps" in cfg:
+        raise ValueError(
+            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}: unknown config key. "
+            "Multiply batch_size by it instead: forward_batch_size bounds what is computed at once "
+            "in the update, and rollout.max_rows in the rollout."
+        )
+    cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
+    settings: GRPOConfig = read_table(GRPOConfig, cfg)
+    check_components(settings)
+    check_combinations(settings)
+    if os.environ.get("RANK", "0") == "0":
+        for warning in without_effect(settings):
+            log.warning(warning)
+    rows = settings.rollout.max_rows or settings.rows_per_step  # also where more are evaluated
+    return replace(settings, rollout=replace(settings.rollout, max_rows=rows))
 
 
 def check_components(settings: GRPOConfig) -> None:
@@ -55,51 +83,29 @@ def check_components(settings: GRPOConfig) -> None:
                 )
 
 
-def component_parameters(dotpath: str | None) -> dict[str, inspect.Parameter]:
-    """Parameters of a component; empty where it cannot be found or does not say."""
-    try:
-        return dict(inspect.signature(_get_component_from_path(dotpath or "")).parameters)
-    except (InstantiationError, ValueError, TypeError):
-        return {}
-
-
 def check_combinations(settings: GRPOConfig) -> None:
-    """Contradictions between keys."""
-    _ = settings.sampling  # raises if its keys contradict each other
-    rows = settings.batch_size * settings.grpo_samples
-    if rows % settings.rows_per_forward:
+    """Raises a ValueError where keys contradict each other."""
+    _ = settings.sampling_params  # raises if its keys contradict each other
+    if settings.rows_per_step % settings.rows_per_forward:
+        rows = settings.rows_per_step
         raise ValueError(
             f"forward_batch_size={settings.forward_batch_size}: does not divide the "
-            f"batch_size * grpo_samples = {rows} rows of a batch; give a divisor of {rows}."
+            f"batch_size * grpo_samples = {rows} rows of a step; give a divisor of {rows}."
         )
     if settings.forward_token_budget is not None and settings.forward_batch_size is not None:
         raise ValueError(
             f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
             f"{settings.forward_batch_size}; set one of them to null."
         )
-    if settings.old_logprobs == "sampler" and settings.sampling_correction is not None:
+    if settings.rollout.cuda_graphs and not settings.device.startswith("cuda"):
         raise ValueError(
-            "old_logprobs=sampler: the ratio then corrects for the sampler already; set "
-            f"sampling_correction={settings.sampling_correction} to null."
+            f"rollout.cuda_graphs=True: works on CUDA, not on device={settings.device}; set it to "
+            "false."
         )
-    cuda_only = {
-        "packed_attention=flex": (settings.packed_attention == "flex", "auto"),
-        "rollout.cuda_graphs=True": (settings.rollout.cuda_graphs, "false"),
-    }
-    for name, (asked, remedy) in cuda_only.items():
-        if asked and not settings.device.startswith("cuda"):
-            raise ValueError(
-                f"{name}: works on CUDA, not on device={settings.device}; set it to {remedy}."
-            )
-    if settings.compile and settings.packed_attention == "segments":
-        raise ValueError(
-            "packed_attention=segments: compile=True would compile the layers anew for each step's "
-            "lengths; set packed_attention to auto."
-        )
-    if settings.rollout.cuda_graphs and settings.rollout.gather == "layer":
+    if settings.rollout.cuda_graphs and settings.distributed.gather == "layer":
         raise ValueError(
             "rollout.cuda_graphs=True: layers gathered for each token cannot be recorded; set it "
-            "to false, or rollout.gather to once."
+            "to false, or distributed.gather to once."
         )
     if settings.eval_dataset is None and settings.eval_every_n_steps is not None:
         raise ValueError(
@@ -114,6 +120,30 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"output_dir={settings.output_dir}: is also checkpointer.checkpoint_dir, whose files "
             "would be overwritten; give another folder."
         )
+
+
+def without_effect(settings: GRPOConfig) -> list[str]:
+    """One sentence for each setting that the others switch off, with the remedy."""
+    group, rows = settings.grpo_samples, settings.rows_per_forward
+    no_budget = settings.forward_token_budget is None
+    mode, cap = settings.sampling_correction.mode, settings.sampling_correction.cap
+    cases = {
+        f"pack_groups=True: forward_batch_size={rows} holds no whole groups; make it a multiple of "
+        f"grpo_samples={group}, or give forward_token_budget instead.": (
+            settings.pack_groups and no_budget and rows % group > 0
+        ),
+        f"sampling_correction.cap={cap}: nothing is capped under mode={mode}; set mode to "
+        "token_truncate, say.": (
+            mode in (None, "old_logprobs") and cap != SamplingCorrectionConfig().cap
+        ),
+        "reference: there is none with loss.kl_coeff=0; remove the node.": (
+            settings.loss.get("kl_coeff") == 0 and settings.reference != ReferenceConfig()
+        ),
+        f"eval_samples={settings.eval_samples}: there is no eval_dataset; add one.": (
+            settings.eval_dataset is None and settings.eval_samples > 0
+        ),
+    }
+    return [f"No effect: {sentence}" for sentence, holds in cases.items() if holds]
 
 
 def check_checkpoint_files(settings: GRPOConfig) -> None:
@@ -145,37 +175,27 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
             raise ValueError(f"tokenizer.{name}={path}: no such file; {download}.")
 
 
-def check_token_budget(settings: GRPOConfig, *, longest_prompt: int) -> None:
-    """Raises a ValueError if a single row can exceed ``forward_token_budget``.
+def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -> None:
+    """Raises a ValueError if a prompt and its response are too long for model or budget.
 
-    Args:
-        settings (GRPOConfig): the config.
-        longest_prompt (int): of the training data, in tokens.
-    """
-    budget = settings.forward_token_budget
-    longest = longest_prompt + settings.max_generated_tokens - 1  # the last token is not read
-    if budget is not None and longest > budget:
-        raise ValueError(
-            f"forward_token_budget={budget}: the longest prompt of {longest_prompt} tokens with "
-            f"max_generated_tokens={settings.max_generated_tokens} makes a row of {longest}; give "
-            f"at least {longest}, or lower dataset.max_prompt_tokens or max_generated_tokens."
-        )
-
-
-def check_context(settings: GRPOConfig, *, prompt_lengths: Mapping[str, int]) -> None:
-    """Raises a ValueError if the longest prompt and response do not fit the model's context.
-
-    Args:
-        settings (GRPOConfig): the config.
-        prompt_lengths (Mapping[str, int]): the longest prompt in tokens of each data set's key.
+    ``longest_prompts`` has the longest prompt in tokens of each data set, by its key.
     """
     with torch.device("meta"):  # no weights are made
         context = config.instantiate(settings.model).max_seq_len
-    for name, longest in prompt_lengths.items():
-        room = context - settings.max_generated_tokens
-        if longest > room:
+    response = settings.max_generated_tokens
+    for name, longest in longest_prompts.items():
+        if longest + response > context:
             raise ValueError(
                 f"{name}: the longest prompt has {longest} tokens, which with max_generated_tokens="
-                f"{settings.max_generated_tokens} exceeds the model's context of {context}. Set "
-                f"{name}.max_prompt_tokens to at most {room}, or lower max_generated_tokens."
+                f"{response} exceeds the model's context of {context}. Set "
+                f"{name}.max_prompt_tokens to at most {context - response}, or lower "
+                "max_generated_tokens."
             )
+    budget = settings.forward_token_budget
+    row = longest_prompts["dataset"] + response - 1  # the last token is not read
+    if budget is not None and row > budget:
+        raise ValueError(
+            f"forward_token_budget={budget}: the longest prompt of {longest_prompts['dataset']} "
+            f"tokens with max_generated_tokens={response} makes a row of {row}; give at least "
+            f"{row}, or lower dataset.max_prompt_tokens or max_generated_tokens."
+        )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torchtune import training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
-from torchtune_grpo.logprobs import trajectory_logprobs
-from torchtune_grpo.logprobs._micro_batches import MicroBatch
-from torchtune_grpo.parallel import shard
+from torchtune_grpo.config import GRPOConfig, ReferenceConfig
+from torchtune_grpo.logprobs import MicroBatch, trajectory_logprobs
+from torchtune_grpo.parallel import DistributedConfig, shard
+
+log = utils.get_logger("INFO")
 
 
 class AdapterReference:
@@ -27,7 +29,7 @@ class AdapterReference:
         with disable_adapter(self._policy):
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
-    def shard(self, **options: Any) -> None:
+    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
         """Nothing to do: the policy's own weights are sharded with it."""
 
 
@@ -54,28 +56,26 @@ class FrozenReference:
         moved = [part.to(self._device) for part in micro_batches]
         return trajectory_logprobs(self._model, moved, temperature=temperature).to(home)
 
-    def shard(self, *, device: torch.device, **options: Any) -> None:
-        """Shards the copy; the arguments are those of :func:`torchtune_grpo.parallel.shard`."""
-        shard(self._model, device=device, **options)
+    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
+        """Shards the copy; see :func:`torchtune_grpo.parallel.shard`."""
+        shard(self._model, settings, device=device)
         self._device = device
 
 
 Reference = AdapterReference | FrozenReference
 
 
-def make_reference(
-    policy: TransformerDecoder, *, dtype: torch.dtype, device: torch.device
-) -> Reference:
+def make_reference(policy: TransformerDecoder, cfg: GRPOConfig, *, home: torch.device) -> Reference:
     """Picks the cheapest exact reference for a policy that was just loaded.
 
-    Args:
-        policy (TransformerDecoder): with its initial weights.
-        dtype (torch.dtype): of a frozen copy's parameters, if one is needed.
-        device (torch.device): of a frozen copy, if one is needed.
-
-    Returns:
-        Reference: adapters off if the policy has adapters, else a frozen copy.
+    It is the policy with adapters off if there are some, else a frozen copy, which lives on the
+    device ``home`` unless ``cfg.reference`` names another.
     """
+    wanted = cfg.reference
     if get_adapter_params(policy):
+        if wanted != ReferenceConfig():
+            log.warning("No effect: reference: the adapters are switched off, nothing is copied.")
         return AdapterReference(policy)
+    device = torch.device(wanted.device or home)
+    dtype = training.get_dtype(wanted.dtype or cfg.dtype, device=device)
     return FrozenReference(policy, dtype=dtype, device=device)

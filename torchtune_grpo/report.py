@@ -1,7 +1,7 @@
 """The run as a picture and a few lines: ``python -m torchtune_grpo.report OUTPUT_DIR``.
 
 Draws ``reward_curve.png`` from the run's ``metrics.jsonl`` and prints held-out accuracy before and
-after. Needs matplotlib: ``pip install torchtune-grpo[report]``.
+after. Needs matplotlib: ``pip install matplotlib``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ def series(records: list[dict[str, Any]], name: str) -> Series:
 
 @contextmanager
 def axes_of_a_run(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Two plots against the step, of training reward and held-out accuracy; saved at the end.
-
-    Args:
-        path (Path): of the picture.
-
-    Yields:
-        tuple[Any, Any]: matplotlib's axes of the two.
-    """
+    """Yields the axes of training reward and of held-out accuracy; saves their picture after."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,12 +44,7 @@ def axes_of_a_run(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
-    """Draws reward, its spread within the groups, and held-out accuracy against the step.
-
-    Args:
-        records (list[dict[str, Any]]): lines of ``metrics.jsonl``.
-        path (Path): of the picture.
-    """
+    """Draws reward, its spread within the groups, and held-out accuracy against the step."""
     with axes_of_a_run(path) as (left, right):
         steps, rewards = series(records, "reward")
         _, spread = series(records, "reward_std")
@@ -66,16 +54,18 @@ def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
         left.fill_between(
             steps, low, high, color="tab:blue", alpha=0.2, label="± spread in a group"
         )
-        for name in sorted(
-            {key for record in records for key in record if key.startswith("eval/")}
-        ):
+        for name in _eval_names(records):
             right.plot(*series(records, name), marker="o", label=name.removeprefix("eval/"))
+
+
+def _eval_names(records: list[dict[str, Any]]) -> list[str]:
+    return sorted({key for record in records for key in record if key.startswith("eval/")})
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:
     """One line per evaluation metric: its first and its last value."""
     lines = []
-    for name in sorted({key for record in records for key in record if key.startswith("eval/")}):
+    for name in _eval_names(records):
         steps, values = series(records, name)
         lines.append(
             f"held-out {name.removeprefix('eval/')}: {values[0]:.3f} before (step {steps[0]}), "

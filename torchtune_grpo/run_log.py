@@ -1,4 +1,4 @@
-"""The run's own record, in files that a report or a notebook reads back."""
+"""Where a run's numbers go: the metric logger, the profiler, and the run's own record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torchtune import config
+from torchtune import config, training
 
 from torchtune_grpo.parallel import gather_over_ranks, rank
 from torchtune_grpo.rewards import RewardScores
@@ -29,6 +29,11 @@ class _SilentLogger:
 def make_metric_logger(node: DictConfig) -> Any:
     """The config's metric logger; only the first rank's logs anything."""
     return config.instantiate(node) if rank() == 0 else _SilentLogger()
+
+
+def make_profiler(node: DictConfig | None) -> Any:
+    """The config's profiler, or one that does nothing."""
+    return training.DummyProfiler() if node is None else config.instantiate(node)[0]
 
 
 class RunLog:
@@ -57,9 +62,8 @@ class RunLog:
             _append_jsonl(path, [record for record in records if record["step"] <= step])
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends a step's numbers; JSON has null for those that are not finite."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        _append_jsonl(self._metrics, [{"step": step, **finite}])
+        """Appends a step's numbers."""
+        _append_jsonl(self._metrics, [{"step": step, **_finite(values)}])
 
     def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:
         """Appends the first completions of a step, with their rewards and advantages."""
@@ -72,7 +76,7 @@ class RunLog:
                     "prompt": trajectory.prompts[row],
                     "completion": trajectory.completions[row],
                     "reward": scores.total[row].item(),
-                    "rewards": dict(zip(scores.names, scores.scores[row].tolist(), strict=True)),
+                    "rewards": _finite(dict(zip(scores.names, scores.scores[row].tolist()))),
                     "advantage": trajectory.advantages[row].item(),
                     "tokens": int(trajectory.response_lengths[row]),
                     "truncated": bool(trajectory.truncated[row]),
@@ -80,6 +84,11 @@ class RunLog:
                 }
             )
         _append_jsonl(self._completions, sum(gather_over_ranks(records), []))
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has null for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:

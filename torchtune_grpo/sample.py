@@ -1,7 +1,7 @@
 """Looks at what a policy says.
 
-    python -m torchtune_grpo.rollout --config llama3_2_1B_lora_grpo "What is 3 + 4?"
-    python -m torchtune_grpo.rollout --config my_config.yaml --num-prompts 2 --set temperature=0.7
+    python -m torchtune_grpo.sample --config llama3_2_1B_lora_grpo "What is 3 + 4?"
+    python -m torchtune_grpo.sample --config my_config.yaml --num-prompts 2 --set temperature=0.7
 
 The prompt is encoded like those of the config's data set: system prompt, chat format and prefill.
 Without a prompt, the first ones of the data set are taken, and the rewards score the responses. The
@@ -12,6 +12,7 @@ weights are those of the newest checkpoint in ``output_dir``; before the first o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -22,25 +23,20 @@ from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo._plugin import config_files
-from torchtune_grpo.checkpoint import (
-    find_checkpoint,
-    load_training_state,
-    make_checkpointer,
-    restore_weights,
-)
-from torchtune_grpo.config import GRPOConfig, read_config
+from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.policy import build_policy
-from torchtune_grpo.read_config import check_checkpoint_files
+from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import make_engine, roll_out
 
 
 def main() -> None:
-    """Entry point of ``python -m torchtune_grpo.rollout``."""
+    """Entry point of ``python -m torchtune_grpo.sample``."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtune_grpo.rollout", description="Looks at what a policy says."
+        prog="python -m torchtune_grpo.sample", description="Looks at what a policy says."
     )
     parser.add_argument("prompts", nargs="*", help="without any, the data set's first ones")
     parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
@@ -84,15 +80,11 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
     model = _policy(cfg, device=device, base=args.base).eval()
     group_size = args.samples or cfg.grpo_samples
     trajectory = roll_out(
-        make_engine(
-            model,
-            cfg.rollout,
-            max_rows=cfg.max_rollout_rows,
-        ),
-        collate_prompts(items, pad_id=tokenizer.pad_id).to(device),
+        make_engine(model, cfg.rollout),
+        collate_prompts(items),
         tokenizer=tokenizer,
         group_size=group_size,
-        params=cfg.sampling,
+        params=cfg.sampling_params,
         prefill=dataset.prefill,
         seed=training.set_seed(seed=cfg.seed),
         step=0,
@@ -124,19 +116,15 @@ def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
 
 
 def _policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:
-    output_dir = Path(cfg.output_dir)
-    checkpointer = make_checkpointer(cfg.checkpointer, output_dir=output_dir)
-    model = build_policy(cfg, checkpointer.load_checkpoint()[training.MODEL_KEY], device=device)
+    checkpoints = Checkpoints(cfg.checkpointer, output_dir=Path(cfg.output_dir))
+    model = build_policy(cfg, checkpoints.base_weights(), device=device)
     trained = None
     if not base:
-        try:
-            trained = find_checkpoint(output_dir)
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):  # before the first one
+            trained = checkpoints.newest()
     print(f"Weights: {trained or cfg.checkpointer.checkpoint_dir}")
     if trained is not None:
-        state = load_training_state(trained)
-        restore_weights(model, state, trained, cfg=cfg.checkpointer, output_dir=output_dir)
+        checkpoints.restore(model, trained)
     return model
 
 

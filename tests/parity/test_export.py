@@ -8,12 +8,11 @@ from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from omegaconf import OmegaConf
 from peft import PeftModel
 from policies import LORA, randomize
-from torchtune import training
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import lora_qwen2
 from transformers import AutoModelForCausalLM
 
-from torchtune_grpo.checkpoint import make_checkpointer, save_checkpoint
+from torchtune_grpo.checkpoint import Checkpoints
 
 QWEN = {"rope_base": 1_000_000.0, "tie_word_embeddings": True}
 CASES = {
@@ -42,9 +41,9 @@ def test_saved_folder_equals_the_live_policy(tmp_path, case):
             "model_type": model_type,
         }
     )
-    checkpointer = make_checkpointer(cfg, output_dir=tmp_path / "out")
+    checkpoints = Checkpoints(cfg, output_dir=tmp_path / "out")
     model = builder()
-    model.load_state_dict(checkpointer.load_checkpoint()[training.MODEL_KEY], strict=False)
+    model.load_state_dict(checkpoints.base_weights(), strict=False)
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
@@ -56,16 +55,7 @@ def test_saved_folder_equals_the_live_policy(tmp_path, case):
             parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    folder = save_checkpoint(
-        checkpointer=checkpointer,
-        cfg=cfg,
-        output_dir=tmp_path / "out",
-        step=3,
-        model=model,
-        training_state={"step": 3},
-        adapter_only=False,
-        keep_last=None,
-    )
+    folder = checkpoints.save(model, {"step": 3}, step=3)
     assert folder == tmp_path / "out" / "step_000003"
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), f"saving changed {name}"

@@ -6,6 +6,7 @@ TRL's trainer is real: a tiny Llama in transformers, the same weights as ours. I
 
 import itertools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.importance import importance_weights
-from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.trajectory import Trajectory, length_mask
@@ -82,9 +83,11 @@ def make_rows() -> Trajectory:
     return Trajectory(
         tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 2),
         prompt_lengths=torch.tensor(PROMPTS),
+        response_lengths=torch.tensor(RESPONSES),
         response_mask=length_mask(torch.tensor(RESPONSES), LIMIT),
         truncated=torch.tensor(TRUNCATED),
         sampler_logprobs=torch.zeros(len(lengths), LIMIT),
+        behaviour_logprobs=torch.zeros(len(lengths), LIMIT),
         prompts=[],
         completions=[],
         columns={},
@@ -115,6 +118,7 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     model = llama3_2(**TINY)
     state = load_file(folder / "model.safetensors")
     model.load_state_dict(hf_to_tune(state, **HEADS, dim=TINY["embed_dim"]), strict=False)
+    attend_in_segments(model)
     packs = torch.arange(len(PROMPTS)) // GROUP
     logprobs, entropy = response_logprobs(
         model,
@@ -147,8 +151,11 @@ POLICIES = {
     "token": ({}, {}),
     "token, wide": (dict(epsilon=0.1, epsilon_high=0.4), dict(epsilon_low=0.1, epsilon_high=0.4)),
     "two-sided": (dict(delta=1.5), dict(dual_clip=1.5)),
-    "sequence": (dict(importance_sampling_level="sequence"), dict(ratio="gspo")),
-    "cispo": (dict(epsilon_high=1.3), dict(ratio="cispo", epsilon_low=1.0, epsilon_high=0.3)),
+    "sequence": (
+        dict(importance_sampling_level="sequence"),
+        dict(importance_sampling_level="sequence"),
+    ),
+    "cispo": (dict(epsilon_high=1.3), dict(surrogate="cispo", epsilon_low=1.0, epsilon_high=0.3)),
 }
 AGGREGATIONS = {"grpo": "grpo", "bnpo": "dapo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
 CASES = [
@@ -162,7 +169,7 @@ def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, mode: str) -> No
     """mode: old log-probs ``known``, or not (``on policy``); or how sampling is corrected for."""
     rows = make_rows()
     if trl_options.get("mask_truncated_completions"):
-        rows.response_mask &= ~rows.truncated[:, None]
+        rows = replace(rows, response_mask=rows.response_mask & ~rows.truncated[:, None])
     trainer = make_trainer(folder, **trl_options)
     inputs = trl_inputs(rows)
     generator = torch.Generator().manual_seed(4)
@@ -178,9 +185,9 @@ def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, mode: str) -> No
     if mode.endswith(("truncate", "mask")):
         corrections = importance_weights(
             trainer_logprobs=old,
-            sampler_logprobs=old + noise[1],
+            behaviour_logprobs=old + noise[1],
             response_mask=rows.response_mask,
-            correction=mode,
+            mode=mode,
             cap=1.2,
         )
         trainer.use_vllm = True  # the switch in its loss; nothing of vLLM itself is needed

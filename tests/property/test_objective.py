@@ -8,20 +8,28 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchtune_grpo.advantages import (
+    AGGREGATIONS,
     NORMALIZATIONS,
-    OBJECTIVES,
     group_advantages,
     reward_advantages,
+    total_reward,
 )
 from torchtune_grpo.loss import GRPOLoss
 
-LOSSES = [
-    GRPOLoss(ratio=ratio, aggregation=aggregation, kl_estimator=kl, entropy_coeff=0.1)
-    for ratio in ("token", "gspo", "cispo")
+RATIOS = {
+    "token": {},
+    "gspo": {"importance_sampling_level": "sequence"},
+    "cispo": {"surrogate": "cispo"},
+}
+LOSSES = {
+    f"{name}-{aggregation}": GRPOLoss(
+        **options, aggregation=aggregation, kl_estimator=kl, entropy_coeff=0.1
+    )
+    for name, options in RATIOS.items()
     for aggregation, kl in (("grpo", "k3"), ("dapo", "k1"), ("dr_grpo", "k2"))
-]
+}
 FIELDS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "corrections")
-losses = pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{x.ratio}-{x.aggregation}")
+losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 few = settings(deadline=None, max_examples=25)
 
 
@@ -97,14 +105,14 @@ def test_what_stands_at_masked_positions_changes_nothing(loss, data, poison):
         assert torch.equal(dirty_grad, grad) and (dirty_grad[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("ratio", ["token", "gspo", "cispo"])
+@pytest.mark.parametrize("options", RATIOS.values(), ids=RATIOS)
 @few
 @given(data=batches(), known=st.booleans())
-def test_ratio_one_gives_the_plain_policy_gradient(ratio, data, known):
+def test_ratio_one_gives_the_plain_policy_gradient(options, data, known):
     """Old log-probs that equal the new ones do what no old log-probs do: d/dlogp of -A w logp."""
     batch, mask = data
     logprobs = batch["logprobs"].requires_grad_()
-    loss = GRPOLoss(kl_coeff=0, ratio=ratio)
+    loss = GRPOLoss(kl_coeff=0, **options)
     weights = loss.weights(
         mask, num_rows=len(mask), num_tokens=int(mask.sum()), max_generated_tokens=9
     ).double()
@@ -141,20 +149,29 @@ def test_order_within_a_group_does_not_matter(normalization, values, shuffle):
     )
 
 
-@pytest.mark.parametrize("objectives", OBJECTIVES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @few
-@given(equal=st.floats(-1e30, 1e30), other=st.lists(st.floats(-9, 9), min_size=3, max_size=3))
-def test_equal_rewards_give_exactly_zero(normalization, objectives, equal, other):
-    """In float32, for any value, next to a group that has spread."""
+@given(
+    equal=st.floats(-1e30, 1e30),
+    other=st.lists(st.floats(-9, 9), min_size=3, max_size=3),
+    fails=st.none() | st.integers(0, 2),
+)
+def test_equal_rewards_give_exactly_zero(normalization, aggregation, equal, other, fails):
+    """In float32, for any value, next to a group that has spread; one of them may have failed."""
     assume(len(set(other)) > 1)
     column = torch.tensor([equal] * 3 + other, dtype=torch.float32)
     scores = torch.stack([column, column.new_tensor([1.0] * 3 + other)], dim=1)  # [6, 2]
+    failed = torch.zeros_like(scores).bool()
+    if fails is not None:
+        failed[fails, 0], scores[fails, 0] = True, math.nan
+    weights = torch.tensor([0.3, 0.7])
     advantages = reward_advantages(
+        total_reward(scores, failed, weights, group_size=3),
         scores,
-        torch.tensor([0.3, 0.7]),
+        weights,
         group_size=3,
         normalization=normalization,
-        objectives=objectives,
+        aggregation=aggregation,
     )
     assert (advantages[:3] == 0).all()

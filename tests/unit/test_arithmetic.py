@@ -1,11 +1,12 @@
 """The synthetic problems are right, seeded, and their splits have no problem in common."""
 
+import itertools
 import re
 
 import pytest
 
 from torchtune_grpo.data import arithmetic_dataset
-from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_problems
+from torchtune_grpo.data._arithmetic import LEVELS, _split_of, arithmetic_problems
 
 # Level 1 has only a few dozen problems in its test split.
 SIZES = {level: 15 if level == 1 else 300 for level in LEVELS}
@@ -81,3 +82,10 @@ def test_dataset_carries_the_columns_that_rewards_need(llama3_tokenizer):
     data = arithmetic_dataset(llama3_tokenizer, levels=5, split="test", num_samples=3)
     assert len(data) == 3
     assert set(data[0]["columns"]) == {"solution", "answer", "level"}
+
+
+def test_numbers_that_may_swap_places_do_not_change_the_split():
+    for a, b in itertools.product(range(1, 10), repeat=2):
+        assert _split_of((("+", a), ("*", b))) == _split_of((("+", b), ("*", a)))
+        orders = itertools.permutations([("+", a), ("+", b), ("-", 1)])
+        assert len({_split_of(chain) for chain in orders if chain[0][0] == "+"}) == 1

@@ -1,9 +1,9 @@
 """Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
 
+import multiprocessing
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,16 +16,17 @@ from processes import children, is_alive, wait_until
 
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
 from torchtune_grpo.rewards._code import code_blocks, extract_program
-from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
 
 FENCES = ["namespaces", "landlock"]
+LIMITS = Limits(seconds=0.7)
 
 
 @pytest.fixture(scope="module", params=FENCES)
 def sandbox(request):
     """One sandbox for all programs, so that one of them could harm the next."""
     files, processes = set(os.listdir(tempfile.gettempdir())), set(children())
-    sandbox = CodeSandbox(Limits(seconds=0.7), namespaces=request.param == "namespaces")
+    sandbox = CodeSandbox(LIMITS, namespaces=request.param == "namespaces")
     if request.param == "namespaces" and "of their own" not in sandbox.confinement():
         pytest.skip("the kernel refuses namespaces here")
     yield sandbox
@@ -65,7 +66,9 @@ def test_hostile_programs_earn_nothing_and_leave_nothing(sandbox, name):
     """And what comes after them in the same sandbox is judged as ever."""
     before = servers_tasks()
     start = time.monotonic()
+    sandbox.limits = Limits(seconds=0.35)  # several times what any of them needs to do its worst
     verdict = judge(sandbox, QUICK.get(name) or SLOW[name].replace("PORT", "1"))
+    sandbox.limits = LIMITS
     assert not verdict.passed
     assert time.monotonic() - start < 5  # a second, and the time to kill and reap on a busy machine
     assert servers_tasks() == before
@@ -207,7 +210,7 @@ def check(candidate):
 
 def test_namespaces_keep_datagrams_in(sandbox):
     """Landlock cannot, and the log says so."""
-    if not sandbox._candidates.facts["namespaces"]:
+    if not sandbox._servers["candidate"].facts["namespaces"]:
         assert "CAN SEND UDP PACKETS" in sandbox.confinement()
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
@@ -261,7 +264,7 @@ def solve(n):
     time.sleep(1000)
 """
     seen = []
-    server = sandbox._candidates
+    server = sandbox._servers["candidate"]
 
     def count():
         below = [server.pid]
@@ -327,11 +330,11 @@ def test_the_program_of_a_completion(text, program):
 
 
 def test_blocks_are_found_in_linear_time():
-    start = time.perf_counter()
+    start = time.process_time()
     for text in ("```" * 70_000, "```\n" * 50_000, "`" * 200_000, "```python\ndef f" * 15_000):
         code_blocks(text)
         extract_program(text, setup="", entry_point="f")
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_code_format_reward():
@@ -355,13 +358,13 @@ def test_no_fence_at_all_is_refused(monkeypatch):
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)
     sandbox._start()
-    facts = {**sandbox._candidates.facts, "landlock": 0}
+    facts = {**sandbox._servers["candidate"].facts, "landlock": 0}
     with pytest.raises(SandboxError, match="set unfenced: true"):
         sandbox._check_fences(facts)
     sandbox.unfenced = True
     sandbox._start()
     sandbox._check_fences(facts)
-    sandbox._candidates.facts = facts
+    sandbox._servers["candidate"].facts = facts
     assert "READ THIS MACHINE'S FILES and can USE THE NETWORK" in sandbox.confinement()
     sandbox.close()
 
@@ -370,10 +373,10 @@ def test_a_lost_server_is_replaced():
     before = set(children())
     sandbox = CodeSandbox(Limits(seconds=5))
     assert passes_again(sandbox)
-    os.killpg(sandbox._candidates.pid, 9)
+    os.killpg(sandbox._servers["candidate"].pid, 9)
     assert "brought its sandbox down" in judge(sandbox, HONEST["plain"]).why
     assert passes_again(sandbox)
-    os.killpg(sandbox._checkers.pid, 9)
+    os.killpg(sandbox._servers["checker"].pid, 9)
     with pytest.raises(SandboxError, match="the process that runs the test was lost"):
         judge(sandbox, HONEST["plain"])
     assert passes_again(sandbox)
@@ -381,20 +384,24 @@ def test_a_lost_server_is_replaced():
     assert set(children()) == before
 
 
-OWNER = """
-import sys, threading
-from torchtune_grpo.rewards import RewardSet
-rewards = RewardSet.from_config([
-    {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
-    {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
-])
-text = "```python\\nimport os, time\\ndef solve(n):\\n    os.fork(); time.sleep(1000)\\n```"
-columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
-for reward in rewards.rewards:
-    arguments = {"prompts": [""], "completions": [text], **columns}
-    threading.Thread(target=reward.function, kwargs=arguments, daemon=True).start()
-threading.Event().wait()
-"""
+def own_two_rewards(folder: Path) -> None:
+    """Calls, from a folder, a code reward and an isolated one that never end."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    rewards = RewardSet.from_config(
+        [
+            {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
+            {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
+        ]
+    )
+    text = "```python\nimport os, time\ndef solve(n):\n    os.fork(); time.sleep(1000)\n```"
+    columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
+    for reward in rewards.rewards:
+        arguments = {"prompts": [""], "completions": [text], **columns}
+        threading.Thread(target=reward.function, kwargs=arguments, daemon=True).start()
+    threading.Event().wait()
+
+
 ACTOR = """
 import subprocess, time
 def sleeps(prompts, completions, **columns):
@@ -411,12 +418,14 @@ def descendants(process: int) -> list[int]:
 def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     """kill -9 in the middle of a code reward and an isolated reward: all their processes end."""
     (tmp_path / "actors.py").write_text(ACTOR)
-    with subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path) as owner:
-        try:
-            # The completion's server, in two processes, the completion and its child; the test's
-            # server and the test; the reward's server, the reward and its child.
-            assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
-            family = descendants(owner.pid)
-        finally:
-            owner.kill()
+    owner = multiprocessing.get_context("fork").Process(target=own_two_rewards, args=(tmp_path,))
+    owner.start()
+    try:
+        # The completion's server, in two processes, the completion and its child; the test's
+        # server and the test; the reward's server, the reward and its child.
+        assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
+        family = descendants(owner.pid)
+    finally:
+        owner.kill()
+        owner.join()
     assert wait_until(lambda: not any(is_alive(pid) for pid in family), seconds=20)

@@ -1,13 +1,21 @@
 """A bad config fails before anything is loaded, naming key, value and remedy."""
 
+import dataclasses
+import logging
+import re
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-import torchtune_grpo.config
-from torchtune_grpo.config import read_config
-from torchtune_grpo.read_config import check_checkpoint_files, check_context
+from torchtune_grpo._config_table import markdown_tables
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.read_config import (
+    check_checkpoint_files,
+    check_lengths,
+    read_config,
+    without_effect,
+)
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 
@@ -20,10 +28,21 @@ def load(**changes):
 
 
 def test_defaults_and_numbers_are_read():
-    cfg = load(clip_grad_norm=1, temperature="7e-1")
+    cfg = load(clip_grad_norm=1, temperature="7e-1", sampling={"top_k": 5, "stop_strings": ["a"]})
     del cfg["ppo_epochs"]
     settings = read_config(cfg)
     assert (settings.ppo_epochs, settings.clip_grad_norm, settings.temperature) == (1, 1.0, 0.7)
+    params = settings.sampling_params
+    assert (params.max_generated_tokens, params.temperature) == (512, 0.7)
+    assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
+    assert (settings.rows_per_step, settings.rows_per_forward) == (64, 8)
+    assert read_config(load(forward_batch_size=None)).rows_per_forward == 64
+    assert settings.rollout.max_rows == 32
+    assert read_config(load(rollout={"deadline": 9})).rollout.max_rows == 64
+    assert (
+        read_config(load(eval_dataset___component_=None, eval_every_n_steps=None)).eval_dataset
+        is None
+    )
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"
 
 
@@ -40,23 +59,37 @@ BAD = [
     ({"batch_size": 0}, "batch_size=0", "above 0"),
     ({"temperature": 0}, "temperature=0", "above 0"),
     ({"temperature": "nan"}, "temperature=nan", "finite"),
-    ({"top_p": 1.5}, "top_p=1.5", "(0, 1]"),
-    ({"dtype": "fp16"}, "dtype=fp16", "bf16 or fp32"),
-    ({"forward_batch_size": 5}, "forward_batch_size=5", "divisor of 32"),
+    ({"top_k": 5}, "top_k=5: unknown config key", "Did you mean sampling.top_k?"),
+    ({"sampling__temperature": 2}, "sampling.temperature=2: unknown", "Did you mean temperature?"),
+    ({"rollout__engin": "x"}, "rollout.engin=x: unknown", "Did you mean rollout.engine?"),
+    ({"sampling": {"top_p": 1.5}}, "sampling.top_p=1.5", "(0, 1]"),
+    ({"sampling": {"top_k": 0}}, "sampling.top_k=0", "above 0"),
+    ({"sampling": {"stop_strings": [""]}}, "sampling.stop_strings=('',)", "remove it"),
+    ({"sampling": {"stop_strings": "x"}}, "sampling.stop_strings='x'", "list of str"),
+    ({"sampling": {"suppressed_tokens": ["x"]}}, "sampling.suppressed_tokens=", "list of int"),
+    ({"sampling": {"min_new_tokens": 600}}, "min_new_tokens=600", "512"),
+    ({"sampling_correction": "token_mask"}, "='token_mask': holds", "sampling_correction.mode"),
+    ({"sampling_correction": {"cap": 1}}, "sampling_correction.cap=1", "above 1"),
+    ({"dtype": "fp16"}, "dtype=fp16", "bf16, fp32"),
+    ({"forward_batch_size": 5}, "forward_batch_size=5", "divisor of 64"),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "Multiply batch_size"),
+    ({"forward_token_budget": 2000}, "forward_token_budget=2000", "set one of them to null"),
     ({"eval_dataset": None}, "eval_every_n_steps=100", "eval_dataset"),
     ({"output_dir": "/tmp/Llama-3.2-1B-Instruct"}, "output_dir=", "another folder"),
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
     ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
     ({"rollout__cuda_graphs": True, "device": "cpu"}, "rollout.cuda_graphs=True", "device=cpu"),
-    ({"packed_attention": "flex", "device": "cpu"}, "packed_attention=flex", "device=cpu"),
-    ({"packed_attention": "segments", "compile": True}, "packed_attention=segments", "to auto"),
-    ({"rollout": {"cuda_graphs": True, "gather": "layer"}}, "cuda_graphs=True", "gather to once"),
+    (
+        {"rollout__cuda_graphs": True, "distributed": {"gather": "layer"}},
+        "rollout.cuda_graphs=True",
+        "distributed.gather to once",
+    ),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "named", "remedy"), BAD, ids=[next(iter(b[0])) for b in BAD])
+@pytest.mark.parametrize(("changes", "named", "remedy"), BAD, ids=lambda x: str(x)[:40])
 def test_bad_value_names_key_value_and_remedy(changes, named, remedy):
     with pytest.raises(ValueError) as error:
         read_config(load(**changes))
@@ -95,16 +128,58 @@ def test_missing_checkpoint_files_are_named(tmp_path):
 def test_prompts_must_fit_the_context():
     """Llama 3.2's context is 131,072 tokens, read off the builder without making the weights."""
     settings = read_config(load())
-    check_context(settings, prompt_lengths={"dataset": 131_072 - 512})
+    check_lengths(settings, longest_prompts={"dataset": 131_072 - 512})
     with pytest.raises(ValueError, match=r"eval_dataset.*context of 131072.*at most 130560"):
-        check_context(settings, prompt_lengths={"dataset": 1, "eval_dataset": 131_072 - 511})
+        check_lengths(settings, longest_prompts={"dataset": 1, "eval_dataset": 131_072 - 511})
+
+
+def test_a_row_must_fit_the_budget():
+    """A prompt of 100 and a response of 512, whose last token is not read."""
+    settings = read_config(load(forward_batch_size=None, forward_token_budget=611))
+    check_lengths(settings, longest_prompts={"dataset": 100})
+    with pytest.raises(ValueError, match="forward_token_budget=611.*give at least 612"):
+        check_lengths(settings, longest_prompts={"dataset": 101})
+
+
+WITHOUT_EFFECT = [
+    ({"forward_batch_size": 4}, "pack_groups=True.*multiple of grpo_samples=8"),
+    ({"sampling_correction": {"cap": 3.0}}, "sampling_correction.cap=3.0.*mode=None"),
+    ({"sampling_correction": {"mode": "old_logprobs", "cap": 3.0}}, "cap=3.0.*mode=old_logprobs"),
+    ({"loss__kl_coeff": 0, "reference": {"dtype": "fp32"}}, "reference.*loss.kl_coeff=0"),
+    ({"eval_dataset": None, "eval_every_n_steps": None, "eval_samples": 2}, "eval_samples=2"),
+]
+EFFECTIVE = [
+    {"forward_batch_size": 4, "pack_groups": False},
+    {"forward_batch_size": None, "forward_token_budget": 4096},
+    {"forward_batch_size": None},
+    {"sampling_correction": {"mode": "token_mask", "cap": 3.0}},
+    {"reference": {"dtype": "fp32"}},
+    {"eval_samples": 2},
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), WITHOUT_EFFECT, ids=lambda x: str(x)[:40])
+def test_settings_without_effect_are_named(changes, sentence, caplog, monkeypatch):
+    logger = logging.getLogger("torchtune_grpo.read_config")
+    monkeypatch.setattr(logger, "propagate", True)
+    read_config(load(**changes))
+    assert len(caplog.messages) == 1 and re.search(sentence, caplog.messages[0])
+
+
+@pytest.mark.parametrize("changes", EFFECTIVE, ids=lambda x: str(x)[:40])
+def test_settings_with_effect_are_not_warned_of(changes):
+    assert without_effect(read_config(load(**changes))) == []
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_configs_are_valid(path):
-    read_config(OmegaConf.load(path))
+def test_shipped_configs_are_valid_and_use_what_is_shipped(path):
+    assert without_effect(read_config(OmegaConf.load(path))) == []
 
 
-def test_readme_table_is_the_one_in_the_code():
-    readme = (CONFIGS.parents[1] / "README.md").read_text()
-    assert torchtune_grpo.config.markdown_table() in readme
+def test_the_table_in_the_docs_is_the_one_in_the_code():
+    """At most 45 keys at the top; the README shows some of them."""
+    root = CONFIGS.parents[1]
+    assert markdown_tables(GRPOConfig) in (root / "docs" / "config.md").read_text()
+    assert len(dataclasses.fields(GRPOConfig)) <= 45
+    shown = re.findall(r"^\| `(\w+)` \|", (root / "README.md").read_text(), re.M)
+    assert len(shown) == 10 and set(shown) <= {f.name for f in dataclasses.fields(GRPOConfig)}

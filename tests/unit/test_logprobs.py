@@ -1,14 +1,20 @@
 """Log-probs, entropy and their gradients equal the plain way: full logits, one row at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from policies import SHAPE, VOCAB, build_policy, full_logprobs
 from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
-from trajectories import make_trajectory
+from trajectories import make_groups, make_trajectory
 
-from torchtune_grpo.logprobs import response_logprobs, trajectory_logprobs
-from torchtune_grpo.logprobs._micro_batches import MicroBatch, micro_batches
+from torchtune_grpo.logprobs import (
+    MicroBatch,
+    micro_batches,
+    response_logprobs,
+    trajectory_logprobs,
+)
 from torchtune_grpo.logprobs._packing import packed_layout, row_layout
 from torchtune_grpo.trajectory import Trajectory
 
@@ -87,24 +93,20 @@ def test_entropy_gradient_equals_full_logits():
         torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind, attention", [*((kind, "segments") for kind in KINDS), ("llama", "dense")]
-)
-def test_packed_groups_equal_single_rows(kind, attention):
+@pytest.mark.parametrize(("kind", "dense"), [*((kind, False) for kind in KINDS), ("llama", True)])
+def test_packed_groups_equal_single_rows(kind, dense):
     """Values and gradients of one row per group are those of one row each, also for masked rows.
 
     One packed row is longer than the model's context, as large groups are.
     """
     model = build_policy(kind)
     model.max_seq_len = 9
-    trajectory = make_trajectory([4, 4, 4, 2, 2, 2], [5, 1, 3, 2, 6, 4])
-    trajectory.tokens[1:3, :4] = trajectory.tokens[0, :4]
-    trajectory.tokens[4:6, :2] = trajectory.tokens[3, :2]
+    trajectory = make_groups([4, 2], [5, 1, 3, 2, 6, 4])
     trajectory.response_mask[4] = False
     probe = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     results = []
     packs = torch.tensor([0, 0, 0, 1, 1, 1])
-    for layout in (row_layout(trajectory), packed_layout(trajectory, packs, attention=attention)):
+    for layout in (row_layout(trajectory), packed_layout(trajectory, packs, dense=dense)):
         values, _ = response_logprobs(model, layout, temperature=0.8)
         grads = torch.autograd.grad((values * probe).sum(), list(model.parameters()))
         results.append([values, *grads])
@@ -124,9 +126,8 @@ def test_compiled_layers_equal_eager_ones(kind, dtype, monkeypatch):
     model = build_policy(kind, dtype)
     if kind != "llama":
         set_trainable_params(model, get_adapter_params(model))
-    trajectory = make_trajectory([4, 4, 4], [5, 1, 3])
-    trajectory.tokens[1:3, :4] = trajectory.tokens[0, :4]
-    layout = packed_layout(trajectory, torch.zeros(3, dtype=torch.long), attention="dense")
+    trajectory = make_groups([4], [5, 1, 3])
+    layout = packed_layout(trajectory, torch.zeros(3, dtype=torch.long), dense=True)
     probe = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
     trained = [p for p in model.parameters() if p.requires_grad]
 
@@ -165,8 +166,7 @@ def test_padding_chunks_and_micro_batches_do_not_matter():
 
 def test_forward_is_restored_after_an_error():
     model, trajectory = build_policy(), make_trajectory([3], [4])
-    broken = make_trajectory([3], [4])
-    broken.tokens = broken.tokens + 10_000
+    broken = replace(trajectory, tokens=trajectory.tokens + 10_000)
     with pytest.raises(IndexError):
         response_logprobs(model, row_layout(broken), temperature=1.0)
     assert model(trajectory.tokens).shape == (1, 7, VOCAB)

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from torchtune_grpo.advantages import group_advantages, reward_advantages
+from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.loss import (
     GRPOLoss,
@@ -14,6 +16,7 @@ from torchtune_grpo.loss import (
     clipped_surrogate,
     kl_penalty,
     loss_weights,
+    make_loss,
     sequence_log_ratio,
 )
 
@@ -46,10 +49,14 @@ def test_several_rewards_by_hand():
     """Column 1 has spread 1, column 2 spread 100; summed first, the second drowns the first."""
     scores = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 100.0], [1.0, 100.0]])
     weights = torch.tensor([1.0, 0.5])
-    together = reward_advantages(scores, weights, group_size=4)
+    nothing_failed = torch.zeros_like(scores).bool()
+    total = total_reward(scores, nothing_failed, weights, group_size=4)
+    together = reward_advantages(total, scores, weights, group_size=4)
     expected = group_advantages(torch.tensor([0.0, 1.0, 50.0, 51.0]), group_size=4)
     torch.testing.assert_close(together, expected)
-    apart = reward_advantages(scores, weights, group_size=4, objectives="normalize_then_sum")
+    apart = reward_advantages(
+        total, scores, weights, group_size=4, aggregation="normalize_then_sum"
+    )
     one = 0.5 / (math.sqrt(1 / 3) + 1e-4)
     two = 50 / (100 * math.sqrt(1 / 3) + 1e-4)
     expected = torch.tensor([-one - two / 2, one - two / 2, -one + two / 2, one + two / 2])
@@ -60,12 +67,32 @@ def test_a_reward_that_does_not_apply_is_left_out():
     nan = math.nan
     scores = torch.tensor([[1.0, nan], [0.0, nan], [1.0, 4.0], [0.0, nan]])
     weights = torch.tensor([1.0, 1.0])
-    summed = reward_advantages(scores, weights, group_size=2, normalization="none")
+    total = total_reward(scores, torch.zeros(4, 2).bool(), weights, group_size=2)
+    assert total.tolist() == [1, 0, 5, 0]
+    options = {"group_size": 2, "normalization": "none"}
+    summed = reward_advantages(total, scores, weights, **options)
     torch.testing.assert_close(summed, torch.tensor([0.5, -0.5, 2.5, -2.5]))
-    apart = reward_advantages(
-        scores, weights, group_size=2, normalization="none", objectives="normalize_then_sum"
-    )
+    apart = reward_advantages(total, scores, weights, **options, aggregation="normalize_then_sum")
     torch.testing.assert_close(apart, torch.tensor([0.5, -0.5, 0.5, -0.5]))
+
+
+def test_a_failed_reward_counts_as_its_groups_mean():
+    """Group 1: 1, 1, 1, failed teaches nothing. Group 2: the mean of 0.1, 0.1 and 0.4 is 0.2.
+
+    A group in which all failed counts as 0, and so does one that does not apply, beside one that
+    failed; 0.1 is no binary fraction, and three of them still have exactly the mean 0.1.
+    """
+    nan = math.nan
+    column = [1, 1, 1, nan, 0.1, nan, 0.1, 0.4, nan, nan, nan, nan, 0.1, 0.1, 0.1, nan]
+    scores = torch.tensor(column)[:, None]
+    failed = scores.isnan()
+    failed[8] = False
+    total = total_reward(scores, failed, torch.tensor([1.0]), group_size=4)
+    expected = [1, 1, 1, 1, 0.1, 0.2, 0.1, 0.4, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1]
+    torch.testing.assert_close(total, torch.tensor(expected))
+    assert total[3] == 1 and total[15] == total[12]
+    advantages = group_advantages(total, group_size=4)
+    assert (advantages.view(4, 4) != 0).any(dim=1).tolist() == [False, True, False, False]
 
 
 def test_surrogate_by_hand():
@@ -117,7 +144,7 @@ def test_weights_by_hand():
 def test_importance_weights_by_hand():
     ratio = torch.tensor([[1.5, 4.0, math.nan], [0.5, 0.5, 3.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    for correction, expected in {
+    for mode, expected in {
         "token_truncate": [[1.5, 2.0, 0], [0.5, 0.5, 2.0]],
         "token_mask": [[1.5, 0.0, 0], [0.5, 0.5, 0.0]],
         "sequence_truncate": [[2.0, 2.0, 0], [0.75, 0.75, 0.75]],
@@ -125,9 +152,9 @@ def test_importance_weights_by_hand():
     }.items():
         weights = importance_weights(
             trainer_logprobs=ratio.log() - 1,
-            sampler_logprobs=torch.full((2, 3), -1.0),
+            behaviour_logprobs=torch.full((2, 3), -1.0),
             response_mask=mask,
-            correction=correction,
+            mode=mode,
             cap=2.0,
         )
         torch.testing.assert_close(weights, torch.tensor(expected))
@@ -156,9 +183,10 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
         a = batch["advantages"][i]
         new, old, ref = (batch[k][i, :length] for k in ("logprobs", "old_logprobs", "ref_logprobs"))
         for t in range(length):
-            r = torch.exp((new - old).mean() if loss.ratio == "gspo" else new[t] - old[t])
+            whole = loss.importance_sampling_level == "sequence"
+            r = torch.exp((new - old).mean() if whole else new[t] - old[t])
             clipped = torch.clamp(r, 1 - loss.epsilon_low, 1 + loss.epsilon_high)
-            if loss.ratio == "cispo":
+            if loss.surrogate == "cispo":
                 policy = clipped.detach() * a * new[t]
             else:
                 policy = torch.min(r * a, clipped * a)
@@ -184,15 +212,23 @@ def step_weights(loss: GRPOLoss) -> torch.Tensor:
 
 
 COMBINATIONS = [
-    dict(ratio=ratio, kl_estimator=kl, aggregation=aggregation, dual_clip=dual, entropy_coeff=ent)
-    for ratio, kl, aggregation, dual, ent in itertools.product(
-        ["token", "gspo", "cispo"],
+    dict(
+        importance_sampling_level=level,
+        surrogate=surrogate,
+        kl_estimator=kl,
+        aggregation=aggregation,
+        dual_clip=dual,
+        entropy_coeff=ent,
+    )
+    for level, surrogate, kl, aggregation, dual, ent in itertools.product(
+        ["token", "sequence"],
+        ["clipped", "cispo"],
         ["k1", "k2", "k3"],
         ["grpo", "dapo", "dr_grpo"],
         [None, 1.5],
         [0.0, 0.1],
     )
-    if not (ratio == "cispo" and dual)
+    if not (surrogate == "cispo" and dual)
 ]
 
 
@@ -213,14 +249,20 @@ def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
 
 # --- Invariants -------------------------------------------------------------------------------
 
-FAMILY = [
-    GRPOLoss(ratio=ratio, aggregation=aggregation, entropy_coeff=0.1)
-    for ratio in ("token", "gspo", "cispo")
+RATIOS = {
+    "token": {},
+    "gspo": {"importance_sampling_level": "sequence"},
+    "cispo": {"surrogate": "cispo"},
+}
+FAMILY = {
+    f"{name}-{aggregation}": GRPOLoss(**options, aggregation=aggregation, entropy_coeff=0.1)
+    for name, options in RATIOS.items()
     for aggregation in ("grpo", "dapo", "dr_grpo")
-]
+}
+family = pytest.mark.parametrize("loss", FAMILY.values(), ids=FAMILY)
 
 
-@pytest.mark.parametrize("loss", FAMILY, ids=lambda loss: f"{loss.ratio}-{loss.aggregation}")
+@family
 def test_masked_positions_never_contribute_whatever_stands_there(loss):
     batch = random_batch()
     weights = step_weights(loss)
@@ -235,7 +277,7 @@ def test_masked_positions_never_contribute_whatever_stands_there(loss):
         assert grad.isfinite().all() and (grad[~MASK] == 0).all()
 
 
-@pytest.mark.parametrize("loss", FAMILY, ids=lambda loss: f"{loss.ratio}-{loss.aggregation}")
+@family
 def test_micro_batches_add_up_in_any_order_of_rows(loss):
     batch, weights = random_batch(), step_weights(loss)
     whole = loss(**batch, weights=weights, response_mask=MASK).loss
@@ -251,15 +293,15 @@ def test_micro_batches_add_up_in_any_order_of_rows(loss):
     torch.testing.assert_close(sum(parts), whole, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("ratio", ["token", "gspo", "cispo"])
-def test_on_policy_gradient_is_the_plain_policy_gradient(ratio):
+@pytest.mark.parametrize("options", RATIOS.values(), ids=RATIOS)
+def test_on_policy_gradient_is_the_plain_policy_gradient(options):
     """Without old log-probs the ratio is 1; the gradient of -A log p remains.
 
     GSPO's ratio of a row moves by the mean of its tokens, so its tokens share the row's weight.
     """
     batch = random_batch()
     logprobs = batch["logprobs"].requires_grad_()
-    loss = GRPOLoss(kl_coeff=0, ratio=ratio)
+    loss = GRPOLoss(kl_coeff=0, **options)
     weights = step_weights(loss)
     value = loss(
         logprobs=logprobs,
@@ -296,14 +338,48 @@ def test_clip_ratio_counts_tokens_where_clipping_bites():
         {"epsilon_low": 1.5},
         {"epsilon_low": -0.1},
         {"epsilon_high": -1},
-        {"ratio": "sequence"},
+        {"importance_sampling_level": "gspo"},
+        {"surrogate": "gspo"},
         {"dual_clip": 1.0},
         {"kl_estimator": "k4"},
         {"aggregation": "mean"},
         {"entropy_coeff": -0.1},
-        {"dual_clip": 2.0, "ratio": "cispo"},
+        {"dual_clip": 2.0, "surrogate": "cispo"},
     ],
 )
 def test_bad_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=rf"loss\.{next(iter(bad))}="):
         GRPOLoss(**bad)
+
+
+# --- Losses of one's own ------------------------------------------------------------------------
+
+
+class NoInterface:
+    def __call__(self, **_): ...
+
+
+class OldInterface:
+    needs_reference = needs_entropy_gradient = False
+
+    def weights(self, response_mask, *, num_rows): ...
+
+    def __call__(self, **_): ...
+
+
+class Reinforce(OldInterface):
+    def weights(self, response_mask, **totals): ...
+
+    def __call__(self, *, logprobs, advantages, weights, response_mask, **others): ...
+
+
+def test_a_loss_that_is_none_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_loss", sys.modules[__name__])
+    for name, problem in {
+        "NoInterface": "it has no needs_reference, it has no needs_entropy_gradient, it has no w",
+        "OldInterface": "its weights is called with other arguments: .*'num_tokens'",
+    }.items():
+        with pytest.raises(ValueError, match=rf"my_loss.{name}: {problem}.*docs/loss.md"):
+            make_loss(OmegaConf.create({"_component_": f"my_loss.{name}"}))
+    make_loss(OmegaConf.create({"_component_": "my_loss.Reinforce"}))
+    make_loss(OmegaConf.create({"_component_": "torchtune_grpo.loss.GRPOLoss"}))

@@ -9,9 +9,9 @@ from policies import LORA, SHAPE
 from torchtune.models.llama3 import lora_llama3
 from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_grpo import memory
-from torchtune_grpo.config import read_config
+from torchtune_grpo import memory, policy
 from torchtune_grpo.policy import should_shard
+from torchtune_grpo.read_config import read_config
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")
@@ -32,12 +32,17 @@ def test_weight_bytes_of_plain_and_quantized_models():
     assert memory.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
 
 
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    monkeypatch.setattr(policy, "world_size", lambda: 2)
+
+
 @pytest.mark.parametrize(("gigabytes", "sharded"), [(5.2, False), (4.8, True)])
 def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sharded):
     """Llama 3.2 1B and its adapters take 2.5 GB in bf16, twice of which has to be free."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: int(gigabytes * 1e9))
     assert should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU) == sharded
-    never = settings("llama3_2_1B_lora_grpo", sharding="never")
+    never = settings("llama3_2_1B_lora_grpo", distributed={"sharding": "never"})
     assert not should_shard(never, device=CPU)
     assert should_shard(settings("llama3_2_1B_full_grpo"), device=CPU)
 
@@ -47,3 +52,9 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
     assert not should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU)
+
+
+def test_one_rank_alone_shards_nothing(monkeypatch):
+    monkeypatch.setattr(policy, "world_size", lambda: 1)
+    always = settings("llama3_2_1B_full_grpo", distributed={"sharding": "always"})
+    assert not should_shard(always, device=CPU)

@@ -1,20 +1,13 @@
 """Micro-batches hold every row once, and no more tokens than the budget."""
 
-import warnings
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import build_policy
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from trajectories import make_groups
 
-from torchtune_grpo.logprobs import trajectory_logprobs
-from torchtune_grpo.logprobs._micro_batches import micro_batches
-from torchtune_grpo.logprobs._packed_attention import FLEX_BLOCK, flex_mask_mod
+from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout, row_layout
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
@@ -94,7 +87,7 @@ def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
     """Every pair of positions, against the definition."""
     trajectory = make_groups([3, 2], [3, 1, 4, 2, 5, 1])
     packs = torch.tensor([0, 0, 0, 1, 1, 1])
-    layout = packed_layout(trajectory, packs, attention="dense")
+    layout = packed_layout(trajectory, packs, dense=True)
     assert row_layout(trajectory).attention_mask(torch.float32) is None
     mask = layout.attention_mask(torch.float32)
     assert mask[mask != 0].unique().tolist() == [-torch.inf]
@@ -106,48 +99,3 @@ def test_packed_mask_lets_a_response_see_its_prompt_and_itself():
             for key, other in enumerate(owners):
                 sees = key <= query and (other is None or other == owner)
                 assert (mask[pack, query, key].item() == 0) == sees, (pack, query, key)
-
-
-def test_flex_mask_is_the_dense_one():
-    """Positions, mask and attention's result, with flex attention run eagerly on the CPU."""
-    trajectory = make_groups([30, 20], [40, 1, 90, 25, 50, 10])
-    packs = torch.tensor([0, 0, 0, 1, 1, 1])
-    flex = packed_layout(trajectory, packs, attention="flex")
-    dense = packed_layout(trajectory, packs, attention="dense")
-    assert flex.tokens.shape == (2, 2 * FLEX_BLOCK)
-    width = dense.tokens.shape[1]
-    for name in ("tokens", "positions", "segments"):
-        assert torch.equal(getattr(flex, name)[:, :width], getattr(dense, name))
-    long = replace(flex, attention="dense").attention_mask(torch.float32)  # [2, 256, 256]
-    made = create_mask(flex_mask_mod(flex.segments), 2, None, *long.shape[1:], device="cpu")
-    assert torch.equal(made[:, 0], long == 0)
-    q, k, v = torch.randn(3, 2, 4, *flex.tokens.shape[1:], 16)
-    block_mask = flex.attention_mask(torch.float32)
-    assert isinstance(block_mask, BlockMask)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        out = flex_attention(q, k, v, block_mask=block_mask)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=long[:, None])
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_budget_counts_the_padding_that_flex_attention_needs():
-    trajectory = make_groups([30, 20], [40, 1, 90, 25, 50, 10])
-    for budget in (128, 256, 600):
-        parts = micro_batches(
-            trajectory, group_size=3, pack=True, rows=6, token_budget=budget, attention="flex"
-        )
-        assert all(part.layout.tokens.numel() <= budget for part in parts)
-        assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(6))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention runs on CUDA")
-def test_flex_attention_equals_the_dense_mask_on_cuda():
-    model = build_policy().cuda()
-    trajectory = make_groups([30, 20], [40, 9, 60, 25, 50, 10]).to(torch.device("cuda"))
-    results = []
-    for attention in ("segments", "dense", "flex"):
-        parts = micro_batches(trajectory, group_size=3, pack=True, rows=3, attention=attention)
-        results.append(trajectory_logprobs(model, parts, temperature=1.0))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], atol=1e-4, rtol=0)

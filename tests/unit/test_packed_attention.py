@@ -6,11 +6,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from policies import SHAPE
+from policies import build_policy as tiny_policy
 from torch.nn import functional as F
 
-from torchtune_grpo.config import read_config
-from torchtune_grpo.logprobs._packed_attention import SegmentMask, dense_mask
+from torchtune_grpo.logprobs._packed_attention import Segments, dense_mask, segment_attention
 from torchtune_grpo.policy import build_policy
+from torchtune_grpo.read_config import read_config
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SIZES = [[5, 3, 0, 4], [2, 6, 1, 1]]  # a response without inputs, and a shorter packed row
@@ -23,8 +24,10 @@ def qkv(dtype=torch.float32) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in "qkv"]
 
 
-def segment_mask(dtype=torch.float32) -> SegmentMask:
-    return SegmentMask(SIZES, dtype=dtype, device=torch.device("cpu"))
+def attend(*inputs, mask=None, dropout=0.0):
+    """As a prepared model's attention does it."""
+    call = tiny_policy().layers[0].attn._attention_call
+    return call(*inputs, mask=mask or Segments(SIZES), dropout_p=dropout, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
@@ -34,24 +37,21 @@ def test_values_and_gradients_are_those_of_the_dense_mask(dtype, atol):
     )
     ends = [sum(sizes) for sizes in SIZES]
     inputs = qkv(dtype)
+    dense = F.scaled_dot_product_attention(*inputs, attn_mask=dense_mask(segments, dtype)[:, None])
     outputs = []
-    for mask in (dense_mask(segments, dtype), segment_mask(dtype)):
-        mask = mask[:, None, :, :]  # as torchtune takes it
-        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, dropout_p=0.0)
+    for out in (dense, segment_attention(*inputs, sizes=SIZES), attend(*inputs)):
         read = torch.cat([row[:, :end] for row, end in zip(out, ends, strict=True)], dim=1)
         outputs.append([read, *torch.autograd.grad(read.square().sum(), inputs)])
-    for want, got in zip(*outputs, strict=True):
-        torch.testing.assert_close(got, want, atol=atol, rtol=atol)
+    for by_segments in outputs[1:]:
+        torch.testing.assert_close(by_segments, outputs[0], atol=atol, rtol=atol)
 
 
 def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
     """The output is linear in the values, so that <g, out> = <v, gradient> under one pattern."""
     q, k, v = qkv()
     torch.manual_seed(0)
-    mask = segment_mask()
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5)
-    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0)
-    assert (out - whole).abs().max() > 0.1
+    out = attend(q, k, v, dropout=0.5)
+    assert (out - attend(q, k, v)).abs().max() > 0.1
     g = torch.randn(out.shape)
     (gradient,) = torch.autograd.grad(out, v, g)
     torch.testing.assert_close((g * out).sum(), (v * gradient).sum(), atol=1e-4, rtol=1e-4)
@@ -64,5 +64,3 @@ def test_other_attention_is_refused():
     cfg.model = model | SHAPE | {"head_dim": 16}
     with pytest.raises(ValueError, match="Gemma2Attention. Set pack_groups to false"):
         build_policy(read_config(cfg), {}, device=torch.device("cpu"))
-    with pytest.raises(TypeError, match="set packed_attention to dense"):
-        torch.where(torch.ones(1) > 0, segment_mask(), 0.0)

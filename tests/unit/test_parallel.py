@@ -7,7 +7,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_grpo.parallel import shard, sync_with_last
+from torchtune_grpo.parallel import DistributedConfig, set_gradient_sync, shard
 
 LAYERS, PARTS = 2, 3
 GROUPS = LAYERS + 1  # of parameters that are gathered and scattered together
@@ -29,15 +29,16 @@ def sharded_model(*, replicas: int = 1, frozen: bool = False):
     if frozen:  # as with adapters, only a part of every layer is trained
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "q_proj" in name or "norm" in name
-    shard(model, device=torch.device("cpu"), cpu_offload=False, replicas=replicas)
+    shard(model, DistributedConfig(replicas=replicas), device=torch.device("cpu"))
     return model
 
 
 def collectives(model, defer: str) -> list[tuple[int, int, bool]]:
     """For each part's backward pass: reduce-scatters, all-reduces, and whether gradients came."""
     counts = []
-    for tokens in sync_with_last(model, [torch.ones(1, 3, dtype=torch.long)] * PARTS, defer=defer):
-        loss = model(tokens).square().sum()
+    for part in range(PARTS):
+        set_gradient_sync(model, last=part == PARTS - 1, defer=defer)
+        loss = model(torch.ones(1, 3, dtype=torch.long)).square().sum()
         with CommDebugMode() as mode:
             loss.backward()
         calls = {str(op): number for op, number in mode.get_comm_counts().items()}
@@ -68,7 +69,3 @@ def test_copies_of_a_sharded_model_are_summed_with_the_last_part_alone(four_rank
     got = collectives(sharded_model(replicas=2), defer)
     early = 0 if defer == "always" else GROUPS
     assert got == [(early, 0, False)] * (PARTS - 1) + [(GROUPS, GROUPS, True)]
-
-
-def test_a_model_that_is_not_sharded_gets_its_parts_alone():
-    assert list(sync_with_last(torch.nn.Linear(1, 1), [3, 1, 2], defer="always")) == [3, 1, 2]

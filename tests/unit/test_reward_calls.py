@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from torchtune_grpo.advantages import reward_advantages
+from torchtune_grpo.advantages import AGGREGATIONS, reward_advantages
 from torchtune_grpo.rewards import Reward, RewardFailure, RewardSet, TrainerState
 
 STATE = TrainerState(global_step=3, max_steps=10)
@@ -145,6 +145,22 @@ def test_a_reward_that_raises_costs_only_that_sample(asynchronous):
     assert scores.total.tolist() == [0, 0, 2, 3]
 
 
+def test_notes_of_calls_one_by_one_are_joined():
+    """What the call of all reported before it raised does not count."""
+
+    def reward(prompts, completions, log_extra, log_metric, **columns):
+        log_metric("called", len(completions))
+        if completions != ["c1"]:
+            log_extra("said", completions)
+        if "c2" in completions:
+            raise KeyError("mine")
+        return [0.0] * len(completions)
+
+    scores = score(reward, trainer_state=STATE)
+    assert scores.extra == {"said": ["c0", None, "c2", "c3"]}
+    assert scores.metrics == [("r0/called", 1.0)] * 4
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, 10**400, ValueError("x")])
 def test_what_is_no_finite_number_is_a_failure(value):
     """Not a None: it counts as an error, and by default stops everything."""
@@ -191,22 +207,20 @@ def test_a_keyboard_interrupt_is_no_failure_of_a_reward():
         score(fails_on("c1", error=KeyboardInterrupt))
 
 
-@pytest.mark.parametrize("objectives", ["sum_then_normalize", "normalize_then_sum"])
-def test_a_failed_score_neither_praises_nor_blames(objectives):
-    """Its advantage is that of the other reward alone; without it the row would look wrong."""
-    scores = torch.tensor([[1.0], [1.0], [math.nan], [0.0]])
-    failed = torch.tensor([[False], [False], [True], [False]])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_failed_score_neither_praises_nor_blames(aggregation):
+    """Group 1 has spread, and the failure lies in its middle; in group 2 the others are equal."""
+
+    def reward(prompts, completions, **columns):
+        values = {"c0": 1.0, "c1": 1.0, "c3": -2.0}
+        return [values.get(c, KeyError("mine") if c in ("c2", "c7") else 1.0) for c in completions]
+
+    rewards = RewardSet([Reward("r", reward, weight=2.0)], max_failure_share=0.5)
+    texts = [f"c{i}" for i in range(8)]
+    scores = rewards(prompts=["p"] * 8, completions=texts, columns={}, group_size=4)
+    assert scores.total.tolist() == [2, 2, 0, -4, 2, 2, 2, 2]
     advantages = reward_advantages(
-        scores, torch.ones(1), group_size=4, objectives=objectives, failed=failed
+        scores.total, scores.scores, scores.weights, group_size=4, aggregation=aggregation
     )
     assert advantages[2].abs() < 1e-6 and advantages[0] > 0.3 and advantages[3] < -1
-    everything_failed = reward_advantages(
-        torch.full((4, 1), math.nan), torch.ones(1), group_size=4, failed=torch.ones(4, 1).bool()
-    )
-    assert everything_failed.tolist() == [0, 0, 0, 0]
-
-
-def test_none_still_counts_as_zero_in_a_sum():
-    scores = torch.tensor([[1.0], [math.nan], [1.0], [math.nan]])
-    none = reward_advantages(scores, torch.ones(1), group_size=4, failed=scores.isnan() & False)
-    torch.testing.assert_close(none, torch.tensor([1.0, -1, 1, -1]) * 0.866, atol=1e-3, rtol=0)
+    assert advantages[4:].tolist() == [0, 0, 0, 0]

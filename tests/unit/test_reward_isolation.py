@@ -61,6 +61,9 @@ async def waits(prompts, completions, completion_ids, answer, trainer_state, log
     log_metric("tokens", len(completion_ids[0]))
     return [float(trainer_state.global_step + len(completion_ids[0]))]
 
+def scaled(prompts, completions, factor, **columns):
+    return [factor * float(completions[0])]
+
 def chats(prompts, completions, **columns):
     return [float(completions[0][0]["content"])]
 """
@@ -183,12 +186,12 @@ def test_async_rewards_columns_and_notes_in_a_process(make):
         make("waits", timeout=5),
         "a",
         "b",
-        columns={"answer": [{"any": "thing"}, 7]},
+        columns={"answer": [{"any": "thing"}, {7}]},
         completion_ids=[[1, 2], [3]],
         trainer_state=TrainerState(global_step=10, max_steps=20),
     )
     assert scores.total.tolist() == [12, 11]
-    assert scores.extra == {"seen": [{"any": "thing"}, 7]}
+    assert scores.extra == {"seen": [{"any": "thing"}, "{7}"]}  # a set is no plain data
     assert scores.metrics == [("waits/tokens", 2.0), ("waits/tokens", 1.0)]
 
 
@@ -200,6 +203,12 @@ def test_columns_are_checked_against_the_component(make):
     rewards = make("waits")
     with pytest.raises(ValueError, match="needs the column 'answer', but the data set has .'x'."):
         rewards.check(["x"])
+
+
+def test_an_argument_that_the_config_fixes_is_no_column(make):
+    rewards = make("scaled", factor=3)
+    assert score(rewards, "2", columns={}).total.tolist() == [6]
+    assert score(rewards, "2", columns={"factor": [100]}).total.tolist() == [6]
 
 
 def test_a_component_that_loads_only_here_is_told(make, actors):

@@ -319,6 +319,11 @@ def test_local_files_need_no_network_and_print_nothing(
     assert not datasets.are_progress_bars_disabled(), "the user's setting before"
     assert len(RLDataset(llama3_tokenizer, source="json", data_files=jsonl_file)) == 3
     assert not datasets.are_progress_bars_disabled(), "the user's setting after"
+    datasets.disable_progress_bars()
+    RLDataset(llama3_tokenizer, source="json", data_files=jsonl_file)
+    still_disabled = datasets.are_progress_bars_disabled()
+    datasets.enable_progress_bars()
+    assert still_disabled
     assert capfd.readouterr() == ("", "")
 
 

@@ -4,6 +4,8 @@ Every engine test runs the native engine with few and with many live rows (so th
 waiting ones take their places), with merged and unmerged adapters, and torchtune's generation.
 """
 
+import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -20,10 +22,10 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.mistral import mistral
 from torchtune.models.phi3 import phi3
 
-from torchtune_grpo.config import RolloutConfig
-from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import (
     NativeEngine,
+    RolloutConfig,
+    RolloutRequest,
     Sampler,
     SamplingParams,
     TorchtuneEngine,
@@ -39,27 +41,21 @@ STOP = 7
 POLICIES = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
 FAMILIES = {"llama2": llama2, "llama3_1": llama3_1, "mistral": mistral, "phi3": phi3}
 ENGINES = {
-    "one_row": lambda model: NativeEngine(model, max_rows=1),
-    "few_rows": lambda model: NativeEngine(model, max_rows=3, merge_adapters="never"),
-    "all_rows": lambda model: NativeEngine(model, max_rows=99, merge_adapters="always"),
-    "torchtune": lambda model: TorchtuneEngine(model, max_rows=99),
-    "torchtune_in_parts": lambda model: TorchtuneEngine(model, max_rows=3),
+    "one_row": lambda model: native(model, max_rows=1),
+    "few_rows": lambda model: native(model, max_rows=3, merge_adapters="never"),
+    "all_rows": lambda model: native(model, max_rows=None, merge_adapters="always"),
+    "torchtune": lambda model: TorchtuneEngine(model, RolloutConfig()),
+    "torchtune_in_parts": lambda model: TorchtuneEngine(model, RolloutConfig(max_rows=3)),
 }
 
 
-def prompt_batch(lengths: list[int], *, seed: int = 0, pad: int = 3) -> PromptBatch:
+def native(model, **settings) -> NativeEngine:
+    return NativeEngine(model, RolloutConfig(**settings))
+
+
+def random_prompts(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    tokens = torch.full((len(lengths), width), pad)
-    for row, length in zip(tokens, lengths, strict=True):
-        row[width - length :] = torch.randint(VOCAB, (length,), generator=generator)
-    return PromptBatch(
-        tokens=tokens,
-        lengths=torch.tensor(lengths),
-        indices=torch.arange(len(lengths)),
-        prompts=[""] * len(lengths),
-        columns={},
-    )
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
 def build_family(name: str):
@@ -76,15 +72,23 @@ def build_family(name: str):
     return model.eval()
 
 
-def sample(engine, batch, *, group_size=2, seed=0, step=0, stops=(STOP,), decode=None, **params):
-    return engine.generate(
-        batch,
+def request(
+    prompts, *, group_size=2, seed=0, step=0, first=0, stops=(STOP,), decode=None, **params
+) -> RolloutRequest:
+    """``first`` is the place of the first prompt in the data set."""
+    indices = range(first, first + len(prompts))
+    return RolloutRequest(
+        prompts=prompts,
         group_size=group_size,
         params=SamplingParams(**{"max_generated_tokens": 12, **params}),
-        stop_tokens=list(stops),
-        keys=row_keys(seed=seed, step=step, prompt_indices=batch.indices, group_size=group_size),
+        stop_tokens=stops,
+        keys=row_keys(seed=seed, step=step, prompt_indices=indices, group_size=group_size),
         decode=decode,
     )
+
+
+def sample(engine, prompts, **options):
+    return engine.generate(request(prompts, **options))
 
 
 def responses(samples) -> list[list[int]]:
@@ -96,14 +100,14 @@ def assert_same_samples(got, expected) -> None:
     """Same tokens, ends and log-probs; what stands behind a response's end is undefined."""
     assert responses(got) == responses(expected)
     assert torch.equal(got.truncated, expected.truncated)
-    for field in ("logprobs", "drawn_logprobs"):
+    for field in ("sampler_logprobs", "behaviour_logprobs"):
         for row, length in enumerate(expected.lengths.tolist()):
             a, b = (getattr(samples, field)[row, :length] for samples in (got, expected))
             torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-def greedy_by_full_forward(model, prompt: torch.Tensor, limit: int) -> list[int]:
-    tokens = prompt
+def greedy_by_full_forward(model, prompt: list[int], limit: int) -> list[int]:
+    tokens = torch.tensor(prompt)
     for _ in range(limit):
         tokens = torch.cat([tokens, model(tokens[None])[0, -1].argmax()[None]])
         if tokens[-1] == STOP:
@@ -111,19 +115,22 @@ def greedy_by_full_forward(model, prompt: torch.Tensor, limit: int) -> list[int]
     return tokens[len(prompt) :].tolist()
 
 
+@functools.cache
+def greedy_case(kind: str):
+    """A model, prompts, and its own full forward's response to each."""
+    model = build_policy(kind) if kind in POLICIES else build_family(kind)
+    prompts = random_prompts([5, 1, 9])
+    return model, prompts, [greedy_by_full_forward(model, prompt, 12) for prompt in prompts]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [*POLICIES, *FAMILIES, "gemma"])
 @torch.no_grad()
-def test_greedy_equals_full_forward_for_left_padded_prompts(kind, engine):
-    """Also proves that padding does not matter: each row is checked without any."""
-    model = build_policy(kind) if kind in POLICIES else build_family(kind)
-    batch = prompt_batch([5, 1, 9])
-    samples = sample(ENGINES[engine](model), batch, temperature=0.0)
-    for row, got in enumerate(responses(samples)):
-        length = int(batch.lengths[row // 2])
-        expected = greedy_by_full_forward(model, batch.tokens[row // 2, 9 - length :], 12)
-        assert got == expected
-        assert bool(samples.truncated[row]) == (expected[-1] != STOP)
+def test_greedy_equals_full_forward(kind, engine):
+    model, prompts, expected = greedy_case(kind)
+    samples = sample(ENGINES[engine](model), prompts, temperature=0.0)
+    assert responses(samples) == [response for response in expected for _ in range(2)]
+    assert samples.truncated.tolist() == [r[-1] != STOP for r in expected for _ in range(2)]
     assert not model.caches_are_setup()
 
 
@@ -132,28 +139,31 @@ def test_greedy_equals_full_forward_for_left_padded_prompts(kind, engine):
 @torch.no_grad()
 def test_reported_logprobs_equal_recomputed_ones(temperature, engine):
     model = build_policy("lora")
-    batch = prompt_batch([4, 7])
+    prompts = random_prompts([4, 7])
     samples = sample(
-        ENGINES[engine](model), batch, group_size=3, temperature=temperature, top_k=5, min_p=0.05
+        ENGINES[engine](model), prompts, group_size=3, temperature=temperature, top_k=5, min_p=0.05
     )
     for row, response in enumerate(responses(samples)):
-        prompt = batch.tokens[row // 3, 7 - int(batch.lengths[row // 3]) :]
-        tokens = torch.cat([prompt, torch.tensor(response)])
-        expected = full_logprobs(model, tokens, temperature)[len(prompt) - 1 :]
-        got = samples.logprobs[row, : len(response)].double()
+        start = len(prompts[row // 3])
+        tokens = torch.tensor(prompts[row // 3] + response)
+        expected = full_logprobs(model, tokens, temperature)[start - 1 :]
+        got = samples.sampler_logprobs[row, : len(response)].double()
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-        logits = model(tokens[None])[0, len(prompt) - 1 : -1] / temperature
-        drawn = filter_logits(logits, top_k=5, min_p=0.05).log_softmax(-1)
-        expected = drawn.gather(-1, torch.tensor(response)[:, None])[:, 0]
-        got = samples.drawn_logprobs[row, : len(response)]
+        logits = model(tokens[None])[0, start - 1 : -1] / temperature
+        behaviour = filter_logits(logits, top_k=5, min_p=0.05).log_softmax(-1)
+        expected = behaviour.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        got = samples.behaviour_logprobs[row, : len(response)]
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    plain = sample(ENGINES[engine](model), prompts, temperature=temperature)
+    assert torch.equal(plain.sampler_logprobs, plain.behaviour_logprobs)
 
 
 OPTIONS = {
     "plain": {},
     "filters": {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     "penalty": {"repetition_penalty": 1.5, "min_new_tokens": 5, "suppressed_tokens": (1, 2)},
-    "long": {"max_generated_tokens": 90},  # beyond one block of the cache
+    # Beyond one block of the cache.
+    "long": {"max_generated_tokens": GroupCache.BLOCK + 16, "stops": (STOP,), "group_size": 2},
 }
 
 
@@ -162,18 +172,17 @@ OPTIONS = {
 def test_samples_depend_on_seed_step_prompt_and_sample_only(options):
     """Not on the engine, the live rows, the order in which rows end, or the other prompts."""
     model = build_policy("llama")
-    batch = prompt_batch([5, 2, 9, 3, 7])
-    rows = {
-        name: sample(make(model), batch, group_size=4, stops=(STOP, 11, 30), **options)
-        for name, make in ENGINES.items()
-    }
+    prompts = random_prompts([5, 2, 9, 3, 7])
+    options = {"group_size": 4, "stops": (STOP, 11, 30), **options}
+    rows = {name: sample(make(model), prompts, **options) for name, make in ENGINES.items()}
     expected = responses(rows["torchtune"])
-    assert len({len(row) for row in expected}) > 3  # rows do end at different times
+    lengths = {len(row) for row in expected}
+    assert len(lengths) > 3  # rows do end at different times
+    assert max(lengths) == options.get("max_generated_tokens", 12)
     for samples in rows.values():
         assert_same_samples(samples, rows["torchtune"])
-    last = PromptBatch(batch.tokens[4:], batch.lengths[4:], batch.indices[4:], [""], {})
-    alone = sample(ENGINES["few_rows"](model), last, group_size=4, stops=(STOP, 11, 30), **options)
-    assert responses(alone) == expected[16:]
+    alone = sample(ENGINES["few_rows"](model), prompts[4:], first=4, **options)
+    assert responses(alone) == expected[-options["group_size"] :]
 
 
 def record_without_host_code(step):
@@ -213,37 +222,37 @@ def record_without_host_code(step):
 def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
     """What CUDA does: steps replayed without their host code, and rows that overshoot their end."""
     model = build_policy("qwen")
-    batch = prompt_batch([5, 2, 9, 3, 7])
+    prompts = random_prompts([5, 2, 9, 3, 7])
     options = {"group_size": 4, "stops": (STOP,), "stop_strings": ("ab",), **options}
-    expected = sample(NativeEngine(model, max_rows=7), batch, decode=text_of, **options)
+    expected = sample(native(model, max_rows=7), prompts, decode=text_of, **options)
     lengths = sorted(expected.lengths.tolist())
     assert len(set(lengths)) > 3 and lengths[-1] == options.get("max_generated_tokens", 12)
     monkeypatch.setitem(_native.POLL_STEPS, "cpu", 3)
     assert_same_samples(
-        sample(NativeEngine(model, max_rows=7), batch, decode=text_of, **options), expected
+        sample(native(model, max_rows=7), prompts, decode=text_of, **options), expected
     )
-    engine = NativeEngine(model, max_rows=7)
+    engine = native(model, max_rows=7)
     engine._record_step = record_without_host_code
-    assert_same_samples(sample(engine, batch, decode=text_of, **options), expected)
+    assert_same_samples(sample(engine, prompts, decode=text_of, **options), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 def test_cuda_graphs_change_nothing():
-    model, batch = build_policy("qwen").cuda(), prompt_batch([5, 2, 9, 3, 7]).to("cuda")
+    model, prompts = build_policy("qwen").cuda(), random_prompts([5, 2, 9, 3, 7])
     options = {"group_size": 4, "max_generated_tokens": 90}
-    expected = sample(NativeEngine(model, max_rows=7), batch, **options)
-    got = sample(NativeEngine(model, max_rows=7, cuda_graphs=True), batch, **options)
+    expected = sample(native(model, max_rows=7), prompts, **options)
+    got = sample(native(model, max_rows=7, cuda_graphs=True), prompts, **options)
     assert_same_samples(got, expected)
 
 
 def test_another_seed_or_step_gives_other_samples_and_global_rng_is_untouched():
-    engine, batch = NativeEngine(build_policy(), max_rows=8), prompt_batch([4, 7])
+    engine, prompts = native(build_policy(), max_rows=8), random_prompts([4, 7])
     before = torch.get_rng_state()
-    first = responses(sample(engine, batch, group_size=4))
-    assert first == responses(sample(engine, batch, group_size=4))
-    assert first != responses(sample(engine, batch, group_size=4, seed=1))
-    assert first != responses(sample(engine, batch, group_size=4, step=1))
+    first = responses(sample(engine, prompts, group_size=4))
+    assert first == responses(sample(engine, prompts, group_size=4))
+    assert first != responses(sample(engine, prompts, group_size=4, seed=1))
+    assert first != responses(sample(engine, prompts, group_size=4, step=1))
     assert torch.equal(before, torch.get_rng_state())
     assert len({tuple(row) for row in first[:4]}) > 1  # a group varies
 
@@ -252,7 +261,14 @@ def test_noise_is_uniform_and_independent_between_keys():
     """Chi-square over 16 bins of every bit pattern's use, and correlation of neighbouring keys."""
     from torchtune_grpo.rollout._noise import uniforms
 
-    keys = row_keys(seed=3, step=5, prompt_indices=torch.arange(64), group_size=16)
+    keys = row_keys(seed=3, step=-1, prompt_indices=[0, 7], group_size=2).tolist()
+    assert keys == [  # forever: runs can be repeated with another version
+        6880464804444729082,
+        774806948303572691,
+        -498975836111355085,
+        6539196021410451607,
+    ]
+    keys = row_keys(seed=3, step=5, prompt_indices=range(64), group_size=16)
     assert keys.unique().numel() == 64 * 16
     draws = uniforms(keys, 100)
     assert 0 <= draws.min() and draws.max() < 1
@@ -263,22 +279,22 @@ def test_noise_is_uniform_and_independent_between_keys():
     limit = 4.5 / math.sqrt(draws.numel())  # 4.5 standard deviations
     assert abs((centred[1:] * centred[:-1]).mean()) < limit
     assert abs((centred[:, 1:] * centred[:, :-1]).mean()) < limit
-    other_step = row_keys(seed=3, step=6, prompt_indices=torch.arange(64), group_size=16)
+    other_step = row_keys(seed=3, step=6, prompt_indices=range(64), group_size=16)
     assert abs((centred * (uniforms(other_step, 100) - 0.5) * math.sqrt(12)).mean()) < limit
 
 
 @pytest.mark.parametrize("merge", ["always", "never"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_uses_the_current_adapter(kind, merge):
-    model, batch = build_policy(kind), prompt_batch([6])
-    engine = NativeEngine(model, max_rows=4, merge_adapters=merge)
-    before = sample(engine, batch, stops=())
+    model, prompts = build_policy(kind), random_prompts([6])
+    engine = native(model, max_rows=4, merge_adapters=merge)
+    before = sample(engine, prompts, stops=())
     with torch.no_grad():
         model.layers[0].attn.q_proj.lora_b.weight.neg_()
         model.layers[1].mlp.w2.lora_b.weight.neg_()
-    after = sample(engine, batch, stops=())
-    assert (before.logprobs - after.logprobs).abs().max() > 0.1
-    assert_same_samples(after, sample(TorchtuneEngine(model, max_rows=4), batch, stops=()))
+    after = sample(engine, prompts, stops=())
+    assert (before.sampler_logprobs - after.sampler_logprobs).abs().max() > 0.1
+    assert_same_samples(after, sample(ENGINES["torchtune"](model), prompts, stops=()))
 
 
 @pytest.mark.parametrize("merge", ["auto", "always", "never"])
@@ -293,22 +309,22 @@ def test_quantized_base(merge):
     for name, parameter in model.named_parameters():
         if "lora_b" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    engine = NativeEngine(model, max_rows=4, merge_adapters=merge)
-    batch = prompt_batch([5, 3])
-    assert_same_samples(sample(engine, batch), sample(TorchtuneEngine(model, max_rows=4), batch))
+    engine = native(model, max_rows=4, merge_adapters=merge)
+    prompts = random_prompts([5, 3])
+    assert_same_samples(sample(engine, prompts), sample(ENGINES["torchtune"](model), prompts))
 
 
 def test_unknown_model_falls_back_to_torchtune(caplog):
     model = build_family("gemma2")
     assert "Gemma2Attention" in unsupported_reason(model)
     with pytest.raises(ValueError, match="set rollout.engine to torchtune"):
-        NativeEngine(model, max_rows=4)
-    engine = make_engine(model, RolloutConfig(), max_rows=4)
+        native(model, max_rows=4)
+    engine = make_engine(model, RolloutConfig())
     assert isinstance(engine, TorchtuneEngine)
     assert "Gemma2Attention" in caplog.text
-    batch = prompt_batch([4])
-    expected = greedy_by_full_forward(model, batch.tokens[0], 12)
-    assert responses(sample(engine, batch, temperature=0.0))[0] == expected
+    prompts = random_prompts([4])
+    expected = greedy_by_full_forward(model, prompts[0], 12)
+    assert responses(sample(engine, prompts, temperature=0.0))[0] == expected
 
 
 def text_of(tokens) -> str:
@@ -320,12 +336,14 @@ def text_of(tokens) -> str:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tokens):
     model = build_policy()
-    batch = prompt_batch([5, 2, 9])
-    free = [text_of(row) for row in responses(sample(ENGINES["torchtune"](model), batch, stops=()))]
+    prompts = random_prompts([5, 2, 9])
+    free = [
+        text_of(row) for row in responses(sample(ENGINES["torchtune"](model), prompts, stops=()))
+    ]
     stops = (free[0][7:10], free[3][4:7])  # across a token border
     samples = sample(
         ENGINES[engine](model),
-        batch,
+        prompts,
         stops=(),
         stop_strings=stops,
         min_new_tokens=min_new_tokens,
@@ -343,51 +361,53 @@ def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tok
 
 def test_stop_strings_without_decode_are_refused():
     with pytest.raises(ValueError, match="decode"):
-        sample(NativeEngine(build_policy(), max_rows=2), prompt_batch([3]), stop_strings=("x",))
+        sample(native(build_policy(), max_rows=2), random_prompts([3]), stop_strings=("x",))
 
 
 @pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
 def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
     model = build_policy()
-    batch = prompt_batch([6, 3])
-    plain = responses(sample(ENGINES[engine](model), batch, temperature=0.0, stops=()))
+    prompts = random_prompts([6, 3])
+    plain = responses(sample(ENGINES[engine](model), prompts, temperature=0.0, stops=()))
     often = max(set(plain[0]), key=plain[0].count)
     without = responses(
-        sample(ENGINES[engine](model), batch, temperature=0.0, stops=(), suppressed_tokens=(often,))
+        sample(
+            ENGINES[engine](model), prompts, temperature=0.0, stops=(), suppressed_tokens=(often,)
+        )
     )
     assert often in plain[0] and often not in without[0]
     distinct = responses(
-        sample(ENGINES[engine](model), batch, temperature=0.0, stops=(), repetition_penalty=1e6)
+        sample(ENGINES[engine](model), prompts, temperature=0.0, stops=(), repetition_penalty=1e6)
     )
     for row, response in enumerate(distinct):  # such a penalty forbids every repetition
-        prompt = batch.tokens[row // 2, 6 - int(batch.lengths[row // 2]) :].tolist()
-        assert len(set(response)) == len(response) and not set(response) & set(prompt)
+        assert len(set(response)) == len(response)
+        assert not set(response) & set(prompts[row // 2])
     first = plain[0][0]
     late = responses(
-        sample(ENGINES[engine](model), batch, temperature=0.0, stops=(first,), min_new_tokens=4)
+        sample(ENGINES[engine](model), prompts, temperature=0.0, stops=(first,), min_new_tokens=4)
     )
     assert first not in late[0][:4] and len(late[0]) >= 4
 
 
 def test_cache_stays_within_its_bound_and_is_reused():
-    model, batch = build_policy(), prompt_batch([5, 2, 9, 30, 7, 1, 1])
-    engine = NativeEngine(model, max_rows=5)
-    params = SamplingParams(max_generated_tokens=70)
-    bound = engine.cache_bytes(batch, group_size=4, params=params)
+    model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
+    engine = native(model, max_rows=5)
+    bound = engine.cache_bytes(request(prompts, group_size=4, max_generated_tokens=70))
     positions = 4 * 30 + 8 * 128  # twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128
     assert bound == 2 * 2 * 2 * 8 * 4 * positions
-    sample(engine, batch, group_size=4, max_generated_tokens=70)
+    sample(engine, prompts, group_size=4, max_generated_tokens=70)
     cache: GroupCache = engine._cache
-    assert 0 < cache.allocated_bytes <= bound
+    parts = (cache.prompt_keys, cache.prompt_values, cache.keys, cache.values)
+    assert 0 < sum(tensor.nbytes for part in parts for tensor in part) <= bound
     kept = cache.keys[0].data_ptr()
-    sample(engine, batch, group_size=4, max_generated_tokens=70)
+    sample(engine, prompts[:1], group_size=4, max_generated_tokens=70)
     assert cache.keys[0].data_ptr() == kept
 
 
 def test_interrupted_rollout_leaves_the_next_one_right():
-    model, batch = build_policy("lora"), prompt_batch([5, 2, 9])
-    engine = NativeEngine(model, max_rows=3)
-    expected = responses(sample(engine, batch))
+    model, prompts = build_policy("lora"), random_prompts([5, 2, 9])
+    engine = native(model, max_rows=3)
+    expected = responses(sample(engine, prompts))
     calls = []
 
     def interrupt(tokens) -> str:
@@ -397,17 +417,22 @@ def test_interrupted_rollout_leaves_the_next_one_right():
         return ""
 
     with pytest.raises(KeyboardInterrupt):
-        sample(engine, batch, stop_strings=("x",), decode=interrupt)
-    assert responses(sample(engine, batch)) == expected
+        sample(engine, prompts, stop_strings=("x",), decode=interrupt)
+    assert responses(sample(engine, prompts)) == expected
     assert not model.caches_are_setup()
 
 
-@pytest.mark.parametrize("make", [NativeEngine, TorchtuneEngine])
-def test_deadline_cuts_rows_where_they_are(make):
-    model, batch = build_policy(), prompt_batch([5, 2, 9])
-    samples = sample(make(model, max_rows=3, deadline=1e-9), batch, stops=())
-    whole = responses(sample(NativeEngine(model, max_rows=3), batch, stops=()))
-    assert samples.truncated.all() and samples.lengths.sum() < 6 * 12
+@pytest.mark.parametrize("engine", [NativeEngine, TorchtuneEngine])
+@pytest.mark.parametrize("deadline", [0, 8])
+def test_deadline_cuts_rows_where_they_are(engine, deadline, monkeypatch):
+    model, prompts = build_policy(), random_prompts([5, 2, 9])
+    whole = responses(sample(native(model, max_rows=3), prompts, stops=()))
+    looks = itertools.count()  # a clock that ticks at every look
+    monkeypatch.setattr("time.monotonic", lambda: next(looks))
+    settings = RolloutConfig(max_rows=3, deadline=deadline or 1e-9)
+    samples = sample(engine(model, settings), prompts, stops=())
+    assert samples.truncated.all()
+    assert (samples.lengths.sum() > 0) == (deadline > 0) and samples.lengths.min() == 0
     for got, expected in zip(responses(samples), whole, strict=True):
         assert got == expected[: len(got)]
 
@@ -418,31 +443,26 @@ def test_non_finite_row_does_not_spread_to_later_rows():
     The next row sees it, masked, while the row beside it is longer.
     """
     model = build_policy("untied")
-    batch = prompt_batch([4, 5, 6, 3, 7, 2, 8])
+    prompts = random_prompts([4, 5, 6, 3, 7, 2, 8])
     options = {"group_size": 1, "stops": (STOP, 11, 30, 44)}
-    expected = responses(sample(NativeEngine(model, max_rows=2), batch, **options))
+    expected = responses(sample(native(model, max_rows=2), prompts, **options))
     assert len({len(row) for row in expected[1:]}) > 2  # places are taken at different times
-    used = {*batch.tokens.flatten().tolist(), *sum(expected, [])}
+    used = {*sum(prompts, []), *sum(expected, [])}
     broken = min(set(range(VOCAB)) - used)
     with torch.no_grad():
         model.tok_embeddings.weight[broken] = torch.nan
-    batch.tokens[0, -1] = broken
-    got = responses(sample(NativeEngine(model, max_rows=2), batch, **options))
+    prompts[0][-1] = broken
+    got = responses(sample(native(model, max_rows=2), prompts, **options))
     assert got[1:] == expected[1:]
 
 
-def test_progress_is_reported(monkeypatch):
+@pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
+def test_progress_is_reported(engine, monkeypatch):
     monkeypatch.setattr("torchtune_grpo.rollout._native.REPORT_SECONDS", -1.0)
     seen = []
-    batch = prompt_batch([5, 2, 9])
-    NativeEngine(build_policy(), max_rows=3).generate(
-        batch,
-        group_size=2,
-        params=SamplingParams(max_generated_tokens=6),
-        stop_tokens=[],
-        keys=row_keys(seed=0, step=0, prompt_indices=batch.indices, group_size=2),
-        report=seen.append,
-    )
+    prompts = random_prompts([5, 2, 9])
+    asked = request(prompts, stops=(), max_generated_tokens=6)
+    ENGINES[engine](build_policy()).generate(replace(asked, report=seen.append))
     assert [p.tokens for p in seen] == sorted(p.tokens for p in seen)
     assert all(p.live <= 3 and p.rows == 6 for p in seen)
     assert seen[-1].tokens == 36
@@ -462,7 +482,7 @@ def test_progress_is_reported(monkeypatch):
 )
 @pytest.mark.parametrize("vocab", [8, 300])
 def test_sampled_frequencies_match_the_distribution(options, vocab):
-    """Chi-square of 40,000 draws, at 99.99%; 300 entries reach beyond one block of the search."""
+    """Chi-square of 20,000 draws, at 99.99%; 300 entries reach beyond one block of the search."""
     logits = torch.full((1, vocab), -60.0)
     places = torch.linspace(0, vocab - 1, 8).long()
     logits[0, places] = torch.tensor([0.1, 1.9, -0.7, 1.2, 2.3, -3.0, 0.6, 1.5])
@@ -474,8 +494,8 @@ def test_sampled_frequencies_match_the_distribution(options, vocab):
     probs = filter_logits(
         adjusted / params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
     ).softmax(-1)[0]
-    draws = 40_000
-    tokens, logprobs, drawn = Sampler(params, device=logits.device)(
+    draws = 20_000
+    tokens, sampler_logprobs, behaviour_logprobs = Sampler(params, device=logits.device)(
         logits.expand(draws, -1),
         uniforms=torch.rand(draws, dtype=torch.float64, generator=torch.manual_seed(0)),
         counts=torch.zeros(draws),
@@ -487,9 +507,9 @@ def test_sampled_frequencies_match_the_distribution(options, vocab):
     expected = probs[kept] * draws
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
     assert chi_square < 29.9  # chi-square(7)
-    torch.testing.assert_close(drawn, probs.log()[tokens], atol=1e-5, rtol=0)
+    torch.testing.assert_close(behaviour_logprobs, probs.log()[tokens], atol=1e-5, rtol=0)
     plain = (logits / params.temperature).log_softmax(-1)[0]
-    torch.testing.assert_close(logprobs, plain[tokens], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sampler_logprobs, plain[tokens], atol=1e-5, rtol=0)
 
 
 def test_filters_keep_exactly_the_defined_tokens():

@@ -13,7 +13,7 @@ pytest.importorskip("math_verify")
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = SymbolicMathReward(timeout=3, workers=2)
+    reward = SymbolicMathReward(timeout=2, workers=2)
     yield reward
     reward.close()
     assert not children()
@@ -110,11 +110,17 @@ def test_prose_is_no_expression():
 
     assert stated(r" $\frac{1}{x}$ ") == r"\frac{1}{x}"
     assert stated("log(x)") == "log(x)"
-    assert stated("maybe x") is stated("x" * 401) is stated("x\x00") is stated("$x$ $y$") is None
+    assert (
+        stated("maybe x")
+        is stated("x" + "+1" * 200)
+        is stated("x\x00")
+        is stated("$x$ $y$")
+        is None
+    )
     assert stated("$") is None and stated("$$") is None
 
 
 def test_without_math_verify_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install torchtune-grpo\[symbolic\]"):
+    with pytest.raises(ValueError, match="pip install 'math-verify<0.10'"):
         SymbolicMathReward()

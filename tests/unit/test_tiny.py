@@ -10,6 +10,7 @@ from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.tiny import (
+    _warmup,
     lora_tiny_llama3_2,
     make_tiny_checkpoint,
     prepare,
@@ -62,19 +63,31 @@ def test_prepare_keeps_what_is_there_and_refuses_other_settings(tmp_path):
         make_tiny_checkpoint(tmp_path / "mine", warmup_steps=0)
 
 
+def prepare_with_one_thread(folder):
+    torch.set_num_threads(1)  # a forked process cannot use its parent's threads
+    prepare(folder, warmup_steps=0)
+    return (folder / "config.json").stat().st_ino
+
+
 def test_several_processes_may_prepare_at_once(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    processes = [
-        spawn.Process(target=prepare, args=(tmp_path / "m",), kwargs={"warmup_steps": 0})
-        for _ in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert (tmp_path / "m" / "config.json").is_file()
+    """One of them makes the checkpoint, and all find it."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        files = pool.map(prepare_with_one_thread, [tmp_path / "m"] * 2, chunksize=1)
+    assert files[0] == files[1] == (tmp_path / "m" / "config.json").stat().st_ino
+
+
+@pytest.mark.parametrize("before", [None, "a folder"])
+def test_the_tokenizer_is_not_cached_and_the_setting_stays(folder, tmp_path, monkeypatch, before):
+    """tiktoken would cache it by its path, and give an old one where a folder was made anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", before)
+    tiny_tokenizer(folder)
+    assert os.environ.get("TIKTOKEN_CACHE_DIR") == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_seed_gives_the_same_weights(folder, tmp_path):
@@ -84,13 +97,14 @@ def test_the_same_seed_gives_the_same_weights(folder, tmp_path):
     assert bytes_of(again) == bytes_of(folder) != bytes_of(other)
 
 
-def test_warm_up_teaches(folder):
-    """A hundred steps raise the likelihood of worked answers, whatever the machine's speed."""
+def test_warm_up_teaches(folder, monkeypatch):
+    """Thirty steps raise the likelihood of worked answers, whatever the machine's speed."""
+    monkeypatch.setattr(_warmup, "NUM_PROBLEMS", 500)
     torch.manual_seed(0)
     tokenizer, model = tiny_tokenizer(folder), tiny_llama3_2()
     torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
     answer = tokenizer.encode("2+3=5\n5+4=9</think>", add_bos=False, add_eos=False)
     example = [(tokenizer.encode("What is 2 + 3 + 4?", add_eos=False), answer)]
     before = completion_log_probs(model, example)[0].sum()
-    warm_up(model, tokenizer, seed=0, levels=[3], max_steps=100)
+    warm_up(model, tokenizer, seed=0, levels=[3], max_steps=30)
     assert completion_log_probs(model, example)[0].sum() > before + 10

@@ -7,7 +7,7 @@ from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
-from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout
 
 
@@ -23,6 +23,7 @@ def kept_numbers(*, dim: int, hidden: int, layers: int, vocab: int) -> tuple[lis
         intermediate_dim=hidden,
         max_seq_len=1024,
     )
+    attend_in_segments(model)
     set_trainable_params(model, get_adapter_params(model))
     layout = packed_layout(make_groups([100], [80, 90, 60, 70]), torch.zeros(4, dtype=torch.long))
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -1,9 +1,12 @@
-"""Rows are joined without gaps, cut and stacked without loss."""
+"""Prompts and samples become rows, joined without gaps and cut without loss."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from torchtune_grpo.data import step_indices
+from torchtune_grpo.data import PromptBatch, step_indices
+from torchtune_grpo.rollout import RolloutRequest, SamplingParams, roll_out, row_keys
 from torchtune_grpo.rollout._text import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
 
@@ -17,9 +20,8 @@ def samples_of(responses: list[list[int]], width: int) -> Samples:
 
 def test_join_rows_puts_each_response_right_behind_its_prompt():
     tokens, prompt_lengths = join_rows(
-        prompt_tokens=torch.tensor([[9, 1, 2], [3, 4, 5]]),
-        prompt_lengths=torch.tensor([2, 3]),
-        samples=samples_of([[11], [12, 13, 14], [15, 16], [17]], width=3),
+        [[1, 2], [3, 4, 5]],
+        samples_of([[11], [12, 13, 14], [15, 16], [17]], width=3),
     )
     assert prompt_lengths.tolist() == [2, 2, 3, 3]
     assert tokens.tolist() == [
@@ -30,28 +32,89 @@ def test_join_rows_puts_each_response_right_behind_its_prompt():
     ]
 
 
-def trajectory_of(prompts: list[int], responses: list[int], first: int = 0) -> Trajectory:
+def test_join_rows_clears_what_stands_behind_a_response():
+    """Its longest row may be shorter than the width of the samples."""
+    tokens, _ = join_rows([[5]], samples_of([[6, 7], []], width=9))
+    assert tokens.tolist() == [[5, 6, 7], [5, 0, 0]]
+
+
+def trajectory_of(prompts: list[int], responses: list[int], trained_on: list[int]) -> Trajectory:
     rows = len(prompts)
     total = max(p + r for p, r in zip(prompts, responses, strict=True))
-    mask = length_mask(torch.tensor(responses), max(responses))
+    mask = length_mask(torch.tensor(trained_on), max(responses))
     return Trajectory(
-        tokens=torch.arange(rows * total).view(rows, total) + first,
+        tokens=torch.arange(rows * total).view(rows, total),
         prompt_lengths=torch.tensor(prompts),
+        response_lengths=torch.tensor(responses),
         response_mask=mask,
         truncated=torch.zeros(rows, dtype=torch.bool),
         sampler_logprobs=mask.float(),
-        prompts=[f"p{first + i}" for i in range(rows)],
-        completions=[f"c{first + i}" for i in range(rows)],
-        columns={"answer": [first + i for i in range(rows)]},
-        advantages=torch.arange(rows).float() + first,
+        behaviour_logprobs=mask.float(),
+        prompts=[f"p{i}" for i in range(rows)],
+        completions=[f"c{i}" for i in range(rows)],
+        columns={"answer": list(range(rows))},
+        advantages=torch.arange(rows).float(),
     )
 
 
-def test_select_takes_rows_in_the_order_asked_for_and_no_texts():
-    part = trajectory_of([2, 2, 1], [1, 2, 4]).select(torch.tensor([2, 0]))
+def test_select_takes_rows_with_their_texts_in_the_order_asked_for():
+    part = trajectory_of([2, 2, 1], [1, 2, 4], trained_on=[1, 2, 4]).select(torch.tensor([2, 0]))
     assert part.advantages.tolist() == [2, 0]
-    assert part.response_lengths.tolist() == [4, 1]
-    assert part.old_logprobs is None and part.completions == []
+    assert part.response_lengths.tolist() == [4, 1] and part.ref_logprobs is None
+    assert (part.prompts, part.completions) == (["p2", "p0"], ["c2", "c0"])
+    assert part.columns == {"answer": [2, 0]}
+
+
+def test_completion_ids_hold_the_whole_response_trained_on_or_not():
+    rows = trajectory_of([2, 1], [1, 3], trained_on=[0, 2])
+    assert rows.completion_ids == [[2], [5, 6, 7]]
+
+
+def test_to_moves_every_tensor_and_keeps_the_rest():
+    rows = trajectory_of([2, 1], [1, 3], trained_on=[1, 3])
+    moved = rows.to(torch.device("meta"))
+    assert moved.tensors().keys() == rows.tensors().keys()
+    assert {value.device.type for value in moved.tensors().values()} == {"meta"}
+    assert (moved.completions, moved.columns) == (rows.completions, rows.columns)
+
+
+def test_roll_out_joins_samples_prompts_texts_and_columns():
+    """By hand: the second response has its stop token, the first was cut."""
+    samples = replace(
+        samples_of([[1, 2, 3], [4, 26]], width=3), truncated=torch.tensor([True, False])
+    )
+    samples = replace(samples, behaviour_logprobs=samples.sampler_logprobs + 1)
+    asked: list[RolloutRequest] = []
+
+    class Engine:
+        def generate(self, request: RolloutRequest) -> Samples:
+            asked.append(request)
+            return samples
+
+    rows = roll_out(
+        Engine(),
+        PromptBatch(tokens=[[8, 9]], indices=[5], prompts=["why"], columns={"answer": ["7"]}),
+        tokenizer=_Tokenizer(),
+        group_size=2,
+        params=SamplingParams(max_generated_tokens=3, stop_strings=("bc",)),
+        prefill=">",
+        seed=1,
+        step=2,
+    )
+    (request,) = asked
+    assert request.prompts == [[8, 9]] and request.stop_tokens == [26]
+    assert request.decode([2, 3]) == "bc"
+    keys = row_keys(seed=1, step=2, prompt_indices=[5], group_size=2)
+    assert torch.equal(request.keys, keys)
+    assert rows.tokens.tolist() == [[8, 9, 1, 2, 3], [8, 9, 4, 26, 0]]
+    assert rows.completion_ids == [[1, 2, 3], [4, 26]]
+    assert rows.prompt_lengths.tolist() == [2, 2] and rows.response_lengths.tolist() == [3, 2]
+    assert rows.response_mask.tolist() == [[True] * 3, [True, True, False]]
+    assert rows.truncated.tolist() == [True, False]
+    assert rows.sampler_logprobs.tolist() == [[1, 2, 3], [4, 26, 99]]
+    assert rows.behaviour_logprobs.tolist() == [[2, 3, 4], [5, 27, 100]]
+    assert rows.prompts == ["why"] * 2 and rows.completions == [">abc", ">d"]
+    assert rows.columns == {"answer": ["7"] * 2}
 
 
 def test_step_indices_pass_over_the_data_without_repeats_or_gaps():
@@ -70,6 +133,8 @@ def test_step_indices_pass_over_the_data_without_repeats_or_gaps():
 
 class _Tokenizer:
     """Knows 1..26 as letters; any other id is unknown, as beyond a real tokenizer's vocabulary."""
+
+    stop_tokens = [26]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         assert not skip_special_tokens

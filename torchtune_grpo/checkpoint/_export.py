@@ -16,7 +16,6 @@ log = utils.get_logger("INFO")
 _UNPERMUTED = ("QWEN2",)
 _PEFT_UNSUPPORTED = ("PHI3_MINI", "PHI4")
 
-
 _PEFT_NAMES = {
     "attn.q_proj": "self_attn.q_proj",
     "attn.k_proj": "self_attn.k_proj",
@@ -113,13 +112,9 @@ def peft_state(
 ) -> dict[str, Tensor]:
     """Adapter parameters in PEFT's names and Hugging Face's order of rows.
 
-    Args:
-        adapter (Mapping[str, Tensor]): in torchtune's names.
-        hf_config (Mapping[str, Any]): the base model's config.json.
-        model_type (str): torchtune's ModelType, e.g. "LLAMA3_2".
-
-    Returns:
-        dict[str, Tensor]: what ``adapter_model.safetensors`` holds.
+    They come in torchtune's names; ``hf_config`` is the base model's config.json, and
+    ``model_type`` torchtune's, such as "LLAMA3_2". The result is what
+    ``adapter_model.safetensors`` holds.
     """
     heads = {
         "attn.q_proj": hf_config["num_attention_heads"],

@@ -47,8 +47,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
     optimizer.load_state_dict({**state, "state": entries})
     # That casts low-bit shards to the parameters' dtype in name only; put them back as they were.
     for index, entry in entries.items():
-        shards = {name: value for name, value in entry.items() if isinstance(value, DTensor)}
-        low_bit = {name: value for name, value in shards.items() if _is_low_bit(value)}
+        low_bit = {n: v for n, v in entry.items() if isinstance(v, DTensor) and _is_low_bit(v)}
         optimizer.state[parameters[index]].update(low_bit)
 
 
@@ -90,10 +89,5 @@ def _plain(value: DTensor) -> DTensor:
         values = local.dequantize()
     else:
         return value
-    return DTensor.from_local(
-        values,
-        value.device_mesh,
-        value.placements,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+    mesh, placements = value.device_mesh, value.placements
+    return DTensor.from_local(values, mesh, placements, shape=value.shape, stride=value.stride())

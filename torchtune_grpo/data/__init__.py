@@ -1,6 +1,6 @@
 """Data sets that yield prompt tokens plus the columns rewards need, and their collation."""
 
-from torchtune_grpo.data._arithmetic import arithmetic_dataset
+from torchtune_grpo.data._arithmetic import arithmetic_dataset, arithmetic_problems
 from torchtune_grpo.data._collate import PromptBatch, collate_prompts
 from torchtune_grpo.data._gsm8k import gsm8k_dataset
 from torchtune_grpo.data._humaneval import humaneval_dataset
@@ -11,6 +11,7 @@ __all__ = [
     "PromptBatch",
     "RLDataset",
     "arithmetic_dataset",
+    "arithmetic_problems",
     "collate_prompts",
     "gsm8k_dataset",
     "humaneval_dataset",

@@ -55,7 +55,7 @@ def _product_and_step(rng: random.Random) -> Chain:
 def _product_step_and_share(rng: random.Random) -> Chain:
     while True:
         chain = _product_and_step(rng)
-        total = evaluate_chain(chain)
+        total = _running_values(chain)[-1]
         divisors = [n for n in range(2, 10) if total > 0 and total % n == 0]
         if divisors:
             return (*chain, ("/", rng.choice(divisors)))
@@ -64,7 +64,7 @@ def _product_step_and_share(rng: random.Random) -> Chain:
 def _small_steps(rng: random.Random, chain: Chain, count: int, limit: int = 20) -> Chain:
     """Adds one-digit steps that keep within 0 and the limit."""
     for _ in range(count):
-        value = evaluate_chain(chain)
+        value = _running_values(chain)[-1]
         steps = [("+", n) for n in range(1, 10) if value + n <= limit]
         steps += [("-", n) for n in range(1, 10) if value - n >= 0]
         chain = (*chain, rng.choice(steps))
@@ -85,12 +85,8 @@ _LEVELS: dict[int, tuple[Callable[[random.Random], Chain], bool]] = {
 LEVELS = tuple(_LEVELS)
 
 
-def evaluate_chain(chain: Chain) -> int:
-    """Returns the value of a chain, worked from left to right. Divisions are exact."""
-    return _running_values(chain)[-1]
-
-
 def _running_values(chain: Chain) -> list[int]:
+    """The start number and the value behind each step. Divisions are exact."""
     work = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
     values = [chain[0][1]]
     for operation, number in chain[1:]:
@@ -133,8 +129,7 @@ def _question(chain: Chain, story: bool, rng: random.Random) -> str:
         else f"{rng.choice(_GAINS if op == '+' else _LOSSES)} {number}"
         for op, number in steps
     ]
-    told = f"{name} has {start}, {', '.join(acts[:-1])} and {acts[-1]}"
-    told = told if len(acts) > 1 else f"{name} has {start} and {acts[0]}"
+    told = f"{', '.join([f'{name} has {start}', *acts[:-1]])} and {acts[-1]}"
     asked = "each friend get" if steps[-1][0] == "/" else f"{name} have now"
     return f"{told}. How many {item} does {asked}?"
 
@@ -196,13 +191,9 @@ def _new_problem(
         question = _question(chain, story, rng)
         if question not in seen:
             seen.add(question)
-            answer = str(evaluate_chain(chain))
-            return {
-                "question": question,
-                "solution": _worked(chain),
-                "answer": answer,
-                "level": level,
-            }
+            answer = str(_running_values(chain)[-1])
+            solution = _worked(chain)
+            return dict(question=question, solution=solution, answer=answer, level=level)
     raise ValueError(
         f"num_samples={num_samples} asks for more different {split} problems than level {level} "
         f"has; {len(seen)} were found. Lower num_samples or add a higher level."
@@ -218,16 +209,12 @@ def arithmetic_dataset(
     seed: int = 0,
     **dataset_kwargs: Any,
 ) -> RLDataset:
-    """An :class:`~torchtune_grpo.data.RLDataset` of synthetic arithmetic, made without a download.
+    """An :class:`~torchtune_grpo.data.RLDataset` of :func:`arithmetic_problems`.
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        levels: one level or several, see :func:`arithmetic_problems`.
-        split: "train" or "test"; they have no problem in common.
-        num_samples: how many problems; all are different.
-        seed: of the problems drawn.
-        **dataset_kwargs: handed to RLDataset: ``prompt_template``, ``system_prompt``, ``chat``,
-            ``prefill``, ``max_prompt_tokens``.
+        levels, split, num_samples, seed: of the problems.
+        **dataset_kwargs: as RLDataset takes them.
 
     Returns:
         RLDataset: whose items carry the columns ``solution``, ``answer`` and ``level``.

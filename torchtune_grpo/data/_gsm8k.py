@@ -10,7 +10,7 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 from torchtune_grpo.data._rl_dataset import RLDataset
 
-SYSTEM_PROMPT = (
+GSM8K_SYSTEM_PROMPT = (
     "Solve the problem step by step. Put your reasoning between <think> and </think>, and then the "
     "result, one plain number, between <answer> and </answer>. Your whole reply has this form: "
     "<think> reasoning </think> <answer> number </answer>"
@@ -27,7 +27,7 @@ def gsm8k_dataset(
     name: str | None = "main",
     split: str = "train",
     data_files: Any = None,
-    system_prompt: str | None = SYSTEM_PROMPT,
+    system_prompt: str | None = GSM8K_SYSTEM_PROMPT,
     prefill: str = "",
     max_prompt_tokens: int | None = None,
     num_samples: int | None = None,
@@ -43,10 +43,7 @@ def gsm8k_dataset(
         split: ``train`` (7,473 problems) or ``test`` (1,319).
         data_files: path of local files with the problems of ``split``.
         system_prompt: asks for ``<think> ... </think> <answer> ... </answer>`` by default.
-        prefill: text that every response begins with, for instance ``<think>``.
-        max_prompt_tokens: longer prompts are left out. None keeps all.
-        num_samples: use only this many rows from the start. None uses all.
-        **dataset_kwargs: handed to RLDataset: ``prompt_template``, ``chat``, ``columns``.
+        prefill, max_prompt_tokens, num_samples, **dataset_kwargs: as RLDataset takes them.
 
     Returns:
         RLDataset: the prompt is the question; the items' columns are ``question``, ``answer`` (the

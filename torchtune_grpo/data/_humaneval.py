@@ -9,7 +9,7 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 from torchtune_grpo.data._rl_dataset import RLDataset
 
-SYSTEM_PROMPT = (
+HUMANEVAL_SYSTEM_PROMPT = (
     "Complete the Python function that the user gives. Reply with the whole function, its imports "
     "and helpers included, in one block that begins with ```python and ends with ```."
 )
@@ -21,7 +21,7 @@ def humaneval_dataset(
     source: str = "openai/openai_humaneval",
     split: str = "test",
     data_files: Any = None,
-    system_prompt: str | None = SYSTEM_PROMPT,
+    system_prompt: str | None = HUMANEVAL_SYSTEM_PROMPT,
     prefill: str = "",
     max_prompt_tokens: int | None = None,
     num_samples: int | None = None,
@@ -39,10 +39,7 @@ def humaneval_dataset(
         split: HumanEval has only ``test``; slices are allowed.
         data_files: path of local files (jsonl, also gzipped) with the problems of ``split``.
         system_prompt: asks for one fenced block of Python by default.
-        prefill: text that every response begins with.
-        max_prompt_tokens: longer prompts are left out. None keeps all.
-        num_samples: use only this many rows from the start. None uses all.
-        **dataset_kwargs: handed to RLDataset: ``prompt_template``, ``chat``, ``columns``.
+        prefill, max_prompt_tokens, num_samples, **dataset_kwargs: as RLDataset takes them.
 
     Returns:
         RLDataset: the prompt is the function's head with its docstring; the items' columns are

@@ -19,19 +19,9 @@ _FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 def load_rows(
     source: str, *, split: str, num_samples: int | None, **load_dataset_kwargs: Any
 ) -> list[dict[str, Any]]:
-    """Loads one split as a list of rows.
+    """Loads the rows of one split; the arguments are those of :class:`RLDataset`.
 
     ``data_files`` without split names holds the split that is asked for, whatever its name.
-
-    Args:
-        source: name of a data set on the Hugging Face hub, or a file format
-            (json, csv, parquet, ...) together with ``data_files``.
-        split: one split, slices such as ``train[:100]`` included.
-        num_samples: read only this many rows from the start. None reads all.
-        **load_dataset_kwargs: further arguments of ``datasets.load_dataset``.
-
-    Returns:
-        The rows, each a dict of column values.
 
     Raises:
         ValueError: if the data set, a file or the split does not exist or cannot be read.

@@ -41,9 +41,8 @@ def step_indices(
     if dataset_size < prompts_per_step * world_size:
         ranks = f" * {world_size} ranks" if world_size > 1 else ""
         raise ValueError(
-            f"batch_size * gradient_accumulation_steps{ranks} = {prompts_per_step * world_size} "
-            f"prompts a step, but dataset has only {dataset_size}; lower them, or give more "
-            "prompts."
+            f"batch_size{ranks} = {prompts_per_step * world_size} prompts a step, but dataset has "
+            f"only {dataset_size}; lower batch_size, or give more prompts."
         )
     start = (step * world_size + rank) * prompts_per_step
     rows: list[int] = []

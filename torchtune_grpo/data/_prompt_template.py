@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import string
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 _BRACES_HINT = "Write literal braces as {{ and }}."
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Literal text, and the column whose value follows it."""
-
-    literal: str
-    column: str | None
-    types: tuple[type, ...]
 
 
 class RowTemplate:
@@ -41,7 +31,8 @@ class RowTemplate:
             raise ValueError(
                 f"prompt_template: {template!r} cannot be read: {error}. {_BRACES_HINT}"
             ) from error
-        self._parts: list[_Part] = []
+        # Literal text, the column whose value follows it, and what that value may be.
+        self._parts: list[tuple[str, str | None, tuple[type, ...]]] = []
         for literal, field, spec, conversion in fields:
             if spec or conversion:
                 raise ValueError(
@@ -50,13 +41,12 @@ class RowTemplate:
                 )
             if field == "prompt":
                 column = known_column("prompt_column", prompt_column, names)
-                self._parts.append(_Part(literal, column, (str,)))
-            elif field is not None:
-                known_column("prompt_template", field, ["prompt", *names], _BRACES_HINT)
-                self._parts.append(_Part(literal, field, (str, int, float)))
+                self._parts.append((literal, column, (str,)))
             else:
-                self._parts.append(_Part(literal, None, ()))
-        if all(part.column is None for part in self._parts):
+                if field is not None:
+                    known_column("prompt_template", field, ["prompt", *names], _BRACES_HINT)
+                self._parts.append((literal, field, (str, int, float)))
+        if all(column is None for _, column, _ in self._parts):
             raise ValueError(
                 f"prompt_template: {template!r} has no placeholder, so all prompts would be the "
                 "same. Use {prompt} for the prompt column."
@@ -69,15 +59,15 @@ class RowTemplate:
             ValueError: naming the row by its index, if a value is no text or the prompt is blank.
         """
         texts = []
-        for part in self._parts:
-            value = "" if part.column is None else row[part.column]
-            if part.column is not None and not isinstance(value, part.types):
+        for literal, column, types in self._parts:
+            value = "" if column is None else row[column]
+            if not isinstance(value, types):
                 raise ValueError(
-                    f"Row {index}: the prompt's column {part.column!r} holds {value!r} "
+                    f"Row {index}: the prompt's column {column!r} holds {value!r} "
                     f"({type(value).__name__}), not text. Correct or remove the row, or choose "
                     "another prompt_column."
                 )
-            texts.append(f"{part.literal}{value}")
+            texts.append(f"{literal}{value}")
         prompt = "".join(texts)
         if not prompt.strip():
             raise ValueError(f"Row {index}: the prompt is blank. Correct or remove the row.")

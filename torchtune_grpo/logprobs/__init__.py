@@ -7,9 +7,11 @@ from torchtune_grpo.logprobs._logprobs import (
     unembed_with,
 )
 from torchtune_grpo.logprobs._micro_batches import MicroBatch, micro_batches
+from torchtune_grpo.logprobs._packed_attention import attend_in_segments
 
 __all__ = [
     "MicroBatch",
+    "attend_in_segments",
     "in_order",
     "micro_batches",
     "response_logprobs",

@@ -105,18 +105,7 @@ def token_logprobs(
     with_entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets, and the entropy, under ``softmax(logits / temperature)``.
-
-    Args:
-        logits (Tensor): [K, V] of any floating dtype.
-        targets (Tensor): [K] token ids.
-        temperature (float): > 0.
-        with_entropy (bool): False returns zeros for the entropy.
-        entropy_gradient (bool): whether the entropy is differentiated.
-
-    Returns:
-        tuple[Tensor, Tensor]: log-probs [K] and entropy in nats [K], float32.
-    """
+    """As :func:`projection_logprobs`, from logits [K, V] of any floating dtype."""
     log_p = (logits.float() / temperature).log_softmax(dim=-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     if not with_entropy:

@@ -1,7 +1,7 @@
 """Per-token log-probabilities of given tokens, without holding ``[tokens, vocab]`` logits.
 
 Only the hidden states that predict a response token reach the output projection, in the model's own
-forward pass; ``projection.py`` turns them into log-probs.
+forward pass; ``_blocked.py`` turns them into log-probs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ def unembed_with(
 ) -> Iterator[None]:
     """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
 
-    The model's own forward still runs around it, so that hooks on the model (FSDP's, say) find the
-    norm and the output projection gathered. It accepts rows of ``width`` tokens: several responses
-    packed together may be longer than the model's context, though none of their positions is.
+    torchtune has no other place to reach the hidden states from: its forward ends in
+    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
+    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
+    responses packed together may be longer than the model's context, though none of their
+    positions is.
     """
     context = model.max_seq_len
     model.unembed = function
@@ -87,16 +89,7 @@ def response_logprobs(
 def trajectory_logprobs(
     model: TransformerDecoder, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> Tensor:
-    """Log-probs of a whole trajectory without gradient.
-
-    Args:
-        model (TransformerDecoder): the policy or the reference.
-        micro_batches (Sequence[MicroBatch]): all of the trajectory's rows.
-        temperature (float): > 0.
-
-    Returns:
-        Tensor: [N, L], in the trajectory's order.
-    """
+    """Log-probs [N, L] of all of a trajectory's rows, in its order, without gradient."""
     parts = [
         response_logprobs(model, part.layout, temperature=temperature)[0] for part in micro_batches
     ]

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchtune_grpo.logprobs._packed_attention import packed_width
 from torchtune_grpo.logprobs._packing import Layout, packed_layout, response_inputs, row_layout
 from torchtune_grpo.parallel import gather_over_ranks
 from torchtune_grpo.trajectory import Trajectory
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass.
 
@@ -41,7 +40,7 @@ def micro_batches(
     pack: bool,
     rows: int,
     token_budget: int | None = None,
-    attention: str = "segments",
+    dense: bool = False,
 ) -> list[MicroBatch]:
     """Cuts a trajectory into micro-batches; each row is in exactly one.
 
@@ -54,27 +53,24 @@ def micro_batches(
         token_budget (int | None): the most tokens of a forward pass, padding included. Groups that
             do not fit are split, and what is of similar length shares a micro-batch. A single row
             that does not fit would run alone; the recipe refuses a budget that allows it.
-        attention (str): how packed rows attend; see :class:`Layout`.
+        dense (bool): packed rows attend with a dense mask, as compiled layers need it.
 
     Returns:
         list[MicroBatch]: the largest first. If it fits, all do; and what it leaves to the allocator
         has room for the others, while small ones first leave holes that a larger one cannot use.
     """
     if token_budget is not None:
-        flex = pack and attention == "flex"
-        plan = _within_budget(
-            trajectory, group_size=group_size, pack=pack, budget=token_budget, flex=flex
-        )
+        plan = _within_budget(trajectory, group_size=group_size, pack=pack, budget=token_budget)
         _split_until(plan, max(gather_over_ranks(len(plan))))
     else:
         size = group_size if pack and rows % group_size == 0 else 1
         packs = torch.arange(trajectory.num_rows).split(size)
         plan = [list(packs[i : i + rows // size]) for i in range(0, len(packs), rows // size)]
-    parts = [_micro_batch(trajectory, packs, attention=attention) for packs in plan]
+    parts = [_micro_batch(trajectory, packs, dense=dense) for packs in plan]
     return sorted(parts, key=lambda part: -part.layout.tokens.numel())
 
 
-def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, attention: str) -> MicroBatch:
+def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, dense: bool) -> MicroBatch:
     """packs: the rows of each packed row."""
     device = trajectory.tokens.device
     rows = torch.cat(packs).to(device)
@@ -83,7 +79,7 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, attention: str)
         return MicroBatch(rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
     numbers = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
-    return MicroBatch(rows, packed_layout(part, numbers, attention=attention))
+    return MicroBatch(rows, packed_layout(part, numbers, dense=dense))
 
 
 def _split_until(plan: list[list[Tensor]], count: int) -> None:
@@ -101,7 +97,7 @@ def _split_until(plan: list[list[Tensor]], count: int) -> None:
 
 
 def _within_budget(
-    trajectory: Trajectory, *, group_size: int, pack: bool, budget: int, flex: bool
+    trajectory: Trajectory, *, group_size: int, pack: bool, budget: int
 ) -> list[list[Tensor]]:
     """First each group into as few packed rows as fit, then similar ones into micro-batches."""
     prompts = trajectory.prompt_lengths.tolist()
@@ -110,7 +106,7 @@ def _within_budget(
     lengths: list[int] = []  # [packs] tokens of each
     for row in range(trajectory.num_rows):
         same_prompt = pack and row % group_size != 0
-        if same_prompt and packed_width(lengths[-1] + inputs[row], flex=flex) <= budget:
+        if same_prompt and lengths[-1] + inputs[row] <= budget:
             packs[-1].append(row)
             lengths[-1] += inputs[row]
         else:
@@ -122,6 +118,6 @@ def _within_budget(
     for i in sorted(range(len(packs)), key=lambda i: -lengths[i]):
         if not plan or (len(plan[-1]) + 1) * longest > budget:
             plan.append([])
-            longest = packed_width(lengths[i], flex=flex)
+            longest = lengths[i]
         plan[-1].append(torch.tensor(packs[i]))
     return plan

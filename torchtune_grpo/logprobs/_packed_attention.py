@@ -1,27 +1,21 @@
-"""Attention of packed rows ``[prompt, response 1, ..., response G]``, in three forms.
+"""Attention of packed rows ``[prompt, response 1, ..., response G]``, in two forms.
 
-In each of them the prompt attends to itself and a response to the prompt and itself, causally, and
-each is something that torchtune's attention takes as its ``mask``.
+In both the prompt attends to itself and a response to the prompt and itself, causally. By segments,
+the hidden scores are never computed; compiled layers, which would be compiled anew for each step's
+lengths, take a dense mask instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
-
-PACKED_ATTENTION = ("segments", "dense", "flex")
-FLEX_BLOCK = 128  # positions; the block size of flex attention's masks
-
-
-def packed_width(length: int, *, flex: bool) -> int:
-    """S of a packed row; flex attention compiles a kernel for every S, so it gets fewer of them."""
-    return -(-length // FLEX_BLOCK) * FLEX_BLOCK if flex else length
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 
 def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,99 +33,101 @@ def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def flex_mask(segments: Tensor) -> BlockMask:
-    """The block mask with which torchtune calls flex attention; segments as above."""
-    rows, width = segments.shape
-    return create_block_mask(flex_mask_mod(segments), rows, None, width, width, segments.device)
-
-
-def flex_mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The mask as a function of (row, head, query, key); segments as above."""
-
-    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = segments[row, key]
-        return (query >= key) & ((seen == segments[row, query]) | (seen == 0))
-
-    return attends
-
-
-class SegmentMask:
-    """Stands where a mask is expected, and has each response attend by itself.
+@dataclass(frozen=True)
+class Segments:
+    """The parts of packed rows, where torchtune's modules take a mask.
 
     A dense mask takes S * S scores, of which most are hidden: with G responses of n tokens to a
-    prompt of P, S is P + G * n, but only G * n * (P + n) are of use. This is no tensor, but
-    PyTorch asks it how to compute ``scaled_dot_product_attention``
-    (https://docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-python-api): one call
-    for the prompt, and one for each response, whose keys are the prompt's and its own. The
-    responses' copies of the prompt's keys and values are not kept for the backward pass, but made
-    again.
+    prompt of P, S is P + G * n, but only G * n * (P + n) are of use.
 
-    Args:
+    Attributes:
         sizes (Sequence[Sequence[int]]): [b] of [P, n_1, ..., n_G], the parts of each packed row.
-        dtype (torch.dtype): of the attention's queries.
-        device (torch.device): of the rows.
-
-    Raises:
-        TypeError: when anything else is computed with it.
     """
 
-    def __init__(
-        self, sizes: Sequence[Sequence[int]], *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._sizes = [list(row) for row in sizes]
-        self._prompt = max(row[0] for row in self._sizes)
-        longest = max(max(row[1:]) for row in self._sizes)
-        hidden = torch.full(
-            (longest, self._prompt + longest), -torch.inf, dtype=dtype, device=device
+    sizes: Sequence[Sequence[int]]
+
+
+def attend_in_segments(model: TransformerDecoder) -> None:
+    """Lets the model's attention take :class:`Segments` for a mask; other masks work as before.
+
+    ``_attention_call`` is where torchtune's attention decides between its kernels, after the heads
+    were made and before they are joined.
+
+    Args:
+        model (TransformerDecoder): changed in place.
+
+    Raises:
+        ValueError: if its attention is another class: Gemma 2's sliding window, say, would count
+            the positions of the packed row.
+    """
+    kinds = {type(layer.attn).__name__ for layer in model.layers}
+    if kinds != {MultiHeadAttention.__name__}:
+        raise ValueError(
+            "pack_groups=True: works with torchtune's MultiHeadAttention, but the model has "
+            f"{', '.join(sorted(kinds))}. Set pack_groups to false."
         )
-        self._causal = hidden.triu_(self._prompt + 1)
+    for layer in model.layers:
+        layer.attn._attention_call = partial(_attend, stock=layer.attn._attention_call)
 
-    def __getitem__(self, index: Any) -> SegmentMask:
-        return self  # of a mask [b, S, S], torchtune takes [:, None, :, :]
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Tensor:
-        if func is not F.scaled_dot_product_attention:
-            raise TypeError(
-                f"packed_attention=segments: the model's attention calls {func.__name__} on its "
-                "mask, not scaled_dot_product_attention; set packed_attention to dense."
-            )
-        q, k, v = args
-        mask, dropout = kwargs["attn_mask"], kwargs["dropout_p"]
-        if not torch.is_grad_enabled():
-            return mask.attend(q, k, v, dropout)
-        return checkpoint(
-            mask.attend, q, k, v, dropout, use_reentrant=False, preserve_rng_state=dropout > 0
-        )
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | Segments | None,
+    dropout_p: float,
+    is_causal: bool,
+    stock: Callable[..., Tensor],
+) -> Tensor:
+    """q, k and v [b, heads, S, hd] -> [b, heads, S, hd].
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        """q, k and v [b, heads, S, hd] -> [b, heads, S, hd], 0 behind a row's end."""
-        rows = zip(q.split(1), k.split(1), v.split(1), self._sizes, strict=True)
-        return torch.cat([self._attend_row(*row, dropout) for row in rows])
+    The responses' copies of the prompt's keys and values are not kept for the backward pass, but
+    made again.
+    """
+    if not isinstance(mask, Segments):
+        return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
+    if not torch.is_grad_enabled():
+        return segment_attention(q, k, v, sizes=mask.sizes, dropout=dropout_p)
+    return checkpoint(
+        partial(segment_attention, sizes=mask.sizes, dropout=dropout_p),
+        q,
+        k,
+        v,
+        use_reentrant=False,
+        preserve_rng_state=dropout_p > 0,
+    )
 
-    def _attend_row(
-        self, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], dropout: float
-    ) -> Tensor:
-        """[1, heads, S, hd] of one packed row."""
-        parts = [*sizes, q.shape[2] - sum(sizes)]
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: Sequence[Sequence[int]], dropout: float = 0.0
+) -> Tensor:
+    """One attention call for the prompt, and one per response over the prompt's keys and its own.
+
+    q, k and v are [b, heads, S, hd], and so is the result, which is 0 behind a row's end;
+    ``sizes`` are those of :class:`Segments`.
+    """
+    longest_prompt = max(row[0] for row in sizes)
+    longest = max(max(row[1:]) for row in sizes)
+    causal = q.new_full((longest, longest_prompt + longest), -torch.inf).triu_(longest_prompt + 1)
+    rows = []
+    for row, parts in enumerate(sizes):
+        whole = [*parts, q.shape[2] - sum(parts)]
         (q0, *queries, rest), (k0, *keys, _), (v0, *values, _) = (
-            x.split(parts, dim=2) for x in (q, k, v)
+            x[row : row + 1].split(whole, dim=2) for x in (q, k, v)
         )
-        prompt = sizes[0]
         out = [F.scaled_dot_product_attention(q0, k0, v0, dropout_p=dropout, is_causal=True)]
         for q_i, k_i, v_i in zip(queries, keys, values, strict=True):
             n = q_i.shape[2]
             if n:
-                seen = slice(self._prompt - prompt, self._prompt + n)
                 out.append(
                     F.scaled_dot_product_attention(
                         q_i,
                         torch.cat([k0, k_i], dim=2),
                         torch.cat([v0, v_i], dim=2),
-                        attn_mask=self._causal[:n, seen],
+                        attn_mask=causal[:n, longest_prompt - parts[0] : longest_prompt + n],
                         dropout_p=dropout,
                     )
                 )
-        return torch.cat([*out, torch.zeros_like(rest)], dim=2)
+        rows.append(torch.cat([*out, torch.zeros_like(rest)], dim=2))
+    return torch.cat(rows)

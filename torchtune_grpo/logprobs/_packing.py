@@ -12,18 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from torchtune_grpo.logprobs._packed_attention import (
-    SegmentMask,
-    dense_mask,
-    flex_mask,
-    packed_width,
-)
+from torchtune_grpo.logprobs._packed_attention import Segments, dense_mask
 from torchtune_grpo.trajectory import Trajectory
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layout:
     """Inputs of a forward pass over n rows, and where the hidden states to read are.
 
@@ -36,9 +30,8 @@ class Layout:
         column (Tensor): [K] at which position.
         targets (Tensor): [K] the response tokens, in the order of ``response_mask``.
         response_mask (Tensor): [n, L] bool.
-        sizes (list[list[int]] | None): [b] of [P, n_1, ..., n_G], the segments' lengths.
-        attention (str): how packed rows attend, one of ``PACKED_ATTENTION``: each response by
-            itself, with a dense mask, or with flex attention's block mask.
+        sizes (list[list[int]] | None): [b] of [P, n_1, ..., n_G], the segments' lengths; None =
+            attend with a dense mask.
     """
 
     tokens: Tensor
@@ -49,7 +42,6 @@ class Layout:
     targets: Tensor
     response_mask: Tensor
     sizes: list[list[int]] | None = None
-    attention: str = "segments"
 
     def to(self, device: torch.device) -> Layout:
         """The same layout on another device."""
@@ -60,8 +52,8 @@ class Layout:
         }
         return replace(self, **tensors)
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor | BlockMask | SegmentMask | None:
-        """What torchtune's attention takes as ``mask``; None = causal.
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | Segments | None:
+        """What the model takes as ``mask``; None = causal.
 
         Made when it is needed: the dense masks [b, S, S] of a whole step would hold S * S numbers
         for every group.
@@ -71,17 +63,13 @@ class Layout:
         """
         if self.segments is None:
             return None
-        if self.attention == "flex":
-            return flex_mask(self.segments)
-        if self.attention == "dense":
-            return dense_mask(self.segments, dtype)
-        assert self.sizes is not None
-        return SegmentMask(self.sizes, dtype=dtype, device=self.tokens.device)
+        return dense_mask(self.segments, dtype) if self.sizes is None else Segments(self.sizes)
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
-    """[n] tokens of each response that are read: its last one predicts nothing."""
-    return (batch.response_lengths - 1).clamp(min=0)
+    """[n] tokens of each response that are read: those before the last one that is trained on."""
+    number = torch.arange(batch.response_mask.shape[1], device=batch.tokens.device)
+    return (batch.response_mask * number).amax(dim=1)
 
 
 def row_layout(batch: Trajectory) -> Layout:
@@ -93,14 +81,14 @@ def row_layout(batch: Trajectory) -> Layout:
     return Layout(batch.tokens[:, :longest], None, None, row, column, targets, batch.response_mask)
 
 
-def packed_layout(batch: Trajectory, packs: Tensor, *, attention: str = "segments") -> Layout:
+def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
     """Several rows with the same prompt in one.
 
     Args:
         batch (Trajectory): n rows.
         packs (Tensor): [n] the packed row that each belongs to: 0, ..., 0, 1, ..., b - 1. The rows
             of a pack have the same prompt.
-        attention (str): see :class:`Layout`.
+        dense (bool): attend with a dense mask.
 
     Returns:
         Layout: b packed rows.
@@ -112,7 +100,7 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, attention: str = "segment
     inputs = response_inputs(batch)  # [n]
     before = inputs.cumsum(0) - inputs
     begin = prompts[packs] + before - before[first][packs]  # [n] where each response begins
-    total = packed_width(int((begin + inputs).max()), flex=attention == "flex")
+    total = int((begin + inputs).max())  # S
     column = torch.arange(total, device=device).expand(len(first), total).contiguous()  # [b, S]
 
     # Segment 0 is the prompt, k the k-th response; behind the end the last one goes on, unread.
@@ -128,9 +116,7 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, attention: str = "segment
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     read = torch.where(offset == 0, prompts[packs[row]] - 1, begin[row] + offset - 1)
     targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
-    sizes = [
-        [prompt, *part.tolist()]
-        for prompt, part in zip(prompts.tolist(), inputs.split(counts.tolist()), strict=True)
-    ]
+    parts = zip(prompts.tolist(), inputs.split(counts.tolist()), strict=True)
+    sizes = None if dense else [[prompt, *part.tolist()] for prompt, part in parts]
     mask = batch.response_mask
-    return Layout(tokens, positions, segments, packs[row], read, targets, mask, sizes, attention)
+    return Layout(tokens, positions, segments, packs[row], read, targets, mask, sizes)

@@ -1,8 +1,9 @@
 """Rewards: pure functions from completions to numbers, and sets of them with weights.
 
 A reward is any ``reward(prompts, completions, **columns) -> list[float | None]``, as in TRL's
-GRPOTrainer: all arguments are keywords, prompts, completions and columns are lists of N values, and
-None says that the reward does not apply to a completion. docs/rewards.md tells more.
+GRPOTrainer: all arguments are keywords; prompts (texts), completions (texts, each with its prefill)
+and the data set's other columns are lists of N values; and None says that the reward does not apply
+to a completion. docs/rewards.md tells more.
 """
 
 from torchtune_grpo.reward_contract import TrainerState
@@ -17,7 +18,7 @@ from torchtune_grpo.rewards._shaping import (
     math_tag_reward,
 )
 from torchtune_grpo.rewards._symbolic import SymbolicMathReward
-from torchtune_grpo.rewards.math._grading import (
+from torchtune_grpo.rewards.math import (
     grade_math_answer,
     math_correctness_reward,
     math_format_holds,

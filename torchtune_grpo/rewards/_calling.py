@@ -6,14 +6,12 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchtune_grpo.reward_contract import ContractError, RewardNotes, Score, check_returned
 from torchtune_grpo.rewards._reward import Reward, bound_arguments
-
-_PER_COMPLETION = ("prompts", "completions", "completion_ids")
 
 
 @dataclass
@@ -22,59 +20,46 @@ class Outcome:
 
     Args:
         scores (list[Score]): N numbers, Nones and exceptions.
-        seconds (float): how long it took.
         notes (RewardNotes): what it reported besides.
+        raised (bool): whether it gave an exception instead of scores.
+        seconds (float): how long it took.
     """
 
-    scores: list[Score] = field(default_factory=list)
+    scores: list[Score]
+    notes: RewardNotes
+    raised: bool = False
     seconds: float = 0.0
-    notes: RewardNotes = field(default_factory=lambda: RewardNotes(0))
 
 
+@dataclass(frozen=True)
 class Calls:
-    """The arguments of a step's calls.
+    """The arguments of a step's calls: N values each, and how far the run is; None = not given."""
 
-    Args:
-        prompts (Sequence[str]): N texts.
-        completions (Sequence[str]): N texts.
-        columns (Mapping[str, Sequence[Any]]): N values each.
-        completion_ids (Sequence[Sequence[int]] | None): N lists of tokens; None = not given.
-        trainer_state (Any): given to rewards as it is; None = not given.
-    """
+    prompts: Sequence[str]
+    completions: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+    completion_ids: Sequence[Sequence[int]] | None
+    trainer_state: Any
 
-    def __init__(
-        self,
-        *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        completion_ids: Sequence[Sequence[int]] | None,
-        trainer_state: Any,
-    ) -> None:
-        self._rows: dict[str, Sequence[Any]] = {
-            **columns,
-            "prompts": prompts,
-            "completions": completions,
-        }
-        if completion_ids is not None:
-            self._rows["completion_ids"] = completion_ids
-        self._state = {} if trainer_state is None else {"trainer_state": trainer_state}
-        self.count = len(completions)
+    @property
+    def count(self) -> int:
+        """N."""
+        return len(self.completions)
 
     def arguments(self, reward: Reward, rows: range, notes: RewardNotes) -> dict[str, Any]:
         """Lists of the call's own, so that a reward which changes them changes no other's."""
-        bound = bound_arguments(reward.function)
-        own = {
-            name: [values[row] for row in rows]
-            for name, values in self._rows.items()
-            if name in _PER_COMPLETION or name not in bound
-        }
-        if "completion_ids" in own:
-            own["completion_ids"] = [list(tokens) for tokens in own["completion_ids"]]
+        bound = bound_arguments(reward)
+        given = {name: values for name, values in self.columns.items() if name not in bound}
+        given |= {"prompts": self.prompts, "completions": self.completions}
+        own: dict[str, Any] = {n: [values[row] for row in rows] for n, values in given.items()}
+        if self.completion_ids is not None:
+            own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
         if reward.chat:
             own["prompts"] = [_message("user", text) for text in own["prompts"]]
             own["completions"] = [_message("assistant", text) for text in own["completions"]]
-        return {**own, **self._state, **(notes.functions() if self._state else {})}
+        if self.trainer_state is not None:
+            own |= {"trainer_state": self.trainer_state, **notes.functions()}
+        return own
 
 
 def _message(role: str, text: str) -> list[dict[str, str]]:
@@ -90,73 +75,54 @@ def is_async(reward: Reward) -> bool:
 def call_reward(reward: Reward, calls: Calls) -> Outcome:
     """Calls a reward on all completions; if it raises, once more on each by itself."""
     start = time.perf_counter()
-    outcome = Outcome(notes=RewardNotes(calls.count))
-    try:
-        rows = range(calls.count)
-        returned = reward.function(**calls.arguments(reward, rows, outcome.notes))
-        outcome.scores = check_returned(returned, name=reward.name, count=calls.count)
-    except ContractError:
-        raise
-    except Exception as error:
-        outcome.scores = [error] if calls.count == 1 else _one_by_one(reward, calls, outcome)
+    outcome = _call(reward, calls, range(calls.count))
+    if outcome.raised and calls.count > 1:
+        outcome = _joined([_call(reward, calls, range(r, r + 1)) for r in range(calls.count)])
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-def _one_by_one(reward: Reward, calls: Calls, outcome: Outcome) -> list[Score]:
-    scores: list[Score] = []
-    outcome.notes = RewardNotes(calls.count)  # what a call that raised reported does not count
-    for row in range(calls.count):
-        notes = RewardNotes(1)
-        try:
-            returned = reward.function(**calls.arguments(reward, range(row, row + 1), notes))
-            scores += check_returned(returned, name=reward.name, count=1)
-        except ContractError:
-            raise
-        except Exception as error:
-            scores.append(error)
-        _merge(outcome.notes, notes, row, calls.count)
-    return scores
-
-
-def _merge(whole: RewardNotes, part: RewardNotes, row: int, count: int) -> None:
-    for name, (value,) in part.extra.items():
-        whole.extra.setdefault(name, [None] * count)[row] = value
-    whole.metrics += part.metrics
-
-
-async def _call_async(reward: Reward, calls: Calls) -> Outcome:
+async def _call_reward_async(reward: Reward, calls: Calls) -> Outcome:
     """As :func:`call_reward`; the calls one by one wait for each other's answers together."""
     start = time.perf_counter()
-    outcome = Outcome(notes=RewardNotes(calls.count))
-    try:
-        rows = range(calls.count)
-        returned = await reward.function(**calls.arguments(reward, rows, outcome.notes))
-        outcome.scores = check_returned(returned, name=reward.name, count=calls.count)
-    except ContractError:
-        raise
-    except Exception as error:
-        if calls.count == 1:
-            outcome.scores = [error]
-        else:
-            outcome.notes = RewardNotes(calls.count)
-            single = (_call_async_on(reward, calls, row, outcome) for row in range(calls.count))
-            outcome.scores = list(await asyncio.gather(*single))
+    outcome = await _call_async(reward, calls, range(calls.count))
+    if outcome.raised and calls.count > 1:
+        single = (_call_async(reward, calls, range(r, r + 1)) for r in range(calls.count))
+        outcome = _joined(await asyncio.gather(*single))
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-async def _call_async_on(reward: Reward, calls: Calls, row: int, outcome: Outcome) -> Score:
-    notes = RewardNotes(1)
+def _call(reward: Reward, calls: Calls, rows: range) -> Outcome:
+    notes = RewardNotes(len(rows))
     try:
-        returned = await reward.function(**calls.arguments(reward, range(row, row + 1), notes))
-        (score,) = check_returned(returned, name=reward.name, count=1)
+        returned = reward.function(**calls.arguments(reward, rows, notes))
+        return Outcome(check_returned(returned, name=reward.name, count=len(rows)), notes)
     except ContractError:
         raise
     except Exception as error:
-        score = error
-    _merge(outcome.notes, notes, row, calls.count)
-    return score
+        return Outcome([error] * len(rows), notes, raised=True)
+
+
+async def _call_async(reward: Reward, calls: Calls, rows: range) -> Outcome:
+    notes = RewardNotes(len(rows))
+    try:
+        returned = await reward.function(**calls.arguments(reward, rows, notes))
+        return Outcome(check_returned(returned, name=reward.name, count=len(rows)), notes)
+    except ContractError:
+        raise
+    except Exception as error:
+        return Outcome([error] * len(rows), notes, raised=True)
+
+
+def _joined(parts: Sequence[Outcome]) -> Outcome:
+    """One outcome of calls on one completion each."""
+    notes = RewardNotes(len(parts))
+    for row, part in enumerate(parts):
+        for name, (value,) in part.notes.extra.items():
+            notes.extra.setdefault(name, [None] * len(parts))[row] = value
+        notes.metrics += part.notes.metrics
+    return Outcome([score for part in parts for score in part.scores], notes)
 
 
 class AsyncRewards:
@@ -174,8 +140,7 @@ class AsyncRewards:
         """Starts all rewards' calls. Returns a future of their outcomes, in order."""
 
         async def run() -> list[Outcome]:
-            running: list[Awaitable[Outcome]] = [_call_async(reward, calls) for reward in rewards]
-            return list(await asyncio.gather(*running))
+            return await asyncio.gather(*(_call_reward_async(r, calls) for r in rewards))
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtune.utils import get_logger
 
-from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError, Verdict
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
@@ -23,18 +23,11 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[ \t]*$", re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
 
 # More than anybody writes for one function; far below what would slow a message down.
-MAX_CHARACTERS = 100_000
+LONGEST_COMPLETION = 100_000
 
 
 def code_blocks(text: str) -> list[str]:
-    """The complete fenced blocks of Python (or of no named language), behind the thinking.
-
-    Args:
-        text (str): prefill and completion.
-
-    Returns:
-        The blocks' contents, in order.
-    """
+    """The complete fenced blocks of Python (or of no named language) behind a text's thinking."""
     text = text.rpartition(_END_THINK)[2]
     fences = list(_FENCE.finditer(text))
     pairs = zip(fences[::2], fences[1::2])
@@ -49,15 +42,12 @@ def extract_program(text: str, *, setup: str, entry_point: str) -> str:
 
     It is ``setup`` and the last fenced block that defines the function. Without any such block the
     text behind the thinking is the program, or, if it does not define the function, the
-    continuation of ``setup``, as a base model writes it.
+    continuation of ``setup``, as a base model writes it. It need not be valid code.
 
     Args:
         text (str): prefill and completion.
         setup (str): the prompt's code: imports, helpers, and the function's head.
         entry_point (str): the function's name.
-
-    Returns:
-        Source code, which need not be valid.
     """
     defines = re.compile(rf"^(?:(?:async[ ]+)?def|class)[ ]+{re.escape(entry_point)}\b", re.M)
     blocks = [block for block in code_blocks(text) if defines.search(block)]
@@ -73,10 +63,8 @@ def code_format_reward(
     """Rewards one fenced Python block that defines the function, whatever it computes.
 
     Args:
-        prompts (list[str]): N prompts; not used.
-        completions (list[str]): N texts.
+        prompts, completions, **columns: as all rewards get them.
         entry_point (list[str]): N names of functions.
-        **columns (list[Any]): other columns of the data set; not used.
 
     Returns:
         N numbers, 1.0 where there is exactly one such block and 0.0 elsewhere.
@@ -144,14 +132,12 @@ class CodeReward:
         """Runs each completion's test.
 
         Args:
-            prompts (list[str]): N prompts; not used.
-            completions (list[str]): N texts.
+            prompts, completions, **columns: as all rewards get them.
             test (list[str]): N tests: code that defines ``check(candidate)``, as HumanEval's, or
                 that calls the function by its name, as MBPP's.
             entry_point (list[str]): N names of functions.
             setup (list[str] | None): N programs that precede both completion and test: the
                 prompt's imports and helpers. None = nothing.
-            **columns (list[Any]): other columns of the data set; not used.
 
         Returns:
             N numbers; an exception where the sandbox or the test itself failed.
@@ -198,8 +184,8 @@ class CodeReward:
 
     def _judge(self, job: tuple[str, str, str, str]) -> Verdict | Exception:
         text, test, entry_point, setup = job
-        if len(text) > MAX_CHARACTERS:
-            return Verdict(False, f"longer than {MAX_CHARACTERS} characters")
+        if len(text) > LONGEST_COMPLETION:
+            return Verdict(False, f"longer than {LONGEST_COMPLETION} characters")
         sandbox = self._idle.get()
         try:
             return sandbox.judge(

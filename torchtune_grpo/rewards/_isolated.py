@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 import queue
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchtune_grpo.reward_contract import ContractError, Score
-from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
-from torchtune_grpo.sandbox._wire import PeerGone, receive, send_bytes
+from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send_bytes
 
 # Importing torch on a busy machine can take long; it is not the reward's time.
 _LOAD_SECONDS = 120.0
+_NOT_PER_COMPLETION = ("trainer_state", "log_extra", "log_metric")
 
 
 class IsolatedReward:
@@ -30,7 +29,6 @@ class IsolatedReward:
 
     Args:
         path (str): the component's dotpath; workers import it themselves.
-        component (Callable[..., Any]): what it stands for here, for its signature.
         arguments (Mapping[str, Any]): keyword arguments of a function, or of a class's constructor.
         name (str): for errors.
         timeout (float): seconds for one completion.
@@ -41,26 +39,12 @@ class IsolatedReward:
         self,
         path: str,
         *,
-        component: Callable[..., Any],
         arguments: Mapping[str, Any],
         name: str,
         timeout: float,
         workers: int,
     ) -> None:
-        call = component.__call__ if inspect.isclass(component) else component
-        parameters = list(inspect.signature(call).parameters.values())
-        if inspect.isclass(component):
-            parameters = parameters[1:]  # self
-            bound: frozenset[str] = frozenset()
-        else:
-            bound = frozenset(arguments)
-        # So that columns are checked against the component's own parameters.
-        self.__signature__ = inspect.Signature([p for p in parameters if p.name not in bound])
-        self.bound = bound
-        for attribute in ("decides", "reward_range", "reward_gap"):
-            if hasattr(component, attribute):
-                setattr(self, attribute, getattr(component, attribute))
-        self._request = {
+        request = {
             "path": path,
             "arguments": dict(arguments),
             "name": name,
@@ -69,7 +53,7 @@ class IsolatedReward:
         }
         self._timeout = timeout
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers = [_Worker(self._request) for _ in range(workers)]
+        self._workers = [_Worker(request) for _ in range(workers)]
         for worker in self._workers:
             self._idle.put(worker)
         self._thread_names = f"reward {name}"
@@ -82,14 +66,12 @@ class IsolatedReward:
         Raises:
             ContractError: if the reward breaks the interface, or cannot be loaded in a worker.
         """
-        log_extra = columns.pop("log_extra", None)
-        log_metric = columns.pop("log_metric", None)
-        state = {name: columns.pop(name) for name in ("trainer_state",) if name in columns}
+        given = {name: columns.pop(name) for name in _NOT_PER_COMPLETION if name in columns}
+        log_extra, log_metric = given.pop("log_extra", None), given.pop("log_metric", None)
+        given["notes"] = log_extra is not None
         columns |= {"prompts": prompts, "completions": completions}
         requests = [
-            {name: [values[row]] for name, values in columns.items()}
-            | state
-            | {"notes": log_extra is not None}
+            {name: [values[row]] for name, values in columns.items()} | given
             for row in range(len(completions))
         ]
         with ThreadPoolExecutor(len(self._workers), self._thread_names) as threads:
@@ -101,7 +83,7 @@ class IsolatedReward:
             for answer in answers:
                 for name, value in answer.get("metrics", ()):
                     log_metric(name, value)
-        return [self._score(answer) for answer in answers]
+        return [_score(answer) for answer in answers]
 
     def close(self) -> None:
         """Ends all workers; the next call starts new ones."""
@@ -115,12 +97,11 @@ class IsolatedReward:
         finally:
             self._idle.put(worker)
 
-    def _score(self, answer: dict[str, Any]) -> Score:
-        if "contract" in answer:
-            raise ContractError(answer["contract"])
-        if "error" in answer:
-            return RuntimeError(answer["error"])
-        return answer["value"]
+
+def _score(answer: dict[str, Any]) -> Score:
+    if "contract" in answer:
+        raise ContractError(answer["contract"])
+    return RuntimeError(answer["error"]) if "error" in answer else answer["value"]
 
 
 class _Worker:

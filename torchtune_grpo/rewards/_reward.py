@@ -29,19 +29,29 @@ class Reward:
         function (RewardFunction): called with the keywords prompts, completions and every column.
         weight (float): its factor in the total; with 0 it is only watched.
         chat (bool): whether prompts and completions are given as lists of messages and not as text.
+        declaration (RewardFunction | None): whose signature and attributes are the reward's, where
+            ``function`` only hands its calls on: a function, or the class of an object that is
+            called. None: ``function`` itself.
     """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
     chat: bool = False
+    declaration: RewardFunction | None = None
 
 
-def bound_arguments(function: RewardFunction) -> frozenset[str]:
+def declared_call(reward: Reward) -> RewardFunction:
+    """What has the signature of a call of the reward."""
+    if inspect.isclass(reward.declaration):
+        return partial(reward.declaration.__call__, None)  # None in the place of self
+    return reward.declaration or reward.function
+
+
+def bound_arguments(reward: Reward) -> frozenset[str]:
     """The keyword arguments that a config has fixed; a column of that name is not passed."""
-    if isinstance(function, partial):
-        return frozenset(function.keywords)
-    return getattr(function, "bound", frozenset())
+    call = declared_call(reward)
+    return frozenset(call.keywords if isinstance(call, partial) else ())
 
 
 def keyword_parameters(function: Callable[..., object]) -> dict[str, bool]:
@@ -77,17 +87,17 @@ def check_reward(reward: Reward, key: str) -> None:
     if not callable(reward.function):
         raise ValueError(f"{where} is {reward.function!r}, which cannot be called.")
     try:
-        parameters = inspect.signature(reward.function).parameters.values()
+        signature = inspect.signature(declared_call(reward))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: the signature of {reward.function!r} cannot be read ({error}); wrap it in a "
             "function reward(prompts, completions, **columns)."
         ) from error
-    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if unnamed or not takes_any_keyword(reward.function):
+    unnamed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    if unnamed or not takes_any_keyword(declared_call(reward)):
         problem = f"cannot be given {unnamed} by name" if unnamed else "refuses further columns"
         raise ValueError(
-            f"{where} has the signature {inspect.signature(reward.function)} and {problem}; "
+            f"{where} has the signature {signature} and {problem}; "
             "declare it as reward(prompts, completions, **columns)."
         )
 
@@ -106,7 +116,8 @@ def check_shaping(rewards: Sequence[Reward]) -> None:
         ValueError: naming the weights.
     """
     gaps = [r.weight * _said(r, "reward_gap", 1.0) for r in rewards if _said(r, "decides", False)]
-    spans = {r: abs(r.weight) * _width(r) for r in rewards if _said(r, "reward_range", None)}
+    ranges = {r: _said(r, "reward_range", None) for r in rewards}
+    spans = {r: abs(r.weight) * (span[1] - span[0]) for r, span in ranges.items() if span}
     if gaps and sum(spans.values()) >= sum(gaps):
         listed = ", ".join(f"{reward.name} {span:g}" for reward, span in spans.items())
         raise ValueError(
@@ -116,13 +127,8 @@ def check_shaping(rewards: Sequence[Reward]) -> None:
 
 
 def _said(reward: Reward, attribute: str, default: Any) -> Any:
-    function = reward.function
-    return getattr(getattr(function, "func", function), attribute, default)
-
-
-def _width(reward: Reward) -> float:
-    low, high = _said(reward, "reward_range", None)
-    return float(high - low)
+    declared = reward.declaration or reward.function
+    return getattr(getattr(declared, "func", declared), attribute, default)
 
 
 def check_columns(reward: Reward, columns: Iterable[str]) -> None:
@@ -132,13 +138,13 @@ def check_columns(reward: Reward, columns: Iterable[str]) -> None:
         ValueError: naming the missing column and those that there are.
     """
     present = sorted(columns)
-    reserved = [name for name in present if name in GIVEN]
-    if reserved:
-        raise ValueError(
-            f"The data set has a column {reserved[0]!r}, a name that rewards get their "
-            f"{reserved[0]} under; rename the column."
-        )
-    for name, required in keyword_parameters(reward.function).items():
+    for name in present:
+        if name in GIVEN:
+            raise ValueError(
+                f"The data set has a column {name!r}, a name that rewards get their {name} under; "
+                "rename the column."
+            )
+    for name, required in keyword_parameters(declared_call(reward)).items():
         if required and name not in present:
             raise ValueError(
                 f"The reward {reward.name!r} needs the column {name!r}, but the data set has "

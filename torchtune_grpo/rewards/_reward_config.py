@@ -28,14 +28,7 @@ _ISOLATION_KEYS = {"timeout": 10.0, "workers": 2}
 
 
 def rewards_from_config(cfg: Sequence[Mapping[str, Any]] | None) -> list[Reward]:
-    """Builds the rewards that a config lists.
-
-    Args:
-        cfg (Sequence[Mapping[str, Any]] | None): the value of the key ``rewards``, as plain lists
-            and dicts or as OmegaConf nodes.
-
-    Returns:
-        One reward per node, in order; there is at least one.
+    """Builds the rewards that a config's key ``rewards`` lists; there is at least one.
 
     Raises:
         ValueError: naming the key, the value given and the remedy.
@@ -71,16 +64,22 @@ def _reward(node: Any, key: str) -> Reward:
     text_or_chat = node.get("format", "text")
     if text_or_chat not in _FORMATS:
         raise ValueError(f"{key}.format is {text_or_chat!r}; give one of {', '.join(_FORMATS)}.")
+    is_class = inspect.isclass(component)
+    if is_class:
+        _check_constructor(component, arguments, key)
+    declared = component if is_class or not arguments else partial(component, **arguments)
     function: RewardFunction
     if isolated:
-        _check_constructor(component, arguments, key)
-        function = IsolatedReward(
-            path, component=component, arguments=arguments, name=name, **isolated
-        )
+        function = IsolatedReward(path, arguments=arguments, name=name, **isolated)
     else:
-        function = _bind(component, arguments, key)
-    # check_reward judges the weight, also that of rewards which come from no config.
-    return Reward(name, function, node.get("weight", 1.0), chat=text_or_chat == "chat")
+        function = component(**arguments) if is_class else declared
+    return Reward(
+        name,
+        function,
+        node.get("weight", 1.0),  # check_reward judges it, as for rewards from no config
+        chat=text_or_chat == "chat",
+        declaration=declared if isolated else None,
+    )
 
 
 def _isolation(node: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -131,16 +130,7 @@ def _check_arguments(
             )
 
 
-def _bind(component: Callable[..., Any], arguments: dict[str, Any], key: str) -> RewardFunction:
-    if not inspect.isclass(component):
-        return partial(component, **arguments) if arguments else component
-    _check_constructor(component, arguments, key)
-    return cast(RewardFunction, component(**arguments))
-
-
 def _check_constructor(component: Callable[..., Any], arguments: dict[str, Any], key: str) -> None:
-    if not inspect.isclass(component):
-        return
     try:
         inspect.signature(component).bind(**arguments)
     except TypeError as error:

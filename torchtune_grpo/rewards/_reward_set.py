@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torchtune.utils import get_logger
 
+from torchtune_grpo.advantages import total_reward
 from torchtune_grpo.reward_contract import Score, TrainerState
 from torchtune_grpo.rewards._calling import (
     AsyncRewards,
@@ -38,7 +39,9 @@ class RewardScores:
         names (list[str]): the R rewards' names.
         scores (Tensor): [N, R] float32, unweighted; nan where a reward does not apply or failed.
         weights (Tensor): [R] float32.
-        total (Tensor): [N] float32, the weighted sum over the rewards that apply; 0 if none does.
+        total (Tensor): [N] float32, the weighted sum; see
+            :func:`torchtune_grpo.advantages.total_reward`. Advantages, metrics
+            and the record of completions all read it.
         seconds (list[float]): the time that each of the R rewards took for all N completions.
         failed (Tensor): [N, R] bool, True where a reward raised, did not answer in time, or gave
             no finite number.
@@ -135,6 +138,7 @@ class RewardSet:
         prompts: Sequence[str],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
+        group_size: int = 1,
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
     ) -> RewardScores:
@@ -144,6 +148,7 @@ class RewardSet:
             prompts (Sequence[str]): N prompts, as rewards see them.
             completions (Sequence[str]): N texts, each prefill and completion.
             columns (Mapping[str, Sequence[Any]]): the data set's other columns, N values each.
+            group_size (int): G completions after each other are of the same prompt.
             completion_ids (Sequence[Sequence[int]] | None): N lists of sampled tokens, without the
                 prefill; None does not give them.
             trainer_state (TrainerState | None): how far the run is; with it rewards get
@@ -177,7 +182,7 @@ class RewardSet:
         outcomes = self._call_all(calls)
         for reward, outcome in zip(self.rewards, outcomes, strict=True):
             self._check_failures(reward, outcome.scores)
-        return _combine(self.rewards, outcomes)
+        return _combine(self.rewards, outcomes, group_size=group_size)
 
     def close(self) -> None:
         """Ends the processes and threads of rewards that have some; the set can be used again."""
@@ -218,24 +223,25 @@ class RewardSet:
         log.warning(message)
 
 
-def _combine(rewards: Sequence[Reward], outcomes: Sequence[Outcome]) -> RewardScores:
-    columns, failed = [], []
+def _combine(
+    rewards: Sequence[Reward], outcomes: Sequence[Outcome], *, group_size: int
+) -> RewardScores:
+    columns, failures = [], []
     for outcome in outcomes:
         values = [s if isinstance(s, float) else float("nan") for s in outcome.scores]
         columns.append(torch.tensor(values, dtype=torch.float32))
-        failed.append(torch.tensor([isinstance(s, Exception) for s in outcome.scores]).bool())
+        failures.append(torch.tensor([isinstance(s, Exception) for s in outcome.scores]).bool())
     scores = torch.stack(columns, dim=1)  # [N, R]
     weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
-    # In float64, so that the total does not depend on the order of the rewards.
-    weighted = torch.nan_to_num(scores.double(), nan=0.0) * weights.double()
+    failed = torch.stack(failures, dim=1)  # [N, R]
     noted = list(zip(rewards, outcomes, strict=True))
     return RewardScores(
         names=[reward.name for reward in rewards],
         scores=scores,
         weights=weights,
-        total=weighted.sum(dim=1).float(),
+        total=total_reward(scores, failed, weights, group_size=group_size),
         seconds=[outcome.seconds for outcome in outcomes],
-        failed=torch.stack(failed, dim=1),  # [N, R]
+        failed=failed,
         extra={name: values for _, o in noted for name, values in o.notes.extra.items()},
         metrics=[(f"{r.name}/{name}", value) for r, o in noted for name, value in o.notes.metrics],
     )

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtune_grpo.rewards.math._grading import grade_math_answer, located_answers
-from torchtune_grpo.rewards.math._value import stated_value
+from torchtune_grpo.rewards.math import grade_math_answer, located_answers, stated_value
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -22,11 +21,6 @@ def math_tag_reward(
     """Partial credit for the format: a quarter for each of the four tags.
 
     A tag counts if it stands exactly once. If those that do are in the wrong order, none counts.
-
-    Args:
-        prompts (list[str]): N prompts; not used.
-        completions (list[str]): N texts, each prefill and completion.
-        **columns (list[Any]): other columns of the data set; not used.
 
     Returns:
         N numbers: 0, 0.25, 0.5, 0.75 or 1.
@@ -42,11 +36,6 @@ def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
     """Credit for an answer that states exactly one number, whichever.
-
-    Args:
-        prompts (list[str]): N prompts; not used.
-        completions (list[str]): N texts, each prefill and completion.
-        **columns (list[Any]): other columns of the data set; not used.
 
     Returns:
         N numbers, 1.0 where the located answer is one block with one number and 0.0 elsewhere.

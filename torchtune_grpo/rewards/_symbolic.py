@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from torchtune_grpo.rewards._isolated import IsolatedReward
-from torchtune_grpo.rewards.math._grading import grade_math_answer, located_answers
-from torchtune_grpo.rewards.math._value import stated_value
+from torchtune_grpo.rewards.math import grade_math_answer, located_answers, stated_value
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
@@ -17,13 +16,14 @@ _FUNCTIONS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh t
 _FUNCTIONS |= frozenset("log ln exp sqrt pi min max gcd lcm mod infty frac".split())
 
 # Longer than any answer; what is longer is there to keep sympy busy.
-MAX_CHARACTERS = 400
+LONGEST_ANSWER = 400
+_UNREADABLE_GOLD = -1.0  # as in sandbox/_symbolic.py, which only the workers import
 
 
 class SymbolicMathReward:
     """Rewards an answer that equals the gold as an expression: ``\\frac{\\sqrt2}{2}``, ``[0, 1)``.
 
-    Needs ``pip install torchtune-grpo[symbolic]``. Where the gold states one number, it is
+    Needs ``pip install "math-verify<0.10"``. Where the gold states one number, it is
     ``math_correctness_reward``. Otherwise math-verify compares the located answer with the gold, in
     worker processes; what it does not find out in time is not correct.
 
@@ -41,8 +41,7 @@ class SymbolicMathReward:
     def __init__(self, *, timeout: float = 5.0, workers: int = 2) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(
-                "rewards: SymbolicMathReward needs math-verify: "
-                "pip install torchtune-grpo[symbolic]"
+                "rewards: SymbolicMathReward needs math-verify: pip install 'math-verify<0.10'"
             )
         if timeout <= 0 or workers < 1:
             raise ValueError(
@@ -76,11 +75,9 @@ class SymbolicMathReward:
         if asked:
             for (_, gold), rows, value in zip(asked, asked.values(), self._ask(list(asked))):
                 for row in rows:
-                    readable = value is None or isinstance(value, Exception) or value >= 0
-                    right = value == 1.0
-                    scores[row] = (
-                        float(right) if readable else ValueError(f"cannot read the answer {gold!r}")
-                    )
+                    scores[row] = float(value == 1.0)  # 0 for an exception, too
+                    if value == _UNREADABLE_GOLD:
+                        scores[row] = ValueError(f"cannot read the answer {gold!r}")
         return scores
 
     def close(self) -> None:
@@ -93,7 +90,6 @@ class SymbolicMathReward:
         if self._equal is None:
             self._equal = IsolatedReward(
                 "torchtune_grpo.sandbox._symbolic.expressions_equal",
-                component=_signature,
                 arguments={},
                 name="symbolic",
                 **self._settings,
@@ -102,19 +98,8 @@ class SymbolicMathReward:
         return self._equal([""] * len(pairs), given, answer=golds)
 
 
-def _signature(prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> Any:
-    """That of ``expressions_equal``, which this process does not import."""
-
-
 def stated_expression(text: str) -> str | None:
-    """The located answer, if it is one expression and no prose.
-
-    Args:
-        text (str): prefill and completion.
-
-    Returns:
-        LaTeX without delimiters, or None.
-    """
+    """A text's located answer as LaTeX without delimiters, or None unless it is one expression."""
     blocks = located_answers(text)
     if len(blocks) != 1:
         return None
@@ -124,7 +109,7 @@ def stated_expression(text: str) -> str | None:
         if block.startswith(opening) and block.endswith(closing) and len(block) > len(opening):
             block = block[len(opening) : -len(closing)].strip()
             break
-    if not block or len(block) > MAX_CHARACTERS or "$" in block or not block.isprintable():
+    if not block or len(block) > LONGEST_ANSWER or "$" in block or not block.isprintable():
         return None
     words = _WORD.findall(_COMMAND.sub(" ", block))
     return block if all(word in _FUNCTIONS for word in words) else None

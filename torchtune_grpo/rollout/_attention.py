@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune_grpo.rollout._cache import GroupCache
+from torchtune_grpo.rollout._layout import RowLayout
 from torchtune_grpo.trajectory import length_mask
 
 
@@ -19,27 +20,18 @@ class RowState:
 
     Attributes:
         tokens (Tensor): [n] the last sampled tokens.
-        counts (Tensor): [n] sampled tokens so far, that one included.
-        prompts (Tensor): [n] where each row's prompt lies in the cache.
-        columns (Tensor): [n] the row's place among the rows of its prompt.
-        grid (Tensor | None): [prompts * group_width] the row in each place of all prompts, any row
-            in an empty place; None where the rows are the grid, place for place.
-        prompt_lengths (Tensor): [prompts].
+        at (RowLayout): where the rows are; their counts include that token.
+        prompt_lengths (Tensor): [at.used_slots].
         prompt_width (int): the longest of them, or more.
         width (int): the largest count, or more.
-        group_width (int): the most rows that a prompt has, or more.
         same_count (int | None): the count of all rows, where it is known to be one.
     """
 
     tokens: Tensor
-    counts: Tensor
-    prompts: Tensor
-    columns: Tensor
-    grid: Tensor | None
+    at: RowLayout
     prompt_lengths: Tensor
     prompt_width: int
     width: int
-    group_width: int
     same_count: int | None
 
 
@@ -98,8 +90,8 @@ class GroupAttention:
         self._row_index = torch.arange(len(rows.tokens), device=device)
         visible = torch.cat(
             [
-                length_mask(rows.prompt_lengths[rows.prompts], rows.prompt_width),
-                length_mask(rows.counts, rows.width),
+                length_mask(rows.prompt_lengths[rows.at.slots], rows.prompt_width),
+                length_mask(rows.at.counts, rows.width),
             ],
             dim=1,
         )  # [n, P + C]
@@ -110,7 +102,7 @@ class GroupAttention:
         """q [n, heads, hd], k and v [n, kv_heads, hd] of the new tokens -> [n, heads, hd]."""
         rows, cache = self._rows, self._cache
         n, heads, head_dim = q.shape
-        prompts, width = len(rows.prompt_lengths), rows.prompt_width
+        prompts, width = rows.at.used_slots, rows.prompt_width
         prompt_keys, prompt_values = (
             cached[layer][:prompts, :, :width]
             for cached in (cache.prompt_keys, cache.prompt_values)
@@ -131,19 +123,19 @@ class GroupAttention:
         if self._rows.same_count is not None:
             cached[:, :, self._rows.same_count - 1] = new
         else:
-            cached[self._row_index, :, self._rows.counts - 1] = new
+            cached[self._row_index, :, self._rows.at.counts - 1] = new
 
     def _to_grid(self, x: Tensor) -> Tensor:
         """[n, kv, r, d] -> [prompts, kv, group_width * r, d], anything in empty places."""
-        rows = self._rows
-        grid = x if rows.grid is None else x[rows.grid]
-        grid = grid.unflatten(0, (len(rows.prompt_lengths), rows.group_width))
+        at = self._rows.at
+        grid = x if at.grid is None else x[at.grid]
+        grid = grid.unflatten(0, (at.used_slots, at.group_width))
         return grid.transpose(1, 2).flatten(2, 3)
 
     def _from_grid(self, x: Tensor) -> Tensor:
         """[prompts, kv, group_width * r, d] -> [n, kv, r, d]."""
-        rows = self._rows
-        grid = x.unflatten(2, (rows.group_width, -1))
-        if rows.grid is None:
+        at = self._rows.at
+        grid = x.unflatten(2, (at.group_width, -1))
+        if at.grid is None:
             return grid.transpose(1, 2).flatten(0, 1)
-        return grid[rows.prompts, :, rows.columns]
+        return grid[at.slots, :, at.columns]

@@ -82,12 +82,6 @@ class GroupCache:
         for cache in (*self.keys, *self.values):
             cache[row] = 0
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Size of everything allocated."""
-        caches = (*self.prompt_keys, *self.prompt_values, *self.keys, *self.values)
-        return sum(cache.numel() * cache.element_size() for cache in caches)
-
     def _size(self, count: int, width: int) -> tuple[int, int, int, int]:
         return (count, self.shape.kv_heads, width, self.shape.head_dim)
 

@@ -25,7 +25,7 @@ from torchtune.modules import (
 from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
 from torchtune_grpo.rollout._gather import LayerGather
-from torchtune_grpo.rollout._linear import KINDS, JointProjection, Projection
+from torchtune_grpo.rollout._linear import KINDS, JointLinear, RolloutLinear
 from torchtune_grpo.rollout._rotation import rotation
 
 
@@ -54,10 +54,10 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
 @dataclass
 class _Layer:
     module: TransformerSelfAttentionLayer
-    qkv: JointProjection
-    out: Projection
-    gate_up: JointProjection  # the gate alone where there is no "up"
-    down: Projection
+    qkv: JointLinear
+    out: RolloutLinear
+    gate_up: JointLinear  # the gate alone where there is no "up"
+    down: RolloutLinear
 
 
 class NativeDecoder:
@@ -65,9 +65,9 @@ class NativeDecoder:
 
     Args:
         model (TransformerDecoder): the policy; its weights are read, never changed.
-        merge_adapters (bool): see :class:`Projection`.
+        merge_adapters (bool): see :class:`RolloutLinear`.
         dtype (torch.dtype): what to compute in.
-        copy (bool): see :class:`Projection`.
+        copy (bool): see :class:`RolloutLinear`.
     """
 
     def __init__(
@@ -78,24 +78,24 @@ class NativeDecoder:
         dtype: torch.dtype,
         copy: bool = True,
     ) -> None:
-        def project(module: Any) -> Projection:
-            return Projection(module, merge=merge_adapters, dtype=dtype, copy=copy)
+        def linear(module: Any) -> RolloutLinear:
+            return RolloutLinear(module, merge=merge_adapters, dtype=dtype, copy=copy)
 
-        def join(*modules: Any) -> JointProjection:
-            return JointProjection([project(module) for module in modules if module is not None])
+        def join(*modules: Any) -> JointLinear:
+            return JointLinear([linear(module) for module in modules if module is not None])
 
         self.gather: LayerGather | None = None  # of a model that stays sharded
         self._embed = model.tok_embeddings
         self._norm = model.norm
-        self._output = project(model.output)
+        self._output = linear(model.output)
         self._dtype = dtype
         self._layers = [
             _Layer(
                 module=layer,
                 qkv=join(layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj),
-                out=project(layer.attn.output_proj),
+                out=linear(layer.attn.output_proj),
                 gate_up=join(layer.mlp.w1, layer.mlp.w3),
-                down=project(layer.mlp.w2),
+                down=linear(layer.mlp.w2),
             )
             for layer in model.layers
         ]
@@ -117,7 +117,7 @@ class NativeDecoder:
             with self.gather.layer(index):
                 yield index, layer
 
-    def projections(self) -> Iterator[Projection | JointProjection]:
+    def linears(self) -> Iterator[RolloutLinear | JointLinear]:
         """All linear layers."""
         for layer in self._layers:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
@@ -155,7 +155,7 @@ class NativeDecoder:
             Tensor: [n, V] logits of the next token.
         """
         attention = GroupAttention(rows, cache)
-        positions = rows.prompt_lengths[rows.prompts] + rows.counts - 1  # [n]
+        positions = rows.prompt_lengths[rows.at.slots] + rows.at.counts - 1  # [n]
         return self.unembed(self._run_layers(rows.tokens, positions, attention))
 
     def _run_layers(

@@ -17,9 +17,7 @@ from torchtune.modules import TransformerDecoder
 def gathered(model: nn.Module, *, layers: bool = True) -> Iterator[None]:
     """Within it, every rank holds the whole model; one that is not sharded always does.
 
-    Args:
-        model (nn.Module): sharded or not.
-        layers (bool): False gathers embedding, norm and output projection only.
+    ``layers=False`` gathers embedding, norm and output projection only.
     """
     candidates = model.modules() if layers else [model]
     modules = [module for module in candidates if isinstance(module, FSDPModule)]
@@ -70,8 +68,3 @@ class LayerGather:
         flag = torch.tensor(int(here), device=self._device)
         dist.all_reduce(flag)
         return bool(flag.item())
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether :func:`shard` has been here."""
-    return isinstance(model, FSDPModule)

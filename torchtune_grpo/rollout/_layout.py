@@ -42,10 +42,10 @@ class RowLayout:
         columns (Tensor): [n] its place among the rows of its prompt.
         counts (Tensor): [n] its sampled tokens.
         is_live (Tensor): [n] 1, or 0 for nobody's.
-        grid (Tensor | None): [used_slots * group_width] see
-            :class:`torchtune_grpo.rollout._attention.RowState`.
+        grid (Tensor | None): [used_slots * group_width] the row in each place of all slots, any
+            row in an empty place; None where the rows are the grid, place for place.
         used_slots (int): slots in the grid.
-        group_width (int): rows of a slot in the grid.
+        group_width (int): rows of a slot in the grid, some of which may be empty.
     """
 
     def __init__(
@@ -101,3 +101,7 @@ class RowLayout:
         if self._fixed_grid or grid != list(range(n)):
             self.grid = self._grid[: len(grid)]
             self.grid.copy_(torch.tensor(grid, dtype=torch.long))
+
+    def advance(self, places: Tensor | slice) -> None:
+        """Counts one more token of the live rows in some places."""
+        self.counts[places] += self.is_live[places]

@@ -19,7 +19,7 @@ KINDS = (nn.Linear, LoRALinear, DoRALinear, FrozenNF4Linear, TiedLinear)
 FEW_ROWS = 4
 
 
-class Projection:
+class RolloutLinear:
     """One linear layer of the policy, as the rollout computes it.
 
     It refers to the live weight where it can. It owns a copy where the weight has to be merged,
@@ -85,18 +85,22 @@ class Projection:
     @torch.no_grad()
     def refresh(self, *, into: Tensor | None = None) -> None:
         """Makes the copy anew from the current weights, in memory of its own or the given one."""
-        module = self._module
-        if isinstance(module, DoRALinear) and self._copy and not self._merged:
-            weight = self._dense() + _delta(module)
-            self._scale = (module.magnitude / weight.norm(dim=1)).to(self._dtype)
+        if not self._copy:
+            return
+        module, weight = self._module, self._live_weight.detach()
+        if isinstance(weight, NF4Tensor):
+            weight = weight.get_original_weight()
+        is_dora = isinstance(module, DoRALinear)
+        if self._merged or is_dora:
+            # In float32 or better, so that the sum is rounded once.
+            whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + _delta(module)
+            scale = module.magnitude / whole.norm(dim=1) if is_dora else None  # [out]
+            if self._merged:
+                weight = whole if scale is None else whole.mul_(scale[:, None])
+            elif scale is not None:
+                self._scale = scale.to(self._dtype)
         if not self.owns_copy:
             return
-        if self._merged:
-            weight = self._dense() + _delta(module)
-            if isinstance(module, DoRALinear):
-                weight *= (module.magnitude / weight.norm(dim=1))[:, None]
-        else:
-            weight = self._unquantized()
         if into is not None:
             self._weight = into
         elif self._weight is None:
@@ -106,15 +110,6 @@ class Projection:
     def release(self) -> None:
         """Frees the copy, which the next refresh makes again."""
         self._weight = None
-
-    def _dense(self) -> Tensor:
-        """The base weight in float32 or better: the sum with an adapter is rounded once."""
-        weight = self._unquantized()
-        return weight.to(torch.promote_types(weight.dtype, torch.float32))
-
-    def _unquantized(self) -> Tensor:
-        live = self._live_weight.detach()
-        return live.get_original_weight() if isinstance(live, NF4Tensor) else live
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [K, in] -> [K, out]; the result may be a transposed view."""
@@ -133,14 +128,14 @@ class Projection:
         return out if self.bias is None else out + self._scale * self.bias
 
 
-class JointProjection:
+class JointLinear:
     """Linear layers of the same input, as one product where they own their weights.
 
     Args:
-        parts (Sequence[Projection]): the layers.
+        parts (Sequence[RolloutLinear]): the layers.
     """
 
-    def __init__(self, parts: Sequence[Projection]) -> None:
+    def __init__(self, parts: Sequence[RolloutLinear]) -> None:
         self._parts = list(parts)
         alike = len({part.bias is None for part in parts}) == 1
         self._joined = alike and all(part.is_plain_copy for part in parts)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout._attention import RowState
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
 from torchtune_grpo.rollout._graphs import StepGraphs
 from torchtune_grpo.rollout._layout import RowLayout
-from torchtune_grpo.rollout._params import Progress, SamplingParams
-from torchtune_grpo.rollout._stop_strings import StopStrings
+from torchtune_grpo.rollout._request import Progress, RolloutRequest
 from torchtune_grpo.rollout._transcript import Transcript
 from torchtune_grpo.trajectory import Samples
 
@@ -41,13 +38,8 @@ class GroupRollout:
     Args:
         decoder (NativeDecoder): the policy.
         cache (GroupCache): empty or left by an earlier rollout.
-        prompts (PromptBatch): B prompts.
-        group_size (int): G.
-        params (SamplingParams): how to sample.
-        stop_tokens (Sequence[int]): a response ends with the first of these.
-        stop_strings (StopStrings | None): or where one of these is complete.
-        keys (Tensor): [B*G] of the noise.
-        max_rows (int): most live rows.
+        request (RolloutRequest): N rows.
+        max_rows (int | None): most live rows; None = N.
         graphs (StepGraphs | None): records decoding steps and replays them.
     """
 
@@ -55,34 +47,28 @@ class GroupRollout:
         self,
         decoder: NativeDecoder,
         cache: GroupCache,
-        prompts: PromptBatch,
+        request: RolloutRequest,
         *,
-        group_size: int,
-        params: SamplingParams,
-        stop_tokens: Sequence[int],
-        stop_strings: StopStrings | None,
-        keys: Tensor,
-        max_rows: int,
+        max_rows: int | None,
         graphs: StepGraphs | None = None,
     ) -> None:
-        device = prompts.tokens.device
-        self._decoder, self._cache, self._params = decoder, cache, params
-        self._prompts, self._group_size = prompts, group_size
-        self._stop_strings = stop_strings
-        self._graphs = graphs
+        device = decoder.cache_shape.device
+        self._decoder, self._cache, self._request, self._graphs = decoder, cache, request, graphs
         self._device = device
+        self._group_size = request.group_size
+        self._prompt_lengths = [len(prompt) for prompt in request.prompts]
+        self._longest = request.params.max_generated_tokens
         self._poll_steps = POLL_STEPS.get(device.type, 1)
 
-        rows = len(prompts.lengths) * group_size
+        rows = request.num_rows
         self._lengths = [0] * rows  # of rows that have left
         self._truncated = [True] * rows
         self._waiting = list(range(rows))[::-1]
         self._live: list[int] = []  # the row in each place of the cache
         self._counts: dict[int, int] = {}  # tokens of each live row
-        self._max_rows = min(max_rows, rows)
+        self._max_rows = live_rows(request, max_rows=max_rows)
 
-        self._prompt_lengths: list[int] = prompts.lengths.tolist()
-        slots = prompt_slots(prompts=len(prompts.lengths), group_size=group_size, max_rows=max_rows)
+        slots = prompt_slots(request, max_rows=self._max_rows)
         self._free_slots = list(range(slots))
         self._slot: dict[int, int] = {}  # of each prompt in the cache
         self._rows_left: dict[int, int] = {}  # of each prompt in the cache: rows not yet ended
@@ -92,30 +78,20 @@ class GroupRollout:
         self._at = RowLayout(
             max_rows=self._max_rows,
             slots=slots,
-            group_size=group_size,
+            group_size=request.group_size,
             nobody=rows,
             fixed_grid=graphs is not None,
             device=device,
         )
         places = self._at.max_places
-        self._said = Transcript(params, stop_tokens=stop_tokens, keys=keys, places=places)
+        self._said = Transcript(request, places=places, device=device)
         cache.reserve(prompts=slots, prompt_width=max(self._prompt_lengths), rows=places)
 
-    def run(
-        self, *, out_of_time: Callable[[], bool], report: Callable[[Progress], None] | None
-    ) -> Samples:
-        """Works off all rows.
-
-        Args:
-            out_of_time (Callable[[], bool]): asked now and then; True cuts all rows where they are.
-            report (Callable[[Progress], None] | None): told now and then.
-
-        Returns:
-            Samples: N rows, prompt-major.
-        """
+    def run(self, *, end: float) -> Samples:
+        """Works off all rows, or as many as it can until ``time.monotonic()`` is at ``end``."""
         reported = time.monotonic()
         while self._waiting or self._live:
-            if out_of_time():
+            if time.monotonic() > end:
                 break
             if self._turn_over():
                 continue  # a first token may be the last
@@ -123,24 +99,16 @@ class GroupRollout:
                 break
             for _ in range(min(self._poll_steps, self._room())):
                 self._decode()
-            if report is not None and time.monotonic() - reported > REPORT_SECONDS:
-                report(self._progress())
+            if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
+                self._request.report(self._progress())
                 reported = time.monotonic()
         for row in self._live:
             self._lengths[row] = self._counts[row]
-        width = max(1, *self._lengths)
-        sampled = slice(len(self._lengths)), slice(width)  # [N, width]
-        return Samples(
-            responses=self._said.tokens[sampled],
-            lengths=torch.tensor(self._lengths, device=self._device),
-            truncated=torch.tensor(self._truncated, device=self._device),
-            logprobs=self._said.logprobs[sampled],
-            drawn_logprobs=self._said.drawn_logprobs[sampled],
-        )
+        return self._said.samples(lengths=self._lengths, truncated=self._truncated)
 
     def _room(self) -> int:
         """Steps until the first live row is as long as a response may be."""
-        return self._params.max_generated_tokens - max(self._counts.values())
+        return self._longest - max(self._counts.values())
 
     def _progress(self) -> Progress:
         tokens = sum(self._lengths) + sum(self._counts.values())
@@ -176,16 +144,17 @@ class GroupRollout:
         """Takes note of the rows that have ended, and returns their places, ascending."""
         if not self._live:
             return []
-        ended = self._said.ended[self._at.rows[: len(self._live)]].tolist()
+        ends = self._said.ends(
+            self._at.rows[: len(self._live)],
+            counts=[self._counts[row] for row in self._live],
+            unseen=self._poll_steps,
+        )
         places = []
-        for place, (row, length) in enumerate(zip(self._live, ended, strict=True)):
-            count = self._counts[row]
-            if self._stop_strings is not None:
-                length = self._stop_string_end(row, length or count) or length
-            if not length and count < self._params.max_generated_tokens:
+        for place, (row, length) in enumerate(zip(self._live, ends, strict=True)):
+            if not length and self._counts[row] < self._longest:
                 continue
             self._truncated[row] = not length
-            self._lengths[row] = length or count
+            self._lengths[row] = length or self._counts[row]
             del self._counts[row]
             places.append(place)
             prompt = row // self._group_size
@@ -193,14 +162,9 @@ class GroupRollout:
             if not self._rows_left[prompt]:
                 del self._rows_left[prompt]
                 heapq.heappush(self._free_slots, self._slot.pop(prompt))
-            if not bool(self._said.logprobs[row, : self._lengths[row]].isfinite().all()):
+            if not bool(self._said.sampler_logprobs[row, : self._lengths[row]].isfinite().all()):
                 self._cache.clear_row(place)
         return places
-
-    def _stop_string_end(self, row: int, length: int) -> int | None:
-        assert self._stop_strings is not None
-        start = max(length - self._poll_steps, self._params.min_new_tokens - 1, 0)
-        return self._stop_strings.end(self._said.tokens[row, :length].tolist(), start=start)
 
     def _next_rows(self, room: int) -> list[int]:
         """Takes waiting rows, and prefills the prompts that are not in the cache yet."""
@@ -226,13 +190,11 @@ class GroupRollout:
 
     def _prefill(self, prompts: list[int]) -> None:
         slots = [self._slot[prompt] for prompt in prompts]
-        logits = self._decoder.prefill([self._prompt(p) for p in prompts], slots, self._cache)
+        tokens = [torch.tensor(self._request.prompts[p], device=self._device) for p in prompts]
+        logits = self._decoder.prefill(tokens, slots, self._cache)
         for prompt, slot, row in zip(prompts, slots, logits, strict=True):
             self._first_logits[prompt] = row
             self._slot_lengths[slot] = self._prompt_lengths[prompt]
-
-    def _prompt(self, prompt: int) -> Tensor:
-        return self._prompts.tokens[prompt, -self._prompt_lengths[prompt] :]
 
     def _lay_out(self) -> None:
         """The live rows as tensors, anew after each change."""
@@ -248,15 +210,15 @@ class GroupRollout:
 
     def _start(self, new: list[int]) -> None:
         """Samples the first token of new rows from what their prompts predict."""
-        places = torch.tensor([self._live.index(row) for row in new], device=self._device)
+        places = [self._live.index(row) for row in new]
         prompts = [row // self._group_size for row in new]
         logits = torch.stack([self._first_logits[prompt] for prompt in prompts])
-        tokens = [self._prompt(prompt) for prompt in prompts]
+        tokens = [self._request.prompts[prompt] for prompt in prompts]
         self._said.begin(tokens, places=places, vocab=logits.shape[-1])
         waiting = {row // self._group_size for row in self._waiting[-self._group_size :]}
         for prompt in [p for p in self._first_logits if p not in waiting]:
             del self._first_logits[prompt]
-        self._said.sample(logits, self._at, places)
+        self._sample(logits, torch.tensor(places, device=self._device))
         for row in new:
             self._counts[row] += 1
 
@@ -280,24 +242,31 @@ class GroupRollout:
         at = self._at
         state = RowState(
             tokens=self._said.tokens[at.rows, at.counts - 1],
-            counts=at.counts,
-            prompts=at.slots,
-            columns=at.columns,
-            grid=at.grid,
+            at=at,
             prompt_lengths=self._slot_lengths[: at.used_slots],
             prompt_width=self._prompt_width,
             width=width,
-            group_width=at.group_width,
             same_count=same_count,
         )
-        self._said.sample(self._decoder.decode(state, self._cache), at, slice(len(at.rows)))
+        self._sample(self._decoder.decode(state, self._cache), slice(len(at.rows)))
+
+    def _sample(self, logits: Tensor, places: Tensor | slice) -> None:
+        at = self._at
+        rows, counts = at.rows[places], at.counts[places]
+        self._said.sample(logits, rows=rows, counts=counts, places=places)
+        at.advance(places)
 
 
-def prompt_slots(*, prompts: int, group_size: int, max_rows: int) -> int:
+def live_rows(request: RolloutRequest, *, max_rows: int | None) -> int:
+    """Rows that are worked on at once."""
+    return min(max_rows or request.num_rows, request.num_rows)
+
+
+def prompt_slots(request: RolloutRequest, *, max_rows: int) -> int:
     """Prompts in the cache at once.
 
     Twice as many as ``max_rows`` rows of whole groups need, so that the last rows of some groups do
     not keep the others waiting. Where a group is one row, it keeps nobody waiting.
     """
-    spare = 2 if group_size > 1 else 1
-    return min(prompts, spare * -(-max_rows // group_size))
+    spare = 2 if request.group_size > 1 else 1
+    return min(len(request.prompts), spare * -(-max_rows // request.group_size))

@@ -6,6 +6,8 @@ samples do not change with the batch, with the number of live rows or ranks, or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,36 +32,21 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift_right(bits, 31)
 
 
-def row_keys(*, seed: int, step: int, prompt_indices: Tensor, group_size: int) -> Tensor:
-    """The key of each row's noise.
+def row_keys(*, seed: int, step: int, prompt_indices: Sequence[int], group_size: int) -> Tensor:
+    """The keys [B*G] int64 of the rows' noise, prompt-major.
 
-    Args:
-        seed (int): of the run.
-        step (int): of the run, from 0; evaluation uses -1.
-        prompt_indices (Tensor): [B] int64, which prompts of the data set these are.
-        group_size (int): G.
-
-    Returns:
-        Tensor: [B*G] int64, prompt-major.
+    ``prompt_indices`` are the B prompts' positions in the data set. Steps count from 0; evaluation
+    uses -1.
     """
-    device = prompt_indices.device
-    key = torch.zeros((), dtype=torch.int64, device=device)
-    samples = torch.arange(group_size, device=device)
-    for part in (seed, step, prompt_indices[:, None], samples):
-        key = _mix((key + _GOLDEN) ^ _mix(torch.as_tensor(part, device=device) + _GOLDEN))
+    key = torch.zeros((), dtype=torch.int64)
+    prompts = torch.tensor(prompt_indices)[:, None]
+    for part in (seed, step, prompts, torch.arange(group_size)):
+        key = _mix((key + _GOLDEN) ^ _mix(torch.as_tensor(part) + _GOLDEN))
     return key.flatten()
 
 
 def uniforms(keys: Tensor, count: int) -> Tensor:
-    """The first ``count`` numbers of each row.
-
-    Args:
-        keys (Tensor): [N] int64, see :func:`row_keys`.
-        count (int): how many.
-
-    Returns:
-        Tensor: [N, count] float64 in [0, 1).
-    """
+    """The first ``count`` numbers of each row: keys [N] -> [N, count] float64 in [0, 1)."""
     counter = torch.arange(1, count + 1, device=keys.device)
     bits = _mix(keys[:, None] + counter * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53

@@ -1,64 +1,89 @@
-"""How responses are sampled: what every engine understands."""
+"""How responses are sampled, and how an engine goes about it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of, positive
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How responses are sampled.
+ENGINES = ("native", "torchtune")
+MERGE_CHOICES = ("auto", "always", "never")
 
-    Attributes:
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The keys below ``rollout``: how the responses are generated, not what is sampled."""
+
+    engine: str = one_of("Generation engine; see docs/rollout.md", "native", ENGINES)
+    max_rows: int | None = positive(
+        "Most responses worked on at once; null = all of the step's", None
+    )
+    merge_adapters: str = one_of(
+        "Add adapters to a copy of the weights for a rollout; auto = where exact and memory allows",
+        "auto",
+        MERGE_CHOICES,
+    )
+    cuda_graphs: bool = key(
+        "CUDA: record decoding steps in graphs and replay them, which spares their launches", False
+    )
+    deadline: float | None = positive(
+        "Seconds after which a rollout cuts its responses where they are; null = none", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The keys below ``sampling``: what is not sampled, and what ends a response."""
+
+    top_k: int | None = positive("Sample among the k most likely tokens; null = all", None)
+    top_p: float | None = key(
+        "Sample within this probability mass; null = all",
+        None,
+        valid=lambda v: v is None or 0 < v <= 1,
+        hint="give a number in (0, 1], or null",
+    )
+    min_p: float | None = key(
+        "Leave out tokens less likely than this share of the likeliest; null = none",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a number in [0, 1], or null",
+    )
+    repetition_penalty: float = positive(
+        "Above 1: tokens of prompt and response so far become less likely (arXiv:1909.05858, 4.1)",
+        1.0,
+    )
+    min_new_tokens: int = not_negative("No stop token and no stop string before so many tokens", 0)
+    suppressed_tokens: tuple[int, ...] = key("Token ids that are never sampled", ())
+    stop_strings: tuple[str, ...] = key(
+        "Texts that also end a response, with the token that completes one",
+        (),
+        valid=all,
+        hint="an empty string stops nothing; remove it",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(SamplingConfig):
+    """How responses are sampled: what every engine understands.
+
+    Attributes, besides those of :class:`SamplingConfig`:
         max_generated_tokens (int): longest response, its stop token included.
         temperature (float): 0 is greedy.
-        top_k (int | None): sample among the k most likely tokens only.
-        top_p (float | None): sample within the nucleus of this mass only.
-        min_p (float | None): leave out tokens less likely than this share of the likeliest one.
-        repetition_penalty (float): above 1 makes every token of the prompt and of the response so
-            far less likely (Keskar et al. 2019, arXiv:1909.05858, section 4.1); 1 is off.
-        min_new_tokens (int): no stop token and no stop string before so many tokens.
-        suppressed_tokens (Sequence[int]): never sampled.
-        stop_strings (Sequence[str]): a response also ends with the token that completes one.
 
     Raises:
         ValueError: if a value is out of its range.
     """
 
-    max_generated_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    suppressed_tokens: Sequence[int] = ()
-    stop_strings: Sequence[str] = ()
+    max_generated_tokens: int = positive("Longest response in tokens")
+    temperature: float = not_negative("Sampling temperature; 0 is greedy", 1.0)
 
     def __post_init__(self) -> None:
-        checks = {
-            "max_generated_tokens": (self.max_generated_tokens >= 1, "give at least 1"),
-            "temperature": (self.temperature >= 0, "give 0 (greedy) or more"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "give at least 1, or None"),
-            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "give a number in (0, 1]"),
-            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "give a number in [0, 1]"),
-            "repetition_penalty": (self.repetition_penalty > 0, "give a number above 0"),
-            "min_new_tokens": (
-                0 <= self.min_new_tokens <= self.max_generated_tokens,
-                f"give 0 to max_generated_tokens={self.max_generated_tokens}",
-            ),
-            "stop_strings": (all(self.stop_strings), "an empty string stops nothing; remove it"),
-        }
-        for name, (holds, remedy) in checks.items():
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)}: {remedy}.")
-
-    @property
-    def changes_distribution(self) -> bool:
-        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
-        filters = (self.top_k, self.top_p, self.min_p)
-        return self.changes_logits or any(value is not None for value in filters)
+        check_ranges(self)
+        if self.min_new_tokens > self.max_generated_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens}: give 0 to max_generated_tokens="
+                f"{self.max_generated_tokens}."
+            )
 
     @property
     def changes_logits(self) -> bool:
@@ -68,23 +93,3 @@ class SamplingParams:
             or self.min_new_tokens > 0
             or len(self.suppressed_tokens) > 0
         )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rollout is.
-
-    Attributes:
-        tokens (int): sampled so far.
-        finished (int): rows that ended.
-        live (int): rows that are worked on now.
-        rows (int): all rows.
-    """
-
-    tokens: int
-    finished: int
-    live: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.finished}/{self.rows} responses, {self.tokens} tokens"

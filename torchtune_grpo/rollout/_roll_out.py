@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.rollout._engine import RolloutEngine
 from torchtune_grpo.rollout._noise import row_keys
-from torchtune_grpo.rollout._params import Progress, SamplingParams
+from torchtune_grpo.rollout._params import SamplingParams
+from torchtune_grpo.rollout._request import Progress, RolloutEngine, RolloutRequest
 from torchtune_grpo.rollout._text import decode_responses, decode_tokens
 from torchtune_grpo.trajectory import Trajectory, join_rows, length_mask
 
@@ -29,7 +30,7 @@ def roll_out(
 
     Args:
         engine (RolloutEngine): of the policy.
-        prompts (PromptBatch): B prompts on the model's device.
+        prompts (PromptBatch): B prompts.
         tokenizer (Any): a torchtune tokenizer.
         group_size (int): G.
         params (SamplingParams): how to sample.
@@ -43,24 +44,27 @@ def roll_out(
     """
     stop_tokens = tokenizer.stop_tokens
     samples = engine.generate(
-        prompts,
-        group_size=group_size,
-        params=params,
-        stop_tokens=stop_tokens,
-        keys=row_keys(seed=seed, step=step, prompt_indices=prompts.indices, group_size=group_size),
-        decode=lambda tokens: decode_tokens(tokenizer, tokens),
-        report=report,
+        RolloutRequest(
+            prompts=prompts.tokens,
+            group_size=group_size,
+            params=params,
+            stop_tokens=stop_tokens,
+            keys=row_keys(
+                seed=seed, step=step, prompt_indices=prompts.indices, group_size=group_size
+            ),
+            decode=partial(decode_tokens, tokenizer),
+            report=report,
+        )
     )
-    tokens, prompt_lengths = join_rows(
-        prompt_tokens=prompts.tokens, prompt_lengths=prompts.lengths, samples=samples
-    )
+    tokens, prompt_lengths = join_rows(prompts.tokens, samples)
     return Trajectory(
         tokens=tokens,
         prompt_lengths=prompt_lengths,
+        response_lengths=samples.lengths,
         response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
         truncated=samples.truncated,
-        sampler_logprobs=samples.logprobs,
-        drawn_logprobs=samples.drawn_logprobs if params.changes_distribution else None,
+        sampler_logprobs=samples.sampler_logprobs,
+        behaviour_logprobs=samples.behaviour_logprobs,
         prompts=_repeat(prompts.prompts, group_size),
         completions=decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill),
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},

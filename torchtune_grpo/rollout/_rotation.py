@@ -18,19 +18,10 @@ _HALVES = (Qwen2RotaryPositionalEmbeddings,)  # (x0, x[hd/2]), (x1, x[hd/2 + 1])
 def rotation(
     module: nn.Module | None, positions: Tensor, *, head_dim: int, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """A function that applies a positional embedding to heads at given positions.
+    """A function heads [K, H, hd] -> [K, H, hd] that rotates them to ``positions`` [K].
 
-    What the module makes of unit vectors are the cosines and sines; a module of another kind is
-    called as it is.
-
-    Args:
-        module (nn.Module | None): of torchtune's attention.
-        positions (Tensor): [K].
-        head_dim (int): hd.
-        dtype (torch.dtype): of the heads.
-
-    Returns:
-        Callable[[Tensor], Tensor]: heads [K, H, hd] -> [K, H, hd].
+    What the module, of torchtune's attention, makes of unit vectors are the cosines and sines; a
+    module of another kind is called as it is. ``dtype`` is that of the heads.
     """
     if module is None:
         return lambda heads: heads

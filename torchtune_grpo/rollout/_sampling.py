@@ -100,7 +100,7 @@ class Sampler:
     def __init__(
         self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), device: torch.device
     ) -> None:
-        self.params = params
+        self._params = params
         self._stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
         suppressed = list(params.suppressed_tokens)
         self._suppressed = torch.tensor(suppressed, dtype=torch.long, device=device)
@@ -130,10 +130,10 @@ class Sampler:
         Returns:
             tuple[Tensor, Tensor, Tensor]: tokens [N]; their log-probs [N] under the plain
             ``softmax(logits / temperature)`` (temperature 1 when greedy), which the trainer
-            recomputes; and under the distribution that they were drawn from, with penalties and
-            filters (0 when greedy). Both float32.
+            recomputes: the sampler's; and under the distribution that they were drawn from, with
+            penalties and filters (0 when greedy): the behaviour's. Both float32.
         """
-        params = self.params
+        params = self._params
         greedy = params.temperature == 0
         plain = logits.float()
         if not greedy and params.temperature != 1:
@@ -144,21 +144,21 @@ class Sampler:
             drawn_from = self._adjust(plain, seen=seen, counts=counts)
         if greedy:
             tokens = drawn_from.argmax(dim=-1)
-            logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
-            return tokens, logprobs, torch.zeros_like(logprobs)
-        drawn_from = filter_logits(
-            drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
-        )
-        tokens, normalizer = sample_inverse_cdf(drawn_from, uniforms)
-        chosen = tokens[:, None]
-        drawn = drawn_from.gather(-1, chosen)[:, 0] - normalizer
-        if drawn_from is plain:
-            return tokens, drawn, drawn
-        return tokens, plain.gather(-1, chosen)[:, 0] - plain.logsumexp(dim=-1), drawn
+            behaviour_logprobs = torch.zeros_like(plain[:, 0])
+        else:
+            drawn_from = filter_logits(
+                drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+            )
+            tokens, normalizer = sample_inverse_cdf(drawn_from, uniforms)
+            behaviour_logprobs = drawn_from.gather(-1, tokens[:, None])[:, 0] - normalizer
+            if drawn_from is plain:
+                return tokens, behaviour_logprobs, behaviour_logprobs
+        sampler_logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
+        return tokens, sampler_logprobs, behaviour_logprobs
 
     def _adjust(self, logits: Tensor, *, seen: Tensor | None, counts: Tensor) -> Tensor:
         """The repetition penalty (it commutes with the temperature), and what is forbidden."""
-        params = self.params
+        params = self._params
         if params.repetition_penalty != 1:
             assert seen is not None, "the engines keep track of it where it is needed"
             penalty = params.repetition_penalty

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torchtune_grpo.rollout._params import SamplingParams
-
-Decode = Callable[[Sequence[int]], str]
+from torchtune_grpo.rollout._request import Decode
 
 
 class StopStrings:
@@ -28,15 +26,7 @@ class StopStrings:
         self._window = max(len(s.encode()) for s in strings) + self._MARGIN
 
     def end(self, tokens: Sequence[int], *, start: int) -> int | None:
-        """The first length above ``start`` whose last token completes a stop string.
-
-        Args:
-            tokens (Sequence[int]): a response.
-            start (int): strings completed up to here do not count.
-
-        Returns:
-            int | None: the number of tokens, the completing one included.
-        """
+        """The first length above ``start`` at which a response's last token completes a string."""
         for length in range(start + 1, len(tokens) + 1):
             window = tokens[max(0, length - self._window) : length]
             text = self._decode(window)
@@ -47,16 +37,3 @@ class StopStrings:
             if any(text.count(string) > before.count(string) for string in found):
                 return length
         return None
-
-
-def stop_strings_of(params: SamplingParams, decode: Decode | None) -> StopStrings | None:
-    """What looks for ``params.stop_strings``; None if there are none.
-
-    Raises:
-        ValueError: if there are some, but no ``decode`` to find them with.
-    """
-    if not params.stop_strings:
-        return None
-    if decode is None:
-        raise ValueError(f"stop_strings={list(params.stop_strings)}: give `decode` to find them.")
-    return StopStrings(params.stop_strings, decode=decode)

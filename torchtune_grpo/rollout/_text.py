@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from torchtune_grpo.trajectory import Samples
@@ -14,37 +15,22 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
 
     Models often have more output rows than their tokenizer has tokens, so that a policy can sample
     an id that no tokenizer can decode.
-
-    Args:
-        tokenizer (Any): a torchtune tokenizer.
-        tokens (Sequence[int]): without the stop token.
-
-    Returns:
-        str: the text.
     """
-    options: dict[str, bool] = {}
     parameters = inspect.signature(tokenizer.decode).parameters
-    if "skip_special_tokens" in parameters:
-        options["skip_special_tokens"] = False
-    if "truncate_at_eos" in parameters:
-        options["truncate_at_eos"] = False
+    options = {
+        name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in parameters
+    }
     try:
         return tokenizer.decode(list(tokens), **options)
     except Exception:  # each tokenizer has its own error for an unknown id
-        return _decode_known(tokenizer, list(tokens), options)
+        return _decode_known(tokenizer, tokens, options)
 
 
-def _decode_known(tokenizer: Any, tokens: list[int], options: dict[str, bool]) -> str:
-    pieces: list[str] = []
-    run: list[int] = []
-    for token in [*tokens, None]:
-        known = token is not None and _is_known(tokenizer, token, options)
-        if token is not None and known:
-            run.append(token)
-            continue
-        pieces.append(tokenizer.decode(run, **options) if run else "")
-        run = []
-        pieces.append("\ufffd" if token is not None else "")
+def _decode_known(tokenizer: Any, tokens: Sequence[int], options: dict[str, bool]) -> str:
+    pieces = []
+    for known, run in groupby(tokens, key=lambda token: _is_known(tokenizer, token, options)):
+        ids = list(run)
+        pieces.append(tokenizer.decode(ids, **options) if known else "\ufffd" * len(ids))
     return "".join(pieces)
 
 
@@ -61,14 +47,7 @@ def decode_responses(
 ) -> list[str]:
     """Texts of sampled responses as rewards see them: the prefill, then what was sampled.
 
-    Args:
-        tokenizer (Any): a torchtune tokenizer.
-        samples (Samples): N rows.
-        stop_tokens (Sequence[int]): the final stop token is not part of the text.
-        prefill (str): the beginning of the answer that the prompt already holds.
-
-    Returns:
-        list[str]: N texts.
+    A final stop token is not part of the text; ``prefill`` is what the prompt already holds.
     """
     texts = []
     rows = zip(samples.responses.tolist(), samples.lengths.tolist(), strict=True)

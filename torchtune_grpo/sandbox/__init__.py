@@ -2,3 +2,19 @@
 
 Nothing here imports torch: the processes start in milliseconds and hold nothing worth stealing.
 """
+
+from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError, Verdict
+from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
+from torchtune_grpo.sandbox._wire import PeerGone, receive, send_bytes
+
+__all__ = [
+    "CodeSandbox",
+    "Limits",
+    "PeerGone",
+    "SandboxError",
+    "ServerLost",
+    "ServerProcess",
+    "Verdict",
+    "receive",
+    "send_bytes",
+]

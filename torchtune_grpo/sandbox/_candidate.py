@@ -62,7 +62,8 @@ def _confine(request: dict[str, Any]) -> None:
     _kernel.set_limits(request["limits"])
     _kernel.refuse_privileges()
     # As the user who may read Python's library; the files stay open to the one that comes next.
-    restrict_files(readable=["/"] if request["namespaces"] else None, writable=folder)
+    readable = ["/"] if request["namespaces"] else _kernel.visible_paths()
+    restrict_files(readable=readable, writable=folder)
     _kernel.drop_privileges(request["uid"])
 
 

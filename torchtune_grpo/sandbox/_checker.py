@@ -11,7 +11,7 @@ import builtins
 import os
 import socket
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtune_grpo.sandbox import _kernel
 from torchtune_grpo.sandbox._values import NotPlain, dump, load
@@ -51,7 +51,11 @@ class _StandIn:
             send(self._calls, call)
         except PeerGone as error:
             self._break("the completion's process ended", error)
-        value = load_answer(self._receive("value"), self._break)
+        answer = self._receive("value")
+        try:
+            value = load(answer)
+        except (NotPlain, RecursionError) as error:
+            self._break(f"malformed value: {error}", error)
         self.answers += 1
         return value
 
@@ -76,26 +80,17 @@ class _StandIn:
             self._break(f"{name}: {message}")
         self.answers += 1
         kind = getattr(builtins, name, None)
+        raised: Exception = CandidateError(f"{name}: {message}")
         if isinstance(kind, type) and issubclass(kind, Exception):
-            raised: Exception = CandidateError(f"{name}: {message}")
             try:
                 raised = kind(message)
             except Exception:  # such as UnicodeDecodeError, which wants more arguments
                 pass
-            raise raised
-        raise CandidateError(f"{name}: {message}")
+        raise raised
 
-    def _break(self, why: str, error: BaseException | None = None) -> Any:
+    def _break(self, why: str, error: BaseException | None = None) -> NoReturn:
         self.broken = why
         raise _Broken(why) from error
-
-
-def load_answer(data: Any, give_up: Any) -> Any:
-    """Plain data -> value; anything else is no answer."""
-    try:
-        return load(data)
-    except (NotPlain, RecursionError) as error:
-        return give_up(f"malformed value: {error}", error)
 
 
 def run_checker(request: dict[str, Any], fds: list[int]) -> None:
@@ -117,7 +112,7 @@ def run_checker(request: dict[str, Any], fds: list[int]) -> None:
         if not stand_in.answers:
             why = "the test never called the function"
     except BaseException as error:
-        why = stand_in.broken or f"{type(error).__name__}: {error}"[:500]
+        why = f"{type(error).__name__}: {error}"[:500]
     # A test's own `except:` may have swallowed it.
     why = stand_in.broken or why
     send(
@@ -134,9 +129,8 @@ def run_checker(request: dict[str, Any], fds: list[int]) -> None:
 
 def _run_test(request: dict[str, Any], stand_in: _StandIn) -> None:
     module = types.ModuleType("test")
-    entry_point = request["entry_point"]
     exec(compile(request["setup"], "<setup>", "exec"), module.__dict__)
-    module.__dict__[entry_point] = stand_in
+    module.__dict__[request["entry_point"]] = stand_in
     exec(compile(request["test"], "<test>", "exec"), module.__dict__)
     check = module.__dict__.get("check")
     if check is not None:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +83,7 @@ class CodeSandbox:
     limits: Limits = field(default_factory=Limits)
     namespaces: bool = True
     unfenced: bool = False
-    _candidates: ServerProcess | None = None
-    _checkers: ServerProcess | None = None
+    _servers: dict[str, ServerProcess] = field(default_factory=dict)  # candidate and checker
     # A user of its own, so that the limit on processes counts this sandbox's alone.
     _uid: int | None = field(
         default_factory=lambda: (
@@ -110,61 +110,57 @@ class CodeSandbox:
         return self._judge(code, setup, test, entry_point)
 
     def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        assert self._candidates is not None
-        folder = "/tmp"
-        if not self._candidates.facts["namespaces"]:
-            folder = self._make_folder()
+        if self._servers["candidate"].facts["namespaces"]:
+            return self._run(code, setup, test, entry_point, "/tmp")
+        folder = tempfile.mkdtemp(prefix="torchtune_grpo_code_")
         try:
-            verdict = self._run(code, setup, test, entry_point, folder)
+            if self._uid is not None:
+                os.chown(folder, self._uid, self._uid)
+            return self._run(code, setup, test, entry_point, folder)
         finally:
-            if folder != "/tmp":
-                shutil.rmtree(folder, ignore_errors=True)
-        return verdict
+            shutil.rmtree(folder, ignore_errors=True)
 
     def confinement(self) -> str:
         """What fences a completion in, and what does not, in words."""
         self._start()
-        assert self._candidates is not None
-        facts = self._candidates.facts
+        facts = self._servers["candidate"].facts
         if facts["namespaces"]:
             return (
                 "completions run in namespaces of their own: no network, no process and no file of "
                 "this machine but Python's library."
             )
-        files = facts["landlock"]
-        return (
-            f"the kernel refuses namespaces here ({facts['refusal']}). Completions see only "
-            "Python's library and a folder of their own (Landlock)"
-            if files
-            else f"the kernel refuses namespaces ({facts['refusal']}) and has no Landlock. "
-            "Completions can READ THIS MACHINE'S FILES"
-        ) + (
-            ", cannot open TCP connections, but CAN SEND UDP PACKETS. Run in a container without "
-            "network, or allow user namespaces."
-            if files and facts["landlock"] >= 4
-            else " and can USE THE NETWORK. Run in a container without network and without the "
-            "tests' files, or allow user namespaces."
+        files = " and has no Landlock. Completions can READ THIS MACHINE'S FILES"
+        if facts["landlock"]:
+            files = ". Completions see only Python's library and a folder of their own (Landlock)"
+        network = (
+            " and can USE THE NETWORK. Run in a container without network and without the tests' "
+            "files, or allow user namespaces."
         )
+        if facts["landlock"] >= 4:
+            network = (
+                ", cannot open TCP connections, but CAN SEND UDP PACKETS. Run in a container "
+                "without network, or allow user namespaces."
+            )
+        return f"the kernel refuses namespaces here ({facts['refusal']}){files}{network}"
 
     def close(self) -> None:
         """Ends both processes and whatever runs there."""
-        for server in (self._candidates, self._checkers):
-            if server is not None:
-                server.close()
-        self._candidates = self._checkers = None
+        while self._servers:
+            self._servers.popitem()[1].close()
 
     def _start(self) -> None:
-        if self._candidates is not None and self._checkers is not None:
+        candidate = "candidate" if self.namespaces else "candidate_without_namespaces"
+        roles = {"candidate": candidate, "checker": "checker"}
+        if self._servers.keys() == roles.keys():
             return
         try:
-            self._candidates = self._candidates or ServerProcess(
-                "candidate" if self.namespaces else "candidate_without_namespaces"
-            )
-            self._checkers = self._checkers or ServerProcess("checker")
+            for name, role in roles.items():
+                if name not in self._servers:
+                    self._servers[name] = ServerProcess(role)
         except (ServerLost, OSError) as error:
             self.close()
             raise SandboxError(f"the sandbox did not start: {error}") from error
-        self._check_fences(self._candidates.facts)
+        self._check_fences(self._servers["candidate"].facts)
         # Or else a sandbox that does not work here would look like a model that cannot code.
         verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
         if not verdict.passed:
@@ -184,14 +180,7 @@ class CodeSandbox:
                 "that may come to harm and set unfenced: true."
             )
 
-    def _make_folder(self) -> str:
-        folder = tempfile.mkdtemp(prefix="torchtune_grpo_code_")
-        if self._uid is not None:
-            os.chown(folder, self._uid, self._uid)
-        return folder
-
     def _run(self, code: str, setup: str, test: str, entry_point: str, folder: str) -> Verdict:
-        assert self._candidates is not None and self._checkers is not None
         deadline = time.monotonic() + self.limits.seconds
         secret = secrets.token_hex(16)
         ours, theirs = socket.socketpair()
@@ -203,7 +192,7 @@ class CodeSandbox:
             "limits": self.limits.for_completion(),
             "megabytes": self.limits.megabytes,
             "uid": self._uid,
-            "namespaces": self._candidates.facts["namespaces"],
+            "namespaces": self._servers["candidate"].facts["namespaces"],
         }
         exam = {
             "setup": setup,
@@ -213,15 +202,16 @@ class CodeSandbox:
             "secret": secret,
         }
         with ours, theirs, calls[0], calls[1]:
-            lost = self._tell("_candidates", "start", program, [calls[0]])
-            lost += self._tell("_checkers", "start", exam, [calls[1], theirs])
+            program_fds, exam_fds = [calls[0].fileno()], [calls[1].fileno(), theirs.fileno()]
+            lost = self._tell("candidate", lambda server: server.start(program, fds=program_fds))
+            lost += self._tell("checker", lambda server: server.start(exam, fds=exam_fds))
             # With these ends closed, the death of one side is seen by the other.
             for end in (theirs, *calls):
                 end.close()
             report = None if lost else _read_verdict(ours, deadline, secret)
-        lost += self._tell("_candidates", "request_stop") + self._tell("_checkers", "request_stop")
-        lost += self._tell("_candidates", "await_stop") + self._tell("_checkers", "await_stop")
-        if "_checkers" in lost:
+        for stop in (ServerProcess.request_stop, ServerProcess.await_stop):
+            lost += self._tell("candidate", stop) + self._tell("checker", stop)
+        if "checker" in lost:
             raise SandboxError("the process that runs the test was lost")
         if lost:
             return Verdict(False, "the completion brought its sandbox down")
@@ -231,20 +221,13 @@ class CodeSandbox:
             raise SandboxError(f"the test passes what cannot be sent: {report['unsendable']}")
         return Verdict(report["passed"], report["why"])
 
-    def _tell(
-        self, name: str, action: str, request: Any = None, ends: list[socket.socket] | None = None
-    ) -> list[str]:
+    def _tell(self, name: str, action: Callable[[ServerProcess], None]) -> list[str]:
         """Calls a server; one that is lost is dropped, and named in the list returned."""
-        server: ServerProcess | None = getattr(self, name)
-        if server is None:
-            return []
         try:
-            if ends is not None:
-                server.start(request, fds=[end.fileno() for end in ends])
-            else:
-                getattr(server, action)()
+            if name in self._servers:
+                action(self._servers[name])
         except ServerLost:
-            setattr(self, name, None)
+            del self._servers[name]
             return [name]
         return []
 
@@ -255,6 +238,4 @@ def _read_verdict(sock: socket.socket, deadline: float, secret: str) -> dict[str
         report = receive(sock, limit=_MAX_VERDICT, deadline=deadline)
     except (TimeoutError, PeerGone):
         return None
-    if not hmac.compare_digest(report["secret"], secret):
-        return None
-    return dict(report)
+    return report if hmac.compare_digest(report["secret"], secret) else None

@@ -23,11 +23,12 @@ _SIGKILL = 9
 _SYS_MOUNT_SETATTR = 442  # on every architecture
 _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 0x8000, 1, 2
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(name: str, *arguments: object) -> int:
-    result = getattr(_libc, name)(*arguments)
+def call_libc(name: str, *arguments: object) -> int:
+    """Calls a function of libc; raises OSError where it reports a failure."""
+    result = getattr(libc, name)(*arguments)
     if result == -1:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
@@ -36,22 +37,17 @@ def _call(name: str, *arguments: object) -> int:
 
 def adopt_orphans() -> None:
     """Makes orphaned descendants this process's children, so that none gets away."""
-    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    call_libc("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
     """Has the kernel kill this process when the thread that forked it ends."""
-    _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    call_libc("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
 def refuse_debuggers() -> None:
     """Closes this process's memory and files to other processes of its user."""
-    _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def unshare(flags: int) -> None:
-    """unshare(2)."""
-    _call("unshare", flags)
+    call_libc("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def enter_namespaces() -> str:
@@ -63,12 +59,12 @@ def enter_namespaces() -> str:
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.geteuid(), os.getegid()
     try:
-        unshare(flags)
+        call_libc("unshare", flags)
         return ""
     except OSError:
         pass
     try:
-        unshare(flags | CLONE_NEWUSER)
+        call_libc("unshare", flags | CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -116,7 +112,7 @@ def hide_files(paths: Iterable[str]) -> None:
 
 def mount_scratch(path: str, *, megabytes: int) -> None:
     """Mounts an empty folder in memory, in a mount namespace that ends with this process."""
-    unshare(CLONE_NEWNS | CLONE_NEWIPC)
+    call_libc("unshare", CLONE_NEWNS | CLONE_NEWIPC)
     _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={megabytes}m,mode=777")
 
 
@@ -124,7 +120,7 @@ def _mount(
     source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
 ) -> None:
     texts = (None if text is None else text.encode() for text in (source, target, kind))
-    _call("mount", *texts, ctypes.c_ulong(flags), data.encode() if data else None)
+    call_libc("mount", *texts, ctypes.c_ulong(flags), data.encode() if data else None)
 
 
 def _make_read_only(path: str) -> None:
@@ -134,18 +130,18 @@ def _make_read_only(path: str) -> None:
     attributes = Attributes(set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     arguments = (path.encode(), _AT_RECURSIVE, ctypes.byref(attributes), size)
-    _call("syscall", ctypes.c_long(_SYS_MOUNT_SETATTR), -100, *arguments)
+    call_libc("syscall", ctypes.c_long(_SYS_MOUNT_SETATTR), -100, *arguments)
 
 
 def refuse_privileges() -> None:
     """No program that is started from here on gets more rights than its parent has."""
-    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call_libc("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def drop_privileges(uid: int | None) -> None:
     """Gives up every capability, for good, and becomes user ``uid`` if that is possible."""
     for capability in range(64):
-        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails beyond the last one
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails beyond the last one
     if uid is not None:
         try:
             os.setgroups([])
@@ -154,7 +150,7 @@ def drop_privileges(uid: int | None) -> None:
         except OSError:  # a container that maps no such user; the other fences stand
             pass
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    _call("capset", header, (ctypes.c_uint32 * 6)())
+    call_libc("capset", header, (ctypes.c_uint32 * 6)())
     refuse_debuggers()
 
 

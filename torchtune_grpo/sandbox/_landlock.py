@@ -33,36 +33,30 @@ class _Beneath(ctypes.Structure):
 def landlock_version() -> int:
     """The kernel's version of the interface, 0 if it has none."""
     arguments = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION_FLAG))
-    version = _kernel._libc.syscall(ctypes.c_long(_CREATE), *arguments)
+    version = _kernel.libc.syscall(ctypes.c_long(_CREATE), *arguments)
     return max(int(version), 0)
 
 
-def restrict_files(*, readable: list[str] | None, writable: str) -> bool:
-    """Leaves this process some files to read, and one folder to write to.
+def restrict_files(*, readable: list[str], writable: str) -> None:
+    """Leaves this process some files and folders to read, and one folder to write to.
 
-    Args:
-        readable (list[str] | None): files and folders; None for what a Python program needs.
-        writable (str): a folder.
-
-    Returns:
-        Whether the kernel knows Landlock.
+    Where the kernel knows no Landlock, nothing happens.
     """
     version = landlock_version()
     if not version:
-        return False
+        return
     rights = _FILE_RIGHTS.get(version, _ALL_FILE_RIGHTS)
     ruleset = _Ruleset(rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     arguments = (ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
-    fd = _kernel._call("syscall", ctypes.c_long(_CREATE), *arguments)
-    for path in readable if readable is not None else _kernel.visible_paths():
+    fd = _kernel.call_libc("syscall", ctypes.c_long(_CREATE), *arguments)
+    for path in readable:
         _allow(fd, path, rights & (_READ_FILE | _READ_DIR | _EXECUTE))
     for path in _kernel.DEVICES:
         _allow(fd, path, rights & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
     _allow(fd, writable, rights)
-    _kernel._call("syscall", ctypes.c_long(_RESTRICT), fd, ctypes.c_uint32(0))
+    _kernel.call_libc("syscall", ctypes.c_long(_RESTRICT), fd, ctypes.c_uint32(0))
     os.close(fd)
-    return True
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -71,5 +65,5 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         rights &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
     rule = _Beneath(rights, fd)
     arguments = (ruleset, _PATH_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
-    _kernel._call("syscall", ctypes.c_long(_ADD_RULE), *arguments)
+    _kernel.call_libc("syscall", ctypes.c_long(_ADD_RULE), *arguments)
     os.close(fd)

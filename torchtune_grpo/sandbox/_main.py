@@ -7,7 +7,7 @@ import os
 import socket
 
 from torchtune_grpo.sandbox import _kernel
-from torchtune_grpo.sandbox._server import Task, serve
+from torchtune_grpo.sandbox._server import serve
 from torchtune_grpo.sandbox._wire import send
 
 
@@ -21,17 +21,11 @@ def main(role: str, fd: int) -> None:
     control = socket.socket(fileno=fd)
     if role.startswith("candidate"):
         _serve_candidates(control, namespaces=role == "candidate")
-    elif role == "checker":
-        from torchtune_grpo.sandbox._checker import run_checker
-
-        _serve(control, run_checker)
+        return
+    if role == "checker":
+        from torchtune_grpo.sandbox._checker import run_checker as task
     else:
-        from torchtune_grpo.sandbox._rewarder import run_rewards
-
-        _serve(control, run_rewards)
-
-
-def _serve(control: socket.socket, task: Task) -> None:
+        from torchtune_grpo.sandbox._rewarder import run_rewards as task
     send(control, {"ready": True})
     serve(control, task, owns_pid_namespace=False)
 
@@ -43,16 +37,9 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     refusal = _kernel.enter_namespaces() if namespaces else "they are turned off"
+    facts = {"namespaces": not refusal, "refusal": refusal, "landlock": landlock_version()}
     if refusal:
-        send(
-            control,
-            {
-                "ready": True,
-                "namespaces": False,
-                "refusal": refusal,
-                "landlock": landlock_version(),
-            },
-        )
+        send(control, facts)
         serve(control, run_candidate, owns_pid_namespace=False)
         return
     paths = _kernel.visible_paths()
@@ -63,6 +50,6 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
         return
     _kernel.die_with_parent()
     _kernel.hide_files(paths)
-    send(control, {"ready": True, "namespaces": True, "refusal": ""})
+    send(control, facts)
     serve(control, run_candidate, owns_pid_namespace=True)
     os._exit(0)

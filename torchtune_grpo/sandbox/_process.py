@@ -31,16 +31,20 @@ _RANK_NAMES = frozenset(
 )
 
 
+# For processes that run foreign code: nothing of this process's environment, folder or output.
+_APART: dict[str, Any] = {
+    "env": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
+    "cwd": "/",
+    "stdout": subprocess.DEVNULL,
+    "stderr": subprocess.DEVNULL,
+}
+
+
 class ServerLost(Exception):
     """A server process does not answer."""
 
 
-def bare_environment() -> dict[str, str]:
-    """For processes that run foreign code: nothing of this process's environment."""
-    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-
-
-def rankless_environment() -> dict[str, str]:
+def _rankless_environment() -> dict[str, str]:
     """This process's environment without its rank and its GPUs."""
     kept = {
         name: value
@@ -61,17 +65,14 @@ class ServerProcess:
         ours, theirs = socket.socketpair()
         trusted = role == "reward"
         boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno())
-        options = [] if trusted else ["-I", "-S"]
+        isolated = [] if trusted else ["-I", "-S"]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *options, "-c", boot],
+                [sys.executable, *isolated, "-c", boot],
                 stdin=subprocess.DEVNULL,
-                stdout=None if trusted else subprocess.DEVNULL,
-                stderr=None if trusted else subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=rankless_environment() if trusted else bare_environment(),
-                cwd=None if trusted else "/",
                 start_new_session=True,
+                **({"env": _rankless_environment()} if trusted else _APART),
             )
         self._control = ours
         self.facts = self._ask(_START_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import os
 import pickle
 import socket
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from torchtune_grpo.reward_contract import ContractError, RewardNotes, check_returned
-from torchtune_grpo.sandbox._wire import PeerGone, parse, receive_bytes, send
+from torchtune_grpo.sandbox._wire import PeerGone, receive_bytes, send
 
 # The descriptor of the owner's requests; those below are the usual three.
 _REQUESTS = 3
@@ -36,7 +37,8 @@ def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
     os.chdir(request["folder"])
     sys.path[:] = request["import_path"]
     try:
-        function = load_component(request["path"])
+        module, _, name = request["path"].rpartition(".")
+        function = getattr(importlib.import_module(module), name)
         if inspect.isclass(function):
             function = function(**request["arguments"])
         else:
@@ -51,12 +53,6 @@ def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
         except PeerGone:
             return
         send(requests, _answer(function, pickle.loads(data), name=request["name"]))
-
-
-def load_component(path: str) -> Any:
-    """``module.name`` -> the object."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def _answer(function: Any, arguments: dict[str, Any], *, name: str) -> dict[str, Any]:
@@ -74,7 +70,7 @@ def _answer(function: Any, arguments: dict[str, Any], *, name: str) -> dict[str,
         return {"contract": str(error)}
     except Exception:
         return {"error": traceback.format_exc(limit=-3)}
-    extra = {column: parse_or_text(values[0]) for column, values in notes.extra.items()}
+    extra = {column: _plain_or_text(values[0]) for column, values in notes.extra.items()}
     return {"value": score, "extra": extra, "metrics": notes.metrics}
 
 
@@ -82,11 +78,9 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def parse_or_text(value: Any) -> Any:
+def _plain_or_text(value: Any) -> Any:
     """What of a value can be sent as plain data: itself, or its text."""
     try:
-        import json
-
-        return parse(json.dumps(value).encode())
-    except (TypeError, ValueError, PeerGone):
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
         return str(value)

@@ -59,15 +59,15 @@ def receive_bytes(
         TimeoutError: if it has not come whole by the deadline.
         PeerGone: if it never will, or is longer than ``limit``.
     """
-    header, fds = _read(sock, _LENGTH.size, deadline, max_fds)
-    (length,) = _LENGTH.unpack(header)
-    if length > limit:
-        _close(fds)
-        raise PeerGone(f"a message of {length} bytes, more than {limit}")
+    fds: list[int] = []
     try:
-        return _read(sock, length, deadline, 0)[0], fds
+        (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline, fds, max_fds))
+        if length > limit:
+            raise PeerGone(f"a message of {length} bytes, more than {limit}")
+        return _read(sock, length, deadline, fds, 0), fds
     except BaseException:
-        _close(fds)
+        for fd in fds:
+            os.close(fd)
         raise
 
 
@@ -95,34 +95,27 @@ def parse(data: bytes) -> Any:
 
 
 def _read(
-    sock: socket.socket, count: int, deadline: float | None, max_fds: int
-) -> tuple[bytes, list[int]]:
+    sock: socket.socket, count: int, deadline: float | None, fds: list[int], max_fds: int
+) -> bytes:
+    """Reads that many bytes; descriptors that come with the first of them go to ``fds``."""
     parts: list[bytes] = []
-    fds: list[int] = []
     while count:
         if deadline is not None:
             # poll and not select, which cannot watch descriptors beyond 1,023.
             waiter = select.poll()
             waiter.register(sock, select.POLLIN)
             if not waiter.poll(max(deadline - time.monotonic(), 0) * 1000):
-                _close(fds)
                 raise TimeoutError
         try:
             if max_fds and not parts:
-                part, fds, _, _ = socket.recv_fds(sock, count, max_fds)
+                part, received, _, _ = socket.recv_fds(sock, count, max_fds)
+                fds += received
             else:
                 part = sock.recv(min(count, 2**20))
         except OSError as error:
-            _close(fds)
             raise PeerGone(str(error)) from error
         if not part:
-            _close(fds)
             raise PeerGone("closed")
         parts.append(part)
         count -= len(part)
-    return b"".join(parts), fds
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    return b"".join(parts)

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors.torch import save
@@ -27,7 +26,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.utils import get_logger
 
-from torchtune_grpo.data._arithmetic import LEVELS, arithmetic_problems
+from torchtune_grpo.data import arithmetic_problems
 from torchtune_grpo.tiny._tokenizer import train_merges, write_tokenizer
 from torchtune_grpo.tiny._warmup import guessed_completion, warm_up, worked_completion
 
@@ -86,13 +85,25 @@ def lora_tiny_llama3_2(
 def tiny_tokenizer(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> Llama3Tokenizer:
     """The tokenizer of a tiny checkpoint folder: Llama 3's, with a vocabulary of its own."""
     folder = Path(checkpoint_dir)
-    # tiktoken caches files by their paths and would not see that a folder was made anew.
-    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
+    with _tiktoken_cache_off():
         return llama3_tokenizer(
             path=str(folder / "tokenizer.model"),
             special_tokens_path=str(folder / "tokenizer.json"),
             max_seq_len=max_seq_len,
         )
+
+
+@contextmanager
+def _tiktoken_cache_off() -> Iterator[None]:
+    """tiktoken caches files by their paths and would not see that a folder was made anew."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # the only switch that it has
+    try:
+        yield
+    finally:
+        del os.environ["TIKTOKEN_CACHE_DIR"]
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def make_tiny_checkpoint(
@@ -109,7 +120,7 @@ def make_tiny_checkpoint(
             checkpoint, which is replaced.
         seed: of weights and problems.
         levels: the problems' levels, see
-            :func:`~torchtune_grpo.data._arithmetic.arithmetic_problems`.
+            :func:`~torchtune_grpo.data.arithmetic_problems`.
         warmup_steps: at most so many steps of :mod:`torchtune_grpo.tiny._warmup`; 0 leaves the
             weights random.
 
@@ -119,11 +130,8 @@ def make_tiny_checkpoint(
     Raises:
         ValueError: if ``output_dir`` holds other files.
     """
-    settings: dict[str, Any] = {
-        "seed": seed,
-        "levels": [levels] if isinstance(levels, int) else list(levels),
-        "warmup_steps": warmup_steps,
-    }
+    levels = [levels] if isinstance(levels, int) else list(levels)
+    settings = {"seed": seed, "levels": levels, "warmup_steps": warmup_steps}
     target = Path(output_dir).absolute()
     _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -133,13 +141,8 @@ def make_tiny_checkpoint(
         folder.mkdir()
         write_tokenizer(folder, _merges(), VOCAB_SIZE)
         model = _random_model(seed)
-        warm_up(
-            model,
-            tiny_tokenizer(folder),
-            seed=seed,
-            levels=settings["levels"],
-            max_steps=warmup_steps,
-        )
+        tokenizer = tiny_tokenizer(folder)
+        warm_up(model, tokenizer, seed=seed, levels=levels, max_steps=warmup_steps)
         _write_model(folder, model, settings)
         if target.exists():
             shutil.rmtree(target)
@@ -160,7 +163,8 @@ def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
     """
     folder = Path(checkpoint_dir).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / f".{folder.name}.lock"):
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if this process dies
         if not all((folder / name).is_file() for name in _FILES):
             _log.info(f"{folder} holds no checkpoint yet; making one takes about a minute.")
             make_tiny_checkpoint(folder, **settings)
@@ -175,14 +179,6 @@ def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
         )
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the system releases if this process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _check_replaceable(folder: Path) -> None:
     if folder.exists() and (others := {path.name for path in folder.iterdir()} - set(_FILES)):
         raise ValueError(
@@ -192,8 +188,8 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _merges() -> list[tuple[bytes, bytes]]:
-    # Always seed 0: the vocabulary is the same whatever the model's seed.
-    rows = arithmetic_problems(levels=LEVELS, split="train", num_samples=70 * len(LEVELS))
+    # Of all levels and always of seed 0: the vocabulary does not depend on the settings.
+    rows = arithmetic_problems(levels=range(1, 9), split="train", num_samples=560)
     texts = [f"{row['question']}\n\n<think>{worked_completion(row)}" for row in rows]
     texts += [guessed_completion(row) for row in rows[:70]]
     return train_merges([*texts, "system", "user", "assistant", "\n\n"], max_merges=VOCAB_SIZE)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import regex
 from torchtune.models.llama3._tokenizer import CL100K_PATTERN
+from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 
 _SPECIAL_TOKENS = (
     "<|begin_of_text|>",
@@ -41,12 +42,7 @@ def train_merges(texts: Iterable[str], max_merges: int) -> list[Merge]:
 
     Chunks with a digit are left alone, so every digit stays a token of its own.
 
-    Args:
-        texts: the corpus.
-        max_merges: at most so many; fewer if every word has become one token.
-
-    Returns:
-        list[Merge]: the merges, the first learnt first.
+    Returns at most ``max_merges``, the first learnt first; fewer if every word is one token.
     """
     counts = Counter(chunk for text in texts for chunk in regex.findall(CL100K_PATTERN, text))
     words = {
@@ -82,11 +78,8 @@ def _merge(parts: list[bytes], pair: Merge) -> list[bytes]:
 def write_tokenizer(folder: Path, merges: list[Merge], vocab_size: int) -> None:
     """Writes ``tokenizer.model`` (tiktoken), ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    Args:
-        folder: an existing folder.
-        merges: as learnt by :func:`train_merges`.
-        vocab_size: the size to fill up to with reserved special tokens, as Llama 3 does, so that
-            each of the model's output rows stands for a token.
+    Reserved special tokens fill up to ``vocab_size``, as in Llama 3, so that each of the model's
+    output rows stands for a token.
     """
     tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
@@ -110,7 +103,7 @@ def write_tokenizer(folder: Path, merges: list[Merge], vocab_size: int) -> None:
 def _hugging_face_tokenizer(
     tokens: list[bytes], merges: list[Merge], special: dict[str, int]
 ) -> dict[str, object]:
-    letters = _letters_for_bytes()
+    letters = bytes_to_unicode()
 
     def spell(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -135,14 +128,6 @@ def _hugging_face_tokenizer(
             "merges": [f"{spell(left)} {spell(right)}" for left, right in merges],
         },
     }
-
-
-def _letters_for_bytes() -> dict[int, str]:
-    """The printable letter by which Hugging Face's byte-level BPE spells each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    spelled_as_itself = {byte: chr(byte) for byte in printable}
-    return spelled_as_itself | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.utils import get_logger
 
-from torchtune_grpo.data._arithmetic import arithmetic_dataset, arithmetic_problems
+from torchtune_grpo.data import arithmetic_dataset
 from torchtune_grpo.memory import keep_freed_memory
 
 _log = get_logger("INFO")
 
 Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its completion
 
-BATCH_SIZE = 16
+NUM_PROBLEMS, BATCH_SIZE = 8000, 16
 # Learning rates and lengths of the stages, found by trial.
 LR, WARMUP, ENOUGH, COOLDOWN = 4e-3, 50, 0.65, 800
 GUESS_LR, GUESS_STEPS = 1e-3, 80
@@ -39,14 +39,10 @@ def warm_up(
     levels: list[int],
     max_steps: int,
 ) -> None:
-    """Trains a model in place.
+    """Trains a model with random weights in place.
 
-    Args:
-        model (TransformerDecoder): with random weights.
-        tokenizer (Any): the tiny model's.
-        seed (int): of the problems and their order.
-        levels (list[int]): of the problems.
-        max_steps (int): of both stages together; 0 does nothing.
+    ``seed`` is that of the problems and their order, ``levels`` are the problems', and
+    ``max_steps`` counts both stages together; 0 does nothing.
     """
     if max_steps == 0:
         return
@@ -71,8 +67,7 @@ def _learn_to_work(
 ) -> int:
     """Stage 1: working out, and a few guesses so that stage 2 has less to change.
 
-    Returns:
-        int: the number of steps.
+    Returns the number of steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     accuracy, cooling_from = 0.0, None
@@ -134,18 +129,16 @@ def _train_step(
 
 
 def _examples(tokenizer: Any, levels: list[int], seed: int) -> tuple[list[Example], list[Example]]:
-    rows = arithmetic_problems(levels=levels, split="train", num_samples=8000, seed=seed)
-    prompts = arithmetic_dataset(
-        tokenizer, levels=levels, split="train", num_samples=8000, seed=seed, prefill="<think>"
-    )
+    problems: dict[str, Any] = {"levels": levels, "num_samples": NUM_PROBLEMS, "seed": seed}
+    data = arithmetic_dataset(tokenizer, split="train", prefill="<think>", **problems)
+    items = [data[index] for index in range(len(data))]
 
-    def examples(completions: list[str]) -> list[Example]:
-        encoded = (tokenizer.encode(text, add_bos=False, add_eos=False) for text in completions)
-        return [(prompts[i]["tokens"], [*ids, tokenizer.eot_id]) for i, ids in enumerate(encoded)]
+    def example(item: dict[str, Any], completion: str) -> Example:
+        ids = tokenizer.encode(completion, add_bos=False, add_eos=False)
+        return item["tokens"], [*ids, tokenizer.eot_id]
 
-    return examples([worked_completion(row) for row in rows]), examples(
-        [guessed_completion(row) for row in rows]
-    )
+    worked = [example(item, worked_completion(item["columns"])) for item in items]
+    return worked, [example(item, guessed_completion(item["columns"])) for item in items]
 
 
 def worked_completion(row: dict[str, Any]) -> str:

@@ -70,11 +70,6 @@ def math_format_reward(
 ) -> list[float]:
     """Rewards the form of an answer, whatever it says.
 
-    Args:
-        prompts (list[str]): N prompts; not used.
-        completions (list[str]): N texts, each prefill and completion.
-        **columns (list[object]): other columns of the data set; not used.
-
     Returns:
         N numbers, 1.0 where ``math_format_holds`` and 0.0 elsewhere.
     """
@@ -91,10 +86,8 @@ def math_correctness_reward(
     """Rewards a right answer, whatever the form outside its ``<answer>`` block.
 
     Args:
-        prompts (list[str]): N prompts; not used.
-        completions (list[str]): N texts, each prefill and completion.
+        prompts, completions, **columns: as all rewards get them.
         answer (list[str | int | float]): N golds, such as ``"72"``.
-        **columns (list[object]): other columns of the data set; not used.
 
     Returns:
         N numbers, 1.0 where ``grade_math_answer`` says so and 0.0 elsewhere.
@@ -114,8 +107,7 @@ def math_correctness_reward(
                 f"answer[{index}] is {gold!r}; the column answer must hold the right number, as "
                 "text (such as '72') or as a number."
             )
-    graded = zip(completions, answer, strict=True)
-    return [float(grade_math_answer(text, gold)) for text, gold in graded]
+    return [float(grade_math_answer(text, gold)) for text, gold in zip(completions, answer)]
 
 
 def located_answers(text: str) -> set[str]:

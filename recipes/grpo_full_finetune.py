@@ -1,0 +1,449 @@
+"""GRPO: reinforcement learning from verifiable rewards, as in the paper.
+
+    for each step:
+        sample a group of completions for each prompt, and score them with the rewards
+        advantage of a completion = its reward, centred and scaled within its group
+        ppo_epochs times: one optimizer step on the clipped surrogate + KL to the reference
+
+Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), algorithm 1. Departures: the reference is
+the initial policy throughout (one outer iteration), and each step of ``ppo_epochs`` uses all of the
+step's samples at once.
+
+On one device or, under torchrun, on many: every rank then rolls out, scores and trains on its own
+prompts. The loss's denominator is that of all ranks, so the same prompts give the same step on any
+number of them.
+
+Shapes: B prompts of this rank, G samples in a group, N = B*G rows, T prompt + response, L response.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torchtune import config, modules, training, utils
+from torchtune.recipe_interfaces import FTRecipeInterface
+from tqdm import tqdm
+
+from torchtune_grpo import parallel
+from torchtune_grpo.advantages import reward_advantages
+from torchtune_grpo.checkpoint import (
+    Checkpoints,
+    load_optimizer_state,
+    optimizer_state,
+    set_aside_previous_run,
+)
+from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_indices
+from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.importance import importance_weights
+from torchtune_grpo.logprobs import MicroBatch, in_order, micro_batches, response_logprobs
+from torchtune_grpo.loss import LossOutput, make_loss
+from torchtune_grpo.memory import keep_freed_memory
+from torchtune_grpo.metrics import StepMetrics
+from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
+from torchtune_grpo.policy import build_policy, should_shard
+from torchtune_grpo.read_config import check_checkpoint_files, check_lengths, read_config
+from torchtune_grpo.reference import make_reference
+from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
+from torchtune_grpo.rollout import make_engine, roll_out
+from torchtune_grpo.run_log import RunLog, make_metric_logger, make_profiler
+from torchtune_grpo.trajectory import Trajectory
+
+log = utils.get_logger("INFO")
+
+
+class GRPOFullFinetuneRecipe(FTRecipeInterface):
+    """GRPO for LoRA, QLoRA, DoRA and full fine-tuning, on one device or under torchrun.
+
+    With adapters the reference policy is the model with its adapters switched off. Full fine-tuning
+    keeps a frozen copy. ``loss.kl_coeff: 0`` keeps and computes no reference.
+
+    On several ranks, ``distributed.sharding`` says whether each holds the whole model (only
+    gradients cross the wire) or a part of it (FSDP2). ``batch_size`` and ``forward_batch_size`` are
+    those of one rank.
+
+    Args:
+        cfg (DictConfig): the config; ``python -m torchtune_grpo.config`` lists its keys.
+
+    Raises:
+        ValueError: naming the config key, the value and the remedy.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = read_config(cfg)
+        self._device = utils.get_device(device=self.cfg.device)
+        parallel.init_process_group(self._device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
+        self._is_sharded = should_shard(self.cfg, device=self._device)
+        self._output_dir = Path(self.cfg.output_dir)
+        self.seed = training.set_seed(seed=self.cfg.seed)
+        self.global_step = 0
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Builds everything; what can be wrong with the config fails before weights are read."""
+        parallel.on_first_rank(config.instantiate, self.cfg.prepare)
+        check_checkpoint_files(self.cfg)
+        self._checkpoints = Checkpoints(
+            self.cfg.checkpointer,
+            output_dir=self._output_dir,
+            adapter_only=self.cfg.save_adapter_weights_only,
+            keep_last=self.cfg.keep_last_n_checkpoints,
+        )
+        checkpoint = self._checkpoints.newest() if self.cfg.resume_from_checkpoint else None
+        if checkpoint is None:
+            parallel.on_first_rank(set_aside_previous_run, self._output_dir)
+        self._tokenizer = config.instantiate(self.cfg.tokenizer)
+        self._rewards = RewardSet.from_config(
+            self.cfg.rewards, max_failure_share=self.cfg.max_reward_failure_share
+        )
+        self._loss = make_loss(self.cfg.loss)
+        self._dataset, self._evaluator = self._setup_data()
+        self._next_prompts()  # fails if there are too few
+
+        self._metric_logger = make_metric_logger(self.cfg.metric_logger)
+        self._metric_logger.log_config(cfg)
+        self._run_log = RunLog(self._output_dir, num_completions=self.cfg.log_completions)
+        self._guard = NonFiniteGuard(self._output_dir)
+        self._profiler = make_profiler(self.cfg.profiler)
+
+        home = torch.device("cpu") if self._is_sharded else self._device
+        self._model = build_policy(self.cfg, self._checkpoints.base_weights(), device=home)
+        parallel.broadcast_trained_parameters(self._model)
+        self._reference = (
+            make_reference(self._model, self.cfg, home=home) if self._loss.needs_reference else None
+        )
+        state = None
+        if checkpoint is not None:
+            state = self._checkpoints.restore(self._model, checkpoint, seed=self.seed)
+        self._engine = make_engine(
+            self._model,
+            self.cfg.rollout,
+            gather=self.cfg.distributed.gather,
+            is_sharded=self._is_sharded,
+        )
+        self._setup_passes()
+        self._optimizer = config.instantiate(
+            self.cfg.optimizer, [p for p in self._model.parameters() if p.requires_grad]
+        )
+        self._lr_scheduler = config.instantiate(
+            self.cfg.lr_scheduler,
+            self._optimizer,
+            num_training_steps=self.cfg.num_steps * self.cfg.ppo_epochs,
+        )
+        if state is not None:
+            self._resume(state)
+
+    def _setup_data(self) -> tuple[RLDataset, Evaluator | None]:
+        """Tokenizes all prompts, and checks that they fit the model, before it is loaded."""
+        dataset = config.instantiate(self.cfg.dataset, self._tokenizer)
+        self._rewards.check(dataset[0]["columns"])
+        lengths = {"dataset": dataset.max_prompt_length}
+        evaluator = None
+        if self.cfg.eval_dataset is not None:
+            held_out = config.instantiate(self.cfg.eval_dataset, self._tokenizer)
+            lengths["eval_dataset"] = held_out.max_prompt_length
+            evaluator = Evaluator(
+                dataset=held_out,
+                tokenizer=self._tokenizer,
+                rewards=self._rewards,
+                accuracy_reward=self.cfg.eval_reward,
+                params=self.cfg.sampling_params,
+                num_samples=self.cfg.eval_samples,
+                seed=self.seed,
+            )
+        check_lengths(self.cfg, longest_prompts=lengths)
+        return dataset, evaluator
+
+    def _setup_passes(self) -> None:
+        """Compiles, checkpoints and shards the layers, after all that copies or loads weights."""
+        if self.cfg.compile:
+            training.compile_model(self._model, verbose=False)
+        if self.cfg.enable_activation_checkpointing:
+            training.set_activation_checkpointing(
+                self._model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+            )
+        if self._is_sharded:
+            parallel.shard(self._model, self.cfg.distributed, device=self._device)
+            if self._reference is not None:
+                self._reference.shard(self.cfg.distributed, device=self._device)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        load_optimizer_state(self._optimizer, state["optimizer"])
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(state["lr_scheduler"])
+        parallel.restore_random_state(state["torch_rng"])
+        self.global_step = state["step"]
+        self._run_log.keep_until(self.global_step)
+        utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
+
+    def train(self) -> None:
+        """The paper's loop."""
+        if self.global_step == 0:
+            self._evaluate()
+        self._progress = tqdm(
+            total=self.cfg.num_steps,
+            initial=self.global_step,
+            desc="GRPO",
+            disable=parallel.rank() > 0,
+        )
+        with self._profiler as profiler:
+            while self.global_step < self.cfg.num_steps:
+                metrics = StepMetrics()
+                with metrics.timer("step"):
+                    trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
+                    old_logprobs = None
+                    if self.cfg.sampling_correction.mode == "old_logprobs":
+                        old_logprobs = trajectory.sampler_logprobs
+                    with metrics.timer("update"):
+                        for epoch in range(self.cfg.ppo_epochs):
+                            logprobs = self.grpo_step(trajectory, parts, metrics, old_logprobs)
+                            if epoch == 0:
+                                metrics.add_sampling_gap(trajectory, logprobs)
+                            old_logprobs = logprobs if old_logprobs is None else old_logprobs
+                self.global_step += 1
+                profiler.step()
+                self._log(metrics)
+
+                last = self.global_step == self.cfg.num_steps
+                if last or _is_due(self.global_step, self.cfg.eval_every_n_steps):
+                    self._evaluate()
+                if last or _is_due(self.global_step, self.cfg.save_every_n_steps):
+                    self.save_checkpoint()
+        self._progress.close()
+
+    def generate_trajectory(
+        self, prompts: PromptBatch, metrics: StepMetrics
+    ) -> tuple[Trajectory, list[MicroBatch]]:
+        """Rolls out a group per prompt, scores it, and turns rewards into advantages.
+
+        Args:
+            prompts (PromptBatch): the step's B prompts.
+            metrics (StepMetrics): receives the rollout's statistics.
+
+        Returns:
+            tuple[Trajectory, list[MicroBatch]]: N rows with all that the update needs, and how
+            they are cut into forward passes.
+        """
+        self._model.eval()
+        with metrics.timer("rollout"):
+            trajectory = self._roll_out(prompts)  # N rows
+        with metrics.timer("reward"):
+            scores = self._score(trajectory)
+            advantages = self._advantages(scores).to(self._device)  # [N]
+        mask = trajectory.response_mask  # [N, L]
+        if self.cfg.mask_truncated_completions:
+            mask = mask & ~trajectory.truncated[:, None]
+        weights = self._loss.weights(
+            mask,
+            num_rows=parallel.sum_over_ranks(trajectory.num_rows),
+            num_tokens=parallel.sum_over_ranks(int(mask.sum())),
+            max_generated_tokens=self.cfg.max_generated_tokens,
+        )  # [N, L]
+        trajectory = replace(trajectory, advantages=advantages, response_mask=mask, weights=weights)
+        metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
+        self._run_log.completions(self.global_step + 1, trajectory, scores)
+        with metrics.timer("logprobs"):
+            parts = micro_batches(
+                trajectory,
+                group_size=self.cfg.grpo_samples,
+                pack=self.cfg.pack_groups,
+                rows=self.cfg.rows_per_forward,
+                token_budget=self.cfg.forward_token_budget,
+                dense=self.cfg.compile,
+            )
+            if self._reference is not None:
+                ref_logprobs = self._reference.logprobs(parts, temperature=self.cfg.temperature)
+                trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
+        return trajectory, parts
+
+    def grpo_step(
+        self,
+        trajectory: Trajectory,
+        parts: list[MicroBatch],
+        metrics: StepMetrics,
+        old_logprobs: Tensor | None,
+    ) -> Tensor:
+        """One optimizer step on the whole trajectory, in micro-batches.
+
+        Args:
+            trajectory (Trajectory): N rows.
+            parts (list[MicroBatch]): which rows share a forward pass.
+            metrics (StepMetrics): receives the loss's statistics.
+            old_logprobs (Tensor | None): [N, L]; None = the policy is still the one that sampled.
+
+        Returns:
+            Tensor: [N, L] log-probs before the step.
+        """
+        self._model.train()
+        loss, seen = torch.zeros((), device=self._device), []
+        defer = self.cfg.distributed.defer_gradients
+        for micro_batch in parts:
+            parallel.set_gradient_sync(self._model, last=micro_batch is parts[-1], defer=defer)
+            part = trajectory.select(micro_batch.rows)  # n rows
+            logprobs, entropy = response_logprobs(
+                self._model,
+                micro_batch.layout,
+                temperature=self.cfg.temperature,
+                with_entropy=True,
+                entropy_gradient=self._loss.needs_entropy_gradient,
+            )  # [n, L]
+            old = None if old_logprobs is None else old_logprobs[micro_batch.rows]
+            output = self._loss_of(part, logprobs=logprobs, old=old, entropy=entropy)
+            output.loss.backward()
+            metrics.add_update(output, entropy=entropy, response_mask=part.response_mask)
+            loss += output.loss.detach()
+            seen.append(logprobs.detach())
+        self._optimizer_step(loss, trajectory, metrics)
+        return in_order(seen, parts)
+
+    def _loss_of(
+        self, part: Trajectory, *, logprobs: Tensor, old: Tensor | None, entropy: Tensor
+    ) -> LossOutput:
+        return self._loss(
+            logprobs=logprobs,
+            old_logprobs=old,
+            ref_logprobs=part.ref_logprobs,
+            advantages=part.advantages,
+            weights=part.weights,
+            response_mask=part.response_mask,
+            entropy=entropy,
+            corrections=importance_weights(
+                trainer_logprobs=logprobs if old is None else old,
+                behaviour_logprobs=part.behaviour_logprobs,
+                response_mask=part.response_mask,
+                mode=self.cfg.sampling_correction.mode,
+                cap=self.cfg.sampling_correction.cap,
+            ),
+        )
+
+    def _optimizer_step(self, loss: Tensor, trajectory: Trajectory, metrics: StepMetrics) -> None:
+        """Sums the ranks' gradients, and takes the step if they and the loss are finite."""
+        parallel.reduce_gradients(self._model)
+        grad_norm = total_grad_norm(self._model.parameters())
+        if self._guard.allows_step(
+            loss=loss,
+            grad_norm=grad_norm,
+            model=self._model,
+            trajectory=trajectory,
+            step=self.global_step + 1,
+        ):
+            if self.cfg.clip_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._model.parameters(), self.cfg.clip_grad_norm, grad_norm
+                )
+            self._optimizer.step()
+        metrics.add_sum("loss", loss, 1 / parallel.world_size())
+        metrics.add_max("grad_norm", grad_norm)
+        metrics.add_max("lr", float(self._optimizer.param_groups[0]["lr"]))
+        metrics.add_max("nonfinite_steps", self._guard.skipped)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+
+    def _next_prompts(self) -> PromptBatch:
+        rows = step_indices(
+            step=self.global_step,
+            prompts_per_step=self.cfg.batch_size,
+            dataset_size=len(self._dataset),
+            seed=self.seed,
+            rank=parallel.rank(),
+            world_size=parallel.world_size(),
+        )
+        return collate_prompts([self._dataset[row] for row in rows])
+
+    def _roll_out(self, prompts: PromptBatch) -> Trajectory:
+        return roll_out(
+            self._engine,
+            prompts,
+            tokenizer=self._tokenizer,
+            group_size=self.cfg.grpo_samples,
+            params=self.cfg.sampling_params,
+            prefill=self._dataset.prefill,
+            seed=self.seed,
+            step=self.global_step,
+            report=lambda now: self._progress.set_postfix_str(f"rollout {now}"),
+        )
+
+    def _score(self, trajectory: Trajectory) -> RewardScores:
+        return self._rewards(
+            prompts=trajectory.prompts,
+            completions=trajectory.completions,
+            columns=trajectory.columns,
+            group_size=self.cfg.grpo_samples,
+            completion_ids=trajectory.completion_ids,
+            trainer_state=self._trainer_state,
+        )
+
+    def _advantages(self, scores: RewardScores) -> Tensor:
+        return reward_advantages(
+            scores.total,
+            scores.scores,
+            scores.weights,
+            group_size=self.cfg.grpo_samples,
+            normalization=self.cfg.advantage,
+            aggregation=self.cfg.multi_objective_aggregation,
+        )
+
+    @property
+    def _trainer_state(self) -> TrainerState:
+        return TrainerState(global_step=self.global_step, max_steps=self.cfg.num_steps)
+
+    def _log(self, metrics: StepMetrics) -> None:
+        values = metrics.compute()
+        if self._device.type == "cuda":
+            values |= training.get_memory_stats(device=self._device)
+        self._run_log.metrics(self.global_step, values)
+        self._metric_logger.log_dict(values, step=self.global_step)
+        self._progress.update()
+        self._progress.set_postfix(reward=f"{values['reward']:.3f}")
+
+    def _evaluate(self) -> None:
+        if self._evaluator is None:
+            return
+        self._model.eval()
+        values = self._evaluator(self._engine, state=self._trainer_state)
+        self._run_log.metrics(self.global_step, values)
+        self._metric_logger.log_dict(values, step=self.global_step)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        utils.log_rank_zero(log, f"Step {self.global_step}: {shown}")
+
+    def save_checkpoint(self) -> None:
+        """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
+        scheduler = self._lr_scheduler
+        state = {
+            "step": self.global_step,
+            "seed": self.seed,
+            "optimizer": optimizer_state(self._optimizer),
+            "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "torch_rng": parallel.random_states(),
+        }
+        folder = self._checkpoints.save(self._model, state, step=self.global_step)
+        utils.log_rank_zero(log, f"Saved {folder}")
+
+    def cleanup(self) -> None:
+        """Ends what runs beside the recipe: reward processes, loggers, the process group."""
+        self._rewards.close()
+        self._metric_logger.close()
+        parallel.end_process_group()
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point: keys come from the config file, then from ``key=value`` on the command line."""
+    config.log_config(recipe_name="GRPOFullFinetuneRecipe", cfg=cfg)
+    recipe = GRPOFullFinetuneRecipe(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,207 @@
+"""Every number that a step logs, by hand."""
+
+import json
+import math
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchtune_grpo import metrics as metrics_module
+from torchtune_grpo.loss import LossOutput
+from torchtune_grpo.metrics import StepMetrics
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.run_log import RunLog, read_jsonl
+from torchtune_grpo.trajectory import Trajectory, length_mask
+
+NAN = math.nan
+LENGTHS = torch.tensor([1, 2, 3, 2])
+
+
+def make_trajectory() -> Trajectory:
+    """Two groups of two; the last token of row 2 is not trained on, and row 3 was cut off."""
+    mask = length_mask(LENGTHS, 3)
+    mask[2, 2] = False
+    return Trajectory(
+        tokens=torch.arange(16).view(4, 4),
+        prompt_lengths=torch.tensor([1, 1, 1, 1]),
+        response_lengths=LENGTHS,
+        response_mask=mask,
+        truncated=torch.tensor([False, False, False, True]),
+        sampler_logprobs=torch.full((4, 3), -1.0),
+        behaviour_logprobs=torch.full((4, 3), -1.0) - torch.tensor([0.0, math.log(0.5), 9.0]),
+        prompts=["p", "p", "q", "q"],
+        completions=["a", "b", "c", "d"],
+        columns={},
+        advantages=torch.tensor([0.7, -0.7, 0.0, 0.0]),
+    )
+
+
+def make_scores() -> RewardScores:
+    """Reward ``a`` fails on row 3 and counts as its group's mean; ``b`` does not apply to row 0."""
+    return RewardScores(
+        names=["a", "b"],
+        scores=torch.tensor([[1.0, NAN], [2.0, 0.5], [4.0, 0.5], [NAN, 0.5]]),
+        weights=torch.tensor([1.0, 2.0]),
+        total=torch.tensor([1.0, 3.0, 5.0, 5.0]),
+        seconds=[0.25, 0.5],
+        failed=torch.tensor([[False, False]] * 3 + [[True, False]]),
+        extra={"note": ["w", "x", "y", "z"]},
+        metrics=[("a/depth", 3.0), ("a/depth", 6.0)],
+    )
+
+
+def test_what_a_rollout_logs():
+    metrics = StepMetrics()
+    metrics.add_rollout(make_trajectory(), make_scores(), group_size=2)
+    expected = {
+        "reward": 3.5,
+        "reward_std": statistics.stdev([1, 3]) / 2,  # and 0 of the second group
+        "frac_reward_zero_std": 0.5,
+        "frac_informative_groups": 0.5,
+        "rewards/a/mean": 7 / 3,
+        "rewards/a/std": statistics.stdev([1, 2, 4]),
+        "rewards/a/errors": 0.25,
+        "rewards/a/none": 0.0,
+        "rewards/b/mean": 0.5,
+        "rewards/b/std": 0.0,
+        "rewards/b/errors": 0.0,
+        "rewards/b/none": 0.25,
+        "rewards/a/depth": 4.5,
+        "time/rewards/a": 0.25,
+        "time/rewards/b": 0.5,
+        "completions/mean_length": 2.0,
+        "completions/max_length": 3.0,
+        "completions/clipped_ratio": 0.25,
+        "completions/mean_terminated_length": 2.0,
+        # Four first tokens of which all mass was kept, three second ones of which half was: what
+        # is not trained on does not count.
+        "sampling/kept_mass": (4 * 1 + 3 * 0.5) / 7,
+    }
+    assert metrics.compute() == pytest.approx(expected)
+
+
+def test_a_failed_reward_makes_no_group_informative():
+    """1 and failed: both count as 1, and nothing is learnt."""
+    scores = replace(make_scores(), total=torch.tensor([1.0, 1.0, 5.0, 5.0]))
+    trajectory = replace(make_trajectory(), advantages=torch.zeros(4))
+    metrics = StepMetrics()
+    metrics.add_rollout(trajectory, scores, group_size=2)
+    values = metrics.compute()
+    assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
+    assert values["reward_std"] == 0
+
+
+def test_groups_are_informative_by_their_advantages():
+    """Normalized one by one, two rewards may cancel in the total and still teach."""
+    scores = replace(make_scores(), total=torch.tensor([1.0, 1.0, 5.0, 5.0]))
+    metrics = StepMetrics()
+    metrics.add_rollout(make_trajectory(), scores, group_size=2)
+    assert metrics.compute()["frac_informative_groups"] == 0.5
+
+
+def test_what_an_update_logs():
+    """Two micro-batches of three and one trained tokens: means are over tokens."""
+    mask = torch.tensor([[True, True], [True, False]])
+    first = LossOutput(torch.tensor(0.3), {"kl": torch.tensor(6.0), "own": torch.tensor(1)})
+    second = LossOutput(torch.tensor(0.3), {"kl": torch.tensor(2.0), "own": torch.tensor(0)})
+    metrics = StepMetrics()
+    metrics.add_update(first, entropy=torch.tensor([[1.0, 2.0], [3.0, NAN]]), response_mask=mask)
+    metrics.add_update(second, entropy=torch.tensor([[6.0]]), response_mask=mask[:1, :1])
+    assert metrics.compute() == {"kl": 2.0, "own": 0.25, "entropy": 3.0}
+
+
+def test_the_gap_between_sampler_and_trainer():
+    metrics, trajectory = StepMetrics(), make_trajectory()
+    logprobs = torch.full((4, 3), -1.5)
+    logprobs[1, 1], logprobs[2, 2] = -3.0, 99.0  # the latter is not trained on
+    metrics.add_sampling_gap(trajectory, logprobs)
+    expected = {
+        "sampling/logp_difference/mean": (6 * 0.5 + 2.0) / 7,
+        "sampling/logp_difference/max": 2.0,
+    }
+    assert metrics.compute() == pytest.approx(expected)
+    nothing = replace(trajectory, response_mask=torch.zeros(4, 3, dtype=torch.bool))
+    metrics = StepMetrics()
+    metrics.add_sampling_gap(nothing, logprobs)
+    assert metrics.compute() == {}
+
+
+def test_losses_of_a_step_are_averaged_and_maxima_kept():
+    """Three optimizer steps on one rank; a loss that is not finite is not hidden."""
+    metrics = StepMetrics()
+    for loss, norm in ((1.0, 4.0), (2.0, 9.0), (6.0, 1.0)):
+        metrics.add_sum("loss", torch.tensor(loss), 1.0)
+        metrics.add_max("grad_norm", torch.tensor(norm))
+    assert metrics.compute() == {"loss": 3.0, "grad_norm": 9.0}
+    metrics.add_sum("loss", torch.tensor(NAN), 1.0)
+    assert math.isnan(metrics.compute()["loss"])
+
+
+def test_ranks_add_up_before_they_are_divided(monkeypatch):
+    """Rank 0 has one value and rank 1 three; the loss is the sum of the ranks' shares."""
+    parts = []
+    for values, share, seconds in (([1.0], 0.25, 2.0), ([4.0, 5.0, 6.0], 0.75, 3.0)):
+        metrics = StepMetrics()
+        metrics.add_values("rewards/a/mean", torch.tensor(values))
+        metrics.add_sum("loss", torch.tensor(share), 1 / 2)
+        metrics.add_max("lr", 0.1)
+        metrics.add_max("time/rollout", seconds)
+        metrics.add_max("time/step", 10.0)
+        parts.append(metrics)
+    sent = []
+    monkeypatch.setattr(
+        metrics_module, "gather_over_ranks", lambda value: sent.append(value) or list(sent)
+    )
+    parts[0].add_values("completions/mean_length", torch.tensor([30.0]))
+    parts[0].compute()
+    result = parts[1].compute()
+    assert result == pytest.approx(
+        {
+            "rewards/a/mean": 4.0,
+            "rewards/a/std": statistics.stdev([1, 4, 5, 6]),
+            "loss": 1.0,
+            "completions/mean_length": 30.0,
+            "lr": 0.1,
+            "time/rollout": 3.0,
+            "time/step": 10.0,
+            "rollout/tokens_per_second": 10.0,
+            "tokens_per_second": 3.0,
+        }
+    )
+
+
+def test_timers_add_up():
+    metrics = StepMetrics()
+    for _ in range(2):
+        with metrics.timer("reward"):
+            time.sleep(0.02)
+    assert 0.04 <= metrics.compute()["time/reward"] < 1
+
+
+def test_the_record_of_completions_reads_the_same_numbers(tmp_path):
+    log = RunLog(tmp_path, num_completions=3)
+    log.completions(5, make_trajectory(), make_scores())
+    records = read_jsonl(tmp_path / "completions.jsonl")
+    assert len(records) == 3
+    assert records[2] | {"advantage": 0} == {
+        "step": 5,
+        "prompt": "q",
+        "completion": "c",
+        "reward": 5.0,
+        "rewards": {"a": 4.0, "b": 0.5},
+        "advantage": 0,
+        "tokens": 3,
+        "truncated": False,
+        "note": "y",
+    }
+    assert records[0]["rewards"] == {"a": 1.0, "b": None}
+    assert [record["advantage"] for record in records] == pytest.approx([0.7, -0.7, 0.0])
+
+
+def test_the_log_stays_json(tmp_path):
+    RunLog(tmp_path, num_completions=0).metrics(1, {"loss": float("nan"), "reward": 1.0})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "reward": 1.0}

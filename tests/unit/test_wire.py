@@ -1,0 +1,60 @@
+"""Messages between processes: whole, in time, of a limited length, and no open file is lost."""
+
+import os
+import socket
+import time
+
+import pytest
+
+from torchtune_grpo.sandbox._wire import PeerGone, receive, receive_bytes, send, send_bytes
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_messages_arrive_one_by_one_with_their_files(ends):
+    ours, theirs = ends
+    with open(os.devnull) as file:
+        send_bytes(theirs, b"first", fds=[file.fileno()])
+    send(theirs, {"second": [1, None]})
+    data, (fd,) = receive_bytes(ours, max_fds=4)
+    assert data == b"first" and os.fstat(fd).st_rdev == os.stat(os.devnull).st_rdev
+    os.close(fd)
+    assert receive(ours) == {"second": [1, None]}
+
+
+def test_a_message_that_is_too_long_is_not_read_and_its_files_are_closed(ends):
+    ours, theirs = ends
+    before = os.listdir("/proc/self/fd")
+    with open(os.devnull) as file:
+        send_bytes(theirs, b"12345", fds=[file.fileno()])
+    with pytest.raises(PeerGone, match="a message of 5 bytes, more than 4"):
+        receive_bytes(ours, limit=4, max_fds=4)
+    assert os.listdir("/proc/self/fd") == before
+    assert ours.recv(10) == b"12345"
+    send(theirs, "12")
+    assert receive(ours, limit=4) == "12"
+
+
+def test_half_a_message_ends_with_the_deadline_or_with_its_sender(ends):
+    ours, theirs = ends
+    theirs.sendall(b"\0\0\0\x05" + b"123")
+    with pytest.raises(TimeoutError):
+        receive(ours, deadline=time.monotonic() + 0.01)
+    theirs.close()
+    with pytest.raises(PeerGone, match="closed"):
+        receive(ours)
+    with pytest.raises(PeerGone):
+        send(ours, 1)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff", b"[" * 10**5])
+def test_what_is_no_message_is_refused(ends, data):
+    ours, theirs = ends
+    send_bytes(theirs, data)
+    with pytest.raises(PeerGone, match="not a message"):
+        receive(ours)

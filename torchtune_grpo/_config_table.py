@@ -1,0 +1,181 @@
+"""Config tables: dataclasses whose fields carry a meaning and a range, read from YAML and printed.
+
+A field's type says what a key takes: ``int``, ``float | None``, ``tuple[int, ...]`` (a list),
+``DictConfig`` (a component), or another table (a node of keys).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, field
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
+
+
+def key(
+    doc: str, default: Any = MISSING, *, valid: Callable[[Any], bool] | None = None, hint: str = ""
+) -> Any:
+    """Declares a config key: its meaning, its default, what values it takes and the remedy."""
+    return field(default=default, metadata={"doc": doc, "valid": valid, "hint": hint})
+
+
+def positive(doc: str, default: Any = MISSING) -> Any:
+    """Declares a key that takes a number above 0 (or null where its type allows it)."""
+    return key(doc, default, valid=lambda v: v is None or v > 0, hint="give a number above 0")
+
+
+def not_negative(doc: str, default: Any = MISSING) -> Any:
+    """Declares a key that takes a number from 0 on."""
+    return key(doc, default, valid=lambda v: v >= 0, hint="give 0 or more")
+
+
+def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
+    """Declares a key that takes one of some words (or null where its type allows it)."""
+    words = ", ".join(options)
+    return key(
+        f"{doc} ({words})",
+        default,
+        valid=lambda v: v is None or v in options,
+        hint=f"give one of {words}",
+    )
+
+
+def check_ranges(table: Any, prefix: str = "") -> None:
+    """Raises a ValueError if a field's value is out of its range, naming key, value and remedy."""
+    for f in dataclasses.fields(table):
+        value, valid = getattr(table, f.name), f.metadata.get("valid")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{prefix}{f.name}={value}: not a finite number.{_meaning(f)}")
+        if valid is not None and not valid(value):
+            raise ValueError(f"{prefix}{f.name}={value}: {f.metadata['hint']}.{_meaning(f)}")
+
+
+def read_table(table: type, cfg: DictConfig) -> Any:
+    """A mapping as an instance of a table; ``None`` stands for a component that is null.
+
+    Raises:
+        ValueError: if a key is unknown or missing, of the wrong type or out of its range.
+    """
+    for name, value in cfg.items():
+        if isinstance(value, DictConfig) and value.get("_component_", "") is None:
+            cfg[name] = None  # what `key=null` on the command line makes of a component
+    return _read(table, cfg, root=(table, cfg))
+
+
+def _read(table: type, cfg: DictConfig, *, root: tuple[type, DictConfig], prefix: str = "") -> Any:
+    fields = {f.name: f for f in dataclasses.fields(table)}
+    hints = typing.get_type_hints(table)
+    for name in map(str, cfg):
+        if name not in fields:
+            near = _did_you_mean(name, list(fields), root=root, prefix=prefix)
+            raise ValueError(
+                f"{prefix}{name}={cfg[name]}: unknown config key.{near} "
+                "`python -m torchtune_grpo.config` lists the keys."
+            )
+    values = {}
+    for name, f in fields.items():
+        if name not in cfg or OmegaConf.is_missing(cfg, name):
+            if f.default is MISSING:
+                raise ValueError(f"{prefix}{name}: missing from the config.{_meaning(f)}")
+        elif not dataclasses.is_dataclass(hints[name]):
+            values[name] = _converted(prefix, f, cfg[name], hints[name])
+        elif isinstance(cfg[name], DictConfig):
+            values[name] = _read(hints[name], cfg[name], root=root, prefix=f"{prefix}{name}.")
+        else:
+            keys = ", ".join(f"{name}.{inner.name}" for inner in dataclasses.fields(hints[name]))
+            raise ValueError(f"{prefix}{name}={cfg[name]!r}: holds keys of its own; set {keys}.")
+    settings = table(**values)
+    check_ranges(settings, prefix)
+    return settings
+
+
+def _did_you_mean(
+    name: str, siblings: list[str], *, root: tuple[type, DictConfig], prefix: str
+) -> str:
+    """The same name elsewhere in the config, else the nearest one beside it."""
+    table, cfg = root
+    elsewhere = [path for path, _ in _paths(table) if path.rpartition(".")[2] == name]
+    elsewhere += [
+        f"{node}.{name}"
+        for node, value in cfg.items()
+        if isinstance(value, Mapping) and name in component_parameters(value.get("_component_"))
+    ]
+    near = [prefix + close for close in difflib.get_close_matches(name, siblings, n=1)]
+    found = elsewhere + near
+    return f" Did you mean {found[0]}?" if found else ""
+
+
+def component_parameters(dotpath: str | None) -> dict[str, inspect.Parameter]:
+    """Parameters of a component; empty where it cannot be found or does not say."""
+    try:
+        return dict(inspect.signature(_get_component_from_path(dotpath or "")).parameters)
+    except (InstantiationError, ValueError, TypeError):
+        return {}
+
+
+def _converted(prefix: str, f: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
+    """The value as its key's type, where YAML has another for it."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        if isinstance(value, ListConfig) and all(type(v) is item for v in value):
+            return tuple(value)
+        options = ()
+    if float in options and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:  # YAML reads 1e-4 as a string and 1 as an integer
+            value = float(value)
+        except ValueError:
+            pass
+    wrong_bool = isinstance(value, bool) and bool not in options
+    if wrong_bool or not isinstance(value, options):
+        wanted = _type_name(hint).replace("component", "a mapping with _component_")
+        raise ValueError(f"{prefix}{f.name}={value!r}: not of type {wanted}.{_meaning(f)}")
+    return value
+
+
+def _meaning(f: dataclasses.Field[Any]) -> str:
+    return f" It is: {f.metadata['doc']}." if "doc" in f.metadata else ""
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        return f"list of {typing.get_args(hint)[0].__name__}"
+    names = {"NoneType": "null", "DictConfig": "component", "ListConfig": "list"}
+    options = typing.get_args(hint) or (hint,)
+    return " or ".join(names.get(option.__name__, option.__name__) for option in options)
+
+
+def _paths(table: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every key's path and field, a node's own row before its keys."""
+    hints = typing.get_type_hints(table)
+    for f in dataclasses.fields(table):
+        yield f"{prefix}{f.name}", f
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _paths(hints[f.name], f"{prefix}{f.name}.")
+
+
+def markdown_tables(table: type) -> str:
+    """The keys as a Markdown table, followed by one for each node."""
+    hints = typing.get_type_hints(table)
+    nodes = [f.name for f in dataclasses.fields(table) if dataclasses.is_dataclass(hints[f.name])]
+    rows = []
+    for f in dataclasses.fields(table):
+        kind, default = _type_name(hints[f.name]), "required"
+        if f.name in nodes:
+            kind, default = "keys", "below"
+        elif f.default is not MISSING:
+            value = list(f.default) if isinstance(f.default, tuple) else f.default
+            default = OmegaConf.to_yaml({"x": value})[3:].strip()
+        rows.append(f"| `{f.name}` | {kind} | {default} | {f.metadata['doc']} |")
+    text = "\n".join(["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows])
+    below = [f"### `{name}`\n\n{markdown_tables(hints[name])}" for name in nodes]
+    return "\n\n".join([text, *below])
