@@ -2,7 +2,7 @@
 
     python benchmarks/distributed.py time --runs 1x1 1x2 2x1
     python benchmarks/distributed.py bytes
-    python benchmarks/distributed.py bytes fsdp_defer_gradients=always --sharding always
+    python benchmarks/distributed.py bytes distributed.defer_gradients=always --sharding always
 
 ``time`` runs ``tune run --nproc_per_node RANKS grpo_full_finetune_distributed`` on
 ``tiny_arithmetic_grpo`` for each RANKSxTHREADS of ``--runs`` and each of ``--sharding``, with the
@@ -87,7 +87,7 @@ def sent(name: str, payload_bytes: int, ranks: int) -> float:
 
 def count(folder: Path, overrides: list[str]) -> None:
     """One rank: the recipe's own main function under the counter."""
-    from torchtune_grpo.recipes.grpo_full_finetune_distributed import recipe_main
+    from torchtune_grpo.recipes.grpo_full_finetune import recipe_main
 
     from torchtune_grpo.metrics import StepMetrics
 
@@ -119,7 +119,7 @@ def settings(args, folder: Path, *, ranks: int, model: str, sharding: str) -> li
         f"output_dir={folder}",
         *(f"{node}.checkpoint_dir={checkpoint}" for node in nodes),
         f"model=torchtune_grpo.tiny.{MODELS[model]}",
-        f"sharding={sharding}",
+        f"distributed.sharding={sharding}",
         f"batch_size={args.prompts // ranks}",
         f"num_steps={args.steps}",
         "loss.kl_coeff=0.04",  # so that there is a reference pass

@@ -83,7 +83,6 @@ def main() -> None:
         "grpo_samples": 2,
         "forward_batch_size": 2,
         "max_generated_tokens": 16,
-        "log_peak_memory_stats": "false",
     }
     command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
     command += ["--config", args.config, *(f"{key}={value}" for key, value in settings.items())]

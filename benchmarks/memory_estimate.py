@@ -53,13 +53,14 @@ def estimate(cfg) -> dict[str, float]:
     depth = len(model.layers)
     tokens = cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens
     rows = cfg.batch_size * cfg.grpo_samples
+    live = cfg.get("rollout", {}).get("max_rows") or rows
     micro = (cfg.forward_batch_size or rows) * tokens
     weights = (base - linear) * size + linear * (0.52 if quantized else size)
     parts = {
         "weights": weights + (trained * size if adapters else 0),
         "training": trained * (size + moments),
         "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
-        "rollout": rows * tokens * 2 * kv_width * size * depth,
+        "rollout": live * tokens * 2 * kv_width * size * depth,
         "update": micro * dim * size * depth
         + micro * (8 * dim + 4 * hidden) * size
         + 3 * default_chunk_bytes(torch.device("cuda"), tokens=micro),

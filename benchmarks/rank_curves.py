@@ -4,9 +4,9 @@
 
 Runs ``tiny_arithmetic_grpo`` with the single-device recipe, and twice with ``tune run
 --nproc_per_node 2 grpo_full_finetune_distributed``: as it is, which shards the model, and with
-``sharding=never``. ``batch_size`` is halved there, since it is that of a rank. All start from one
-checkpoint, made in ``--work-dir`` by a warm-up of about a minute. A run that has ended there is not
-repeated.
+``distributed.sharding=never``. ``batch_size`` is halved there, since it is that of a rank. All
+start from one checkpoint, made in ``--work-dir`` by a warm-up of about a minute. A run that has
+ended there is not repeated.
 
 Draws training reward and held-out pass@1, and prints one JSON line: for each run where it ends, and
 against the first run the first step with another reward or completion, the largest difference of a
@@ -38,7 +38,7 @@ HALF = f"batch_size={PROMPTS // 2}"
 RUNS = {
     "one rank": ([SINGLE], []),
     "two ranks, sharded": (TWO_RANKS, [HALF]),
-    "two ranks, replicated": (TWO_RANKS, [HALF, "sharding=never"]),
+    "two ranks, replicated": (TWO_RANKS, [HALF, "distributed.sharding=never"]),
 }
 LOOKS = {"lw": 4, "alpha": 0.4}, {"lw": 1.5}, {"lw": 1.5, "ls": "--", "color": "black"}
 TOLERANCE = 1e-9  # of a mean reward

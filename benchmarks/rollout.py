@@ -20,6 +20,7 @@ tokens (a function of its first token). Prints one JSON line.
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -37,7 +38,14 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.memory import keep_freed_memory
-from torchtune_grpo.rollout import NativeEngine, SamplingParams, TorchtuneEngine, row_keys
+from torchtune_grpo.rollout import (
+    NativeEngine,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingParams,
+    TorchtuneEngine,
+    row_keys,
+)
 from torchtune_grpo.rollout._native import GroupRollout
 
 SHAPE_S = dict(
@@ -74,39 +82,37 @@ def build_model(shape: str, dtype: torch.dtype) -> TransformerDecoder:
 
 
 def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
-    """Random left-padded prompts."""
-    width = max(lengths)
+    """Random prompts."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(vocab, (len(lengths), width), generator=generator)
     return PromptBatch(
-        tokens=tokens,
-        lengths=torch.tensor(lengths),
-        indices=torch.arange(len(lengths)),
+        tokens=[torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths],
+        indices=list(range(len(lengths))),
         prompts=[""] * len(lengths),
         columns={},
     )
 
 
-def roll_out_planned(engine: NativeEngine, prompts: PromptBatch, options, *, max_rows: int) -> int:
+def roll_out_planned(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
     """Rolls out with planned ends, and counts the tokens."""
     decoder, cache = engine._ready()
-    plan = PlannedEnd(options["params"].max_generated_tokens)
-    rollout = GroupRollout(decoder, cache, prompts, **options, stop_strings=plan, max_rows=max_rows)
+    rollout = GroupRollout(decoder, cache, request, max_rows=max_rows)
+    rollout._said._stop_strings = PlannedEnd(request.params.max_generated_tokens)
     with torch.no_grad():
-        samples = rollout.run(out_of_time=lambda: False, report=None)
+        samples = rollout.run(end=math.inf)
     return int(samples.lengths.sum())
 
 
-def roll_out_kept(engine: NativeEngine, prompts: PromptBatch, options, *, max_rows: int) -> int:
+def roll_out_kept(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
     """As many groups at a time as fit, each to its end; counts the tokens up to planned ends."""
-    plan = PlannedEnd(options["params"].max_generated_tokens)
-    group, keys = options["group_size"], options["keys"]
+    plan = PlannedEnd(request.params.max_generated_tokens)
+    keys = request.keys.view(-1, request.group_size)
+    at_once = max_rows // request.group_size
     tokens = 0
-    for start in range(0, len(prompts.lengths), max_rows // group):
-        part = slice(start, start + max_rows // group)
-        batch = replace(prompts, tokens=prompts.tokens[part], lengths=prompts.lengths[part])
-        chosen = {**options, "keys": keys.view(-1, group)[part].flatten()}
-        samples = engine.generate(batch, **chosen)
+    for start in range(0, len(keys), at_once):
+        part = slice(start, start + at_once)
+        samples = engine.generate(
+            replace(request, prompts=request.prompts[part], keys=keys[part].flatten())
+        )
         tokens += sum(plan.end(row, start=0) for row in samples.responses.tolist())
     return tokens
 
@@ -114,23 +120,27 @@ def roll_out_kept(engine: NativeEngine, prompts: PromptBatch, options, *, max_ro
 def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args, *, new_tokens: int):
     """A function that rolls out once and returns the number of tokens sampled."""
     group = args.group_size
-    params = SamplingParams(max_generated_tokens=new_tokens)
-    keys = row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group)
-    rows = len(prompts.lengths) * group
-    options = {"group_size": group, "params": params, "stop_tokens": [], "keys": keys}
+    request = RolloutRequest(
+        prompts=prompts.tokens,
+        group_size=group,
+        params=SamplingParams(max_generated_tokens=new_tokens),
+        stop_tokens=[],
+        keys=row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group),
+    )
+    rows, settings = request.num_rows, RolloutConfig(max_rows=args.max_rows)
     if name == "torchtune":
-        engine = TorchtuneEngine(model, max_rows=args.max_rows or rows)
-        return lambda: int(engine.generate(prompts, **options).lengths.sum())
+        engine = TorchtuneEngine(model, settings)
+        return lambda: int(engine.generate(request).lengths.sum())
     if name in ("native", "kept"):
-        engine = NativeEngine(model, max_rows=args.max_rows or rows)
+        engine = NativeEngine(model, settings)
         if not args.varying_lengths:
-            return lambda: int(engine.generate(prompts, **options).lengths.sum())
+            return lambda: int(engine.generate(request).lengths.sum())
         planned = roll_out_planned if name == "native" else roll_out_kept
-        return lambda: planned(engine, prompts, options, max_rows=args.max_rows or rows)
-    width = int(prompts.lengths.max())
-    padded = prompts.tokens.clone()
-    for row, length in zip(padded, prompts.lengths.tolist(), strict=True):
-        row[: width - length] = 0
+        return lambda: planned(engine, request, max_rows=args.max_rows or rows)
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(prompt) for prompt in prompts.tokens], device=device)
+    width = int(lengths.max())
+    padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts.tokens], device=device)
     padded = padded.repeat_interleave(group, dim=0)
     if name == "stock":
 
@@ -152,12 +162,12 @@ def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args, *
         return stock
     if name == "transformers":
         peer = to_transformers(model)
-        mask = torch.arange(width) >= (width - prompts.lengths)[:, None]
+        mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
         inputs = {"input_ids": padded, "attention_mask": mask.repeat_interleave(group, dim=0)}
-        settings = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
+        options = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
 
         def peer_generate() -> int:
-            tokens = peer.generate(**inputs, **settings, eos_token_id=None, pad_token_id=0)
+            tokens = peer.generate(**inputs, **options, eos_token_id=None, pad_token_id=0)
             return rows * (tokens.shape[1] - width)
 
         return peer_generate
@@ -204,7 +214,7 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
     lengths = [PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
     if args.prompt_length:
         lengths = [args.prompt_length] * args.prompts
-    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings).to(device)
+    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings)
     way = make_way(name, model, prompts, args, new_tokens=args.new_tokens)
     tokens, warm_up, seconds = timed(way, device, repeats=args.repeats)
     result = {

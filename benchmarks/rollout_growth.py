@@ -8,9 +8,10 @@ Shape S of `rollout.py`, float32, 32 new tokens a response; three sweeps:
     prompt  one prompt of 64 to 2,048 tokens, G = 8
     rows    eight prompts of 256 tokens, G = 8, at most 4 to 64 of 64 responses at once
 
-`native` and `torchtune` are this package's engines; the second works on whole groups, so on 8 rows
-at least. A point is measured `--repeats` times after once to warm up; a figure is the median of
-seconds over tokens, the prompts' computation included. Prints one JSON line, microseconds a token.
+`native` and `torchtune` are this package's engines; the second works on one group at a time, so on
+8 rows at most in the third sweep. A point is measured `--repeats` times after once to warm up; a
+figure is the median of seconds over tokens, the prompts' computation included. Prints one JSON
+line, microseconds a token.
 """
 
 import argparse

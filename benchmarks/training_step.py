@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trainable_params
 
-from torchtune_grpo.logprobs import response_logprobs
+from torchtune_grpo.logprobs import attend_in_segments, micro_batches, response_logprobs
 from torchtune_grpo.logprobs._blocked import default_chunk_bytes, projection_logprobs
-from torchtune_grpo.logprobs._micro_batches import micro_batches
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.reference import AdapterReference
@@ -135,6 +135,7 @@ def build_policy(args: argparse.Namespace) -> TransformerDecoder:
     # As models are initialized; torch's default of 1 gives logits that no trained model has.
     nn.init.normal_(model.tok_embeddings.weight, std=0.02)
     set_trainable_params(model, get_adapter_params(model))
+    attend_in_segments(model)
     return model.train()
 
 
@@ -155,9 +156,11 @@ def random_batch(args: argparse.Namespace) -> Trajectory:
     return Trajectory(
         tokens=tokens.where(length_mask(lengths + args.prompt_tokens, width), 0),
         prompt_lengths=torch.full((rows,), args.prompt_tokens),
+        response_lengths=lengths,
         response_mask=mask,
         truncated=torch.zeros(rows, dtype=torch.bool),
         sampler_logprobs=torch.zeros(mask.shape),
+        behaviour_logprobs=torch.zeros(mask.shape),
         prompts=[],
         completions=[],
         columns={},
@@ -195,20 +198,21 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
     """Reference pass, policy forward and backward over the whole batch."""
     model, batch, loss = build_policy(args), random_batch(args), GRPOLoss()
     reference = AdapterReference(model)
-    batch.weights = loss.weights(
+    weights = loss.weights(
         batch.response_mask,
         num_rows=batch.num_rows,
         num_tokens=int(batch.response_mask.sum()),
         max_generated_tokens=args.longest,
     )
+    batch = replace(batch, weights=weights)
 
     def full() -> None:
         parts = torch.arange(batch.num_rows).split(args.micro_batch)
         with torch.no_grad(), disable_adapter(model):
             values = [padded_logprobs(model, batch.select(rows)) for rows in parts]
-        batch.ref_logprobs = torch.cat(values)
+        scored = replace(batch, ref_logprobs=torch.cat(values))
         for rows in parts:
-            part = batch.select(rows)
+            part = scored.select(rows)
             loss_backward(loss, part, padded_logprobs(model, part))
 
     def ours() -> None:
@@ -219,12 +223,13 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
             rows=args.group,
             token_budget=args.token_budget if args.way == "budget" else None,
         )
-        batch.ref_logprobs = reference.logprobs(parts, temperature=TEMPERATURE)
+        ref_logprobs = reference.logprobs(parts, temperature=TEMPERATURE)
+        scored = replace(batch, ref_logprobs=ref_logprobs)
         for part in parts:
             values, _ = response_logprobs(
                 model, part.layout, temperature=TEMPERATURE, with_entropy=True
             )
-            loss_backward(loss, batch.select(part.rows), values)
+            loss_backward(loss, scored.select(part.rows), values)
 
     return measure(full if args.way == "full" else ours, repeats=args.repeats)
 

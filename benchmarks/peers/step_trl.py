@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,13 +32,11 @@ from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.advantages import group_advantages
-from torchtune_grpo.config import RolloutConfig
-from torchtune_grpo.logprobs import response_logprobs
-from torchtune_grpo.logprobs._micro_batches import micro_batches
+from torchtune_grpo.logprobs import attend_in_segments, micro_batches, response_logprobs
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.reference import AdapterReference
-from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
+from torchtune_grpo.rollout import RolloutConfig, SamplingParams, make_engine, roll_out
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from rollout import (  # noqa: E402
@@ -110,9 +109,10 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     model = lora_llama3_2(**SHAPE_S, **LORA)
     model.load_state_dict(build_model("S", torch.float32).state_dict(), strict=False)
     set_trainable_params(model, get_adapter_params(model))
+    attend_in_segments(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-    engine = make_engine(model, RolloutConfig(), max_rows=ROWS)
+    engine = make_engine(model, RolloutConfig())
     prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
     params = SamplingParams(max_generated_tokens=args.new_tokens)
     sampling = {"tokenizer": Words(), "group_size": GROUP, "params": params, "prefill": ""}
@@ -125,10 +125,10 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
         model.eval()
         batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
         rewards = torch.tensor(score(batch.completion_ids))
-        batch.advantages = group_advantages(rewards, group_size=GROUP)
-        cut = {"rows": GROUP, "token_budget": budget, "attention": args.attention}
+        batch = replace(batch, advantages=group_advantages(rewards, group_size=GROUP))
+        cut = {"rows": GROUP, "token_budget": budget, "dense": args.attention == "dense"}
         parts = micro_batches(batch, group_size=GROUP, pack=True, **cut)
-        batch.ref_logprobs = reference.logprobs(parts, temperature=1.0)
+        batch = replace(batch, ref_logprobs=reference.logprobs(parts, temperature=1.0))
         model.train()
         backward(model, loss, batch, parts, new_tokens=args.new_tokens)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -141,12 +141,13 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
 
 def backward(model, loss: GRPOLoss, batch, parts, *, new_tokens: int) -> None:
     """Adds the gradients of the whole batch."""
-    batch.weights = loss.weights(
+    weights = loss.weights(
         batch.response_mask,
         num_rows=ROWS,
         num_tokens=int(batch.response_mask.sum()),
         max_generated_tokens=new_tokens,
     )
+    batch = replace(batch, weights=weights)
     for micro_batch in parts:
         part = batch.select(micro_batch.rows)
         logprobs, entropy = response_logprobs(
@@ -174,10 +175,7 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
 
     _, rows, *checkpointed = way.split("-")
     prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
-    texts = [
-        Words().decode(row[-length:])
-        for row, length in zip(prompts.tokens.tolist(), prompts.lengths.tolist(), strict=True)
-    ]
+    texts = [Words().decode(tokens) for tokens in prompts.tokens]
     return GRPOTrainer(
         model=to_transformers(build_model("S", torch.float32)),
         reward_funcs=reward,

@@ -1,4 +1,4 @@
-"""`python -m torchtune_grpo.rollout` shows what a policy says: base weights, then trained ones."""
+"""`python -m torchtune_grpo.sample` shows what a policy says: base weights, then trained ones."""
 
 from runs import run, run_tiny, tiny_overrides
 
@@ -10,8 +10,8 @@ def reward_length(prompts, completions, **columns):
 
 
 def say(folder, *commands: list[str]) -> list[str]:
-    """What ``python -m torchtune_grpo.rollout`` prints for each command."""
-    start = ["-m", "torchtune_grpo.rollout", "--config", CONFIG, "--samples", "2"]
+    """What ``python -m torchtune_grpo.sample`` prints for each command."""
+    start = ["-m", "torchtune_grpo.sample", "--config", CONFIG, "--samples", "2"]
     settings = ["--set", *tiny_overrides(CONFIG, folder), "dtype=fp32"]
     return [run(*start, *each, *settings, cwd=folder).out for each in commands]
 
@@ -38,7 +38,7 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
 
 
 def test_errors_name_key_and_remedy_without_a_traceback(tmp_path):
-    command = ["-m", "torchtune_grpo.rollout", "--config", CONFIG, "hi", "--set", "temprature=1"]
+    command = ["-m", "torchtune_grpo.sample", "--config", CONFIG, "hi", "--set", "temprature=1"]
     done = run(*command, cwd=tmp_path, check=False)
     assert done.code == 1
     assert "Did you mean temperature?" in done.err and "Traceback" not in done.err
