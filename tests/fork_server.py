@@ -1,8 +1,8 @@
 """Starts scripts in processes that have imported what `tune` imports, which takes seconds.
 
-As a script, this is the server: it forks itself for each request. A forked process has its own
-folder, arguments, environment and files, and ends as any interpreter does; only what an import
-reads from the environment is as the server found it.
+As a script, this is the server: it forks itself for each process of a request. A forked process has
+its own folder, arguments, environment and files, and ends as any interpreter does; only what an
+import reads from the environment is as the server found it.
 """
 
 import gc
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,20 +41,39 @@ class ForkServer:
             start_new_session=True,
         )
 
-    def run(self, *arguments: str, cwd: Path, env: dict[str, str]) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of ``python ARGUMENTS``: a path, or ``-m`` and a module."""
+    def run(
+        self, *arguments: str, cwd: Path, envs: Sequence[dict[str, str]]
+    ) -> list[tuple[int, str, str]]:
+        """Runs ``python ARGUMENTS``, a path, or ``-m`` and a module, once for each environment.
+
+        All at the same time; where one fails, the others are killed, as torchrun does.
+
+        Returns:
+            Exit code, stdout and stderr of each.
+        """
         with TemporaryDirectory() as folder:
-            files = [str(Path(folder, name)) for name in ("out", "err")]
-            request = {"arguments": arguments, "cwd": str(cwd), "env": env, "files": files}
+            files = [
+                [str(Path(folder, f"{name}_{rank}")) for name in ("out", "err")]
+                for rank in range(len(envs))
+            ]
+            request = [
+                {"arguments": arguments, "cwd": str(cwd), "env": env, "files": pair}
+                for env, pair in zip(envs, files, strict=True)
+            ]
             timer = threading.Timer(TIMEOUT, os.killpg, (self._process.pid, signal.SIGKILL))
             timer.start()
             print(json.dumps(request), file=self._process.stdin, flush=True)
             reply = self._process.stdout.readline()
             timer.cancel()
-            out, err = (Path(file).read_text() if Path(file).exists() else "" for file in files)
+            texts = [[_text(Path(file)) for file in pair] for pair in files]
             why = f"no reply within {TIMEOUT} s, or the server has ended"
-            assert reply, f"{arguments}: {why}:\n{out[-2000:]}\n{err[-4000:]}"
-            return int(reply), out, err
+            said = "".join(f"\n{out[-2000:]}\n{err[-4000:]}" for out, err in texts)
+            assert reply, f"{arguments}: {why}:{said}"
+            return [(code, out, err) for code, (out, err) in zip(json.loads(reply), texts)]
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 @cache
@@ -86,15 +106,29 @@ def execute(arguments: list[str]) -> None:
 
 
 def next_request() -> dict:
-    """Forks for each request; returns it in the forked process."""
+    """Forks for each process of each request; returns what it is asked to be in the forked one."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        if (child := os.fork()) == 0:
-            return json.loads(line)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), file=replies, flush=True)
+        running: list[int] = []
+        for process in json.loads(line):
+            if (child := os.fork()) == 0:
+                return process
+            running.append(child)
+        print(json.dumps(wait_for(running)), file=replies, flush=True)
     sys.exit()
+
+
+def wait_for(children: list[int]) -> list[int]:
+    """Exit codes of processes; the first one that fails takes the others with it."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        if codes[child] != 0:
+            for other in set(children) - set(codes):
+                os.kill(other, signal.SIGKILL)
+    return [codes[child] for child in children]
 
 
 if __name__ == "__main__":

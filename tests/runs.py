@@ -9,6 +9,9 @@ from typing import Any
 
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from fork_server import TIMEOUT, environment, fork_server
+from torch.distributed import TCPStore
+
+from torchtune_grpo._plugin import config_files, recipes_folder
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE = "grpo_full_finetune_single_device"
@@ -37,7 +40,8 @@ def run(
     if fresh:
         result = run_python(*command, cwd=cwd, **env)
     else:
-        result = Result(*fork_server().run(*command, cwd=cwd, env=environment(**env)))
+        (done,) = fork_server().run(*command, cwd=cwd, envs=[environment(**env)])
+        result = Result(*done)
     assert not check or result.code == 0, result.out[-2000:] + result.err[-4000:]
     return result
 
@@ -45,6 +49,36 @@ def run(
 def tune(*arguments: object, cwd: Path, **settings: Any) -> Result:
     """``tune ARGUMENTS``; settings are those of :func:`run`."""
     return run(TUNE, *arguments, cwd=cwd, **settings)
+
+
+def run_ranks(
+    *arguments: object, ranks: int, cwd: Path, check: bool = True, **env: str
+) -> list[Result]:
+    """The recipe's file with arguments, as torchrun starts it, in forked processes.
+
+    Of one machine. ``--config`` and the name of a shipped config come first.
+    """
+    first, name, *rest = map(str, arguments)
+    assert first == "--config"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
+    common = environment(
+        **env,
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    results = fork_server().run(
+        str(recipes_folder() / "grpo_full_finetune.py"),
+        *("--config", str(config_files()[name]), *rest),
+        cwd=cwd,
+        envs=[{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
+    )
+    done = [Result(*result) for result in results]
+    said = "".join(each.out[-1000:] + each.err[-3000:] for each in done)
+    assert not check or all(each.code == 0 for each in done), said
+    return done
 
 
 def run_python(*arguments: str, cwd: Path, python: str = sys.executable, **env: str) -> Result:

@@ -1,7 +1,12 @@
-"""The distributed recipe on two gloo ranks, through the real ``tune run --nproc_per_node 2``."""
+"""Two gloo ranks against one process, killed ranks, and two machines.
 
-import ast
+What torchrun itself does is tested with the real ``tune run --nproc_per_node 2``: that it starts
+the ranks, on a copied recipe too, what happens when one of them dies, and that machines find each
+other. Everything else starts the same file with the same environment in forked processes.
+"""
+
 import json
+import shutil
 import socket
 import subprocess
 import time
@@ -10,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import environment
-from runs import RECIPE, TUNE, metrics, tiny_overrides, tune
+from runs import RECIPE, TUNE, copy_recipe, metrics, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 DISTRIBUTED = "grpo_full_finetune_distributed"
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA = "llama3_2_1B_qlora_grpo"
@@ -37,20 +41,14 @@ def reward_raise(prompts, completions, trainer_state, **columns):
         raise Broken("the reward of rank 1 is broken")
     return reward_length(prompts, completions)
 """
+NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 
 
-def run(
-    folder: Path,
-    config: str,
-    *more: str,
-    ranks: int,
-    reward: str = "length",
-    check: bool = True,
-    eager: bool = False,  # torchao compiles its optimizers, which takes longer than the run
-):
-    """SGD in fp32 with a reward that always has spread; ``ranks=0`` is the single-device recipe."""
+def settings(folder: Path, config: str, *more: str, reward: str = "length") -> list[str]:
+    """SGD in fp32 with a reward that always has spread."""
+    folder.mkdir(exist_ok=True)
     (folder / "my_rewards.py").write_text(MY_REWARDS)
-    settings = [
+    overrides = [
         *tiny_overrides(config, folder),
         "dtype=fp32",
         f"rewards=[{{_component_: my_rewards.reward_{reward}}}]",
@@ -61,14 +59,37 @@ def run(
         "eval_dataset.num_samples=5",  # ranks get different numbers of prompts
     ]
     if config == LORA:  # fused SGD has no form for sharded parameters
-        settings.append("optimizer.fused=false")
-    launch = [DISTRIBUTED] if ranks else [RECIPE]
+        overrides.append("optimizer.fused=false")
+    return [*overrides, *more]
+
+
+def run(folder: Path, config: str, *more: str, ranks: int, **env: str) -> None:
+    """Forked ranks; ``ranks=0`` is ``tune run`` without any."""
+    arguments = ["--config", config, *settings(folder, config, *more)]
+    env |= {"PYTHONPATH": str(folder)}
     if ranks:
-        launch = ["--nproc_per_node", str(ranks), *launch]
-    return tune(
-        "run", *launch, "--config", config, *settings, *more, cwd=folder, check=check,
-        PYTHONPATH=str(folder), **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
-    )  # fmt: skip
+        run_ranks(*arguments, ranks=ranks, cwd=folder, **env)
+    else:
+        tune("run", RECIPE, *arguments, cwd=folder, **env)
+
+
+def run_copy(folder: Path, config: str, *more: str, ranks: int) -> None:
+    """``tune cp`` of recipe and config into an empty folder, and torchrun on the copies."""
+    changes = settings(folder, config, *more)
+    work = folder / "work"
+    work.mkdir()
+    copy_recipe(config, work)
+    shutil.copy(folder / "my_rewards.py", work)
+    copies = ["my_grpo.py", "--config", "my_config.yaml"]
+    done = tune("run", "--nproc_per_node", str(ranks), *copies, *changes, cwd=work)
+    assert done.out.startswith("Running with torchrun")
+
+
+def run_torchrun(folder: Path, config: str, *more: str, reward: str):
+    """``tune run --nproc_per_node 2``, which may fail."""
+    changes = settings(folder, config, *more, reward=reward)
+    launch = ["run", "--nproc_per_node", "2", DISTRIBUTED, "--config", config]
+    return tune(*launch, *changes, cwd=folder, check=False, PYTHONPATH=str(folder))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -85,24 +106,11 @@ def completions(folder: Path) -> list[tuple]:
     return sorted((r["step"], r["prompt"], r["completion"], r["reward"]) for r in records)
 
 
-def test_both_recipes_share_the_text_of_the_loop():
-    """`train`, `generate_trajectory` and `grpo_step` have the same syntax trees."""
-
-    def methods(name: str) -> dict[str, str]:
-        tree = ast.parse((RECIPES / f"{name}.py").read_text())
-        recipe = next(node for node in tree.body if isinstance(node, ast.ClassDef))
-        return {f.name: ast.dump(f) for f in recipe.body if isinstance(f, ast.FunctionDef)}
-
-    single, distributed = methods(RECIPE), methods(DISTRIBUTED)
-    for name in ("train", "generate_trajectory", "grpo_step"):
-        assert single[name] == distributed[name], name
-
-
 VARIANTS = {
     LORA: {
-        "replicated": [],
+        "replicated": [],  # by torchrun
         # two micro-batches: gradients wait for the last one
-        "sharded": ["sharding=always", "rollout.gather=layer", "forward_batch_size=4"],
+        "sharded": ["distributed.sharding=always", "distributed.gather=layer", "forward_batch_size=4"],
     },
     FULL: {
         # ranks get different numbers of tokens, and have to agree on the number of passes
@@ -110,12 +118,12 @@ VARIANTS = {
             "enable_activation_checkpointing=true",
             "forward_batch_size=null",
             "forward_token_budget=90",
-            "fsdp_defer_gradients=always",
+            "distributed.defer_gradients=always",
         ],
         # two micro-batches: the sum over copies waits for the last one
-        "hsdp": ["data_parallel_replicate_dim=2", "forward_batch_size=4"],
+        "hsdp": ["distributed.replicas=2", "forward_batch_size=4"],
     },
-    QLORA: {"sharded": ["sharding=always"]},
+    QLORA: {"sharded": ["distributed.sharding=always"]},
 }
 
 
@@ -134,9 +142,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, ["batch_size=2", *more]) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        run(folder, config, "gradient_accumulation_steps=1", *objective, *more, ranks=ranks)
+        start = run_copy if name == "replicated" else run
+        start(tmp_path / name, config, *objective, *more, ranks=ranks)
     one = tmp_path / "one"
     expected = weights(one / "out" / "step_000002")
     base = load_file(one / "llama" / "model.safetensors")
@@ -164,9 +171,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
 def test_two_gpus_take_the_same_step_as_one(tmp_path, config):
     """The same over NCCL, to 1e-4: kernels on a GPU round differently for other shapes."""
     for name, ranks, batch in (("one", 0, 4), ("two", 2, 2)):
-        (tmp_path / name).mkdir()
-        settings = ["device=cuda", "num_steps=1", "gradient_accumulation_steps=1"]
-        run(tmp_path / name, config, *settings, f"batch_size={batch}", ranks=ranks)
+        more = ["device=cuda", "num_steps=1", f"batch_size={batch}"]
+        run(tmp_path / name, config, *more, ranks=ranks)
     expected = weights(tmp_path / "one" / "out" / "step_000001")
     for key, value in weights(tmp_path / "two" / "out" / "step_000001").items():
         torch.testing.assert_close(value, expected[key], atol=1e-4, rtol=0)
@@ -200,13 +206,13 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
 
 def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     """torchao's AdamW8bit: resumed to the rounding of its 8-bit states, far from without them."""
-    settings = ["optimizer=torchao.optim.AdamW8bit", "optimizer.lr=1e-2"]
-    settings += ["batch_size=2", "grpo_samples=4", "eval_dataset=null"]
-    settings += ["eval_every_n_steps=null"]
-    run(tmp_path, FULL, *settings, "save_every_n_steps=1", ranks=2, eager=True)
+    adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.lr=1e-2"]
+    adam += ["batch_size=2", "grpo_samples=4", *NO_EVALUATION]
+    eager = {"TORCHDYNAMO_DISABLE": "1"}  # torchao compiles it, which takes longer than the run
+    run(tmp_path, FULL, *adam, "save_every_n_steps=1", ranks=2, **eager)
     whole = weights(tmp_path / "out" / "step_000002")
     (tmp_path / "out" / "step_000002").rename(tmp_path / "first")
-    run(tmp_path, FULL, *settings, "resume_from_checkpoint=true", ranks=2, eager=True)
+    run(tmp_path, FULL, *adam, "resume_from_checkpoint=true", ranks=2, **eager)
     again = weights(tmp_path / "out" / "step_000002")
     before = weights(tmp_path / "out" / "step_000001")
     error = sum((again[name] - whole[name]).norm() ** 2 for name in whole) ** 0.5
@@ -217,10 +223,8 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("reward", ["kill", "raise"])
 def test_failing_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path, reward):
     start = time.monotonic()
-    done = run(
-        tmp_path, LORA, "batch_size=2", "save_every_n_steps=1", "num_steps=3",
-        ranks=2, reward=reward, check=False,
-    )  # fmt: skip
+    more = ["batch_size=2", "grpo_samples=4", "save_every_n_steps=1", "num_steps=3"]
+    done = run_torchrun(tmp_path, LORA, *more, *NO_EVALUATION, reward=reward)
     assert done.code != 0 and time.monotonic() - start < 60
     said = "Signal 9 (SIGKILL)" if reward == "kill" else "the reward of rank 1 is broken"
     assert said in done.err
@@ -228,7 +232,7 @@ def test_failing_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path, rew
     assert [p.name for p in out.glob("step_*")] == ["step_000001"]
     assert weights(out / "step_000001")
     if reward == "kill":
-        run(tmp_path, LORA, "batch_size=2", "num_steps=3", "resume_from_checkpoint=true", ranks=2)
+        run(tmp_path, LORA, *more, *NO_EVALUATION, "resume_from_checkpoint=true", ranks=2)
         assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
 
 
@@ -237,14 +241,12 @@ def test_two_nodes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
-    settings = [*tiny_overrides(LORA, tmp_path), "dtype=fp32", "batch_size=2"]
-    settings += ["rewards=[{_component_: my_rewards.reward_length}]"]
+    changes = settings(tmp_path, LORA, "batch_size=2", "grpo_samples=4", *NO_EVALUATION)
     launch = [str(TUNE), "run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
     launch += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "7", DISTRIBUTED]
     agents = [
         subprocess.Popen(
-            [*launch, "--config", LORA, *map(str, settings)],
+            [*launch, "--config", LORA, *changes],
             cwd=tmp_path,
             env=environment(PYTHONPATH=str(tmp_path)),
             stdout=subprocess.PIPE,
@@ -258,11 +260,3 @@ def test_two_nodes(tmp_path):
     assert weights(tmp_path / "out" / "step_000002")
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
     assert [r["step"] for r in steps] == [1, 2]
-
-
-def test_without_torchrun_it_says_how_to_start_it(tmp_path):
-    done = tune(
-        "run", DISTRIBUTED, "--config", LORA, *tiny_overrides(LORA, tmp_path),
-        cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.code != 0 and "tune run --nproc_per_node" in done.err

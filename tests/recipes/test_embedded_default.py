@@ -83,7 +83,6 @@ def test_twenty_steps_on_real_gsm8k(tmp_path):
         "grpo_samples=2",
         "batch_size=2",
         "forward_batch_size=4",
-        "gradient_accumulation_steps=1",
     )
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
     assert [r["step"] for r in steps] == list(range(1, 21))

@@ -7,15 +7,17 @@ function of seed, step, prompt and sample, so that every way of cutting sees the
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import VOCAB
 from omegaconf import OmegaConf
-from runs import RECIPE, tiny_overrides
+from runs import tiny_overrides
+from torch import Tensor
 
+from torchtune_grpo.logprobs import MicroBatch
 from torchtune_grpo.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2] / "recipes"
@@ -30,7 +32,6 @@ BASE = [
     "ppo_epochs=2",
     "batch_size=4",
     f"grpo_samples={GROUP}",
-    "gradient_accumulation_steps=1",
     "forward_batch_size=null",
     "enable_activation_checkpointing=false",
     "loss.kl_coeff=0.1",
@@ -41,8 +42,9 @@ VARIANTS = {
     "rows two at a time": ["forward_batch_size=2"],
     "padded": ["pack_groups=false"],
     "padded, four at a time": ["pack_groups=false", "forward_batch_size=4"],
-    "accumulated": ["batch_size=2", "gradient_accumulation_steps=2"],
-    "accumulated one by one": ["batch_size=1", "gradient_accumulation_steps=4"],
+    "rolled out in batches": ["rollout.max_rows=8"],
+    "rolled out in batches that cut groups": ["rollout.max_rows=3"],
+    "rolled out row by row, groups one at a time": ["rollout.max_rows=1", "forward_batch_size=4"],
     "checkpointed": ["enable_activation_checkpointing=true"],
     "token budget": ["forward_token_budget=64"],
     "token budget of one prompt": ["forward_token_budget=45"],
@@ -51,26 +53,39 @@ VARIANTS = {
 
 
 def load_recipe_module():
-    spec = importlib.util.spec_from_file_location("recipe", ROOT / f"{RECIPE}.py")
+    spec = importlib.util.spec_from_file_location("recipe", ROOT / "grpo_full_finetune.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def reordered(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable[..., Trajectory]:
-    """``roll_out`` with the rows of each group in ``order``."""
+    """``roll_out`` with many stop tokens, so that lengths vary, and each group in ``order``."""
 
-    def wrapped(*args, **kwargs) -> Trajectory:
-        rows = roll_out(*args, **kwargs)
+    def wrapped(*args, tokenizer, **kwargs) -> Trajectory:
+        tokenizer.stop_tokens = list(range(0, VOCAB, 8))
+        rows = roll_out(*args, tokenizer=tokenizer, **kwargs)
         index = [start + i for start in range(0, rows.num_rows, GROUP) for i in order]
-        return replace(
-            rows.select(torch.tensor(index)),
-            prompts=rows.prompts,
-            completions=[rows.completions[i] for i in index],
-            columns=rows.columns,
-        )
+        return rows.select(torch.tensor(index))
 
     return wrapped
+
+
+@dataclass
+class Outcome:
+    """What a run left: adapters by name, and what passed through its step.
+
+    Attributes:
+        received (list[Tensor | None]): the old log-probs of each epoch.
+        returned (list[Tensor]): the log-probs of each epoch.
+    """
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    trajectory: Trajectory
+    parts: list[MicroBatch]
+    received: list[Tensor | None]
+    returned: list[Tensor]
 
 
 @pytest.fixture
@@ -94,39 +109,53 @@ def train(tmp_path, monkeypatch):
         cfg.rewards = [{"_component_": "my_rewards.length"}]
         module = load_recipe_module()
         module.roll_out = reordered(module.roll_out, list(rows))
-        recipe = module.GRPOFullFinetuneRecipeSingleDevice(cfg)
+        module.step_indices = lambda **_: list(prompts)
+        recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
-        recipe._tokenizer.stop_tokens = list(range(0, VOCAB, 8))  # so that lengths vary
-        recipe._step_rows = lambda dataset, step: list(prompts)
-        seen = []
-        generate = recipe.generate_trajectory
-        recipe.generate_trajectory = lambda *args: seen.append(generate(*args)) or seen[-1]
-        trained = {n: p for n, p in recipe._model.named_parameters() if p.requires_grad}
+        grpo_step, calls = recipe.grpo_step, []
+
+        def watched(trajectory, parts, metrics, old_logprobs):
+            logprobs = grpo_step(trajectory, parts, metrics, old_logprobs)
+            calls.append((trajectory, parts, old_logprobs, logprobs))
+            return logprobs
+
+        recipe.grpo_step = watched
+        trained = {
+            name.replace("_checkpoint_wrapped_module.", ""): p
+            for name, p in recipe._model.named_parameters()
+            if p.requires_grad
+        }
         before = {name: p.detach().clone() for name, p in trained.items()}
         recipe.train()
         recipe.cleanup()
-        name = lambda n: n.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
-        after = {name(n): p.detach() for n, p in trained.items()}
-        return {name(n): p for n, p in before.items()}, after, *seen[0]
+        trajectories, parts, received, returned = zip(*calls)
+        return Outcome(
+            before=before,
+            after={name: p.detach() for name, p in trained.items()},
+            trajectory=trajectories[0],
+            parts=parts[0],
+            received=list(received),
+            returned=list(returned),
+        )
 
     return run
 
 
-def assert_same(result, base) -> None:
-    for name, value in base[1].items():
-        torch.testing.assert_close(result[1][name], value, atol=1e-5, rtol=0, msg=name)
+def assert_same(result: Outcome, base: Outcome, *, atol: float = 1e-5) -> None:
+    for name, value in base.after.items():
+        torch.testing.assert_close(result.after[name], value, atol=atol, rtol=0, msg=name)
 
 
 def test_weights_do_not_depend_on_how_the_step_is_cut(train):
     base = train([])
-    lengths = base[2].response_lengths
-    assert len(lengths.unique()) > 3 and base[2].advantages.abs().max() > 0.5
-    moved = max((base[1][n] - base[0][n]).abs().max().item() for n in base[0])
+    assert len(base.trajectory.response_lengths.unique()) > 3
+    assert base.trajectory.advantages.abs().max() > 0.5
+    moved = max((base.after[n] - base.before[n]).abs().max().item() for n in base.before)
     assert moved > 1e-2
-    cuts = {len(base[3])}
+    cuts = {len(base.parts)}
     for name, change in VARIANTS.items():
         result = train(change)
-        cuts.add(len(result[3]))
+        cuts.add(len(result.parts))
         try:
             assert_same(result, base)
         except AssertionError as error:
@@ -139,24 +168,23 @@ def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
     base = train([])
     assert_same(train(["forward_batch_size=2"], rows=(2, 0, 3, 1)), base)
     assert_same(train(["forward_token_budget=64"], rows=(3, 1, 0, 2)), base)
-    split = ["batch_size=2", "gradient_accumulation_steps=2", "forward_batch_size=8"]
+    split = ["rollout.max_rows=8", "forward_batch_size=8"]
     assert_same(train(split, prompts=(3, 1, 0, 2)), base)
 
 
 def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
     """In float32 sampler and trainer agree, so that training to either gives the same weights."""
     base = train([])
-    known = base[2]
-    mask = known.response_mask
-    torch.testing.assert_close(
-        known.old_logprobs[mask], known.sampler_logprobs[mask], atol=1e-4, rtol=0
-    )
-    sampler = train(["old_logprobs=sampler"])
-    assert torch.equal(sampler[2].old_logprobs, sampler[2].sampler_logprobs)
-    for name, value in base[1].items():
-        torch.testing.assert_close(sampler[1][name], value, atol=1e-4, rtol=0, msg=name)
-    with pytest.raises(ValueError, match="sampling_correction=token_mask to null"):
-        train(["old_logprobs=sampler", "sampling_correction=token_mask"])
+    sampled, mask = base.trajectory.sampler_logprobs, base.trajectory.response_mask
+    first, second = base.received
+    assert first is None and torch.equal(second, base.returned[0])
+    assert (base.returned[1] - second)[mask].abs().max() > 1e-3  # the policy has moved
+    torch.testing.assert_close(second[mask], sampled[mask], atol=1e-4, rtol=0)
+    sampler = train(["sampling_correction.mode=old_logprobs"])
+    for received in sampler.received:
+        assert torch.equal(received, sampler.trajectory.sampler_logprobs)
+    assert len(sampler.received) == 2
+    assert_same(sampler, base, atol=1e-4)
 
 
 def test_a_budget_that_a_row_can_exceed_is_refused(train):

@@ -91,7 +91,7 @@ def test_a_nan_skips_the_step_and_the_run_goes_on(tmp_path):
     """The second of three steps breaks; weights stay finite, the third step trains on."""
     (tmp_path / "my_loss.py").write_text(BREAKING_LOSS)
     overrides = ["loss._component_=my_loss.BreakingLoss", "num_steps=3", "grpo_samples=4"]
-    overrides += ["batch_size=2", "gradient_accumulation_steps=2", "forward_batch_size=8"]
+    overrides += ["batch_size=4", "forward_batch_size=8"]
     run_tiny(CONFIG, tmp_path, *overrides, *NO_EVALUATION)
     steps = metrics(tmp_path / "out")
     assert [step["nonfinite_steps"] for step in steps] == [0, 1, 1]

@@ -74,11 +74,11 @@ PROFILER = ["enabled=True", "wait_steps=0", "warmup_steps=1", "active_steps=1"]
 @pytest.mark.parametrize(
     "variant",
     [
-        ["ppo_epochs=2", "gradient_accumulation_steps=1", TENSORBOARD],
+        ["ppo_epochs=2", TENSORBOARD],
         ["model.use_dora=True", "enable_activation_checkpointing=False"],
         ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"],
-        ["loss.kl_coeff=0", "top_k=20", "top_p=0.9", "clip_grad_norm=null", "lr_scheduler=null"]
-        + [f"profiler.{setting}" for setting in PROFILER],
+        ["loss.kl_coeff=0", "sampling.top_k=20", "sampling.top_p=0.9", "clip_grad_norm=null"]
+        + ["lr_scheduler=null", *(f"profiler.{setting}" for setting in PROFILER)],
     ],
     ids=["ppo_epochs", "dora", "adamw8bit", "no_reference_profiled"],
 )
@@ -123,8 +123,7 @@ def test_compiled_layers_train_like_eager_ones(tmp_path):
     for name, more in {"eager": [], "compiled": ["compile=True"]}.items():
         folder = tmp_path / name
         folder.mkdir()
-        dense = "packed_attention=dense"  # what compiled layers take
-        run_variant(folder, dense, *more, fresh=True, TORCH_COMPILE_BACKEND="aot_eager")
+        run_variant(folder, *more, fresh=True, TORCH_COMPILE_BACKEND="aot_eager")
         results.append(weights(folder / "out" / "step_000002"))
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
@@ -133,8 +132,8 @@ def test_compiled_layers_train_like_eager_ones(tmp_path):
 def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
     run_variant(
         tmp_path,
-        "reference_dtype=bf16",
-        "reference_device=cpu",
+        "reference.dtype=bf16",
+        "reference.device=cpu",
         "optimizer.lr=1e-3",
         config="llama3_2_1B_full_grpo",
     )
@@ -177,7 +176,7 @@ def test_errors_come_before_the_model_is_loaded(tmp_path):
         "grpo_samples=1": "grpo_samples=1",
         "max_generated_tokens=600": "exceeds the model's context of 512",
         "resume_from_checkpoint=True": "holds no complete checkpoint",
-        "batch_size=7": "dataset has only 12",
+        "batch_size=13": "dataset has only 12",
     }
     command = ["run", RECIPE, "--config", config, *overrides]
     for change, named in errors.items():
