@@ -6,7 +6,7 @@ DEMO_DIR ?= demo_run
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test check format demo clean
+.PHONY: venv test test-fast check format demo clean
 
 venv: $(STAMP)
 
@@ -15,8 +15,14 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal
+	$(PYTEST)
+
+# What starts no `tune` process.
+test-fast: $(STAMP)
+	$(PYTEST) tests/unit tests/property tests/parity
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -33,8 +33,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__],
-            # torchao compiles its optimizers, which takes longer than a test's run.
-            env=environment(TORCHDYNAMO_DISABLE="1"),
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -46,7 +45,7 @@ class ForkServer:
     ) -> list[tuple[int, str, str]]:
         """Runs ``python ARGUMENTS``, a path, or ``-m`` and a module, once for each environment.
 
-        All at the same time; where one fails, the others are killed, as torchrun does.
+        All at the same time; when one fails, the others are terminated, as torchrun does.
 
         Returns:
             Exit code, stdout and stderr of each.
@@ -120,14 +119,14 @@ def next_request() -> dict:
 
 
 def wait_for(children: list[int]) -> list[int]:
-    """Exit codes of processes; the first one that fails takes the others with it."""
+    """Exit codes of processes; the first one that fails ends the others."""
     codes: dict[int, int] = {}
     while len(codes) < len(children):
         child, status = os.wait()
         codes[child] = os.waitstatus_to_exitcode(status)
         if codes[child] != 0:
             for other in set(children) - set(codes):
-                os.kill(other, signal.SIGKILL)
+                os.kill(other, signal.SIGTERM)
     return [codes[child] for child in children]
 
 

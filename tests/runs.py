@@ -14,7 +14,9 @@ from torch.distributed import TCPStore
 from torchtune_grpo._plugin import config_files, recipes_folder
 
 TUNE = Path(sys.executable).parent / "tune"
-RECIPE = "grpo_full_finetune_single_device"
+RECIPE, DISTRIBUTED = "grpo_full_finetune_single_device", "grpo_full_finetune_distributed"
+# torchao compiles its optimizers, which takes longer than a test's run.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass
@@ -95,9 +97,9 @@ def run_python(*arguments: str, cwd: Path, python: str = sys.executable, **env: 
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def copy_recipe(config: str, folder: Path) -> None:
+def copy_recipe(config: str, folder: Path, *, recipe: str = RECIPE) -> None:
     """``tune cp`` of the recipe and a config, to ``my_grpo.py`` and ``my_config.yaml``."""
-    tune("cp", RECIPE, "my_grpo.py", cwd=folder)
+    tune("cp", recipe, "my_grpo.py", cwd=folder)
     tune("cp", config, "my_config.yaml", cwd=folder)
 
 

@@ -8,17 +8,25 @@ other. Everything else starts the same file with the same environment in forked 
 import json
 import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from fork_server import environment
-from runs import RECIPE, TUNE, copy_recipe, metrics, run_ranks, tiny_overrides, tune
+from fork_server import environment, fork_server
+from runs import (
+    DISTRIBUTED,
+    EAGER,
+    RECIPE,
+    TUNE,
+    copy_recipe,
+    metrics,
+    run_ranks,
+    tiny_overrides,
+    tune,
+)
 from safetensors.torch import load_file
 
-DISTRIBUTED = "grpo_full_finetune_distributed"
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA = "llama3_2_1B_qlora_grpo"
 
@@ -78,7 +86,7 @@ def run_copy(folder: Path, config: str, *more: str, ranks: int) -> None:
     changes = settings(folder, config, *more)
     work = folder / "work"
     work.mkdir()
-    copy_recipe(config, work)
+    copy_recipe(config, work, recipe=DISTRIBUTED)
     shutil.copy(folder / "my_rewards.py", work)
     copies = ["my_grpo.py", "--config", "my_config.yaml"]
     done = tune("run", "--nproc_per_node", str(ranks), *copies, *changes, cwd=work)
@@ -110,7 +118,11 @@ VARIANTS = {
     LORA: {
         "replicated": [],  # by torchrun
         # two micro-batches: gradients wait for the last one
-        "sharded": ["distributed.sharding=always", "distributed.gather=layer", "forward_batch_size=4"],
+        "sharded": [
+            "distributed.sharding=always",
+            "distributed.gather=layer",
+            "forward_batch_size=4",
+        ],
     },
     FULL: {
         # ranks get different numbers of tokens, and have to agree on the number of passes
@@ -208,11 +220,10 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     """torchao's AdamW8bit: resumed to the rounding of its 8-bit states, far from without them."""
     adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.lr=1e-2"]
     adam += ["batch_size=2", "grpo_samples=4", *NO_EVALUATION]
-    eager = {"TORCHDYNAMO_DISABLE": "1"}  # torchao compiles it, which takes longer than the run
-    run(tmp_path, FULL, *adam, "save_every_n_steps=1", ranks=2, **eager)
+    run(tmp_path, FULL, *adam, "save_every_n_steps=1", ranks=2, **EAGER)
     whole = weights(tmp_path / "out" / "step_000002")
     (tmp_path / "out" / "step_000002").rename(tmp_path / "first")
-    run(tmp_path, FULL, *adam, "resume_from_checkpoint=true", ranks=2, **eager)
+    run(tmp_path, FULL, *adam, "resume_from_checkpoint=true", ranks=2, **EAGER)
     again = weights(tmp_path / "out" / "step_000002")
     before = weights(tmp_path / "out" / "step_000001")
     error = sum((again[name] - whole[name]).norm() ** 2 for name in whole) ** 0.5
@@ -242,21 +253,15 @@ def test_two_nodes(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     changes = settings(tmp_path, LORA, "batch_size=2", "grpo_samples=4", *NO_EVALUATION)
-    launch = [str(TUNE), "run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+    launch = ["run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
     launch += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "7", DISTRIBUTED]
-    agents = [
-        subprocess.Popen(
-            [*launch, "--config", LORA, *changes],
-            cwd=tmp_path,
-            env=environment(PYTHONPATH=str(tmp_path)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    texts = [agent.communicate(timeout=240)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], texts[0][-3000:] + texts[1][-3000:]
+    agents = fork_server().run(
+        *(str(TUNE), *launch, "--config", LORA, *changes),
+        cwd=tmp_path,
+        envs=2 * [environment(PYTHONPATH=str(tmp_path))],
+    )
+    said = "".join(out[-1000:] + err[-3000:] for _, out, err in agents)
+    assert [code for code, _, _ in agents] == [0, 0], said
     assert weights(tmp_path / "out" / "step_000002")
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
     assert [r["step"] for r in steps] == [1, 2]

@@ -8,23 +8,19 @@ from pathlib import Path
 
 import pytest
 from fork_server import environment
-from runs import RECIPE, TUNE, metrics, run, run_tiny, tune
+from runs import DISTRIBUTED, RECIPE, TUNE, metrics, run, run_tiny, tune
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "optimizer.lr=3e-3"],
-    ],
-    ids=["full", "lora"],
-)
-def test_runs_from_an_empty_folder(tmp_path, more):
-    """The checkpoint is made on the spot; the report draws the run."""
-    tune("run", RECIPE, "--config", CONFIG, *QUICK, "forward_batch_size=64", *more, cwd=tmp_path)
+LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "optimizer.lr=3e-3"]
+
+
+@pytest.mark.parametrize("recipe, more", [(RECIPE, []), (DISTRIBUTED, LORA)], ids=["full", "lora"])
+def test_runs_from_an_empty_folder(tmp_path, recipe, more):
+    """Under either name; the checkpoint is made on the spot; the report draws the run."""
+    tune("run", recipe, "--config", CONFIG, *QUICK, "forward_batch_size=64", *more, cwd=tmp_path)
     output = tmp_path / CONFIG
     records = metrics(output)
     assert [r["step"] for r in records if "reward" in r] == [1, 2]

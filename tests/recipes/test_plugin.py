@@ -16,13 +16,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from runs import TUNE, Result, run, run_python
+from runs import DISTRIBUTED, RECIPE, TUNE, Result, run, run_python
 
 from torchtune_grpo import _plugin
 
 REPO = Path(__file__).parents[2]
-RECIPE = "grpo_full_finetune_single_device"
-RECIPES = ("grpo_full_finetune_distributed", RECIPE)
+RECIPES = (RECIPE, DISTRIBUTED)
 CONFIG = "tiny_arithmetic_grpo"
 CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
 
@@ -63,6 +62,7 @@ def session(workspace: Path) -> dict[str, Result]:
     commands = [
         "tune ls",
         f"tune cp {RECIPE} .",
+        f"tune cp {DISTRIBUTED} my_grpo.py",
         f"tune cp {CONFIG} my_config.yaml",
         f"tune cat {CONFIG}",
         "tune validate my_config.yaml",
@@ -86,13 +86,17 @@ def test_ls_lists_the_recipes_with_every_config(session: dict[str, Result]) -> N
         assert listed(session["tune ls"].out)[recipe] == CONFIGS
 
 
-def test_cp_copies_recipe_and_config(session: dict[str, Result], workspace: Path) -> None:
-    for command in (f"tune cp {RECIPE} .", f"tune cp {CONFIG} my_config.yaml"):
+def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
+    session: dict[str, Result], workspace: Path
+) -> None:
+    copies = {
+        f"tune cp {RECIPE} .": ("grpo_full_finetune.py", "grpo_full_finetune.py"),
+        f"tune cp {DISTRIBUTED} my_grpo.py": ("my_grpo.py", "grpo_full_finetune.py"),
+        f"tune cp {CONFIG} my_config.yaml": ("my_config.yaml", f"configs/{CONFIG}.yaml"),
+    }
+    for command, (copy, original) in copies.items():
         assert session[command].code == 0, session[command].err
-    recipes = REPO / "recipes"
-    assert filecmp.cmp(workspace / f"{RECIPE}.py", recipes / f"{RECIPE}.py", shallow=False)
-    config = recipes / "configs" / f"{CONFIG}.yaml"
-    assert filecmp.cmp(workspace / "my_config.yaml", config, shallow=False)
+        assert filecmp.cmp(workspace / copy, REPO / "recipes" / original, shallow=False)
 
 
 def test_cat_prints_the_config(session: dict[str, Result]) -> None:
@@ -179,27 +183,29 @@ def test_a_hook_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFix
     assert "could not extend a_registry_without_a_list: AttributeError" in caplog.text
 
 
-def test_recipes_are_found_by_file_and_added_once(
+def test_recipes_are_added_once_beside_those_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchtune._recipe_registry as stock
 
-    registry = ModuleType("registry")
-    registry.__dict__.update(Config=stock.Config, Recipe=stock.Recipe, _ALL_RECIPES=[])
     (tmp_path / "configs").mkdir()
-    for name in ("grpo_a_distributed.py", "grpo_b_single_device.py", "other.py", "configs/c.yaml"):
+    for name in ("configs/c.yaml", "configs/d.yaml", "configs/no_config.txt"):
         (tmp_path / name).touch()
     monkeypatch.setattr(_plugin, "recipes_folder", lambda: tmp_path)
+    theirs = stock.Recipe("theirs", "theirs.py", [], True)
+    registry = ModuleType("registry")
+    registry.__dict__.update(Config=stock.Config, Recipe=stock.Recipe, _ALL_RECIPES=[theirs])
 
     _plugin.add_recipes(registry)
     _plugin.add_recipes(registry)
 
-    configs = [stock.Config("c", str(tmp_path / "configs" / "c.yaml"))]
-    expected = [
-        stock.Recipe(name, str(tmp_path / f"{name}.py"), configs, distributed)
-        for name, distributed in (("grpo_a_distributed", True), ("grpo_b_single_device", False))
+    file = str(tmp_path / "grpo_full_finetune.py")
+    configs = [stock.Config(name, str(tmp_path / "configs" / f"{name}.yaml")) for name in "cd"]
+    ours = [
+        stock.Recipe(RECIPE, file, configs, False),
+        stock.Recipe(DISTRIBUTED, file, configs, True),
     ]
-    assert registry._ALL_RECIPES == expected
+    assert registry._ALL_RECIPES == [theirs, *ours]
 
 
 def make_venv_without_us(folder: Path) -> tuple[str, Path]:

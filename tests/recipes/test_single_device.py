@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import RECIPE, copy_recipe, metrics, run_tiny, tiny_overrides, tune
+from runs import EAGER, RECIPE, copy_recipe, metrics, run_tiny, tiny_overrides, tune
 from safetensors.torch import load_file
 
 CONFIGS = sorted(
@@ -78,12 +78,12 @@ PROFILER = ["enabled=True", "wait_steps=0", "warmup_steps=1", "active_steps=1"]
         ["model.use_dora=True", "enable_activation_checkpointing=False"],
         ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"],
         ["loss.kl_coeff=0", "sampling.top_k=20", "sampling.top_p=0.9", "clip_grad_norm=null"]
-        + ["lr_scheduler=null", *(f"profiler.{setting}" for setting in PROFILER)],
+        + ["lr_scheduler=null", "batch_size=2", *(f"profiler.{key}" for key in PROFILER)],
     ],
     ids=["ppo_epochs", "dora", "adamw8bit", "no_reference_profiled"],
 )
 def test_variants_train(tmp_path, variant):
-    run_variant(tmp_path, *variant, fresh="8bit" in variant[0])  # may compile the optimizer
+    run_variant(tmp_path, *variant, **EAGER)
     assert changed(tmp_path) > 1e-3
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
     assert all(r["frac_informative_groups"] > 0 for r in steps)
@@ -118,12 +118,17 @@ def test_the_step_does_not_depend_on_how_it_is_cut(tmp_path):
 
 
 def test_compiled_layers_train_like_eager_ones(tmp_path):
-    """torch.compile captures the layers (aot_eager keeps the test short); weights agree."""
+    """torch.compile captures the layers (aot_eager keeps the test short); weights agree.
+
+    With SGD, and packed groups in both: a compiled layer attends to them through a dense mask.
+    """
+    sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=1.0", "batch_size=2", "grpo_samples=4"]
     results = []
     for name, more in {"eager": [], "compiled": ["compile=True"]}.items():
         folder = tmp_path / name
         folder.mkdir()
-        run_variant(folder, *more, fresh=True, TORCH_COMPILE_BACKEND="aot_eager")
+        run_variant(folder, *sgd, *more, TORCH_COMPILE_BACKEND="aot_eager")
+        assert changed(folder) > 1e-3
         results.append(weights(folder / "out" / "step_000002"))
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
@@ -136,6 +141,7 @@ def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
         "reference.device=cpu",
         "optimizer.lr=1e-3",
         config="llama3_2_1B_full_grpo",
+        **EAGER,
     )
     assert changed(tmp_path) > 1e-4
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
@@ -144,14 +150,19 @@ def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
 
 @pytest.mark.parametrize("config", ["llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"])
 def test_resume_continues_where_the_run_stopped(tmp_path, config):
-    """4 steps at once equal 2 steps and, resumed, 2 more: weights to the last bit, and the log."""
-    settings = ["optimizer.lr=1e-3", "num_steps=4", "save_every_n_steps=2"]
-    run_variant(tmp_path, *settings, config=config)
+    """4 steps at once equal 2 steps and, resumed, 2 more: weights to the last bit, and the log.
+
+    Adapters train with dropout, so that torch's generator has to continue too.
+    """
+    settings = ["optimizer.lr=1e-3", "num_steps=4", "save_every_n_steps=2", "grpo_samples=4"]
+    if "lora" in config:
+        settings.append("model.lora_dropout=0.5")
+    run_variant(tmp_path, *settings, config=config, **EAGER)
     out = tmp_path / "out"
     once = weights((out / "step_000004").rename(tmp_path / "once"))
     rewards = [(r["step"], r["reward"]) for r in metrics(out) if "reward" in r]
     assert len(rewards) == 4
-    run_variant(tmp_path, *settings, "resume_from_checkpoint=True", config=config)
+    run_variant(tmp_path, *settings, "resume_from_checkpoint=True", config=config, **EAGER)
     again = weights(out / "step_000004")
     assert all(torch.equal(again[name], once[name]) for name in once)
     assert [(r["step"], r["reward"]) for r in metrics(out) if "reward" in r] == rewards
