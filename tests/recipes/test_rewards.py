@@ -74,6 +74,26 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     assert "first at index 0: KeyError: 'my bug'\nThat is more than max_rew" in done.err
 
 
+FAILING_GROUPS = """
+def last_one_fails(prompts, completions, **columns):
+    return [1.0, 1.0, 1.0, float("nan")] * (len(completions) // 4)
+"""
+
+
+def test_a_group_of_equal_scores_and_a_failed_one_teaches_nothing(tmp_path):
+    """1, 1, 1, failed: logged as uninformative, no advantage in the record, no gradient."""
+    (tmp_path / "my_rewards.py").write_text(FAILING_GROUPS)
+    overrides = ["rewards=[{_component_: my_rewards.last_one_fails, name: mine}]", "num_steps=1"]
+    overrides += ["batch_size=2", "grpo_samples=4", "loss.kl_coeff=0", "log_completions=8"]
+    run_tiny(CONFIG, tmp_path, *overrides, *NO_EVALUATION)
+    (step,) = metrics(tmp_path / "out")
+    assert step["rewards/mine/errors"] == 0.25 and step["reward"] == 1
+    assert step["frac_informative_groups"] == 0 and step["frac_reward_zero_std"] == 1
+    assert step["grad_norm"] == 0
+    records = (tmp_path / "out/completions.jsonl").read_text().splitlines()
+    assert [json.loads(record)["advantage"] for record in records] == [0.0] * 8
+
+
 BREAKING_LOSS = """
 import torch
 from torchtune_grpo.loss import GRPOLoss
