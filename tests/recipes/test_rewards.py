@@ -47,7 +47,7 @@ def test_a_file_next_to_the_config(tmp_path):
     config["max_reward_failure_share"] = 1.0
     (mine / "my_config.yaml").write_text(yaml.safe_dump(config))
     command = ["run", "mine/my_grpo.py", "--config", "mine/my_config.yaml"]
-    small = ["batch_size=4", *NO_EVALUATION]
+    small = ["batch_size=4", "grpo_samples=4", *NO_EVALUATION]
     tune(*command, *tiny_overrides(CONFIG, tmp_path), *small, cwd=tmp_path)
     steps = metrics(tmp_path / "out")
     assert [step["step"] for step in steps] == [1, 2]
