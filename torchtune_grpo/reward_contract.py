@@ -18,10 +18,23 @@ GIVEN = (
     "log_metric",
 )
 
+# What completions.jsonl and the run's metrics of a reward hold under these names.
+RECORDED = (
+    "step",
+    "prompt",
+    "completion",
+    "reward",
+    "rewards",
+    "advantage",
+    "tokens",
+    "truncated",
+)
+MEASURED = ("mean", "std", "errors", "none")
+
 LARGEST = 3.4028234663852886e38  # of float32
 
 # A number; None where the reward does not apply; an exception where it failed.
-Score = float | None | Exception
+Score = float | None | BaseException
 
 
 class ContractError(ValueError):
@@ -49,21 +62,33 @@ class RewardNotes:
     """
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self.extra: dict[str, list[Any]] = {}
         self.metrics: list[tuple[str, float]] = []
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keeps one value per completion."""
-        if len(values) != self._count:
+        """Keeps one value per completion, whatever it is."""
+        column, values = str(column), list(values)
+        if column in RECORDED:
             raise ContractError(
-                f"log_extra({column!r}, ...) got {len(values)} values for {self._count} "
+                f"log_extra({column!r}, ...): completions.jsonl itself has {', '.join(RECORDED)}; "
+                "give another name."
+            )
+        if len(values) != self.count:
+            raise ContractError(
+                f"log_extra({column!r}, ...) got {len(values)} values for {self.count} "
                 "completions; give one per completion."
             )
-        self.extra[column] = list(values)
+        self.extra[column] = values
 
     def log_metric(self, name: str, value: float) -> None:
         """Keeps a number."""
+        name = str(name)
+        if name.rpartition("/")[2] in MEASURED:
+            raise ContractError(
+                f"log_metric({name!r}, ...): the run itself logs .../{', .../'.join(MEASURED)}; "
+                "give another name."
+            )
         self.metrics.append((name, float(value)))
 
     def functions(self) -> dict[str, Callable[..., None]]:
@@ -102,7 +127,7 @@ def check_returned(returned: Any, *, name: str, count: int) -> list[Score]:
 
 
 def _score(name: str, index: int, value: Any) -> Score:
-    if value is None or isinstance(value, Exception):
+    if value is None or isinstance(value, BaseException):
         return value
     if not isinstance(value, Real):
         raise ContractError(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import config, training, utils
 
 from torchtune_grpo.parallel import gather_over_ranks, rank
+from torchtune_grpo.plain import plain
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
+
+log = utils.get_logger("INFO")
 
 
 class _SilentLogger:
@@ -55,57 +58,69 @@ class RunLog:
         self._num_completions = num_completions
 
     def keep_until(self, step: int) -> None:
-        """Drops what was recorded after ``step``: a resumed run does those steps again."""
+        """Drops what was recorded after ``step``: a resumed run does those steps again.
+
+        Killed at any moment, it leaves either the old file or the new one, and next time works.
+        """
         for path in (self._metrics, self._completions) if rank() == 0 else ():
-            records = read_jsonl(path) if path.exists() else []
-            path.write_text("", encoding="utf-8")
-            _append_jsonl(path, [record for record in records if record["step"] <= step])
+            if not path.exists():
+                continue
+            beside = path.with_name(f"{path.name}.new")
+            with beside.open("wb") as file:
+                for line, record in _records(path):
+                    if record["step"] <= step:
+                        file.write(line.rstrip(b"\n") + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a step's numbers."""
-        _append_jsonl(self._metrics, [{"step": step, **_finite(values)}])
+        self._append(self._metrics, [plain({"step": step} | dict(values) | {"step": step})])
 
     def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:
         """Appends the first completions of a step, with their rewards and advantages."""
         assert trajectory.advantages is not None
         records = []
         for row in range(min(self._num_completions, trajectory.num_rows)):
-            records.append(
-                {
-                    "step": step,
-                    "prompt": trajectory.prompts[row],
-                    "completion": trajectory.completions[row],
-                    "reward": scores.total[row].item(),
-                    "rewards": _finite(dict(zip(scores.names, scores.scores[row].tolist()))),
-                    "advantage": trajectory.advantages[row].item(),
-                    "tokens": int(trajectory.response_lengths[row]),
-                    "truncated": bool(trajectory.truncated[row]),
-                    **{name: values[row] for name, values in scores.extra.items()},
-                }
-            )
-        _append_jsonl(self._completions, sum(gather_over_ranks(records), []))
+            record = {
+                "step": step,
+                "prompt": trajectory.prompts[row],
+                "completion": trajectory.completions[row],
+                "reward": scores.total[row],
+                "rewards": dict(zip(scores.names, scores.scores[row].tolist())),
+                "advantage": trajectory.advantages[row],
+                "tokens": trajectory.response_lengths[row],
+                "truncated": trajectory.truncated[row],
+            }
+            extra = {name: values[row] for name, values in scores.extra.items()}
+            records.append(plain(record | extra))
+        self._append(self._completions, sum(gather_over_ranks(records), []))
 
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has null for what is not finite."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def _append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
-    if rank() != 0:
-        return
-    # What rewards pass to log_extra may be anything; what JSON cannot hold is written as its text.
-    lines = "".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records)
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(lines)
+    def _append(self, path: Path, records: list[dict[str, Any]]) -> None:
+        if rank() == 0:
+            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(lines)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads a JSON-lines file, leaving out a line that a kill cut short."""
-    records = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    """Reads what a run recorded; a line that is torn is left out, and the log says so."""
+    return [record for _, record in _records(path)]
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line and what it says, but for those that a kill or a full disk has torn."""
+    left_out = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line.decode())
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line, record
+            else:
+                left_out += 1
+    if left_out:
+        log.warning(f"{path}: left out {left_out} line(s) that are torn or have no step.")

@@ -191,7 +191,7 @@ def test_async_rewards_columns_and_notes_in_a_process(make):
         trainer_state=TrainerState(global_step=10, max_steps=20),
     )
     assert scores.total.tolist() == [12, 11]
-    assert scores.extra == {"seen": [{"any": "thing"}, "{7}"]}  # a set is no plain data
+    assert scores.extra == {"seen": [{"any": "thing"}, [7]]}  # JSON has no sets
     assert scores.metrics == [("waits/tokens", 2.0), ("waits/tokens", 1.0)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 import os
 import pickle
 import socket
@@ -14,6 +13,7 @@ import traceback
 from functools import partial
 from typing import Any
 
+from torchtune_grpo.plain import plain
 from torchtune_grpo.reward_contract import ContractError, RewardNotes, check_returned
 from torchtune_grpo.sandbox._wire import PeerGone, receive_bytes, send
 
@@ -64,23 +64,15 @@ def _answer(function: Any, arguments: dict[str, Any], *, name: str) -> dict[str,
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))
         (score,) = check_returned(returned, name=name, count=1)
-        if isinstance(score, Exception):
+        if isinstance(score, BaseException):
             raise score
     except ContractError as error:
         return {"contract": str(error)}
-    except Exception:
+    except BaseException:
         return {"error": traceback.format_exc(limit=-3)}
-    extra = {column: _plain_or_text(values[0]) for column, values in notes.extra.items()}
+    extra = {column: plain(values[0]) for column, values in notes.extra.items()}
     return {"value": score, "extra": extra, "metrics": notes.metrics}
 
 
 async def _wait(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _plain_or_text(value: Any) -> Any:
-    """What of a value can be sent as plain data: itself, or its text."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError):
-        return str(value)

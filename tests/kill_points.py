@@ -1,0 +1,95 @@
+"""Kills a forked process at each of its file operations, and in the middle of what it writes."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+# What Python announces before it happens. Writes are not among them; for those there are sizes.
+_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link")
+_KILLED = 99
+
+
+def kill_points(
+    action: Callable[[], object],
+    *,
+    folder: Path,
+    prepare: Callable[[], object],
+    sizes: Iterable[int] = (),
+) -> Iterator[str]:
+    """Runs ``action`` in a forked process again and again, killed elsewhere each time.
+
+    Before the first, the second, ... file operation below ``folder``, until there are no more; then
+    where a file grows beyond each of ``sizes`` bytes; and at last not at all.
+
+    Args:
+        prepare: called before each of them, when the folder is empty.
+
+    Yields:
+        Where it was killed, once the process is dead.
+    """
+
+    def code_of(limit: Callable[[], None]) -> int:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        prepare()
+        return _fork(lambda: (limit(), action()))
+
+    number = 0
+    while code_of(partial(_die_at, number, folder)) == _KILLED:
+        yield f"before file operation {number}"
+        number += 1
+    assert number, "there was no file operation"
+    for size in sizes:
+        assert code_of(partial(_die_beyond, size)) == -signal.SIGXFSZ, size
+        yield f"beyond {size} bytes"
+    code_of(lambda: None)
+    yield "nowhere"
+
+
+def _fork(action: Callable[[], object]) -> int:
+    """The exit code of a forked process that calls ``action``; fails if that raises."""
+    if (child := os.fork()) == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert (code := os.waitstatus_to_exitcode(status)) != 1
+    return code
+
+
+def _die_at(number: int, folder: Path) -> None:
+    left = [number]
+
+    def audit(event: str, arguments: tuple) -> None:
+        if event in _EVENTS and str(arguments[0]).startswith(str(folder)):
+            if left[0] == 0:
+                os._exit(_KILLED)
+            left[0] -= 1
+
+    sys.addaudithook(audit)
+
+
+def _die_beyond(size: int) -> None:
+    """The kernel kills the process whose file would grow beyond that; what fits is written."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file of this process grows beyond ``size`` bytes, as on a disk that is full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores the signal
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

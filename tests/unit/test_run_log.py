@@ -1,0 +1,233 @@
+"""The run's own record: killed anywhere, torn anywhere, and given anything."""
+
+import datetime
+import enum
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from kill_points import disk_of, kill_points
+from test_metrics import make_scores, make_trajectory
+
+from torchtune_grpo.reward_contract import MEASURED, RECORDED, ContractError, RewardNotes
+from torchtune_grpo.run_log import RunLog, read_jsonl
+
+FILES = ["completions.jsonl", "metrics.jsonl"]
+
+
+def record(folder, *steps):
+    """Two completions and one line of metrics a step."""
+    log = RunLog(folder, num_completions=2)
+    for step in steps:
+        scores = replace(make_scores(), extra={"note": ["ü €"] * 4})
+        log.completions(step, make_trajectory(), scores)
+        log.metrics(step, {"reward": step / 3, "€": 1.0})
+
+
+def history(folder):
+    """The steps of the completions and of the metrics."""
+    return [[each["step"] for each in read_jsonl(folder / name)] for name in FILES]
+
+
+def resume(folder, step):
+    RunLog(folder, num_completions=2).keep_until(step)
+
+
+def check_history(folder, *steps):
+    """Exactly these steps, in whole lines, and no other file."""
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert history(folder) == [[step for step in steps for _ in range(2)], [*steps]]
+    for name in FILES:
+        for line in (folder / name).read_text(encoding="utf-8").splitlines():
+            json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_a_resume_that_is_killed_anywhere_loses_nothing(tmp_path, folder, step):
+    record(tmp_path, 1, 2, 3)
+    sizes = range(1, (tmp_path / FILES[0]).stat().st_size, 97) if step == 3 else ()
+    for where in kill_points(
+        lambda: resume(folder, step),
+        folder=folder,
+        prepare=lambda: record(folder, 1, 2, 3),
+        sizes=sizes,
+    ):
+        for kept in map(set, history(folder)):
+            assert kept in ({1, 2, 3}, set(range(1, step + 1))), where
+        resume(folder, step)
+        check_history(folder, *range(1, step + 1))
+
+
+def test_a_step_that_is_killed_anywhere_leaves_the_others(tmp_path, folder):
+    """At every seventh byte of its lines, which is in the middle of a character, too."""
+    record(tmp_path, 1, 2)
+    before = (tmp_path / FILES[0]).stat().st_size
+    record(tmp_path, 3)
+    for _ in kill_points(
+        lambda: record(folder, 3),
+        folder=folder,
+        prepare=lambda: record(folder, 1, 2),
+        sizes=range(before, (tmp_path / FILES[0]).stat().st_size, 7),
+    ):
+        resume(folder, 2)
+        check_history(folder, 1, 2)
+        record(folder, 3)
+        check_history(folder, 1, 2, 3)
+
+
+def test_torn_lines_are_left_out_and_said_once(folder, caplog):
+    record(folder, 1, 2)
+    path = folder / FILES[1]
+    lines = path.read_bytes()
+    torn = lines[: lines.rindex("€".encode()) + 1]
+    with pytest.raises(UnicodeDecodeError):
+        torn.decode()
+    noise = b'{"reward": 1}\n[1]\n7\n\xff\x00\n{"step": "1"}\n' + b"[" * 100_000 + b"\n"
+    path.write_bytes(noise + torn)
+    assert [each["step"] for each in read_jsonl(path)] == [1]
+    caplog.clear()
+    resume(folder, 2)
+    (message,) = caplog.messages
+    assert f"{path}: left out 7 line(s)" in message
+    assert [each["step"] for each in read_jsonl(path)] == [1]
+    caplog.clear()
+    resume(folder, 2)
+    assert not caplog.messages  # they are gone
+
+
+def test_a_last_line_without_its_end_is_whole(folder):
+    record(folder, 1, 2)
+    path = folder / FILES[1]
+    path.write_bytes(path.read_bytes()[:-1])
+    resume(folder, 2)
+    record(folder, 3)
+    check_history(folder, 1, 2, 3)
+
+
+def test_a_full_disk_ends_the_run_and_the_next_one_resumes(folder):
+    record(folder, 1, 2)
+    size = (folder / FILES[1]).stat().st_size + 40
+    with disk_of(size), pytest.raises(OSError, match="File too large"):
+        RunLog(folder, num_completions=0).metrics(3, {"€" * 20: 1.0})
+    assert (folder / FILES[1]).stat().st_size == size
+    resume(folder, 2)
+    check_history(folder, 1, 2)
+
+
+def test_a_large_record_is_not_read_whole(folder):
+    folder.mkdir()
+    line = json.dumps({"step": 1, "completion": "x" * 10_000}) + "\n"
+    for name in FILES:
+        (folder / name).write_text(line * 2000)  # 20 MB
+    tracemalloc.start()
+    resume(folder, 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e6
+    assert (folder / FILES[0]).read_text() == line * 2000
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Hostile:
+    def __init__(self, error):
+        self.error = error
+
+    def __str__(self):
+        raise self.error
+
+    __repr__ = __str__
+
+    @property
+    def tolist(self):
+        raise self.error
+
+
+class HostileText(str):
+    def __str__(self):
+        raise SystemExit
+
+    __repr__ = encode = __str__
+
+
+itself = [1]
+itself.append(itself)
+deep = []
+for _ in range(100_000):
+    deep = [deep]
+
+# What a reward may give to log_extra -> what the file says; None = any text.
+VALUES = {
+    "dict": ({"a": [1, None, True], 2: "b"}, {"a": [1, None, True], "2": "b"}),
+    "tuple keys": ({(1, 2): {(3,): 4}}, {"(1, 2)": {"(3,)": 4}}),
+    "set": ({7}, [7]),
+    "not finite": ([math.nan, math.inf, -math.inf, 1.5], [None, None, None, 1.5]),
+    "tensor": (torch.tensor([[1.0, math.nan]], dtype=torch.bfloat16), [[1.0, None]]),
+    "no values": (torch.ones(2, device="meta"), None),
+    "array": (numpy.arange(2), [0, 1]),
+    "numpy scalars": ([numpy.float32(0.5), numpy.float64("nan"), numpy.int8(1)], [0.5, None, 1]),
+    "huge": ([10**5000, -(2**64), 2**63 - 1], [hex(10**5000), hex(-(2**64)), 2**63 - 1]),
+    "enum": (Color.RED, 1),
+    "date": (datetime.date(2026, 1, 2), "2026-01-02"),
+    "bytes": (b"\xff", "b'\\xff'"),
+    "surrogate": ("\ud800 \udcff", "\ud800 \udcff"),
+    "line ends": ("a\nb\u2028\x85", "a\nb\u2028\x85"),
+    "no text": (Hostile(ValueError()), "<Hostile>"),
+    "exits": ([Hostile(SystemExit(0)), 1], ["<Hostile>", 1]),
+    "exits as key": ({HostileText("a"): HostileText("b")}, {"<HostileText>": "b"}),
+    "function": (lambda: None, None),
+    "in itself": (itself, None),
+    "deep": (deep, None),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_whatever_a_reward_logs_is_valid_json(folder, name):
+    value, expected = VALUES[name]
+    notes = RewardNotes(4)
+    notes.log_extra("note", [value] * 4)
+    log = RunLog(folder, num_completions=2)
+    log.completions(1, make_trajectory(), replace(make_scores(), extra=notes.extra))
+    lines = (folder / FILES[0]).read_bytes().decode().removesuffix("\n").split("\n")
+    assert len(lines) == 2
+    for line in lines:
+        got = json.loads(line, parse_constant=pytest.fail)["note"]
+        assert got == expected if expected is not None else got
+    log.keep_until(1)
+    assert len(read_jsonl(folder / FILES[0])) == 2
+
+
+def test_totals_beyond_float32_and_a_metric_called_step(folder):
+    log = RunLog(folder, num_completions=1)
+    total = torch.full((4,), math.inf)
+    log.completions(1, make_trajectory(), replace(make_scores(), total=total))
+    log.metrics(1, {"step": 9.0, "kl": math.nan})
+    log.keep_until(1)
+    assert read_jsonl(folder / FILES[0])[0]["reward"] is None
+    assert read_jsonl(folder / FILES[1]) == [{"step": 1, "kl": None}]
+
+
+def test_names_of_the_run_are_refused(folder):
+    record(folder, 1)
+    (line, _) = read_jsonl(folder / FILES[0])
+    assert tuple(line) == (*RECORDED, "note")
+    notes = RewardNotes(1)
+    for name in RECORDED:
+        with pytest.raises(ContractError, match=rf"log_extra\('{name}', .*has step, prompt, "):
+            notes.log_extra(name, [1])
+    for name in MEASURED:
+        for said in (name, f"b/{name}"):  # of a reward "a/b"
+            with pytest.raises(ContractError, match=rf"log_metric\('{said}', .*mean, .*another"):
+                notes.log_metric(said, 1.0)
+    assert not notes.extra and not notes.metrics

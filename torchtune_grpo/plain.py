@@ -1,0 +1,67 @@
+"""What anyone's values are in a JSON file, and anyone's texts on a terminal. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+# All but newline and tab of C0 and C1, which hold the terminal's commands; what turns the direction
+# of writing; and lone surrogates, which cannot be encoded.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_MAX_DEPTH = 50
+_LARGEST_INT = 2**63 - 1
+
+
+def visible(text: str) -> str:
+    r"""The text with control characters spelled out, ESC as ``\x1b``; newlines and tabs stay."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def describe(error: BaseException, *, frames: int = 0) -> str:
+    """An exception as visible text, with the last ``frames`` places of its traceback."""
+    if frames:
+        return visible("".join(traceback.format_exception(error, limit=-frames)).strip())
+    return visible("".join(traceback.format_exception_only(error)).strip())
+
+
+def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
+    """Any value -> what ``json.dumps`` writes as valid JSON; never fails.
+
+    Sets, tuples, arrays and tensors become lists, keys texts, and numbers that are not finite None.
+    Everything else becomes its text: integers beyond 64 bits too (in hexadecimal), and what is
+    nested more than 50 deep or in itself.
+    """
+    try:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int(value) if abs(value) <= _LARGEST_INT else hex(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else None
+        if id(value) not in _above and len(_above) < _MAX_DEPTH:
+            _above += (id(value),)
+            if hasattr(value, "tolist"):  # tensors, arrays and their numbers
+                return plain(value.tolist(), _above)
+            if isinstance(value, Mapping):
+                return {_text(key): plain(item, _above) for key, item in value.items()}
+            if isinstance(value, (list, tuple, set, frozenset)):
+                return [plain(item, _above) for item in value]
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever its own methods raise
+        pass
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str.__str__(str(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return f"<{type(value).__name__}>"
