@@ -22,9 +22,14 @@ def visible(text: str) -> str:
 
 def describe(error: BaseException, *, frames: int = 0) -> str:
     """An exception as visible text, with the last ``frames`` places of its traceback."""
-    if frames:
-        return visible("".join(traceback.format_exception(error, limit=-frames)).strip())
-    return visible("".join(traceback.format_exception_only(error)).strip())
+    try:
+        if frames:
+            lines = traceback.format_exception(error, limit=-frames)
+        else:
+            lines = traceback.format_exception_only(error)
+    except BaseException:  # its own attributes raise
+        lines = [type(error).__name__]
+    return visible("".join(lines).strip())
 
 
 def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:

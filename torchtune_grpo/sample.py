@@ -27,6 +27,7 @@ from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.memory import keep_freed_memory
+from torchtune_grpo.plain import visible
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.rewards import RewardSet
@@ -51,7 +52,7 @@ def main() -> None:
         cfg = read_config(_load_config(args.config, args.set))
         _say(cfg, args)
     except ValueError as error:
-        raise SystemExit(f"Error: {error}") from error
+        raise SystemExit(f"Error: {visible(str(error))}") from error
 
 
 def _load_config(name: str, overrides: list[str]) -> DictConfig:
@@ -99,11 +100,11 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
         rewards = [f", reward {total:.3f}" for total in scores.total.tolist()]
     for row, completion in enumerate(trajectory.completions):
         if row % group_size == 0:
-            print(f"\n=== {trajectory.prompts[row]}")
+            print(f"\n=== {visible(trajectory.prompts[row])}")
         length = int(trajectory.response_lengths[row])
         cut = ", cut off" if trajectory.truncated[row] else ""
         print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{rewards[row]}")
-        print(completion)
+        print(visible(completion))
 
 
 def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:

@@ -2,11 +2,16 @@
 
 import asyncio
 import math
+import multiprocessing
+import os
+import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtune_grpo.advantages import AGGREGATIONS, reward_advantages
 from torchtune_grpo.rewards import Reward, RewardFailure, RewardSet, TrainerState
@@ -181,7 +186,7 @@ def test_more_failures_than_allowed_stop_the_run():
     message = str(raised.value)
     assert "'r0' failed on 2 of 4 completions, first at index 1: KeyError: 'mine'" in message
     assert "max_reward_failure_share=0.25" in message
-    assert isinstance(raised.value.__cause__, KeyError)
+    assert 'raise error("mine")' in message  # where
     score(fails_on("c1", "c2"), share=0.5)
 
 
@@ -202,9 +207,177 @@ def test_broken_contracts_stop_the_run_whatever_share_is_allowed():
         )
 
 
+class NoText(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+    __notes__ = property(__str__)
+
+
+ENDS = [SystemExit, asyncio.CancelledError, GeneratorExit, StopIteration, BaseException, NoText]
+
+
+def raising(way, error):
+    """A reward that raises for c1: when it is called, is awaited, or in a task of its own."""
+    reward = fails_on("c1", error=error)
+
+    async def task(texts):
+        await asyncio.sleep(0)
+        return reward(None, texts)
+
+    async def awaited(prompts, completions, **columns):
+        if way == "task":
+            await asyncio.create_task(task(completions))
+        return await task(completions)
+
+    return reward if way == "called" else awaited
+
+
+@pytest.mark.parametrize("error", [*ENDS, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["called", "awaited", "task"])
+def test_whatever_ends_a_program_costs_only_that_sample(way, error):
+    """sys.exit in a task ends the event loop; other rewards on it, and later steps, go on."""
+    if (way, error) == ("called", KeyboardInterrupt):
+        pytest.skip("that is the run's")
+    rewards = RewardSet(
+        [Reward("r", raising(way, error)), Reward("other", reward_async)], max_failure_share=0.5
+    )
+    for _ in range(2):
+        scores = rewards(prompts=["p"] * 4, completions=["c0", "c1", "c2", "c3"], columns={})
+        assert scores.failed.tolist() == [[False, False], [True, False], *2 * [[False, False]]]
+    rewards.close()
+    with pytest.raises(RewardFailure, match=f"index 1: .*({error.__name__}|StopIteration)"):
+        score(raising(way, error), share=0.0)
+
+
+def cancel_all():
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+def close_loop():
+    loop = asyncio.get_running_loop()
+    loop.run_forever = loop.close
+    loop.stop()
+
+
+@pytest.mark.parametrize(("end", "error"), [(cancel_all, "Cancelled"), (close_loop, "has ended")])
+def test_a_reward_that_ends_its_loop_hangs_nothing(end, error):
+    harm = [True, True]
+
+    async def reward(prompts, completions, **columns):
+        if harm and harm.pop():
+            end()
+            await asyncio.sleep(0 if end is cancel_all else 1000)
+        await asyncio.sleep(0.01)
+        return [1.0] * len(prompts)
+
+    rewards = RewardSet([Reward("r", reward)])
+    given = {"prompts": ["p"], "completions": ["c"], "columns": {}}
+    for _ in harm[:]:
+        with pytest.raises(RewardFailure, match=error):
+            rewards(**given)
+    assert rewards(**given).total.tolist() == [1]
+    rewards.close()
+
+
+def test_a_forked_process_has_a_loop_of_its_own():
+    rewards = RewardSet([Reward("r", reward_async)])
+    given = {"prompts": ["p"], "completions": ["c"], "columns": {}}
+    rewards(**given)
+    process = multiprocessing.get_context("fork").Process(target=lambda: rewards(**given))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    rewards.close()
+
+
+def test_the_message_shows_control_characters_and_where(caplog):
+    def reward(prompts, completions, **columns):
+        raise ValueError(f"no number in \x1b[2J{completions[0]}\x9b\n\tsecond line")
+
+    shown = "ValueError: no number in \\x1b[2Jc0\\x9b\n\tsecond line"
+    score(reward, n=1)
+    assert caplog.messages == [
+        f"The reward 'r0' failed on 1 of 1 completions, first at index 0: {shown}"
+    ]
+    with pytest.raises(RewardFailure) as raised:
+        score(reward, n=1, share=0.0)
+    assert str(raised.value).count(shown) == 2 and "\x1b" not in str(raised.value)
+    # What Python would print as it is.
+    assert raised.value.__cause__ is None and raised.value.__context__ is None
+
+
 def test_a_keyboard_interrupt_is_no_failure_of_a_reward():
     with pytest.raises(KeyboardInterrupt):
         score(fails_on("c1", error=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_real_interrupt_ends_the_wait_for_a_reward(asynchronous):
+    def sleeps(prompts, completions, **columns):
+        time.sleep(60)
+
+    async def waits(prompts, completions, **columns):
+        await asyncio.sleep(60)
+
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        score(waits if asynchronous else sleeps)
+    assert time.monotonic() - start < 30
+
+
+def test_rewards_that_log_under_one_name_lose_nothing():
+    def reward(prompts, completions, log_extra, **columns):
+        log_extra("said", completions)
+        return [0.0] * len(completions)
+
+    assert score(reward, reward, n=1, trainer_state=STATE).extra == {
+        "r0/said": ["c0"],
+        "r1/said": ["c0"],
+    }
+
+
+def _rank(rank, folder, answers):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+    def reward(prompts, completions, log_extra, *, case, **columns):
+        if case == "contract" and rank == 1:
+            log_extra("step", completions)
+        if case == "exit" and rank == 1:
+            raise SystemExit(0)
+        return fails_on("c1", "c2")(prompts, completions) if rank == 1 else [1.0] * len(prompts)
+
+    said = []
+    for case, share in (("half", 0.25), ("half", 0.24), ("contract", 1.0), ("exit", 0.4)):
+        try:
+            scores = score(partial(reward, case=case), share=share, trainer_state=STATE)
+            said.append(scores.failed.sum().item())
+        except (ValueError, RewardFailure) as error:
+            said.append(str(error))
+    answers.put((rank, said))
+    dist.destroy_process_group()
+
+
+def test_all_ranks_judge_failures_alike(tmp_path):
+    """Only rank 1 fails: on 2 of its 4 completions, which are 2 of 8."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), answers)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    said = dict(answers.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    assert [said[rank].pop(0) for rank in range(2)] == [0, 2]  # 0.25 of all is borne
+    assert said[0] == said[1]
+    failed, contract, ended = said[0]
+    assert "'r0' failed on 2 of 8 completions, first at index 1 of rank 1: KeyError" in failed
+    assert 'raise error("mine")' in failed
+    assert "log_extra('step', ...)" in contract
+    assert "failed on 4 of 8 completions, first at index 0 of rank 1: SystemExit: 0" in ended
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

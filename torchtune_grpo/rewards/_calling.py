@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import inspect
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +85,12 @@ def call_reward(reward: Reward, calls: Calls) -> Outcome:
 
 
 async def _call_reward_async(reward: Reward, calls: Calls) -> Outcome:
-    """As :func:`call_reward`; the calls one by one wait for each other's answers together."""
+    """As :func:`call_reward`; the calls one by one wait for each other's answers together.
+
+    Each call is a task: a GeneratorExit that it awaits would end its caller, too.
+    """
     start = time.perf_counter()
-    outcome = await _call_async(reward, calls, range(calls.count))
+    outcome = await asyncio.create_task(_call_async(reward, calls, range(calls.count)))
     if outcome.raised and calls.count > 1:
         single = (_call_async(reward, calls, range(r, r + 1)) for r in range(calls.count))
         outcome = _joined(await asyncio.gather(*single))
@@ -98,10 +103,10 @@ def _call(reward: Reward, calls: Calls, rows: range) -> Outcome:
     try:
         returned = reward.function(**calls.arguments(reward, rows, notes))
         return Outcome(check_returned(returned, name=reward.name, count=len(rows)), notes)
-    except ContractError:
+    except (ContractError, KeyboardInterrupt):  # Ctrl-C interrupts the run
         raise
-    except Exception as error:
-        return Outcome([error] * len(rows), notes, raised=True)
+    except BaseException as error:  # sys.exit, too
+        return _failed(error, notes)
 
 
 async def _call_async(reward: Reward, calls: Calls, rows: range) -> Outcome:
@@ -111,8 +116,12 @@ async def _call_async(reward: Reward, calls: Calls, rows: range) -> Outcome:
         return Outcome(check_returned(returned, name=reward.name, count=len(rows)), notes)
     except ContractError:
         raise
-    except Exception as error:
-        return Outcome([error] * len(rows), notes, raised=True)
+    except BaseException as error:  # no Ctrl-C reaches this thread
+        return _failed(error, notes)
+
+
+def _failed(error: BaseException, notes: RewardNotes) -> Outcome:
+    return Outcome([error] * notes.count, notes, raised=True)
 
 
 def _joined(parts: Sequence[Outcome]) -> Outcome:
@@ -133,19 +142,41 @@ class AsyncRewards:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start(self, rewards: Sequence[Reward], calls: Calls) -> Any:
-        """Starts all rewards' calls. Returns a future of their outcomes, in order."""
+    def _run(self) -> None:
+        """Runs the loop, again after a task of a reward has stopped it by sys.exit, say."""
+        while not (self._closing or self._loop.is_closed()):
+            with contextlib.suppress(BaseException):
+                self._loop.run_forever()
 
-        async def run() -> list[Outcome]:
-            return await asyncio.gather(*(_call_reward_async(r, calls) for r in rewards))
+    def is_alive(self) -> bool:
+        """Whether it can be used; not after a fork, or when a reward has closed the loop."""
+        return self._thread.is_alive()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+    def start(self, reward: Reward, calls: Calls) -> Callable[[], Outcome]:
+        """Starts a reward's calls. Returns a function that waits for their outcome."""
+        answer = _call_reward_async(reward, calls)
+        future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+
+        def outcome() -> Outcome:
+            while not concurrent.futures.wait([future], timeout=1.0).done:
+                if not self.is_alive():
+                    lost = RuntimeError("its event loop has ended")
+                    return _failed(lost, RewardNotes(calls.count))
+            try:
+                return future.result()
+            except concurrent.futures.CancelledError as error:  # a reward cancelled all tasks
+                return _failed(error, RewardNotes(calls.count))
+
+        return outcome
 
     def close(self) -> None:
         """Ends the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._closing = True
+        if self.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from torch import Tensor
 from torchtune.utils import get_logger
 
 from torchtune_grpo.advantages import total_reward
-from torchtune_grpo.reward_contract import Score, TrainerState
+from torchtune_grpo.parallel import gather_over_ranks, rank
+from torchtune_grpo.plain import describe
+from torchtune_grpo.reward_contract import ContractError, TrainerState
 from torchtune_grpo.rewards._calling import (
     AsyncRewards,
     Calls,
@@ -45,7 +46,8 @@ class RewardScores:
         seconds (list[float]): the time that each of the R rewards took for all N completions.
         failed (Tensor): [N, R] bool, True where a reward raised, did not answer in time, or gave
             no finite number.
-        extra (dict[str, list[Any]]): what rewards gave to ``log_extra``, N values each.
+        extra (dict[str, list[Any]]): what rewards gave to ``log_extra``, N values each; a name that
+            several gave is preceded by the reward's.
         metrics (list[tuple[str, float]]): what they gave to ``log_metric``; the name begins with
             the reward's.
     """
@@ -65,8 +67,8 @@ class RewardSet:
 
     Args:
         rewards (Sequence[Reward]): at least one, each with a name of its own.
-        max_failure_share (float): the share of a call's completions on which a reward may fail; if
-            it fails on more, the call raises. With 0.0 no failure is borne.
+        max_failure_share (float): the share of a call's completions, over all ranks, on which a
+            reward may fail; if it fails on more, the call raises. With 0.0 no failure is borne.
 
     Raises:
         ValueError: see :meth:`check`.
@@ -142,7 +144,7 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
     ) -> RewardScores:
-        """Scores N completions.
+        """Scores N completions; on several ranks each calls it with its own.
 
         Args:
             prompts (Sequence[str]): N prompts, as rewards see them.
@@ -161,6 +163,7 @@ class RewardSet:
             ValueError: if the lengths differ, a column is missing, or a reward returns anything but
                 N numbers or Nones.
             RewardFailure: if a reward fails on more than ``max_failure_share`` of the completions.
+                What stops one rank here stops all.
         """
         given = {"completions": completions, **columns}
         if completion_ids is not None:
@@ -179,9 +182,12 @@ class RewardSet:
             completion_ids=completion_ids,
             trainer_state=trainer_state,
         )
-        outcomes = self._call_all(calls)
-        for reward, outcome in zip(self.rewards, outcomes, strict=True):
-            self._check_failures(reward, outcome.scores)
+        outcomes, broken = [], None
+        try:
+            outcomes = self._call_all(calls)
+        except ContractError as error:
+            broken = str(error)
+        self._check_outcomes(outcomes, broken)
         return _combine(self.rewards, outcomes, group_size=group_size)
 
     def close(self) -> None:
@@ -196,31 +202,61 @@ class RewardSet:
 
     def _call_all(self, calls: Calls) -> list[Outcome]:
         """The async rewards run side by side, and while the others are called one by one."""
-        awaited = [reward for reward in self.rewards if is_async(reward)]
-        future = None
-        if awaited:
-            self._async = self._async or AsyncRewards()
-            future = self._async.start(awaited, calls)
-        called = iter([call_reward(r, calls) for r in self.rewards if not is_async(r)])
-        finished = iter(future.result() if future is not None else [])
-        return [next(finished if is_async(r) else called) for r in self.rewards]
+        awaited, called = {}, {}
+        for reward in filter(is_async, self.rewards):
+            if self._async is None or not self._async.is_alive():
+                self._async = AsyncRewards()
+            awaited[reward.name] = self._async.start(reward, calls)
+        for reward in self.rewards:
+            if reward.name not in awaited:
+                called[reward.name] = call_reward(reward, calls)
+        return [awaited[n]() if n in awaited else called[n] for n in self.names]
 
-    def _check_failures(self, reward: Reward, scores: list[Score]) -> None:
-        failures = [(i, s) for i, s in enumerate(scores) if isinstance(s, Exception)]
-        if not failures:
-            return
-        index, error = failures[0]
-        shown = "".join(traceback.format_exception_only(type(error), error)).strip()
-        message = (
-            f"The reward {reward.name!r} failed on {len(failures)} of {len(scores)} completions, "
-            f"first at index {index}: {shown}"
-        )
-        if len(failures) > self._max_failure_share * len(scores):
-            raise RewardFailure(
-                f"{message}\nThat is more than max_reward_failure_share={self._max_failure_share}; "
-                "correct the reward, or raise the share."
-            ) from error
-        log.warning(message)
+    def _check_outcomes(self, outcomes: Sequence[Outcome], broken: str | None) -> None:
+        """Raises on every rank if one's contract is ``broken`` or there are too many failures."""
+        ranks = gather_over_ranks((broken, [_Failures.of(outcome) for outcome in outcomes]))
+        for text, _ in ranks:
+            if text is not None:
+                raise ContractError(text)
+        for index, name in enumerate(self.names):
+            parts = [failures[index] for _, failures in ranks]
+            failed, count = sum(part.failed for part in parts), sum(part.count for part in parts)
+            if not failed:
+                continue
+            number, first = next((i, part) for i, part in enumerate(parts) if part.failed)
+            where = f"index {first.index}" + (f" of rank {number}" if len(ranks) > 1 else "")
+            message = (
+                f"The reward {name!r} failed on {failed} of {count} completions, first at {where}: "
+                f"{first.error}"
+            )
+            if failed > self._max_failure_share * count:
+                raise RewardFailure(
+                    f"{message}\nThat is more than max_reward_failure_share="
+                    f"{self._max_failure_share}; correct the reward, or raise the share.\n"
+                    f"{first.places}"
+                )
+            if rank() == 0:
+                log.warning(message)
+
+
+@dataclass(frozen=True)
+class _Failures:
+    """How often a reward failed on a rank's ``count`` completions, and how it did first."""
+
+    count: int
+    failed: int = 0
+    index: int = 0
+    error: str = ""
+    places: str = ""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> _Failures:
+        scores = outcome.scores
+        errors = [(i, s) for i, s in enumerate(scores) if isinstance(s, BaseException)]
+        if not errors:
+            return cls(len(scores))
+        index, error = errors[0]
+        return cls(len(scores), len(errors), index, describe(error), describe(error, frames=3))
 
 
 def _combine(
@@ -230,11 +266,17 @@ def _combine(
     for outcome in outcomes:
         values = [s if isinstance(s, float) else float("nan") for s in outcome.scores]
         columns.append(torch.tensor(values, dtype=torch.float32))
-        failures.append(torch.tensor([isinstance(s, Exception) for s in outcome.scores]).bool())
+        failures.append(torch.tensor([isinstance(s, BaseException) for s in outcome.scores]).bool())
     scores = torch.stack(columns, dim=1)  # [N, R]
     weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
     failed = torch.stack(failures, dim=1)  # [N, R]
     noted = list(zip(rewards, outcomes, strict=True))
+    given = Counter(name for outcome in outcomes for name in outcome.notes.extra)
+    extra = {
+        name if given[name] == 1 else f"{reward.name}/{name}": values
+        for reward, outcome in noted
+        for name, values in outcome.notes.extra.items()
+    }
     return RewardScores(
         names=[reward.name for reward in rewards],
         scores=scores,
@@ -242,6 +284,6 @@ def _combine(
         total=total_reward(scores, failed, weights, group_size=group_size),
         seconds=[outcome.seconds for outcome in outcomes],
         failed=failed,
-        extra={name: values for _, o in noted for name, values in o.notes.extra.items()},
+        extra=extra,
         metrics=[(f"{r.name}/{name}", value) for r, o in noted for name, value in o.notes.metrics],
     )
