@@ -46,8 +46,10 @@ def axes_of_a_run(path: Path) -> Iterator[tuple[Any, Any]]:
 def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
     """Draws reward, its spread within the groups, and held-out accuracy against the step."""
     with axes_of_a_run(path) as (left, right):
-        steps, rewards = series(records, "reward")
-        _, spread = series(records, "reward_std")
+        # One of the two may be null by itself: the square of a large reward overflows.
+        known = [r for r in records if None not in (r.get("reward"), r.get("reward_std"))]
+        steps, rewards = series(known, "reward")
+        _, spread = series(known, "reward_std")
         left.plot(steps, rewards, color="tab:blue", label="reward")
         low = [r - s for r, s in zip(rewards, spread, strict=True)]
         high = [r + s for r, s in zip(rewards, spread, strict=True)]
@@ -59,7 +61,8 @@ def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _eval_names(records: list[dict[str, Any]]) -> list[str]:
-    return sorted({key for record in records for key in record if key.startswith("eval/")})
+    names = {name for record in records for name in record if name.startswith("eval/")}
+    return sorted(name for name in names if series(records, name)[0])
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:

@@ -21,9 +21,9 @@ def samples(text: str) -> str:
 
 
 def test_shows_samples_of_base_and_trained_weights(tmp_path):
-    question = "2 plus 2?"
+    question, shown = "2 plus 2?\x1b[2J", r"2 plus 2?\x1b[2J"
     (base,) = say(tmp_path, [question])
-    assert base.count("--- sample") == 2 and f"=== {question}" in base
+    assert base.count("--- sample") == 2 and f"=== {shown}" in base and "\x1b" not in base
     assert str(tmp_path / "llama") in base
     (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)  # always has spread: weights move
     reward = "rewards=[{_component_: my_rewards.reward_length}]"

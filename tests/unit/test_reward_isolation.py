@@ -117,6 +117,8 @@ def test_the_error_is_told(make):
         score(make(share=0.0), "1", "raise")
     with pytest.raises(RuntimeError, match="no answer within 0.5 s; its processes were killed"):
         score(make(share=0.0), "loop")
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        score(make(share=0.0), "sysexit")
     with pytest.raises(ValueError, match="'Actor' returned 0 values for 1 completions"):
         score(make(), "short")
 

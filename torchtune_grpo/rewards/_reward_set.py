@@ -13,7 +13,7 @@ from torchtune.utils import get_logger
 
 from torchtune_grpo.advantages import total_reward
 from torchtune_grpo.parallel import gather_over_ranks, rank
-from torchtune_grpo.plain import describe
+from torchtune_grpo.plain import describe, visible
 from torchtune_grpo.reward_contract import ContractError, TrainerState
 from torchtune_grpo.rewards._calling import (
     AsyncRewards,
@@ -186,7 +186,7 @@ class RewardSet:
         try:
             outcomes = self._call_all(calls)
         except ContractError as error:
-            broken = str(error)
+            broken = visible(str(error))
         self._check_outcomes(outcomes, broken)
         return _combine(self.rewards, outcomes, group_size=group_size)
 
