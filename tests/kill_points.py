@@ -72,7 +72,11 @@ def _die_at(number: int, folder: Path) -> None:
     left = [number]
 
     def audit(event: str, arguments: tuple) -> None:
-        if event in _EVENTS and str(arguments[0]).startswith(str(folder)):
+        if event in _EVENTS:
+            # A relative path is that of shutil.rmtree, from an open folder.
+            path = os.path.join(folder, str(arguments[0]))
+            if not path.startswith(str(folder)):
+                return
             if left[0] == 0:
                 os._exit(_KILLED)
             left[0] -= 1
