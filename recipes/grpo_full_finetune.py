@@ -32,8 +32,9 @@ from torchtune_grpo import parallel
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     Checkpoints,
-    load_optimizer_state,
+    claim_output_dir,
     optimizer_state,
+    restore_optimizer,
     set_aside_previous_run,
 )
 from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_indices
@@ -80,6 +81,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             keep_freed_memory()
         self._is_sharded = should_shard(self.cfg, device=self._device)
         self._output_dir = Path(self.cfg.output_dir)
+        parallel.on_first_rank(claim_output_dir, self._output_dir)
         self.seed = training.set_seed(seed=self.cfg.seed)
         self.global_step = 0
 
@@ -87,13 +89,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         """Builds everything; what can be wrong with the config fails before weights are read."""
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
         check_checkpoint_files(self.cfg)
-        self._checkpoints = Checkpoints(
-            self.cfg.checkpointer,
-            output_dir=self._output_dir,
-            adapter_only=self.cfg.save_adapter_weights_only,
-            keep_last=self.cfg.keep_last_n_checkpoints,
-        )
-        checkpoint = self._checkpoints.newest() if self.cfg.resume_from_checkpoint else None
+        self._checkpoints = Checkpoints.of_run(self.cfg)
+        checkpoint = self._checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self._output_dir)
         self._tokenizer = config.instantiate(self.cfg.tokenizer)
@@ -118,7 +115,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         )
         state = None
         if checkpoint is not None:
-            state = self._checkpoints.restore(self._model, checkpoint, seed=self.seed)
+            state = self._checkpoints.restore(self._model, checkpoint)
         self._engine = make_engine(
             self._model,
             self.cfg.rollout,
@@ -172,9 +169,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self._reference.shard(self.cfg.distributed, device=self._device)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        load_optimizer_state(self._optimizer, state["optimizer"])
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.load_state_dict(state["lr_scheduler"])
+        done = state["step"] * self.cfg.ppo_epochs
+        restore_optimizer(self._optimizer, self._lr_scheduler, state["optimizer"], steps=done)
+        self._guard.load_state_dict(state["guard"])
         parallel.restore_random_state(state["torch_rng"])
         self.global_step = state["step"]
         self._run_log.keep_until(self.global_step)
@@ -413,12 +410,10 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
-        scheduler = self._lr_scheduler
         state = {
             "step": self.global_step,
-            "seed": self.seed,
             "optimizer": optimizer_state(self._optimizer),
-            "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "guard": self._guard.state_dict(),
             "torch_rng": parallel.random_states(),
         }
         folder = self._checkpoints.save(self._model, state, step=self.global_step)

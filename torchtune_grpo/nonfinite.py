@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ MAX_IN_A_ROW = 3  # so many skipped optimizer steps stop the run
 
 
 class NonFiniteError(RuntimeError):
-    """Several optimizer steps in a row had a loss or gradient that is not finite."""
+    """Weights, or losses or gradients of several optimizer steps in a row, are not finite."""
 
 
 def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -41,6 +41,14 @@ class NonFiniteGuard:
         self._folder = output_dir / FOLDER
         self._in_a_row = 0
         self.skipped = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run has to know, or one that fails and is restarted would never end."""
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues the counts of :meth:`state_dict`."""
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
 
     def allows_step(
         self,

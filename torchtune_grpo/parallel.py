@@ -6,7 +6,10 @@ step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered wh
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +26,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo._config_table import key, one_of, positive
 
 T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,15 @@ class DistributedConfig:
 
 
 def init_process_group(device: torch.device) -> None:
-    """Joins the ranks that torchrun has started, if it has; ``device`` is this rank's."""
+    """Joins the ranks that torchrun has started, if it has; ``device`` is this rank's.
+
+    The kernel kills a rank whose torchrun is gone (Linux): nobody else would end it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:
+            sys.exit("torchrun is gone")
     if "RANK" in os.environ:
         # CPU tensors (metrics, random states) go over gloo, whatever the device is.
         own = training.get_distributed_backend(device.type)
@@ -86,11 +98,23 @@ def barrier() -> None:
         dist.barrier()
 
 
-def on_first_rank(function: Callable[..., Any], *args: Any) -> None:
-    """Calls a function on the first rank, while the others wait."""
+def on_first_rank(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function on the first rank, while the others wait; all get what it returns.
+
+    Raises:
+        Exception: the function's; on the other ranks, a RuntimeError that tells of it.
+    """
+    result: Any = None
+    failed: Exception | None = None
     if rank() == 0:
-        function(*args)
-    barrier()
+        try:
+            result = function(*args)
+        except Exception as error:
+            failed = error
+    result, message = gather_over_ranks((result, failed and str(failed)))[0]
+    if message is not None:
+        raise failed or RuntimeError(f"The first rank failed: {message}")
+    return result
 
 
 def gather_over_ranks(value: T) -> list[T]:

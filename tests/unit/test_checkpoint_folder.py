@@ -1,57 +1,249 @@
-"""Which checkpoint is resumed from, what is kept, and what a new run puts aside."""
+"""Which checkpoint is resumed from, what is kept and cleared, and what a new run puts aside."""
+
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
+from checkpoints import TINY, llama_checkpoint
 from omegaconf import OmegaConf
+from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_grpo.checkpoint import Checkpoints, set_aside_previous_run
+from torchtune_grpo.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    claim_output_dir,
+    set_aside_previous_run,
+)
+from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
+from torchtune_grpo.checkpoint._claim import delete
 from torchtune_grpo.checkpoint._folder import STATE_FILE, _publish
+from torchtune_grpo.nonfinite import NonFiniteError
 
 
 def complete(folder, step, **state):
     path = folder / f"step_{step:06d}"
     path.mkdir(parents=True)
     torch.save(state, path / STATE_FILE)
+    write_sums(path)
     return path
 
 
-def of(folder) -> Checkpoints:
+def of(folder, **settings) -> Checkpoints:
     """No weights are read or written here, so that any class does for torchtune's checkpointer."""
-    return Checkpoints(
-        OmegaConf.create({"_component_": "types.SimpleNamespace"}), output_dir=folder
-    )
+    node = {"_component_": "types.SimpleNamespace"}
+    return Checkpoints(OmegaConf.create(node), output_dir=folder, **settings)
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def saving(tmp_path, **settings) -> tuple[Checkpoints, torch.nn.Module]:
+    """Checkpoints in tmp_path/out, with torchtune's checkpointer, and a small model."""
+    node = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(llama_checkpoint(tmp_path / "base")),
+        "checkpoint_files": ["model.safetensors"],
+        "model_type": "LLAMA3_2",
+    }
+    checkpoints = Checkpoints(OmegaConf.create(node), output_dir=tmp_path / "out", **settings)
+    model = llama3_2(**TINY)
+    model.load_state_dict(checkpoints.base_weights())
+    return checkpoints, model
+
+
 def test_the_newest_complete_checkpoint_is_found(tmp_path):
-    with pytest.raises(ValueError, match="resume_from_checkpoint=True: .* no complete checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True: .* holds no checkpoint"):
         of(tmp_path).newest()
     complete(tmp_path, 999_999)
     newest = complete(tmp_path, 1_000_000)  # beyond the digits by which names sort
     (tmp_path / "step_1000001").mkdir()
+    (tmp_path / "step_notes").mkdir()
     assert of(tmp_path).newest() == newest
 
 
-def test_another_seed_is_refused(tmp_path):
+def flip(data: bytes, place: float) -> bytes:
+    at = int(len(data) * place)
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "header": lambda data: flip(data, 0),
+    "bit": lambda data: flip(data, 0.7),
+    "gone": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_file_is_named_and_the_one_before_is_taken(tmp_path, damage, caplog):
+    checkpoints, model = saving(tmp_path)
+    older, newest = (checkpoints.save(model, {"step": step}, step=step) for step in (3, 4))
+    assert checkpoints.newest() == newest
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    assert {STATE_FILE, SUMS_FILE, "config.json"} < {path.name for path in files}
+    for path in files:
+        whole = path.read_bytes()
+        if (changed := DAMAGE[damage](whole)) is None:
+            path.unlink()
+        elif changed != whole:
+            path.write_bytes(changed)
+        caplog.clear()
+        assert checkpoints.newest() == older
+        assert str(newest) in caplog.text and path.name in caplog.text
+        path.write_bytes(whole)
+    lines = (newest / SUMS_FILE).read_text().splitlines(keepends=True)
+    (newest / SUMS_FILE).write_text("".join(lines[1:]))  # cut between two lines
+    assert checkpoints.newest() == older
+    (older / STATE_FILE).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="all of its checkpoints are damaged"):
+        checkpoints.newest()
+
+
+def test_sha256sum_reads_the_sums(tmp_path):
+    folder = complete(tmp_path, 1)
+    command = ["sha256sum", "--check", SUMS_FILE]
+    assert subprocess.run(command, cwd=folder, capture_output=True).returncode == 0
+    (folder / STATE_FILE).write_bytes(b"")
+    assert subprocess.run(command, cwd=folder, capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [
+        ({"wait": torch.zeros(1, 1)}, "weight is missing; wait is not the model's"),
+        ({"weight": torch.zeros(2, 1)}, r"is float32 \[2, 1\], the model's float32 \[1, 1\]"),
+        ({"weight": torch.zeros(1, 1).half()}, r"float16 \[1, 1\], the model's float32 \[1, 1\]"),
+        ({"weight": torch.zeros(1, 1), "other": torch.zeros(1)}, "other is not the model's"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(tmp_path, saved, named):
     model, weight = torch.nn.Linear(1, 1, bias=False), torch.tensor([[5.0]])
-    path = complete(tmp_path, 1, seed=3, adapter={"weight": weight})
-    with pytest.raises(ValueError, match="seed=4: .* was made with seed 3, .* set seed to 3"):
-        of(tmp_path).restore(model, path, seed=4)
-    for seed in (None, 3):
-        assert of(tmp_path).restore(model, path, seed=seed)["seed"] == 3
+    of(tmp_path).restore(model, complete(tmp_path, 1, adapter={"weight": weight}))
+    bad = complete(tmp_path, 2, adapter=saved)
+    with pytest.raises(ValueError, match=f"step_000002 does not hold .*{named}"):
+        of(tmp_path).restore(model, bad)
     assert model.weight.equal(weight)
 
 
-def test_a_published_folder_replaces_its_namesake_and_the_oldest_go(tmp_path):
-    for step in (9, 10, 11):
-        complete(tmp_path, step, written="before")
-    staged = complete(tmp_path / ".incomplete", 11, written="now")
-    _publish(staged, tmp_path / "step_000011", keep_last=2)
-    assert names(tmp_path) == ["step_000010", "step_000011"]
+def test_a_published_folder_replaces_its_namesake(tmp_path):
+    complete(tmp_path, 11, written="before")
+    _publish(complete(tmp_path / ".incomplete", 11, written="now"), tmp_path / "step_000011")
+    assert names(tmp_path) == ["step_000011"]
     assert torch.load(tmp_path / "step_000011" / STATE_FILE) == {"written": "now"}
+
+
+def test_the_oldest_go_and_never_for_a_damaged_one(tmp_path):
+    """After step 11 was found damaged, the run went on from step 9 and saves step 10."""
+    checkpoints, model = saving(tmp_path, keep_last=2)
+    for step in (8, 9, 11):
+        complete(tmp_path / "out", step)
+    checkpoints.save(model, {}, step=10)
+    assert names(tmp_path / "out") == ["step_000009", "step_000010", "step_000011"]
+    checkpoints.save(model, {}, step=11)
+    assert names(tmp_path / "out") == ["step_000010", "step_000011"]
+    assert checkpoints.newest().name == "step_000011"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
+    checkpoints, model = saving(tmp_path, keep_last=1)
+    good = checkpoints.save(model, {}, step=1)
+    with torch.no_grad():
+        model.layers[1].mlp.w1.weight[0, 0] = bad
+    with pytest.raises(NonFiniteError, match=r"step_000002 is not saved: 1 .* layers\.1\.mlp\.w1"):
+        checkpoints.save(model, {}, step=2)
+    assert names(tmp_path / "out") == ["step_000001"] and checkpoints.newest() == good
+
+
+FULL = """
+import shutil, sys; sys.path[:0] = {path}
+from pathlib import Path
+from test_checkpoint_folder import CheckpointError, names, pytest, saving, torch
+checkpoints, model = saving(Path(sys.argv[1]))
+out = Path(sys.argv[1], "out")
+state = {{"optimizer": torch.zeros(300_000)}}
+size = shutil.disk_usage(out).free
+first = checkpoints.save(model, state, step=1)
+size -= shutil.disk_usage(out).free
+for share in (0, 0.2, 0.4, 0.6, 0.8, 0.95):  # of what a checkpoint takes is free
+    (out / "ballast").write_bytes(bytes(shutil.disk_usage(out).free - int(share * size)))
+    with pytest.raises(CheckpointError, match="step_000002 is not saved: .*No space left on dev"):
+        checkpoints.save(model, state, step=2)
+    assert names(out) == ["ballast", "step_000001"] and checkpoints.newest() == first
+    (out / "ballast").unlink()
+print(checkpoints.save(model, state, step=2))
+"""
+
+
+def test_a_full_disk_is_named_and_gets_back_what_was_half_written(tmp_path):
+    """A real one of 16 MB, in a namespace; each time, other files are those that do not fit."""
+    (tmp_path / "out").mkdir()
+    script = 'mount -t tmpfs -o size=16m tmpfs "$1/out" && exec "$0" -c "$FULL" "$1"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, sys.executable, str(tmp_path)],
+        env={**os.environ, "FULL": FULL.format(path=sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    if "Traceback" not in done.stderr and done.returncode:
+        pytest.skip(f"no file system of its own: {done.stderr}")
+    assert done.stdout.endswith("step_000002\n"), done.stderr[-3000:]
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def hold(folder, has_it, end) -> None:
+    claim_output_dir(folder)
+    has_it.set()
+    end.wait()
+
+
+def test_one_run_at_a_time_until_its_process_is_gone(tmp_path):
+    for how in ("killed", "ended"):
+        has_it, end = FORK.Event(), FORK.Event()
+        run = FORK.Process(target=hold, args=(tmp_path, has_it, end))
+        run.start()
+        assert has_it.wait(20)
+        (tmp_path / ".incomplete").mkdir()  # it is saving
+        with pytest.raises(ValueError, match=f"output_dir=.*: process {run.pid} on .* is running"):
+            claim_output_dir(tmp_path)
+        assert (tmp_path / ".incomplete").exists()
+        run.kill() if how == "killed" else end.set()
+        run.join()
+    claim_output_dir(tmp_path)
+    claim_output_dir(tmp_path)  # a second run of this process, in a notebook
+    assert names(tmp_path) == [".lock"]
+
+
+def die_deleting(folder) -> None:
+    def half(path, ignore_errors=False):
+        if path.exists():
+            next(path.iterdir()).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    shutil.rmtree = half
+    delete(folder)
+
+
+def test_what_a_kill_leaves_half_deleted_is_no_checkpoint_and_is_cleared(tmp_path):
+    older, newest = complete(tmp_path, 1), complete(tmp_path, 2)
+    run = FORK.Process(target=die_deleting, args=(older,))
+    run.start()
+    run.join()
+    assert names(tmp_path) == [".deleted_step_000001", "step_000002"]
+    (tmp_path / ".incomplete" / "epoch_3").mkdir(parents=True)
+    claim_output_dir(tmp_path)
+    assert names(tmp_path) == [".lock", "step_000002"]
+    assert of(tmp_path).newest() == newest
 
 
 def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
@@ -67,3 +259,4 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         archive = tmp_path / "previous_runs" / str(run)
         assert names(archive) == ["metrics.jsonl", "nonfinite", "step_000005"]
         assert (archive / "metrics.jsonl").read_text() == str(run)
+        (tmp_path / "previous_runs" / "README.txt").touch()  # somebody else's

@@ -6,6 +6,8 @@ A checkpoint is a folder ``step_<n>``, written atomically:
         model-*.safetensors, config.json, tokenizer ...  merged weights, as transformers loads them
         adapter/adapter_model.safetensors, adapter_config.json    LoRA or DoRA in PEFT's format
         training_state.pt                                what resuming needs
+        run_config.json                                  the config it was written under
+        SHA256SUMS                                       of all these
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune import config, training, utils
 
+from torchtune_grpo.checkpoint._checksums import find_damage, sync, write_sums
+from torchtune_grpo.checkpoint._claim import STAGING, delete
 from torchtune_grpo.checkpoint._export import (
     adapter_names,
     fits_peft,
@@ -29,13 +33,20 @@ from torchtune_grpo.checkpoint._export import (
     peft_config,
     peft_state,
 )
+from torchtune_grpo.checkpoint._run_config import changed_keys, run_config
 from torchtune_grpo.checkpoint._whole_state import full_state
-from torchtune_grpo.parallel import barrier, rank
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.nonfinite import NonFiniteError
+from torchtune_grpo.parallel import on_first_rank
 
 log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
-_STAGING = ".incomplete"
+CONFIG_FILE = "run_config.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none of those that there are can be read."""
 
 
 class Checkpoints:
@@ -46,6 +57,8 @@ class Checkpoints:
         output_dir (Path): the run's folder.
         adapter_only (bool): leave out the merged weights (models with adapters only).
         keep_last (int | None): delete all but this many newest checkpoints after each save.
+        run (GRPOConfig | None): the config of a run, saved with its checkpoints, and compared with
+            that of the one to resume.
     """
 
     def __init__(
@@ -55,16 +68,32 @@ class Checkpoints:
         output_dir: Path,
         adapter_only: bool = False,
         keep_last: int | None = None,
+        run: GRPOConfig | None = None,
     ) -> None:
         self._cfg = cfg
         self._folder = output_dir
         self._adapter_only = adapter_only
         self._keep_last = keep_last
         self._checkpointer = self._make_checkpointer()
+        self._run_config: dict[str, Any] = {}
+        if run is not None:
+            files = self._checkpointer._checkpoint_paths
+            self._run_config = run_config(run, base_files=files)
+
+    @classmethod
+    def of_run(cls, cfg: GRPOConfig) -> Checkpoints:
+        """Those of a config's run."""
+        return cls(
+            cfg.checkpointer,
+            output_dir=Path(cfg.output_dir),
+            adapter_only=cfg.save_adapter_weights_only,
+            keep_last=cfg.keep_last_n_checkpoints,
+            run=cfg,
+        )
 
     def _make_checkpointer(self, **overrides: Any) -> Any:
         """The config's, but writing into the staging folder."""
-        staging = str(self._folder / _STAGING)
+        staging = str(self._folder / STAGING)
         return config.instantiate(self._cfg, output_dir=staging, **overrides)
 
     def base_weights(self) -> dict[str, Any]:
@@ -72,39 +101,62 @@ class Checkpoints:
         return self._checkpointer.load_checkpoint()[training.MODEL_KEY]
 
     def newest(self) -> Path:
-        """The newest complete checkpoint.
+        """The newest checkpoint whose files are as they were written; warns of newer ones.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if there is no checkpoint.
+            CheckpointError: if all are damaged.
         """
-        complete = [p for p in self._folder.glob("step_*") if (p / STATE_FILE).is_file()]
-        if not complete:
-            raise ValueError(
-                f"resume_from_checkpoint=True: output_dir={self._folder} holds no complete "
-                "checkpoint; set it to False to start afresh, or name the interrupted run's "
-                "output_dir."
+        folders = _by_step(self._folder)[::-1]
+        for folder in folders:
+            damage = find_damage(folder)
+            if damage is None:
+                return folder
+            log.warning(f"{folder} cannot be used: {damage}.")
+        if folders:
+            raise CheckpointError(
+                f"output_dir={self._folder}: all of its checkpoints are damaged. Restore one, or "
+                "start afresh with resume_from_checkpoint=False."
             )
-        return max(complete, key=_step_number)
+        raise ValueError(
+            f"resume_from_checkpoint=True: output_dir={self._folder} holds no checkpoint; set it "
+            "to False to start afresh, or name the interrupted run's output_dir."
+        )
 
-    def restore(
-        self, model: nn.Module, checkpoint: Path, *, seed: int | None = None
-    ) -> dict[str, Any]:
+    def to_resume(self) -> Path:
+        """The newest undamaged checkpoint, if the run's config may continue it; logs what changed.
+
+        Every rank has to call it.
+
+        Raises:
+            ValueError: if there is none, or a key of the config differs that must not.
+            CheckpointError: if all are damaged.
+        """
+        checkpoint = on_first_rank(self.newest)
+        old = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
+        changed = changed_keys(old, self._run_config, checkpoint=checkpoint)
+        if changed:
+            utils.log_rank_zero(log, f"Changed since {checkpoint}: {', '.join(changed)}.")
+        step, num_steps = _step_number(checkpoint), self._run_config["num_steps"]
+        if num_steps < step:
+            raise ValueError(
+                f"num_steps={num_steps}: {checkpoint} has done {step} steps; give {step} or more."
+            )
+        return checkpoint
+
+    def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
         """Gives a freshly built policy the weights of a checkpoint; returns the training's state.
 
         Raises:
-            ValueError: if the run had another seed than the one given.
+            ValueError: if its weights are not those that the model trains.
         """
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-        if seed is not None and state["seed"] != seed:
-            raise ValueError(
-                f"seed={seed}: {checkpoint} was made with seed {state['seed']}, which decides "
-                f"the order of the prompts; set seed to {state['seed']}."
-            )
         weights = state["adapter"]
         if not weights:
-            files = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+            files = sorted(path.name for path in checkpoint.glob("model-*"))
             whole = self._make_checkpointer(checkpoint_dir=str(checkpoint), checkpoint_files=files)
             weights = whole.load_checkpoint()[training.MODEL_KEY]
+        _check_same(model, weights, checkpoint)
         model.load_state_dict(weights, strict=False)
         return state
 
@@ -120,24 +172,57 @@ class Checkpoints:
 
         Returns:
             Path: the checkpoint folder.
+
+        Raises:
+            CheckpointError: if it cannot be written; what was there before still is.
+            NonFiniteError: if weights are infinite or NaN.
         """
         state = full_state(model)
         target = self._folder / f"step_{step:06d}"
-        if rank() == 0:
-            staging = self._folder / _STAGING
-            shutil.rmtree(staging, ignore_errors=True)
-            folder = staging / f"epoch_{step}"  # the name that torchtune's checkpointer gives
+        on_first_rank(self._save, model, state, training_state, target)
+        return target
+
+    def _save(
+        self,
+        model: nn.Module,
+        state: Mapping[str, Tensor],
+        training_state: Mapping[str, Any],
+        target: Path,
+    ) -> None:
+        adapter = {name: state[name].clone() for name in adapter_names(model)}
+        bad = [name for name, value in (adapter or state).items() if not _is_finite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"{target} is not saved: {len(bad)} trained tensors, {bad[0]} for one, hold an "
+                "infinity or a NaN. Resume from an earlier checkpoint with a lower optimizer.lr."
+            )
+        staging = self._folder / STAGING
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            folder = staging / f"epoch_{_step_number(target)}"  # as torchtune's checkpointer does
             folder.mkdir(parents=True)
-            adapter = {name: state[name].clone() for name in adapter_names(model)}
             if not (adapter and self._adapter_only):
                 merged = merged_state(model, state) if adapter else dict(state)
-                self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=step)
+                epoch = _step_number(target)
+                self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
             if adapter and fits_peft(model, self._cfg.model_type):
                 self._save_peft(model, adapter, folder / "adapter")
-            torch.save({**training_state, "adapter": adapter}, folder / STATE_FILE)
-            _publish(folder, target, keep_last=self._keep_last)
-        barrier()
-        return target
+            with (folder / STATE_FILE).open("wb") as file:
+                torch.save({**training_state, "adapter": adapter}, file)
+            text = json.dumps(self._run_config, indent=2)
+            (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+            write_sums(folder)
+            _publish(folder, target)
+        except Exception as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            # torch.save raises an error of its own while it handles that of the file.
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise CheckpointError(
+                f"{target} is not saved: {cause}. What was half written is deleted, and earlier "
+                "checkpoints are as they were."
+            ) from error
+        if self._keep_last is not None:
+            _delete_older(target, keep=self._keep_last)
 
     def _save_peft(self, model: nn.Module, adapter: dict[str, Tensor], folder: Path) -> None:
         base = str(self._cfg.checkpoint_dir)
@@ -160,24 +245,66 @@ def set_aside_previous_run(output_dir: Path) -> None:
         return
     archive = output_dir / "previous_runs"
     archive.mkdir(exist_ok=True)
-    target = archive / str(1 + max((int(p.name) for p in archive.iterdir()), default=0))
+    runs = [int(path.name) for path in archive.iterdir() if path.name.isdecimal()]
+    target = archive / str(1 + max(runs, default=0))
     target.mkdir()
     for path in left:
         path.rename(target / path.name)
     log.info(f"Moved the previous run's files from {output_dir} to {target}.")
 
 
-def _publish(folder: Path, target: Path, *, keep_last: int | None) -> None:
-    """Renames a complete folder into place, then deletes what is no longer wanted."""
+def _publish(folder: Path, target: Path) -> None:
+    """Renames a complete folder into place."""
     if target.exists():
-        target.rename(folder.parent / "replaced")
+        delete(target)
     folder.rename(target)
+    sync(target.parent)
     shutil.rmtree(folder.parent)
-    if keep_last is not None:
-        for old in sorted(target.parent.glob("step_*"), key=_step_number)[:-keep_last]:
-            shutil.rmtree(old)
+
+
+def _delete_older(newest: Path, *, keep: int) -> None:
+    """Deletes all but some checkpoints.
+
+    Those of later steps are damaged, or the run would have resumed from one; they do not count.
+    """
+    steps = _by_step(newest.parent)
+    for old in steps[: steps.index(newest) + 1][:-keep]:
+        delete(old)
+
+
+def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Raises a ValueError unless weights have the names, shapes and dtypes that a model trains."""
+    expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    differing = [f"{name} is missing" for name in expected.keys() - weights.keys()]
+    differing += [
+        f"{name} is not the model's" for name in weights.keys() - model.state_dict().keys()
+    ]
+    differing += [
+        f"{name} is {_kind(weights[name])}, the model's {_kind(parameter)}"
+        for name, parameter in expected.items()
+        if name in weights and _kind(weights[name]) != _kind(parameter)
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} does not hold what model and dtype train: {'; '.join(differing[:5])} "
+            f"({len(differing)} differ). Set both to what they were, or start afresh with "
+            "resume_from_checkpoint=False."
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _is_finite(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _by_step(folder: Path) -> list[Path]:
+    """Checkpoints, whole or damaged, oldest first."""
+    names = [path for path in folder.glob("step_*") if path.name[5:].isdecimal()]
+    return sorted(names, key=_step_number)
 
 
 def _step_number(path: Path) -> int:
-    digits = path.name.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1
+    return int(path.name.removeprefix("step_"))

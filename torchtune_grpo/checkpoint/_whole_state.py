@@ -5,6 +5,7 @@ Sharded tensors are put together on the first rank, and cut again for the ranks 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 
+from torchtune_grpo.checkpoint._run_config import HYPERPARAMETERS
 from torchtune_grpo.parallel import rank
+
+_OF_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -34,8 +38,27 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {**state, "state": entries}
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads what :func:`optimizer_state` gave the first rank, however many ranks there were."""
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], *, steps: int
+) -> None:
+    """Loads what :func:`optimizer_state` gave the first rank, however many ranks there were.
+
+    Learning rate and other hyperparameters stay those of the config, as if they had always been.
+
+    Args:
+        optimizer (torch.optim.Optimizer): freshly made from the config.
+        scheduler (Any): the learning rate's, freshly made; or None.
+        state (Mapping[str, Any]): of the optimizer.
+        steps (int): that the scheduler has taken.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that the optimizer takes none of these steps
+        for _ in range(steps if scheduler is not None else 0):
+            scheduler.step()
+    groups = [
+        {**old, **{name: new[name] for name in _OF_CONFIG if name in new}}
+        for old, new in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries = {
         index: {
@@ -44,7 +67,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         }
         for index, entry in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": entries})
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
     # That casts low-bit shards to the parameters' dtype in name only; put them back as they were.
     for index, entry in entries.items():
         low_bit = {n: v for n, v in entry.items() if isinstance(v, DTensor) and _is_low_bit(v)}

@@ -1,0 +1,107 @@
+"""The config that a checkpoint was written under, and what of it a resumed run may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from torchtune_grpo.checkpoint._checksums import describe_file
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.parallel import world_size
+
+# Key -> why it must stay; it stands for all keys below it. Everything else may change.
+FIXED = {
+    "model": "it says what the weights compute",
+    "dtype": "the weights are of it",
+    "tokenizer": "the policy learned its tokens",
+    "checkpointer.model_type": "it says how the weights are stored",
+    "checkpointer.checkpoint_files": "training started from them",
+    "seed": "it decides the order of the prompts",
+    "dataset": "it decides which prompts come next",
+    "batch_size * ranks": "it decides which prompts come next",
+    "optimizer": "the saved states are those of another one",
+    "lr_scheduler._component_": "the learning rate would jump",
+}
+# Of a resumed run, these are the config's, not the checkpoint's.
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
+_MAY_CHANGE = {f"optimizer.{name}" for name in HYPERPARAMETERS}
+
+
+def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]:
+    """A config as plain values by dotted key.
+
+    Where a key must stay, a file is described by its name and contents, so that it may move.
+
+    Args:
+        cfg (GRPOConfig): the config.
+        base_files (Sequence[Path]): the weights that training starts from.
+    """
+    flat = {key: value for key, value in _flat(dataclasses.asdict(cfg)) if value is not None}
+    for key in [key for key in flat if key.startswith("checkpointer.checkpoint_files")]:
+        del flat[key]
+    for number, path in enumerate(base_files):
+        flat[f"checkpointer.checkpoint_files.{number}"] = str(path)
+    flat["batch_size * ranks"] = cfg.batch_size * world_size()
+    return {key: _described(value) if _why_fixed(key) else value for key, value in flat.items()}
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: Path) -> list[str]:
+    """What differs between a checkpoint's config and the one to resume it under.
+
+    Returns:
+        list[str]: such as "optimizer.lr 0.0003 -> 0.0001".
+
+    Raises:
+        ValueError: if a key differs that must not.
+    """
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    refused = [
+        f"{key}={_shown(new.get(key))}: {checkpoint} was made with {_shown(old.get(key))}, and "
+        f"{why}."
+        for key in keys
+        if (why := _why_fixed(key))
+    ]
+    if refused:
+        raise ValueError(
+            f"{' '.join(refused)} Set it back, or start afresh with resume_from_checkpoint=False."
+        )
+    return [
+        f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}"
+        for key in keys
+        if key != "resume_from_checkpoint"
+    ]
+
+
+def _why_fixed(key: str) -> str | None:
+    for name, why in FIXED.items():
+        if (key == name or key.startswith(f"{name}.")) and key not in _MAY_CHANGE:
+            return why
+    return None
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value below a node that is no node itself, by its dotted key; an empty node is one."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value)) or []
+    if not isinstance(value, dict) or not value:
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, str) and os.path.exists(value):
+        return describe_file(Path(value)) if os.path.isfile(value) else Path(value).name
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
