@@ -101,3 +101,15 @@ def test_all_ranks_decide_alike(tmp_path):
         "step_000001_1_rank_0.pt",
         "step_000001_1_rank_1.pt",
     ]
+
+
+def test_counts_survive_a_restart(tmp_path):
+    """A run that is killed and resumed after every second bad step ends all the same."""
+    first = NonFiniteGuard(tmp_path)
+    assert not decide(first, loss=torch.nan) and not decide(first, loss=torch.nan)
+    resumed = NonFiniteGuard(tmp_path)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(NonFiniteError, match="3 in a row"):
+        decide(resumed, loss=torch.nan)
+    assert resumed.skipped == 3
+    assert len(list((tmp_path / "nonfinite").iterdir())) == 3  # none is overwritten

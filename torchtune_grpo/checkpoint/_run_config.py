@@ -29,7 +29,6 @@ FIXED = {
 }
 # Of a resumed run, these are the config's, not the checkpoint's.
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
-_MAY_CHANGE = {f"optimizer.{name}" for name in HYPERPARAMETERS}
 
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]:
@@ -78,10 +77,13 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: 
 
 
 def _why_fixed(key: str) -> str | None:
-    for name, why in FIXED.items():
-        if (key == name or key.startswith(f"{name}.")) and key not in _MAY_CHANGE:
-            return why
-    return None
+    if any(_is_below(key, f"optimizer.{name}") for name in HYPERPARAMETERS):
+        return None
+    return next((why for name, why in FIXED.items() if _is_below(key, name)), None)
+
+
+def _is_below(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,132 @@
+"""What of its config a resumed run may change, and what the optimizer takes from which side."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+from torchtune_grpo._plugin import config_files
+from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
+from torchtune_grpo.checkpoint._run_config import FIXED, changed_keys, run_config
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.read_config import read_config
+
+
+def settings(folder: Path, *changes: str) -> GRPOConfig:
+    """A shipped config with its files in a folder."""
+    cfg = OmegaConf.load(config_files()["llama3_2_1B_lora_grpo"])
+    for change in (f"tokenizer.path={folder / 'tokens'}", f"output_dir={folder}", *changes):
+        key, _, value = change.partition("=")
+        if key in ("optimizer", "lr_scheduler"):  # as `tune run` does
+            key += "._component_"
+        elif key == "model":
+            value = f"{{_component_: {value}}}"
+        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, merge=False)
+    return read_config(cfg)
+
+
+def config_of(folder: Path, *changes: str, tokens="abc", base="0" * 9) -> dict:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokens").write_text(tokens)
+    (folder / "model.safetensors").write_text(base)
+    return run_config(settings(folder, *changes), base_files=[folder / "model.safetensors"])
+
+
+def test_what_may_change_is_told_and_moved_files_are_the_same(tmp_path):
+    old = config_of(tmp_path / "a")
+    changes = ["optimizer.lr=1e-6", "optimizer.betas=[0.9,0.95]", "rewards[0].weight=3"]
+    changes += ["num_steps=7", "lr_scheduler.num_warmup_steps=1", "resume_from_checkpoint=true"]
+    new = config_of(tmp_path / "b", *changes)
+    told = changed_keys(old, new, checkpoint=Path("step_000003"))
+    names = [line.split()[0] for line in told]
+    assert f"num_steps {old['num_steps']} -> 7" in told and "rewards.0.weight 1.0 -> 3" in told
+    assert set(names) == {
+        "optimizer.lr", "optimizer.betas.0", "optimizer.betas.1", "num_steps", "output_dir",
+        "rewards.0.weight", "lr_scheduler.num_warmup_steps", "checkpointer.output_dir",
+        "metric_logger.log_dir", "profiler.output_dir",
+    }  # fmt: skip
+    assert changed_keys(old, old, checkpoint=Path("step_000003")) == []
+
+
+REFUSED = {
+    "model.lora_alpha=99": "model.lora_alpha=99: .*step_000003 was made with 64, and it says what",
+    "model.lora_attn_modules=[output_proj]": "model.lora_attn_modules.0=output_proj: .*q_proj",
+    "model=torchtune.models.llama3_2.llama3_2_1b": "model._component_=.*llama3_2_1b: .*lora_llama",
+    "dtype=fp32": "dtype=fp32: .* was made with bf16",
+    "seed=4": "seed=4: .* was made with 0, and it decides the order of the prompts",
+    "batch_size=3": r"batch_size \* ranks=3: .* was made with 8",
+    "dataset.split=test": "dataset.split=test: .* was made with train",
+    "checkpointer.model_type=QWEN2": "checkpointer.model_type=QWEN2: .* was made with LLAMA3_2",
+    "optimizer=torch.optim.SGD": "optimizer._component_=torch.optim.SGD: .*torch.optim.AdamW",
+    "optimizer.amsgrad=true": "optimizer.amsgrad=True: .* was made with null",
+    "lr_scheduler=null": "lr_scheduler._component_=null: .* was made with torchtune",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_must_stay_is_refused_by_key_with_both_values(tmp_path, change):
+    old, new = config_of(tmp_path), config_of(tmp_path, change)
+    with pytest.raises(ValueError, match=f"{REFUSED[change]}.* Set it back, or start afresh"):
+        changed_keys(old, new, checkpoint=tmp_path / "step_000003")
+    if change == "lr_scheduler=null":
+        with pytest.raises(ValueError, match="lr_scheduler._component_=torchtune.*with null"):
+            changed_keys(new, old, checkpoint=tmp_path / "step_000003")
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [({"tokens": "abd"}, "tokenizer.path"), ({"base": "1" * 9}, "checkpointer.checkpoint_files.0")],
+)
+def test_a_file_with_other_contents_is_another_one(tmp_path, changed, key):
+    old, new = config_of(tmp_path), config_of(tmp_path, **changed)
+    with pytest.raises(ValueError, match=rf"{key}=\S+ \([39] bytes, \w+\): .* was made with"):
+        changed_keys(old, new, checkpoint=tmp_path / "step_000003")
+
+
+def trained(lr: float, *, steps: int, horizon: int, resumed=None, done: int = 0, **more):
+    """A weight, and Adam with a schedule on it, after some steps; resumed from another one's."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], lr=lr, **more)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 2, horizon)
+    if resumed is not None:
+        before, state = resumed
+        weight.data.copy_(before)
+        restore_optimizer(optimizer, scheduler, state, steps=done)
+    for step in range(done, steps):
+        weight.grad = torch.randn(4, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        scheduler.step()
+    return weight.detach().clone(), optimizer
+
+
+def test_a_resumed_optimizer_continues_to_the_last_bit():
+    whole, _ = trained(0.1, steps=8, horizon=9)
+    half, optimizer = trained(0.1, steps=5, horizon=9)
+    state = (half, optimizer_state(optimizer))
+    again, _ = trained(0.1, steps=8, horizon=9, resumed=state, done=5)
+    assert again.equal(whole) and not again.equal(half)
+
+
+def test_the_configs_hyperparameters_win_over_the_saved_ones():
+    """And the schedule is where it would be if they had held from the start."""
+    half, optimizer = trained(0.1, steps=5, horizon=9)
+    state = (half, optimizer_state(optimizer))
+    more = {"betas": (0.5, 0.6), "weight_decay": 0.3}
+    _, resumed = trained(0.02, steps=5, horizon=20, resumed=state, done=5, **more)
+    _, fresh = trained(0.02, steps=5, horizon=20, **more)
+    assert resumed.param_groups[0]["lr"] == fresh.param_groups[0]["lr"] != 0.1
+    for name in ("betas", "weight_decay", "initial_lr"):
+        assert resumed.param_groups[0][name] == fresh.param_groups[0][name]
+    (moments,) = resumed.state.values()
+    assert moments["step"] == 5 and moments["exp_avg"].equal(
+        *[entry["exp_avg"] for entry in optimizer.state.values()]
+    )
+
+
+def test_each_fixed_key_is_one_of_the_config(tmp_path):
+    keys = config_of(tmp_path)
+    for fixed in FIXED:
+        assert any(key == fixed or key.startswith(f"{fixed}.") for key in keys), fixed
