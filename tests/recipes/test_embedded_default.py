@@ -1,14 +1,10 @@
 """The embedded default: no download, no files of its own, one command."""
 
 import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from fork_server import environment
-from runs import DISTRIBUTED, RECIPE, TUNE, metrics, run, run_tiny, tune
+from runs import DISTRIBUTED, RECIPE, metrics, run, run_tiny, tune
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
@@ -30,34 +26,6 @@ def test_runs_from_an_empty_folder(tmp_path, recipe, more):
     report = run("-m", "torchtune_grpo.report", output, cwd=tmp_path).out
     assert "held-out pass@1:" in report and "after (step 2)" in report
     assert (output / "reward_curve.png").stat().st_size > 10_000
-
-
-def test_a_killed_run_resumes_to_the_same_result(tmp_path):
-    """kill -9 after some steps, then resume: the metrics of an uninterrupted run, step by step."""
-    more = [*QUICK, "forward_batch_size=64", "num_steps=6", "save_every_n_steps=2"]
-    tune("run", RECIPE, "--config", CONFIG, *more, "output_dir=whole", cwd=tmp_path)
-    command = [str(TUNE), "run", RECIPE, "--config", CONFIG, *more, "output_dir=cut"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    cut = tmp_path / "cut"
-    deadline = time.monotonic() + 200
-    while not (cut / "step_000002").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (cut / "step_000006").exists()
-    tune(*command[1:], "resume_from_checkpoint=True", cwd=tmp_path)
-    names = ("step", "reward", "loss", "entropy", "grad_norm", "completions/mean_length")
-    whole, resumed = (
-        [[r[n] for n in names] for r in metrics(tmp_path / folder) if "reward" in r]
-        for folder in ("whole", "cut")
-    )
-    assert whole == resumed
 
 
 GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", Path(__file__).parents[3] / "shared/gsm8k"))

@@ -59,7 +59,7 @@ def saving(tmp_path, **settings) -> tuple[Checkpoints, torch.nn.Module]:
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path):
-    with pytest.raises(ValueError, match="resume_from_checkpoint=True: .* holds no checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True: .* no complete checkpoint"):
         of(tmp_path).newest()
     complete(tmp_path, 999_999)
     newest = complete(tmp_path, 1_000_000)  # beyond the digits by which names sort

@@ -119,8 +119,8 @@ class Checkpoints:
                 "start afresh with resume_from_checkpoint=False."
             )
         raise ValueError(
-            f"resume_from_checkpoint=True: output_dir={self._folder} holds no checkpoint; set it "
-            "to False to start afresh, or name the interrupted run's output_dir."
+            f"resume_from_checkpoint=True: output_dir={self._folder} holds no complete "
+            "checkpoint; set it to False to start afresh, or name the interrupted run's output_dir."
         )
 
     def to_resume(self) -> Path:

@@ -1,0 +1,179 @@
+"""Is anything lost when a run is killed at any time, and resumed?
+
+    python benchmarks/kills.py --minutes 10
+
+Trains the tiny model, fully and with adapters in turn, saving after every step. A run is killed
+(-9) again and again: at a random time, or while a checkpoint is being written. It is resumed, or
+started again while it has no checkpoint, until it ends. Then weights, optimizer, generators,
+metrics and completions are compared with those of a run that nobody has killed, bit by bit.
+
+Prints one JSON line. `lost` counts the resumes that did not begin at the newest checkpoint that was
+there after the kill. A start that fails ends the benchmark.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtune.models  # noqa: F401  # what a run imports, once for all
+import torchtune.training  # noqa: F401
+
+import torchtune_grpo.rollout  # noqa: F401
+from torchtune_grpo._plugin import config_files, recipes_folder
+from torchtune_grpo.run_log import read_jsonl
+
+SETTINGS = """
+prepare.warmup_steps=0 num_steps=6 save_every_n_steps=1 keep_last_n_checkpoints=2 batch_size=2
+grpo_samples=4 forward_batch_size=8 max_generated_tokens=12 eval_dataset=null
+eval_every_n_steps=null optimizer.lr=1e-3 dataset.num_samples=64 log_completions=99
+""".split()
+SETTINGS.append("rewards=[{_component_: kills.reward_length}]")  # groups differ, weights move
+LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "model.lora_dropout=0.5"]
+MODELS = {"full": [], "lora": LORA}
+TIMED = re.compile("^time/|tokens_per_second$")
+NODES = ("prepare", "tokenizer", "checkpointer")
+
+
+def reward_length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Gives even a model that knows nothing something to learn."""
+    return [float(len(completion) % 7) for completion in completions]
+
+
+def start(output: Path, *overrides: str) -> int:
+    """A run in a forked process, which has its imports already; returns its id."""
+    base = [f"{node}.checkpoint_dir={output.parent / 'tiny_llama'}" for node in NODES]
+    config = str(config_files()["tiny_arithmetic_grpo"])
+    if (child := os.fork()) > 0:
+        return child
+    try:
+        log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        script = str(recipes_folder() / "grpo_full_finetune.py")
+        sys.argv = [script, "--config", config, f"output_dir={output}", *SETTINGS, *base]
+        sys.argv += overrides
+        with contextlib.suppress(SystemExit):
+            runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def newest(output: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    return max((int(path.name[5:]) for path in output.glob("step_*")), default=0)
+
+
+def kill_or_end(child: int, output: Path, *, seconds: float, saving: bool) -> bool:
+    """Kills a run after some seconds, or, if ``saving``, at its next save after them.
+
+    Returns:
+        bool: whether it was killed; False if it has ended before.
+    """
+    due = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0, Path(f"{output}.log").read_text()[-3000:]
+            return False
+        now = time.monotonic()
+        if now >= due and (not saving or any(output.glob(".incomplete/*"))):
+            time.sleep(random.uniform(0, 0.02) if saving else 0)  # a save takes about as long
+            os.kill(child, signal.SIGKILL)
+            return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        time.sleep(0.001)
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """All that a run leaves, but times."""
+    folder = output / f"step_{newest(output):06d}"
+    state = torch.load(folder / "training_state.pt", weights_only=True)
+    assert read_jsonl(output / "metrics.jsonl")[-1]["grad_norm"] > 0
+    return {
+        "weights": [path.read_bytes() for path in sorted(folder.glob("model-*.safetensors"))],
+        "state": dict(leaves(state)),
+        "metrics": [
+            {name: value for name, value in record.items() if not TIMED.search(name)}
+            for record in read_jsonl(output / "metrics.jsonl")
+        ],
+        "completions": read_jsonl(output / "completions.jsonl"),
+    }
+
+
+def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Every value of a nested state by its place; tensors as their bits."""
+    if isinstance(value, torch.Tensor):
+        return [(name, (value.dtype, value.shape, value.contiguous().numpy().tobytes()))]
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [leaf for key, inner in items for leaf in leaves(inner, f"{name}.{key}")]
+    return [(name, value)]
+
+
+def killed_run(output: Path, model: list[str], *, kills: int, seconds: float) -> dict[str, int]:
+    """One run, killed at most so often; ``seconds`` is what it takes without."""
+    counts = {"kills": 0, "while_saving": 0, "resumes": 0, "lost": 0}
+    while True:
+        step = newest(output)
+        resume = [f"resume_from_checkpoint={step > 0}"]
+        child = start(output, *model, *resume)
+        saving = random.random() < 0.5
+        wait = random.uniform(0, seconds) if counts["kills"] < kills else 1e9
+        killed = kill_or_end(child, output, seconds=wait / 2 if saving else wait, saving=saving)
+        if step:
+            counts["resumes"] += 1
+            found = re.search(r"Resumed after step (\d+)", Path(f"{output}.log").read_text())
+            counts["lost"] += found is not None and int(found[1]) != step
+        if not killed:
+            return counts
+        counts["kills"] += 1
+        counts["while_saving"] += any(output.glob(".incomplete/*"))
+
+
+def main() -> None:
+    """Kills, resumes and compares until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--kills", type=int, default=8, help="at most, of one run")
+    parser.add_argument("--seed", type=int, default=0, help="of the times of the kills")
+    args = parser.parse_args()
+    random.seed(args.seed)
+    begin = time.monotonic()
+    totals = {"runs": 0, "bit_equal": 0, "kills": 0, "while_saving": 0, "resumes": 0, "lost": 0}
+    differing: list[str] = []
+    with tempfile.TemporaryDirectory() as work:
+        whole = {}
+        while not totals["runs"] or time.monotonic() - begin < 60 * args.minutes:
+            name = list(MODELS)[totals["runs"] % len(MODELS)]
+            if name not in whole:
+                since = time.monotonic()
+                output = Path(work, f"whole_{name}")
+                kill_or_end(start(output, *MODELS[name]), output, seconds=1e9, saving=False)
+                whole[name] = outcome(output), time.monotonic() - since
+            expected, seconds = whole[name]
+            output = Path(work, f"killed_{totals['runs']}")
+            counts = killed_run(output, MODELS[name], kills=args.kills, seconds=seconds)
+            result = outcome(output)
+            gaps = [what for what in expected if result[what] != expected[what]]
+            differing += [f"run {totals['runs']}: {what}" for what in gaps]
+            counts |= {"runs": 1, "bit_equal": not gaps}
+            totals = {key: totals[key] + counts[key] for key in totals}
+    name = {"benchmark": "kills", "torch": torch.__version__}
+    settings = {"minutes": args.minutes, "kills": args.kills, "seed": args.seed}
+    print(json.dumps({**name, "settings": settings, "results": totals, "differing": differing}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Killed runs, changed configs, damage and second runs, through the real ``tune`` command."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from fork_server import environment
+from processes import children, is_alive, wait_until
+from runs import DISTRIBUTED, RECIPE, TUNE, metrics, run, tune
+from safetensors.torch import load_file, save_file
+
+from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
+
+CONFIG = "tiny_arithmetic_grpo"
+QUICK = """
+prepare.warmup_steps=0 num_steps=2 save_every_n_steps=1 batch_size=2 grpo_samples=4
+forward_batch_size=8 max_generated_tokens=8 dataset.num_samples=64 eval_dataset=null
+eval_every_n_steps=null output_dir=out
+""".split()
+LORA = "model=torchtune_grpo.tiny.lora_tiny_llama3_2"
+RESUME = "resume_from_checkpoint=True"
+
+
+def tiny(folder: Path, *more: str, check: bool = True, **env: str):
+    return tune("run", RECIPE, "--config", CONFIG, *QUICK, *more, cwd=folder, check=check, **env)
+
+
+def refused(folder: Path, *more: str) -> str:
+    """The last line that a run says which must fail."""
+    done = tiny(folder, RESUME, *more, check=False)
+    assert done.code != 0
+    return done.err.strip().splitlines()[-1]
+
+
+def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path):
+    """benchmarks/kills.py, for seconds; it runs for as long as one likes."""
+    script = Path(__file__).parents[2] / "benchmarks/kills.py"
+    done = run(script, "--minutes", "0", "--kills", "3", "--seed", "3", cwd=tmp_path)
+    results = json.loads(done.out.splitlines()[-1])["results"]
+    assert results["kills"] >= 2 and results["resumes"] >= 1
+    assert results["bit_equal"] == results["runs"] and results["lost"] == 0
+
+
+def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
+    tiny(tmp_path)
+    refusals = {
+        LORA: "model._component_=torchtune_grpo.tiny.lora_tiny_llama3_2: ",
+        "optimizer=torch.optim.SGD": "optimizer._component_=torch.optim.SGD: ",
+        "optimizer=torchao.optim.AdamW8bit": "optimizer._component_=torchao.optim.AdamW8bit: ",
+        "lr_scheduler=null": "lr_scheduler._component_=null: ",
+        "seed=5 prepare.seed=0": " seed=5: ",
+        "num_steps=1": "num_steps=1: out/step_000002 has done 2 steps; give 2 or more.",
+    }
+    for change, named in refusals.items():
+        assert named in refused(tmp_path, *change.split()), change
+    more = ["optimizer.lr=1e-5", "num_steps=3", "lr_scheduler.num_warmup_steps=1"]
+    done = tiny(tmp_path, RESUME, *more)
+    assert "optimizer.lr 0.0003 -> 1e-05" in done.err + done.out
+    steps = [record for record in metrics(tmp_path / "out") if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    # cosine from 1e-5 over 3 steps, one of them warm-up: after 2 of them, at the half
+    assert steps[2]["lr"] == pytest.approx(0.5e-5)
+
+
+def test_lora_on_other_layers_is_refused(tmp_path):
+    tiny(tmp_path, LORA, "model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=false")
+    said = refused(tmp_path, LORA, "model.lora_attn_modules=[output_proj]")
+    assert "model.lora_attn_modules.0=output_proj: " in said and "was made with q_proj" in said
+    assert "model.lora_alpha=99: " in refused(tmp_path, LORA, "model.lora_alpha=99")
+
+
+def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
+    tiny(tmp_path)
+    newest = tmp_path / "out" / "step_000002"
+    file = next(newest.glob("model-*.safetensors"))
+    tensors = load_file(file)
+    file.unlink()
+    done = tiny(tmp_path, RESUME)
+    assert f"step_000002 cannot be used: {file.name}: No such file" in done.err + done.out
+    assert "Resumed after step 1." in done.err + done.out
+    # A tensor is gone, and the sums were made anew.
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, next(newest.glob("model-*.safetensors")), {"format": "pt"})
+    (newest / SUMS_FILE).unlink()
+    write_sums(newest)
+    said = refused(tmp_path)
+    assert "step_000002 does not hold" in said and "layers.1.mlp.w3.weight is missing" in said
+
+
+def test_another_base_model_of_the_same_name_and_size_is_refused(tmp_path):
+    tiny(tmp_path)
+    base = tmp_path / "out" / "tiny_llama" / "model.safetensors"
+    tensors = load_file(base)
+    save_file({name: value + 1 for name, value in tensors.items()}, base, {"format": "pt"})
+    said = refused(tmp_path)
+    assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "started from" in said
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [str(TUNE), "run", *command, "--config", CONFIG, *QUICK, "num_steps=9999"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
+    first = start(tmp_path, RECIPE, "keep_last_n_checkpoints=2")
+    out = tmp_path / "out"
+    try:
+        assert wait_until(lambda: (out / "step_000002").exists(), 60)
+        for more in ([], [RESUME]):
+            done = tiny(tmp_path, *more, check=False)
+            said = done.err.strip().splitlines()[-1]
+            assert done.code != 0 and "output_dir=" in said and f"process {first.pid} on " in said
+        assert not (out / "previous_runs").exists() and first.poll() is None
+        step = max(record["step"] for record in metrics(out))
+        assert wait_until(lambda: (out / f"step_{step + 2:06d}").exists(), 60)
+        assert [r["step"] for r in metrics(out)] == list(range(1, len(metrics(out)) + 1))
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    launcher = start(tmp_path, "--nproc_per_node", "2", DISTRIBUTED)
+    try:
+        assert wait_until(lambda: (tmp_path / "out" / "step_000001").exists(), 90)
+        ranks = [*children(of=launcher.pid)]
+        assert len(ranks) == 2
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    try:
+        assert wait_until(lambda: not any(map(is_alive, ranks)), 5)
+    finally:
+        for rank in filter(is_alive, ranks):
+            os.kill(rank, signal.SIGKILL)
