@@ -130,7 +130,7 @@ def killed_run(output: Path, model: list[str], *, kills: int, seconds: float) ->
         resume = [f"resume_from_checkpoint={step > 0}"]
         child = start(output, *model, *resume)
         saving = random.random() < 0.5
-        wait = random.uniform(0, seconds) if counts["kills"] < kills else 1e9
+        wait = random.uniform(0, 0.7 * seconds) if counts["kills"] < kills else 1e9
         killed = kill_or_end(child, output, seconds=wait / 2 if saving else wait, saving=saving)
         if step:
             counts["resumes"] += 1

@@ -210,7 +210,7 @@ def hold(folder, has_it, end) -> None:
 def test_one_run_at_a_time_until_its_process_is_gone(tmp_path):
     for how in ("killed", "ended"):
         has_it, end = FORK.Event(), FORK.Event()
-        run = FORK.Process(target=hold, args=(tmp_path, has_it, end))
+        run = FORK.Process(target=hold, args=(tmp_path, has_it, end), daemon=True)
         run.start()
         assert has_it.wait(20)
         (tmp_path / ".incomplete").mkdir()  # it is saving
