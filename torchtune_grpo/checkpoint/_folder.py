@@ -239,7 +239,7 @@ def set_aside_previous_run(output_dir: Path) -> None:
 
     Otherwise the new run, once interrupted, could resume from the old one's checkpoint.
     """
-    names = ("step_*", "metrics.jsonl", "completions.jsonl", "nonfinite")
+    names = ("step_*", "*.jsonl", "*.jsonl.new", "nonfinite")
     left = [path for name in names for path in output_dir.glob(name)]
     if not left:
         return
