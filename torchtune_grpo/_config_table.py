@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +15,8 @@ from dataclasses import MISSING, field
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtune.config._errors import InstantiationError
-from torchtune.config._utils import _get_component_from_path
+
+from torchtune_grpo._components import component_parameters, fits, unusable_number
 
 
 def key(
@@ -50,11 +48,18 @@ def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
 
 
 def check_ranges(table: Any, prefix: str = "") -> None:
-    """Raises a ValueError if a field's value is out of its range, naming key, value and remedy."""
+    """Raises a ValueError if a field's value is of another type or out of its range.
+
+    It names key, value and remedy.
+    """
+    hints = typing.get_type_hints(type(table))
     for f in dataclasses.fields(table):
         value, valid = getattr(table, f.name), f.metadata.get("valid")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{prefix}{f.name}={value}: not a finite number.{_meaning(f)}")
+        if not fits(value, hints[f.name]):
+            raise _wrong_type(prefix, f, value, hints[f.name])
+        wrong = unusable_number(value, finite=True)
+        if wrong is not None:
+            raise ValueError(f"{prefix}{f.name}={value}: {wrong}.{_meaning(f)}")
         if valid is not None and not valid(value):
             raise ValueError(f"{prefix}{f.name}={value}: {f.metadata['hint']}.{_meaning(f)}")
 
@@ -107,19 +112,12 @@ def _did_you_mean(
     elsewhere += [
         f"{node}.{name}"
         for node, value in cfg.items()
-        if isinstance(value, Mapping) and name in component_parameters(value.get("_component_"))
+        if isinstance(value, Mapping)
+        and name in (component_parameters(value.get("_component_")) or ())
     ]
     near = [prefix + close for close in difflib.get_close_matches(name, siblings, n=1)]
     found = elsewhere + near
     return f" Did you mean {found[0]}?" if found else ""
-
-
-def component_parameters(dotpath: str | None) -> dict[str, inspect.Parameter]:
-    """Parameters of a component; empty where it cannot be found or does not say."""
-    try:
-        return dict(inspect.signature(_get_component_from_path(dotpath or "")).parameters)
-    except (InstantiationError, ValueError, TypeError):
-        return {}
 
 
 def _converted(prefix: str, f: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
@@ -137,9 +135,13 @@ def _converted(prefix: str, f: dataclasses.Field[Any], value: Any, hint: Any) ->
             pass
     wrong_bool = isinstance(value, bool) and bool not in options
     if wrong_bool or not isinstance(value, options):
-        wanted = _type_name(hint).replace("component", "a mapping with _component_")
-        raise ValueError(f"{prefix}{f.name}={value!r}: not of type {wanted}.{_meaning(f)}")
+        raise _wrong_type(prefix, f, value, hint)
     return value
+
+
+def _wrong_type(prefix: str, f: dataclasses.Field[Any], value: Any, hint: Any) -> ValueError:
+    wanted = _type_name(hint).replace("component", "a mapping with _component_")
+    return ValueError(f"{prefix}{f.name}={value!r}: not of type {wanted}.{_meaning(f)}")
 
 
 def _meaning(f: dataclasses.Field[Any]) -> str:

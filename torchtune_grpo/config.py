@@ -44,7 +44,9 @@ class GRPOConfig:
     """Every key that the recipe reads. Components hold ``_component_`` and its arguments."""
 
     # What is trained, on what
-    output_dir: str = key("Folder for checkpoints, metrics and completions")
+    output_dir: str = key(
+        "Folder for checkpoints, metrics and completions", valid=bool, hint="name a folder"
+    )
     prepare: DictConfig | None = key(
         "Component called before anything is read, to make what is missing", None
     )
@@ -73,7 +75,12 @@ class GRPOConfig:
         hint="a group of one has no spread to learn from; give at least 2",
     )
     max_generated_tokens: int = positive("Longest response in tokens")
-    temperature: float = positive("Sampling temperature", 1.0)
+    temperature: float = key(
+        "Sampling temperature",
+        1.0,
+        valid=lambda v: v >= 1e-6,
+        hint="give a number above 0, at least 1e-6",
+    )
     sampling: SamplingConfig = key("Filters, penalties and what ends a response", SamplingConfig())
     rollout: RolloutConfig = key("How responses are generated", RolloutConfig())
     # Objective
@@ -113,7 +120,12 @@ class GRPOConfig:
     device: str = key("cuda, cpu, ...", "cuda")
     dtype: str = one_of("Of weights and activations", "bf16", ("bf16", "fp32"))
     distributed: DistributedConfig = key("How several ranks share the work", DistributedConfig())
-    seed: int = key("Seed of the prompts' order, the sampler and everything else", 0)
+    seed: int = key(
+        "Seed of the prompts' order, the sampler and everything else",
+        0,
+        valid=lambda v: 0 <= v < 2**32,
+        hint="give a number from 0 to 4294967295",
+    )
     compile: bool = key("Compile the layers for the log-prob and update passes", False)
     enable_activation_checkpointing: bool = key("Recompute activations: less memory", False)
     # Evaluation

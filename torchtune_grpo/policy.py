@@ -10,6 +10,7 @@ from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
+from torchtune_grpo._components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import attend_in_segments
 from torchtune_grpo.memory import fits_every_rank
@@ -32,14 +33,23 @@ def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
     if cfg.distributed.sharding != "auto":
         return cfg.distributed.sharding == "always"
     with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)):
-        with torch.device("meta"):
-            model = config.instantiate(cfg.model)
+        model = empty_model(cfg)
     if not get_adapter_params(model):
         return True
     if fits_every_rank(model, device=device):
         return False
     utils.log_rank_zero(log, "A rank's memory does not hold the whole model: it is sharded.")
     return True
+
+
+def empty_model(cfg: GRPOConfig) -> TransformerDecoder:
+    """``cfg.model`` on the meta device, where its weights take no memory.
+
+    Raises:
+        ValueError: naming the argument, if the builder refuses it.
+    """
+    with torch.device("meta"):
+        return instantiate("model", cfg.model)
 
 
 def build_policy(

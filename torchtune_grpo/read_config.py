@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, utils
+from torch import nn
+from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
+from torchtune.modules.peft import get_adapter_params
+from torchtune.training.checkpointing._utils import ModelType
 
-from torchtune_grpo._config_table import component_parameters, read_table
+from torchtune_grpo._components import (
+    FLOAT32_MAX,
+    check_arguments,
+    component_parameters,
+    instantiate,
+    plain_arguments,
+)
+from torchtune_grpo._config_table import read_table
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
+from torchtune_grpo.policy import empty_model
 
 log = utils.get_logger("INFO")
 
@@ -39,11 +54,39 @@ def read_config(cfg: DictConfig) -> GRPOConfig:
     settings: GRPOConfig = read_table(GRPOConfig, cfg)
     check_components(settings)
     check_combinations(settings)
+    check_machine(settings)
     if os.environ.get("RANK", "0") == "0":
         for warning in without_effect(settings):
             log.warning(warning)
     rows = settings.rollout.max_rows or settings.rows_per_step  # also where more are evaluated
     return replace(settings, rollout=replace(settings.rollout, max_rows=rows))
+
+
+# Of a component: how many arguments the code gives it in front, and which ones by name.
+_GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
+    "checkpointer": (0, ("output_dir",)),
+    "dataset": (1, ()),
+    "eval_dataset": (1, ()),
+    "optimizer": (1, ()),
+    "lr_scheduler": (1, ("num_training_steps",)),
+}
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tokenizer.max_seq_len": (lambda v: v is None or v > 0, "give a number above 0"),
+    "checkpointer.model_type": (
+        lambda v: v in ModelType.__members__,
+        f"give one of {', '.join(ModelType.__members__)}",
+    ),
+    "model.lora_rank": (lambda v: v > 0, "give a number above 0"),
+    "model.lora_alpha": (lambda v: v > 0, "give a number above 0"),
+    "model.lora_dropout": (lambda v: 0 <= v < 1, "give a share from 0, below 1"),
+    "optimizer.lr": (lambda v: v >= 0, "give 0 or more"),
+    "optimizer.weight_decay": (lambda v: v >= 0, "give 0 or more"),
+    "lr_scheduler.num_warmup_steps": (lambda v: v >= 0, "give 0 or more"),
+    "profiler.wait_steps": (lambda v: v is None or v >= 0, "give 0 or more"),
+    "profiler.warmup_steps": (lambda v: v is None or v >= 0, "give 0 or more"),
+    "profiler.active_steps": (lambda v: v is None or v > 0, "give a number above 0"),
+    "profiler.num_cycles": (lambda v: v is None or v >= 0, "give 0 or more"),
+}
 
 
 def check_components(settings: GRPOConfig) -> None:
@@ -57,30 +100,47 @@ def check_components(settings: GRPOConfig) -> None:
                 f"{name}: no _component_ given; name a class or function by its dotpath."
             )
         try:
-            _get_component_from_path(dotpath)
+            component = _get_component_from_path(dotpath)
         except Exception as error:
             raise ValueError(
                 f"{name}._component_={dotpath}: cannot be imported: {error}"
             ) from error
-        parameters = component_parameters(dotpath)
-        if name in ("model", "loss", "tokenizer", "prepare"):  # the others get arguments in code
-            for arg, parameter in parameters.items():
-                needed = parameter.default is parameter.empty and parameter.kind in (
-                    parameter.POSITIONAL_OR_KEYWORD,
-                    parameter.KEYWORD_ONLY,
-                )
-                if needed and arg not in node:
-                    raise ValueError(f"{name}.{arg}: missing; {dotpath} needs it.")
-        if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            continue
-        for arg in node:
-            if arg != "_component_" and arg not in parameters:
-                close = difflib.get_close_matches(arg, parameters, n=1)
-                raise ValueError(
-                    f"{name}.{arg}={node[arg]}: {dotpath} has no argument {arg!r}."
-                    + (f" Did you mean {name}.{close[0]}?" if close else "")
-                    + f" It takes {', '.join(parameters)}."
-                )
+        if not callable(component):
+            raise ValueError(
+                f"{name}._component_={dotpath}: is no class or function; name one by its dotpath."
+            )
+        _check_arguments(name, node)
+
+
+def _check_arguments(name: str, node: DictConfig) -> None:
+    """Raises a ValueError for an argument that is missing, unknown, or of a wrong type or range."""
+    dotpath = node._component_
+    in_front, by_name = _GIVEN.get(name, (0, ()))
+    readable = component_parameters(dotpath)
+    parameters = dict(list((readable or {}).items())[in_front:])
+    for arg, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if needed and arg not in node and arg not in by_name:
+            raise ValueError(f"{name}.{arg}: missing; {dotpath} needs it.")
+    arguments = plain_arguments(node)
+    is_open = readable is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for arg in arguments:
+        if arg not in parameters and not is_open:
+            close = difflib.get_close_matches(arg, parameters, n=1)
+            raise ValueError(
+                f"{name}.{arg}={node[arg]}: {dotpath} has no argument {arg!r}."
+                + (f" Did you mean {name}.{close[0]}?" if close else "")
+                + f" It takes {', '.join(parameters) or 'none'}."
+            )
+    finite = name in ("model", "optimizer", "lr_scheduler")
+    check_arguments(arguments, parameters, prefix=f"{name}.", finite=finite)
+    for arg, value in arguments.items():
+        valid, hint = _RANGES.get(f"{name}.{arg}", (lambda _: True, ""))
+        if not valid(value):
+            raise ValueError(f"{name}.{arg}={value!r}: {hint}.")
 
 
 def check_combinations(settings: GRPOConfig) -> None:
@@ -112,6 +172,17 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"eval_every_n_steps={settings.eval_every_n_steps}: there is no eval_dataset to "
             "evaluate on; add one, or set eval_every_n_steps to null."
         )
+    if settings.eval_dataset is None and settings.eval_reward is not None:
+        raise ValueError(
+            f"eval_reward={settings.eval_reward}: there is no eval_dataset to evaluate on; add "
+            "one, or set eval_reward to null."
+        )
+    for index, reward in enumerate(settings.rewards):
+        weight = reward.get("weight") if isinstance(reward, DictConfig) else None
+        if isinstance(weight, (int, float)) and abs(weight) > FLOAT32_MAX:
+            raise ValueError(
+                f"rewards[{index}].weight={weight}: beyond float32; give a smaller number."
+            )
     checkpoint_dir = settings.checkpointer.get("checkpoint_dir")
     if checkpoint_dir is None:
         raise ValueError("checkpointer.checkpoint_dir: missing; name the folder of the base model.")
@@ -120,6 +191,37 @@ def check_combinations(settings: GRPOConfig) -> None:
             f"output_dir={settings.output_dir}: is also checkpointer.checkpoint_dir, whose files "
             "would be overwritten; give another folder."
         )
+
+
+def check_machine(settings: GRPOConfig) -> None:
+    """Raises a ValueError for a device that there is none of, or a folder not to be written to.
+
+    Whether a GPU is there is left to the recipe: a config is read on other machines, too.
+    """
+    for name, device in (
+        ("device", settings.device),
+        ("reference.device", settings.reference.device),
+    ):
+        try:
+            if torch.device("cpu" if device is None else device).type not in ("cuda", "meta"):
+                torch.empty(0, device=device)
+            usable = device != "meta"
+        except (RuntimeError, AssertionError, NotImplementedError):
+            usable = False
+        if not usable:
+            raise ValueError(f"{name}={device}: no such device here; give cuda or cpu, say.")
+    if os.environ.get("RANK", "0") != "0":
+        return  # only the first rank writes
+    log_dir = settings.metric_logger.get("log_dir") or settings.output_dir
+    for name, folder in (("output_dir", settings.output_dir), ("metric_logger.log_dir", log_dir)):
+        path = Path(folder).absolute()
+        try:
+            there = next(parent for parent in (path, *path.parents) if parent.exists())
+            tempfile.TemporaryFile(dir=there).close()  # also as root; it has no name and is gone
+        except OSError as error:
+            raise ValueError(
+                f"{name}={folder}: cannot be written to: {error}; give another folder."
+            ) from error
 
 
 def without_effect(settings: GRPOConfig) -> list[str]:
@@ -146,22 +248,65 @@ def without_effect(settings: GRPOConfig) -> list[str]:
     return [f"No effect: {sentence}" for sentence, holds in cases.items() if holds]
 
 
+# What config.json says of the weights -> a builder's argument, and the same of a built model.
+_SHAPE: dict[str, tuple[str, Callable[[Any], int]]] = {
+    "vocab_size": ("vocab_size", lambda model: model.tok_embeddings.num_embeddings),
+    "hidden_size": ("embed_dim", lambda model: model.tok_embeddings.embedding_dim),
+    "num_hidden_layers": ("num_layers", lambda model: len(model.layers)),
+    "num_attention_heads": ("num_heads", lambda model: model.layers[0].attn.num_heads),
+    "num_key_value_heads": ("num_kv_heads", lambda model: model.layers[0].attn.num_kv_heads),
+    "intermediate_size": (
+        "intermediate_dim",
+        lambda model: model.layers[0].mlp.w1.weight.shape[0],
+    ),
+}
+# Models whose weights torchtune converts in a way of their own: model_type here -> in config.json.
+_OWN_FORMAT = {"QWEN2": "qwen2", "GEMMA2": "gemma2", "PHI3_MINI": "phi3", "PHI4": "phi3"}
+
+
 def check_checkpoint_files(settings: GRPOConfig) -> None:
-    """Raises a ValueError if the checkpoint or tokenizer files named in the config are missing."""
+    """Checks the files named in the config, and makes on trial what can be without weights.
+
+    The model is built without memory and compared with the checkpoint's ``config.json``; optimizer
+    and schedule get one small parameter, and take no step, which some optimizers would compile.
+
+    Raises:
+        ValueError: naming the key, if a file is missing, or a component cannot be made.
+    """
+    hf_config = _check_files(settings)
+    _check_model(settings, hf_config)
+    known = component_parameters(settings.tokenizer._component_) or {}
+    if not plain_arguments(settings.tokenizer).keys() <= known.keys() - {"prompt_template"}:
+        instantiate("tokenizer", settings.tokenizer)  # what its signature does not tell
+    optimizer = instantiate("optimizer", settings.optimizer, [nn.Parameter(torch.zeros(1))])
+    steps = settings.num_steps * settings.ppo_epochs
+    instantiate("lr_scheduler", settings.lr_scheduler, optimizer, num_training_steps=steps)
+
+
+def _check_files(settings: GRPOConfig) -> dict[str, Any]:
+    """Raises a ValueError for a file that is not there; returns the content of config.json."""
     node = settings.checkpointer
     folder = Path(node.checkpoint_dir)
     download = f"`tune download <model> --output-dir {folder}` fetches a model from the hub"
     if not folder.is_dir():
         raise ValueError(f"checkpointer.checkpoint_dir={folder}: no such folder; {download}.")
     files = node.checkpoint_files
-    if OmegaConf.is_dict(files):
-        last = str(files.max_filename)
-        names = [
-            files.filename_format.format(str(i + 1).zfill(len(last)), last)
-            for i in range(int(last))
-        ]
-    else:
-        names = list(files)
+    try:
+        if OmegaConf.is_dict(files):
+            last = str(files.max_filename)
+            names = [
+                files.filename_format.format(str(i + 1).zfill(len(last)), last)
+                for i in range(int(last))
+            ]
+        else:
+            names = list(files)
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            f"checkpointer.checkpoint_files={files}: {error}; give a list of names, or "
+            "filename_format and max_filename."
+        ) from error
+    if not names:
+        raise ValueError(f"checkpointer.checkpoint_files={files}: names no file; {download}.")
     for name in [*names, "config.json"]:
         if not (folder / name).is_file():
             present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
@@ -169,10 +314,43 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
                 f"checkpointer.checkpoint_files: {folder / name} is missing; the folder holds "
                 f"{present}. Name the files that are there; {download}."
             )
-    for name in ("path", "merges_file"):
+    for name in ("path", "merges_file", "special_tokens_path"):
         path = settings.tokenizer.get(name)
-        if path is not None and not Path(path).exists():
+        if path is not None and not Path(path).is_file():
             raise ValueError(f"tokenizer.{name}={path}: no such file; {download}.")
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raises a ValueError if the model cannot be built, or is not that of the checkpoint."""
+    folder, ours = settings.checkpointer.checkpoint_dir, settings.checkpointer.get("model_type")
+    theirs = hf_config.get("model_type")
+    if (ours in _OWN_FORMAT or theirs in _OWN_FORMAT.values()) and _OWN_FORMAT.get(ours) != theirs:
+        raise ValueError(
+            f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the "
+            "type of that model."
+        )
+    model = empty_model(settings)
+    for name, (argument, shape) in _SHAPE.items():
+        with suppress(AttributeError, IndexError):  # a model of another layout
+            built, wanted = shape(model), hf_config.get(name)
+            if wanted not in (None, built):
+                at_fault = argument if argument in settings.model else "_component_"
+                raise ValueError(
+                    f"model.{at_fault}={settings.model[at_fault]}: the model's {name} is {built}, "
+                    f"but config.json in {folder} says {wanted}. Build the model that was "
+                    "downloaded."
+                )
+    suppressed, size = settings.sampling.suppressed_tokens, model.tok_embeddings.num_embeddings
+    if any(token >= size for token in suppressed):
+        raise ValueError(
+            f"sampling.suppressed_tokens={list(suppressed)}: the model's vocabulary has {size} "
+            f"tokens; give numbers from 0 to {size - 1}."
+        )
+    if get_adapter_params(model) and settings.reference != ReferenceConfig():
+        no_copy = "No effect: reference: the adapters are switched off, nothing is copied."
+        utils.log_rank_zero(log, no_copy)
 
 
 def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -> None:
@@ -180,8 +358,7 @@ def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -
 
     ``longest_prompts`` has the longest prompt in tokens of each data set, by its key.
     """
-    with torch.device("meta"):  # no weights are made
-        context = config.instantiate(settings.model).max_seq_len
+    context = empty_model(settings).max_seq_len
     response = settings.max_generated_tokens
     for name, longest in longest_prompts.items():
         if longest + response > context:

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torchtune import training, utils
+from torchtune import training
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
-from torchtune_grpo.config import GRPOConfig, ReferenceConfig
+from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import MicroBatch, trajectory_logprobs
 from torchtune_grpo.parallel import DistributedConfig, shard
-
-log = utils.get_logger("INFO")
 
 
 class AdapterReference:
@@ -71,11 +69,8 @@ def make_reference(policy: TransformerDecoder, cfg: GRPOConfig, *, home: torch.d
     It is the policy with adapters off if there are some, else a frozen copy, which lives on the
     device ``home`` unless ``cfg.reference`` names another.
     """
-    wanted = cfg.reference
     if get_adapter_params(policy):
-        if wanted != ReferenceConfig():
-            log.warning("No effect: reference: the adapters are switched off, nothing is copied.")
         return AdapterReference(policy)
-    device = torch.device(wanted.device or home)
-    dtype = training.get_dtype(wanted.dtype or cfg.dtype, device=device)
+    device = torch.device(cfg.reference.device or home)
+    dtype = training.get_dtype(cfg.reference.dtype or cfg.dtype, device=device)
     return FrozenReference(policy, dtype=dtype, device=device)

@@ -40,7 +40,10 @@ def load_rows(
     try:
         with _hidden_progress_bars():
             loaded = load_dataset(source, split=split, **load_dataset_kwargs)
-    except (OSError, ValueError, TypeError, StopIteration, DatasetsError) as error:
+    except (  # the last two for a source or file whose name is none
+        *(OSError, ValueError, TypeError, StopIteration, DatasetsError),
+        *(AttributeError, IndexError),
+    ) as error:
         raise ValueError(_explain(error, source, split, data_files)) from error
     if not isinstance(loaded, datasets.Dataset):
         raise ValueError(

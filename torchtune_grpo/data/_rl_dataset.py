@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch.utils.data import Dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
+from torchtune_grpo._components import check_arguments
 from torchtune_grpo.data._load import load_rows
 from torchtune_grpo.data._prompt_encoder import PromptEncoder
 from torchtune_grpo.data._prompt_template import RowTemplate, known_column
@@ -83,6 +85,15 @@ class RLDataset(Dataset[dict[str, Any]]):
         split: str = "train",
         **load_dataset_kwargs: Any,
     ) -> None:
+        given = {
+            "prompt_column": prompt_column,
+            "columns": columns,
+            "system_prompt": system_prompt,
+            "prompt_template": prompt_template,
+            "chat": chat,
+            "prefill": prefill,
+        }
+        check_arguments(given, inspect.signature(RLDataset, eval_str=True).parameters)
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
         self.prefill = prefill or ""

@@ -53,7 +53,12 @@ class SamplingConfig:
         1.0,
     )
     min_new_tokens: int = not_negative("No stop token and no stop string before so many tokens", 0)
-    suppressed_tokens: tuple[int, ...] = key("Token ids that are never sampled", ())
+    suppressed_tokens: tuple[int, ...] = key(
+        "Token ids that are never sampled",
+        (),
+        valid=lambda ids: all(0 <= token for token in ids),
+        hint="token ids are 0 or more",
+    )
     stop_strings: tuple[str, ...] = key(
         "Texts that also end a response, with the token that completes one",
         (),
