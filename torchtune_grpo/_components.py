@@ -32,7 +32,8 @@ def component_parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
 
 def plain_arguments(node: DictConfig) -> dict[str, Any]:
     """A component's arguments as plain Python values."""
-    return {str(k): v for k, v in OmegaConf.to_object(node).items() if k != "_component_"}
+    values = OmegaConf.to_container(node).items()
+    return {str(arg): value for arg, value in values if arg != "_component_"}
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -57,8 +58,7 @@ def fits(value: Any, hint: Any) -> bool:
             return len(value) == len(items) and all(map(fits, value, items))
         return all(fits(item, items[0]) for item in value) if items else True
     if kind in (dict, Mapping):
-        inner = [*value, *value.values()] if isinstance(value, dict) else [Ellipsis]
-        return Ellipsis not in inner and (
+        return isinstance(value, dict) and (
             not items or all(fits(k, items[0]) and fits(v, items[1]) for k, v in value.items())
         )
     return kind is not Tensor
@@ -95,8 +95,8 @@ def check_arguments(
     """
     for arg, value in arguments.items():
         wrong = unusable_number(value, finite=finite)
-        if wrong is not None:
-            raise ValueError(f"{prefix}{arg}={value!r}: {wrong}.")
+        if wrong is not None or value == "???":  # which is how YAML says that it has to be given
+            raise ValueError(f"{prefix}{arg}={value!r}: {wrong or 'missing'}.")
         if arg not in parameters or parameters[arg].kind is inspect.Parameter.VAR_KEYWORD:
             continue
         hint, default = parameters[arg].annotation, parameters[arg].default

@@ -70,7 +70,7 @@ def read_table(table: type, cfg: DictConfig) -> Any:
     Raises:
         ValueError: if a key is unknown or missing, of the wrong type or out of its range.
     """
-    for name, value in cfg.items():
+    for name, value in cfg.items_ex(resolve=False):
         if isinstance(value, DictConfig) and value.get("_component_", "") is None:
             cfg[name] = None  # what `key=null` on the command line makes of a component
     return _read(table, cfg, root=(table, cfg))
@@ -79,11 +79,11 @@ def read_table(table: type, cfg: DictConfig) -> Any:
 def _read(table: type, cfg: DictConfig, *, root: tuple[type, DictConfig], prefix: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(table)}
     hints = typing.get_type_hints(table)
-    for name in map(str, cfg):
+    for name, value in cfg.items_ex(resolve=False):
         if name not in fields:
-            near = _did_you_mean(name, list(fields), root=root, prefix=prefix)
+            near = _did_you_mean(str(name), list(fields), root=root, prefix=prefix)
             raise ValueError(
-                f"{prefix}{name}={cfg[name]}: unknown config key.{near} "
+                f"{prefix}{name}={value}: unknown config key.{near} "
                 "`python -m torchtune_grpo.config` lists the keys."
             )
     values = {}

@@ -71,7 +71,7 @@ _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "tokenizer.max_seq_len": (lambda v: v is None or v > 0, "give a number above 0"),
+    "tokenizer.max_seq_len": (lambda v: v > 0, "give a number above 0"),
     "checkpointer.model_type": (
         lambda v: v in ModelType.__members__,
         f"give one of {', '.join(ModelType.__members__)}",
@@ -82,10 +82,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer.lr": (lambda v: v >= 0, "give 0 or more"),
     "optimizer.weight_decay": (lambda v: v >= 0, "give 0 or more"),
     "lr_scheduler.num_warmup_steps": (lambda v: v >= 0, "give 0 or more"),
-    "profiler.wait_steps": (lambda v: v is None or v >= 0, "give 0 or more"),
-    "profiler.warmup_steps": (lambda v: v is None or v >= 0, "give 0 or more"),
-    "profiler.active_steps": (lambda v: v is None or v > 0, "give a number above 0"),
-    "profiler.num_cycles": (lambda v: v is None or v >= 0, "give 0 or more"),
+    "profiler.wait_steps": (lambda v: v >= 0, "give 0 or more"),
+    "profiler.warmup_steps": (lambda v: v >= 0, "give 0 or more"),
+    "profiler.active_steps": (lambda v: v > 0, "give a number above 0"),
+    "profiler.num_cycles": (lambda v: v >= 0, "give 0 or more"),
 }
 
 
@@ -127,11 +127,11 @@ def _check_arguments(name: str, node: DictConfig) -> None:
             raise ValueError(f"{name}.{arg}: missing; {dotpath} needs it.")
     arguments = plain_arguments(node)
     is_open = readable is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for arg in arguments:
+    for arg, value in arguments.items():
         if arg not in parameters and not is_open:
             close = difflib.get_close_matches(arg, parameters, n=1)
             raise ValueError(
-                f"{name}.{arg}={node[arg]}: {dotpath} has no argument {arg!r}."
+                f"{name}.{arg}={value}: {dotpath} has no argument {arg!r}."
                 + (f" Did you mean {name}.{close[0]}?" if close else "")
                 + f" It takes {', '.join(parameters) or 'none'}."
             )
@@ -139,7 +139,11 @@ def _check_arguments(name: str, node: DictConfig) -> None:
     check_arguments(arguments, parameters, prefix=f"{name}.", finite=finite)
     for arg, value in arguments.items():
         valid, hint = _RANGES.get(f"{name}.{arg}", (lambda _: True, ""))
-        if not valid(value):
+        try:
+            is_wrong = value is not None and not valid(value)
+        except TypeError:  # of an argument without an annotation
+            is_wrong = True
+        if is_wrong:
             raise ValueError(f"{name}.{arg}={value!r}: {hint}.")
 
 
@@ -193,26 +197,29 @@ def check_combinations(settings: GRPOConfig) -> None:
         )
 
 
-def check_machine(settings: GRPOConfig) -> None:
-    """Raises a ValueError for a device that there is none of, or a folder not to be written to.
+def check_device(name: str, device: str, *, probe: bool) -> None:
+    """Raises a ValueError for a device that torch does not know or, to probe it, has not here."""
+    try:
+        if probe or torch.device(device).type != "cuda":
+            torch.empty(0, device=device)
+        usable = device != "meta"
+    except (RuntimeError, AssertionError, NotImplementedError):
+        usable = False
+    if not usable:
+        raise ValueError(f"{name}={device}: no such device here; give cuda or cpu, say.")
 
-    Whether a GPU is there is left to the recipe: a config is read on other machines, too.
+
+def check_machine(settings: GRPOConfig) -> None:
+    """Raises a ValueError for an unknown device, or a folder that cannot be written to.
+
+    Whether there is a GPU is asked later: a config is read on other machines, too.
     """
-    for name, device in (
-        ("device", settings.device),
-        ("reference.device", settings.reference.device),
-    ):
-        try:
-            if torch.device("cpu" if device is None else device).type not in ("cuda", "meta"):
-                torch.empty(0, device=device)
-            usable = device != "meta"
-        except (RuntimeError, AssertionError, NotImplementedError):
-            usable = False
-        if not usable:
-            raise ValueError(f"{name}={device}: no such device here; give cuda or cpu, say.")
+    check_device("device", settings.device, probe=False)
+    if settings.reference.device is not None:
+        check_device("reference.device", settings.reference.device, probe=False)
     if os.environ.get("RANK", "0") != "0":
         return  # only the first rank writes
-    log_dir = settings.metric_logger.get("log_dir") or settings.output_dir
+    log_dir = str(settings.metric_logger.get("log_dir") or settings.output_dir)
     for name, folder in (("output_dir", settings.output_dir), ("metric_logger.log_dir", log_dir)):
         path = Path(folder).absolute()
         try:
@@ -261,7 +268,10 @@ _SHAPE: dict[str, tuple[str, Callable[[Any], int]]] = {
     ),
 }
 # Models whose weights torchtune converts in a way of their own: model_type here -> in config.json.
-_OWN_FORMAT = {"QWEN2": "qwen2", "GEMMA2": "gemma2", "PHI3_MINI": "phi3", "PHI4": "phi3"}
+_OWN_FORMAT = {
+    **{"QWEN2": "qwen2", "GEMMA2": "gemma2", "PHI3_MINI": "phi3", "PHI4": "phi3"},
+    **{"CLIP_TEXT": "clip_text_model", "T5_ENCODER": "t5", "LLAMA3_VISION": "mllama"},
+}
 
 
 def check_checkpoint_files(settings: GRPOConfig) -> None:
@@ -273,12 +283,14 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
     Raises:
         ValueError: naming the key, if a file is missing, or a component cannot be made.
     """
+    if settings.reference.device is not None:
+        check_device("reference.device", settings.reference.device, probe=True)
     hf_config = _check_files(settings)
     _check_model(settings, hf_config)
     known = component_parameters(settings.tokenizer._component_) or {}
     if not plain_arguments(settings.tokenizer).keys() <= known.keys() - {"prompt_template"}:
         instantiate("tokenizer", settings.tokenizer)  # what its signature does not tell
-    optimizer = instantiate("optimizer", settings.optimizer, [nn.Parameter(torch.zeros(1))])
+    optimizer = instantiate("optimizer", settings.optimizer, [nn.Parameter(torch.zeros(2, 2))])
     steps = settings.num_steps * settings.ppo_epochs
     instantiate("lr_scheduler", settings.lr_scheduler, optimizer, num_training_steps=steps)
 
@@ -326,7 +338,8 @@ def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
     """Raises a ValueError if the model cannot be built, or is not that of the checkpoint."""
     folder, ours = settings.checkpointer.checkpoint_dir, settings.checkpointer.get("model_type")
     theirs = hf_config.get("model_type")
-    if (ours in _OWN_FORMAT or theirs in _OWN_FORMAT.values()) and _OWN_FORMAT.get(ours) != theirs:
+    is_own = ours in _OWN_FORMAT or theirs in _OWN_FORMAT.values()
+    if theirs is not None and is_own and _OWN_FORMAT.get(ours) != theirs:
         raise ValueError(
             f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the "
             "type of that model."
