@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from runs import tiny_overrides
 
 from torchtune_grpo._config_table import markdown_tables
 from torchtune_grpo.config import GRPOConfig
@@ -47,6 +48,8 @@ def test_defaults_and_numbers_are_read():
 
 
 LORA_1B = "torchtune.models.llama3_2.lora_llama3_2_1b"
+NO_ARGUMENTS = "torchtune_grpo.tiny.tiny_llama3_2"
+ADAM_8BIT = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-6}
 BAD = [
     ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
     ({"kl_coeff": 0.1}, "kl_coeff=0.1: unknown config key", "Did you mean loss.kl_coeff?"),
@@ -86,6 +89,31 @@ BAD = [
         "distributed.gather to once",
     ),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
+    ({"model__lora_rank": 0}, "model.lora_rank=0", "above 0"),
+    ({"model__lora_attn_modules": ["q_prj"]}, "model.lora_attn_modules=['q_prj']", "'q_proj'"),
+    ({"model__lora_alpha": float("nan")}, "model.lora_alpha=nan", "finite"),
+    ({"model": {"_component_": NO_ARGUMENTS, "rank": 1}}, "model.rank=1", "takes none"),
+    ({"optimizer__lr": "fast"}, "optimizer.lr='fast'", "float"),
+    ({"optimizer__lr": float("inf")}, "optimizer.lr=inf", "finite"),
+    ({"optimizer": {**ADAM_8BIT, "weight_decay": "x"}}, "optimizer.weight_decay='x'", "float"),
+    ({"lr_scheduler__num_warmup_steps": float("nan")}, "lr_scheduler.num_warmup_steps=nan", "fin"),
+    ({"loss__kl_coeff": "abc"}, "loss.kl_coeff='abc'", "float"),
+    ({"checkpointer__model_type": "LLAMA4"}, "checkpointer.model_type='LLAMA4'", "LLAMA3_2"),
+    ({"dataset__num_samples": True}, "dataset.num_samples=True", "int"),
+    ({"dataset__split": ""}, "dataset.split=''", "give a name"),
+    ({"device": "gpu"}, "device=gpu", "cuda or cpu"),
+    ({"reference__device": "meta"}, "reference.device=meta", "cuda or cpu"),
+    ({"output_dir": ""}, "output_dir=", "name a folder"),
+    ({"output_dir": "/dev/null/x"}, "output_dir=/dev/null/x", "another folder"),
+    ({"sampling": {"suppressed_tokens": [-1]}}, "sampling.suppressed_tokens=(-1,)", "0 or more"),
+    ({"rewards": [{"weight": 1e39}]}, "rewards[0].weight=1e+39", "smaller"),
+    ({"clip_grad_norm": 1e39}, "clip_grad_norm=1e+39", "smaller"),
+    ({"seed": -1}, "seed=-1", "from 0"),
+    (
+        {"eval_dataset": None, "eval_every_n_steps": None, "eval_reward": "x"},
+        "eval_reward=x",
+        "add",
+    ),
 ]
 
 
@@ -123,6 +151,39 @@ def test_missing_checkpoint_files_are_named(tmp_path):
         check(**here, tokenizer__path=str(tmp_path / "tokenizer.model"))
     (tmp_path / "tokenizer.model").touch()
     check(**here, tokenizer__path=str(tmp_path / "tokenizer.model"))
+
+
+CONFIG = "llama3_2_1B_lora_grpo"
+NOT_OF_THE_MODEL = [
+    ("model.num_layers=3", "model.num_layers=3.*config.json.*says 2"),
+    ("model.num_heads=3", "model.num_heads=3.*cannot be made"),
+    ("model.num_kv_heads=3", "model.num_kv_heads=3.*cannot be made"),
+    ("checkpointer.model_type=QWEN2", "checkpointer.model_type=QWEN2.*says llama"),
+    ("sampling.suppressed_tokens=[271,272]", "suppressed_tokens=.271, 272.*0 to 271"),
+    ("optimizer.betas=[0.9,1.5]", r"optimizer.betas=\[0.9, 1.5\].*cannot be made"),
+    ("tokenizer.prompt_template=no.such", "tokenizer.prompt_template='no.such'.*cannot be made"),
+    ("checkpointer.checkpoint_files=[]", r"checkpointer.checkpoint_files=\[\]: names no file"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), NOT_OF_THE_MODEL, ids=lambda x: x[:40])
+def test_what_does_not_fit_the_checkpoint_is_named(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        check_checkpoint_files(tiny(tmp_path, change))
+
+
+def test_a_reference_that_adapters_make_needless_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torchtune_grpo.read_config"), "propagate", True)
+    check_checkpoint_files(tiny(tmp_path))
+    assert not caplog.messages
+    check_checkpoint_files(tiny(tmp_path, "reference.dtype=fp32"))
+    assert "No effect: reference" in caplog.text
+
+
+def tiny(folder, *changes):
+    cfg = OmegaConf.load(CONFIGS / f"{CONFIG}.yaml")
+    cfg.merge_with_dotlist([*tiny_overrides(CONFIG, folder), *changes])
+    return read_config(cfg)
 
 
 def test_prompts_must_fit_the_context():
