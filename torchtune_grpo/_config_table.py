@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_grpo._components import component_parameters, fits, unusable_number
+from torchtune_grpo._components import component_parameters, unusable_number
 
 
 def key(
@@ -48,15 +48,9 @@ def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
 
 
 def check_ranges(table: Any, prefix: str = "") -> None:
-    """Raises a ValueError if a field's value is of another type or out of its range.
-
-    It names key, value and remedy.
-    """
-    hints = typing.get_type_hints(type(table))
+    """Raises a ValueError if a field's value is out of its range, naming key, value and remedy."""
     for f in dataclasses.fields(table):
         value, valid = getattr(table, f.name), f.metadata.get("valid")
-        if not fits(value, hints[f.name]):
-            raise _wrong_type(prefix, f, value, hints[f.name])
         wrong = unusable_number(value, finite=True)
         if wrong is not None:
             raise ValueError(f"{prefix}{f.name}={value}: {wrong}.{_meaning(f)}")
@@ -111,7 +105,7 @@ def _did_you_mean(
     elsewhere = [path for path, _ in _paths(table) if path.rpartition(".")[2] == name]
     elsewhere += [
         f"{node}.{name}"
-        for node, value in cfg.items()
+        for node, value in cfg.items_ex(resolve=False)
         if isinstance(value, Mapping)
         and name in (component_parameters(value.get("_component_")) or ())
     ]
@@ -135,13 +129,9 @@ def _converted(prefix: str, f: dataclasses.Field[Any], value: Any, hint: Any) ->
             pass
     wrong_bool = isinstance(value, bool) and bool not in options
     if wrong_bool or not isinstance(value, options):
-        raise _wrong_type(prefix, f, value, hint)
+        wanted = _type_name(hint).replace("component", "a mapping with _component_")
+        raise ValueError(f"{prefix}{f.name}={value!r}: not of type {wanted}.{_meaning(f)}")
     return value
-
-
-def _wrong_type(prefix: str, f: dataclasses.Field[Any], value: Any, hint: Any) -> ValueError:
-    wanted = _type_name(hint).replace("component", "a mapping with _component_")
-    return ValueError(f"{prefix}{f.name}={value!r}: not of type {wanted}.{_meaning(f)}")
 
 
 def _meaning(f: dataclasses.Field[Any]) -> str:
