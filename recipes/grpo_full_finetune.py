@@ -91,8 +91,6 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         check_checkpoint_files(self.cfg)
         self._checkpoints = Checkpoints.of_run(self.cfg)
         checkpoint = self._checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
-        if checkpoint is None:
-            parallel.on_first_rank(set_aside_previous_run, self._output_dir)
         self._tokenizer = config.instantiate(self.cfg.tokenizer)
         self._rewards = RewardSet.from_config(
             self.cfg.rewards, max_failure_share=self.cfg.max_reward_failure_share
@@ -100,6 +98,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._loss = make_loss(self.cfg.loss)
         self._dataset, self._evaluator = self._setup_data()
         self._next_prompts()  # fails if there are too few
+        if checkpoint is None:
+            parallel.on_first_rank(set_aside_previous_run, self._output_dir)
 
         self._metric_logger = make_metric_logger(self.cfg.metric_logger)
         self._metric_logger.log_config(cfg)

@@ -29,6 +29,7 @@ FIXED = {
 }
 # Of a resumed run, these are the config's, not the checkpoint's.
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
+_FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
 
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: 
 
 
 def _why_fixed(key: str) -> str | None:
-    if any(_is_below(key, f"optimizer.{name}") for name in HYPERPARAMETERS):
+    if any(_is_below(key, name) for name in _FREE):
         return None
     return next((why for name, why in FIXED.items() if _is_below(key, name)), None)
 
