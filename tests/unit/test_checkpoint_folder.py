@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from checkpoints import TINY, llama_checkpoint
+from kill_points import kill_points
 from omegaconf import OmegaConf
 from torchtune.models.llama3_2 import llama3_2
 
@@ -260,3 +261,32 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         assert names(archive) == ["metrics.jsonl", "nonfinite", "step_000005"]
         assert (archive / "metrics.jsonl").read_text() == str(run)
         (tmp_path / "previous_runs" / "README.txt").touch()  # somebody else's
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step once more"])
+def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, again):
+    """Before each file operation and amid the weights; of three checkpoints two are kept."""
+    checkpoints, model = saving(tmp_path, keep_last=2)
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    for step in (1, 2):
+        checkpoints.save(model, {"number": step}, step=step)
+    out.rename(kept)
+    last = 2 if again else 3
+
+    def prepare() -> None:
+        shutil.copytree(kept, out, dirs_exist_ok=True)
+
+    def save() -> None:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        checkpoints.save(model, {"number": 30}, step=last)
+
+    seen = []
+    for where in kill_points(save, folder=out, prepare=prepare, sizes=(1, 5000, 200_000)):
+        newest = checkpoints.newest()  # its sums are right
+        number = torch.load(newest / STATE_FILE)["number"]
+        assert number in ((1, 2, 30) if again else (2, 30)), where
+        claim_output_dir(out)
+        assert all(name.startswith("step_") or name == ".lock" for name in names(out)), where
+        assert checkpoints.newest() == newest
+        seen.append(number)
+    assert seen[-1] == 30 and len(seen) > 10
