@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist w
 test: $(STAMP)
 	$(PYTEST)
 
-# What starts no `tune` process.
+# What starts no `tune` process, and neither forks nor kills others for long.
 test-fast: $(STAMP)
 	$(PYTEST) tests/unit tests/property tests/parity
 

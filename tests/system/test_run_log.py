@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from kill_points import disk_of, kill_points
-from test_metrics import make_scores, make_trajectory
+from steps import make_scores, make_trajectory
 
 from torchtune_grpo.reward_contract import MEASURED, RECORDED, ContractError, RewardNotes
 from torchtune_grpo.run_log import RunLog, read_jsonl

@@ -1,0 +1,44 @@
+"""A step's rows and what rewards said of them, small enough to compute by hand."""
+
+import math
+
+import torch
+
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.trajectory import Trajectory, length_mask
+
+NAN = math.nan
+LENGTHS = torch.tensor([1, 2, 3, 2])
+
+
+def make_trajectory() -> Trajectory:
+    """Two groups of two; the last token of row 2 is not trained on, and row 3 was cut off."""
+    mask = length_mask(LENGTHS, 3)
+    mask[2, 2] = False
+    return Trajectory(
+        tokens=torch.arange(16).view(4, 4),
+        prompt_lengths=torch.tensor([1, 1, 1, 1]),
+        response_lengths=LENGTHS,
+        response_mask=mask,
+        truncated=torch.tensor([False, False, False, True]),
+        sampler_logprobs=torch.full((4, 3), -1.0),
+        behaviour_logprobs=torch.full((4, 3), -1.0) - torch.tensor([0.0, math.log(0.5), 9.0]),
+        prompts=["p", "p", "q", "q"],
+        completions=["a", "b", "c", "d"],
+        columns={},
+        advantages=torch.tensor([0.7, -0.7, 0.0, 0.0]),
+    )
+
+
+def make_scores() -> RewardScores:
+    """Reward ``a`` fails on row 3 and counts as its group's mean; ``b`` does not apply to row 0."""
+    return RewardScores(
+        names=["a", "b"],
+        scores=torch.tensor([[1.0, NAN], [2.0, 0.5], [4.0, 0.5], [NAN, 0.5]]),
+        weights=torch.tensor([1.0, 2.0]),
+        total=torch.tensor([1.0, 3.0, 5.0, 5.0]),
+        seconds=[0.25, 0.5],
+        failed=torch.tensor([[False, False]] * 3 + [[True, False]]),
+        extra={"note": ["w", "x", "y", "z"]},
+        metrics=[("a/depth", 3.0), ("a/depth", 6.0)],
+    )
