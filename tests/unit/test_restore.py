@@ -9,7 +9,12 @@ from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from torchtune_grpo._plugin import config_files
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
-from torchtune_grpo.checkpoint._run_config import FIXED, changed_keys, run_config
+from torchtune_grpo.checkpoint._run_config import (
+    FIXED,
+    FULL_DIGEST,
+    changed_keys,
+    run_config,
+)
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.read_config import read_config
 
@@ -83,6 +88,21 @@ def test_a_file_with_other_contents_is_another_one(tmp_path, changed, key):
     old, new = config_of(tmp_path), config_of(tmp_path, **changed)
     with pytest.raises(ValueError, match=rf"{key}=\S+ \([39] bytes, \w+\): .* was made with"):
         changed_keys(old, new, checkpoint=tmp_path / "step_000003")
+
+
+def test_base_weights_are_compared_whole_on_request(tmp_path, monkeypatch):
+    """A change between what is looked at by default shows if both runs were asked to look."""
+    was, now = "0" * 2**23, "0" * 2**21 + "1" + "0" * (2**23 - 2**21 - 1)
+    runs = []
+    for asked in ("", "1"):
+        monkeypatch.setenv(FULL_DIGEST, asked)
+        runs += [config_of(tmp_path, base=was), config_of(tmp_path, base=now)]
+    old, new, old_whole, new_whole = runs
+    step = tmp_path / "step_000003"
+    for one, other in ((old, new), (old, new_whole), (old_whole, new)):
+        assert changed_keys(one, other, checkpoint=step) == []
+    with pytest.raises(ValueError, match=r"checkpoint_files.0.sha256=\w{64}: .* was made with"):
+        changed_keys(old_whole, new_whole, checkpoint=step)
 
 
 def trained(lr: float, *, steps: int, horizon: int, resumed=None, done: int = 0, **more):

@@ -16,7 +16,7 @@ _BLOCK = 2**20  # bytes
 def write_sums(folder: Path) -> None:
     """Writes the sums of all files in a folder; the disk holds everything when it returns."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = "".join(f"{_sum(path)}  {path.relative_to(folder)}\n" for path in files)
+    lines = "".join(f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files)
     own = hashlib.sha256(lines.encode()).hexdigest()
     (folder / SUMS_FILE).write_text(f"{lines}# {own}\n", encoding="utf-8")
     for path in (*folder.rglob("*"), folder):
@@ -41,7 +41,7 @@ def find_damage(folder: Path) -> str | None:
             return f"{SUMS_FILE} is damaged"
         for line in body.decode().splitlines():
             expected, _, name = line.partition("  ")
-            if _sum(folder / name) != expected:
+            if sha256_of(folder / name) != expected:
                 return f"{name} is damaged"
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
@@ -58,7 +58,8 @@ def describe_file(path: Path) -> str:
     return f"{path.name} ({size} bytes, {digest.hexdigest()[:16]})"
 
 
-def _sum(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The digest of a whole file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

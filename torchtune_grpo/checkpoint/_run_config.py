@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.checkpoint._checksums import describe_file
+from torchtune_grpo.checkpoint._checksums import describe_file, sha256_of
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.parallel import world_size
 
@@ -30,6 +30,8 @@ FIXED = {
 # Of a resumed run, these are the config's, not the checkpoint's.
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
+# In the environment: the base weights are read and compared whole, at the start and at a resume.
+FULL_DIGEST, _SHA256 = "TORCHTUNE_GRPO_FULL_DIGEST", ".sha256"
 
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]:
@@ -46,6 +48,8 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]
         del flat[key]
     for number, path in enumerate(base_files):
         flat[f"checkpointer.checkpoint_files.{number}"] = str(path)
+        if os.environ.get(FULL_DIGEST):
+            flat[f"checkpointer.checkpoint_files.{number}{_SHA256}"] = sha256_of(path)
     flat["batch_size * ranks"] = cfg.batch_size * world_size()
     return {key: _described(value) if _why_fixed(key) else value for key, value in flat.items()}
 
@@ -60,6 +64,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: 
         ValueError: if a key differs that must not.
     """
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    keys = [key for key in keys if not key.endswith(_SHA256) or (key in old and key in new)]
     refused = [
         f"{key}={_shown(new.get(key))}: {checkpoint} was made with {_shown(old.get(key))}, and "
         f"{why}."
