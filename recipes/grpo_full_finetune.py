@@ -29,6 +29,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from tqdm import tqdm
 
 from torchtune_grpo import parallel
+from torchtune_grpo._components import instantiate
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     Checkpoints,
@@ -37,16 +38,20 @@ from torchtune_grpo.checkpoint import (
     restore_optimizer,
     set_aside_previous_run,
 )
-from torchtune_grpo.data import PromptBatch, RLDataset, collate_prompts, step_indices
+from torchtune_grpo.command_line import parse
+from torchtune_grpo.data import PromptBatch, collate_prompts, step_indices
+from torchtune_grpo.device import find_device
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
+from torchtune_grpo.load_data import load_data
 from torchtune_grpo.logprobs import MicroBatch, in_order, micro_batches, response_logprobs
 from torchtune_grpo.loss import LossOutput, make_loss
+from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metrics import StepMetrics
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.policy import build_policy, should_shard
-from torchtune_grpo.read_config import check_checkpoint_files, check_lengths, read_config
+from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
@@ -75,7 +80,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = read_config(cfg)
-        self._device = utils.get_device(device=self.cfg.device)
+        self._device = find_device(self.cfg.device)
         parallel.init_process_group(self._device)
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -91,13 +96,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         check_checkpoint_files(self.cfg)
         self._checkpoints = Checkpoints.of_run(self.cfg)
         checkpoint = self._checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
-        self._tokenizer = config.instantiate(self.cfg.tokenizer)
+        self._tokenizer = instantiate("tokenizer", self.cfg.tokenizer)
         self._rewards = RewardSet.from_config(
             self.cfg.rewards, max_failure_share=self.cfg.max_reward_failure_share
         )
         self._loss = make_loss(self.cfg.loss)
-        self._dataset, self._evaluator = self._setup_data()
-        self._next_prompts()  # fails if there are too few
+        self._setup_data()
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self._output_dir)
 
@@ -126,25 +130,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._optimizer = config.instantiate(
             self.cfg.optimizer, [p for p in self._model.parameters() if p.requires_grad]
         )
-        self._lr_scheduler = config.instantiate(
-            self.cfg.lr_scheduler,
-            self._optimizer,
-            num_training_steps=self.cfg.num_steps * self.cfg.ppo_epochs,
-        )
+        self._lr_scheduler = make_lr_scheduler(self.cfg, self._optimizer)
         if state is not None:
             self._resume(state)
 
-    def _setup_data(self) -> tuple[RLDataset, Evaluator | None]:
-        """Tokenizes all prompts, and checks that they fit the model, before it is loaded."""
-        dataset = config.instantiate(self.cfg.dataset, self._tokenizer)
-        self._rewards.check(dataset[0]["columns"])
-        lengths = {"dataset": dataset.max_prompt_length}
-        evaluator = None
-        if self.cfg.eval_dataset is not None:
-            held_out = config.instantiate(self.cfg.eval_dataset, self._tokenizer)
-            lengths["eval_dataset"] = held_out.max_prompt_length
-            evaluator = Evaluator(
-                dataset=held_out,
+    def _setup_data(self) -> None:
+        data = load_data(self.cfg, tokenizer=self._tokenizer, rewards=self._rewards)
+        self._dataset, self._evaluator = data["dataset"], None
+        if "eval_dataset" in data:
+            self._evaluator = Evaluator(
+                dataset=data["eval_dataset"],
                 tokenizer=self._tokenizer,
                 rewards=self._rewards,
                 accuracy_reward=self.cfg.eval_reward,
@@ -152,8 +147,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 num_samples=self.cfg.eval_samples,
                 seed=self.seed,
             )
-        check_lengths(self.cfg, longest_prompts=lengths)
-        return dataset, evaluator
+        self._next_prompts()  # fails if there are too few
 
     def _setup_passes(self) -> None:
         """Compiles, checkpoints and shards the layers, after all that copies or loads weights."""
@@ -430,10 +424,9 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-@config.parse
+@parse
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point: keys come from the config file, then from ``key=value`` on the command line."""
-    config.log_config(recipe_name="GRPOFullFinetuneRecipe", cfg=cfg)
     recipe = GRPOFullFinetuneRecipe(cfg=cfg)
     recipe.setup(cfg=cfg)
     recipe.train()

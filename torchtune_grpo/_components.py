@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,13 +116,17 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
     """torchtune's ``config.instantiate`` of the config's key ``name``.
 
     Raises:
-        ValueError: if the component raises anything; it names the argument without which the
-            component could be made, if there is one, or else all arguments, and the value.
+        ValueError: if the component raises anything. One of this package says itself what is wrong;
+            of another, the argument without which it could be made is named, if there is one, or
+            else all arguments, and the value.
     """
     try:
         return config.instantiate(node, *args, **kwargs)
     except Exception as error:
         assert node is not None
+        if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
+            joint = "." if re.match(r"\w+[:=]", str(error)) else ": "
+            raise ValueError(f"{name}{joint}{error}") from error
         given = plain_arguments(node)
         rest = {arg: {k: v for k, v in node.items() if k != arg} for arg in given}
         blamed = [a for a in given if _is_made(DictConfig(rest[a]), *args, **kwargs)]

@@ -12,11 +12,14 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, field
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_grpo._components import component_parameters, unusable_number
+from torchtune_grpo.errors import Problems
+
+T = TypeVar("T")
 
 
 def key(
@@ -50,51 +53,63 @@ def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
 def check_ranges(table: Any, prefix: str = "") -> None:
     """Raises a ValueError if a field's value is out of its range, naming key, value and remedy."""
     for f in dataclasses.fields(table):
-        value, valid = getattr(table, f.name), f.metadata.get("valid")
-        wrong = unusable_number(value, finite=True)
-        if wrong is not None:
-            raise ValueError(f"{prefix}{f.name}={value}: {wrong}.{_meaning(f)}")
-        if valid is not None and not valid(value):
-            raise ValueError(f"{prefix}{f.name}={value}: {f.metadata['hint']}.{_meaning(f)}")
+        _check_range(f, getattr(table, f.name), prefix)
 
 
-def read_table(table: type, cfg: DictConfig) -> Any:
-    """A mapping as an instance of a table; ``None`` stands for a component that is null.
+def _check_range(f: dataclasses.Field[Any], value: Any, prefix: str) -> None:
+    valid = f.metadata.get("valid")
+    wrong = unusable_number(value, finite=True)
+    if wrong is not None:
+        raise ValueError(f"{prefix}{f.name}={value}: {wrong}.{_meaning(f)}")
+    if valid is not None and not valid(value):
+        raise ValueError(f"{prefix}{f.name}={value}: {f.metadata['hint']}.{_meaning(f)}")
 
-    Raises:
-        ValueError: if a key is unknown or missing, of the wrong type or out of its range.
+
+def read_table(table: type[T], cfg: DictConfig, problems: Problems) -> T | None:
+    """A mapping as an instance of a table; what is wrong with its keys is noted.
+
+    Where a value is wrong, its default takes its place; without one, there is no instance.
     """
-    for name, value in cfg.items_ex(resolve=False):
-        if isinstance(value, DictConfig) and value.get("_component_", "") is None:
-            cfg[name] = None  # what `key=null` on the command line makes of a component
-    return _read(table, cfg, root=(table, cfg))
+    return _read(table, cfg, problems, root=(table, cfg))
 
 
-def _read(table: type, cfg: DictConfig, *, root: tuple[type, DictConfig], prefix: str = "") -> Any:
+def _read(
+    table: type,
+    cfg: DictConfig,
+    problems: Problems,
+    *,
+    root: tuple[type, DictConfig],
+    prefix: str = "",
+) -> Any:
     fields = {f.name: f for f in dataclasses.fields(table)}
     hints = typing.get_type_hints(table)
     for name, value in cfg.items_ex(resolve=False):
         if name not in fields:
             near = _did_you_mean(str(name), list(fields), root=root, prefix=prefix)
-            raise ValueError(
+            problems.append(
                 f"{prefix}{name}={value}: unknown config key.{near} "
                 "`python -m torchtune_grpo.config` lists the keys."
             )
     values = {}
     for name, f in fields.items():
-        if name not in cfg or OmegaConf.is_missing(cfg, name):
-            if f.default is MISSING:
-                raise ValueError(f"{prefix}{name}: missing from the config.{_meaning(f)}")
-        elif not dataclasses.is_dataclass(hints[name]):
-            values[name] = _converted(prefix, f, cfg[name], hints[name])
-        elif isinstance(cfg[name], DictConfig):
-            values[name] = _read(hints[name], cfg[name], root=root, prefix=f"{prefix}{name}.")
-        else:
-            keys = ", ".join(f"{name}.{inner.name}" for inner in dataclasses.fields(hints[name]))
-            raise ValueError(f"{prefix}{name}={cfg[name]!r}: holds keys of its own; set {keys}.")
-    settings = table(**values)
-    check_ranges(settings, prefix)
-    return settings
+        with problems.noted():
+            if name not in cfg or OmegaConf.is_missing(cfg, name):
+                if f.default is MISSING:
+                    raise ValueError(f"{prefix}{name}: missing from the config.{_meaning(f)}")
+            elif not dataclasses.is_dataclass(hints[name]):
+                value = _converted(prefix, f, cfg[name], hints[name])
+                _check_range(f, value, prefix)
+                values[name] = value
+            elif isinstance(cfg[name], DictConfig):
+                inner = f"{prefix}{name}."
+                values[name] = _read(hints[name], cfg[name], problems, root=root, prefix=inner)
+            else:
+                keys = ", ".join(f"{name}.{key.name}" for key in dataclasses.fields(hints[name]))
+                raise ValueError(
+                    f"{prefix}{name}={cfg[name]!r}: holds keys of its own; set {keys}."
+                )
+    needed = {name for name, f in fields.items() if f.default is MISSING}
+    return table(**values) if needed <= values.keys() else None
 
 
 def _did_you_mean(
@@ -153,6 +168,12 @@ def _paths(table: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
         yield f"{prefix}{f.name}", f
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _paths(hints[f.name], f"{prefix}{f.name}.")
+
+
+def component_keys(table: type) -> set[str]:
+    """The keys at a table's top that hold a component."""
+    hints = typing.get_type_hints(table).items()
+    return {name for name, hint in hints if DictConfig in (hint, *typing.get_args(hint))}
 
 
 def markdown_tables(table: type) -> str:

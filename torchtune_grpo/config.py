@@ -1,6 +1,7 @@
 """The recipes' config keys: names, types, defaults and meanings, in one table.
 
-``python -m torchtune_grpo.config`` prints it as Markdown; ``read_config.py`` reads it from YAML.
+``python -m torchtune_grpo.config`` prints it as Markdown, and with a config's name checks that one;
+``read_config.py`` reads it from YAML.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from omegaconf import DictConfig, ListConfig
 
-from torchtune_grpo._config_table import key, markdown_tables, not_negative, one_of, positive
+from torchtune_grpo._config_table import key, not_negative, one_of, positive
 from torchtune_grpo.advantages import AGGREGATIONS, NORMALIZATIONS
 from torchtune_grpo.importance import CORRECTIONS
 from torchtune_grpo.parallel import DistributedConfig
@@ -100,7 +101,7 @@ class GRPOConfig:
     num_steps: int = positive("Steps of roll-out and update")
     ppo_epochs: int = positive("Optimizer steps on each step's samples (the paper's mu)", 1)
     forward_batch_size: int | None = positive(
-        "Rows in a forward and backward pass; null = all of the step's", None
+        "Rows in a forward and backward pass, at most; null = all of the step's", None
     )
     forward_token_budget: int | None = positive(
         "Tokens in a forward and backward pass, padding included, instead of forward_batch_size",
@@ -170,4 +171,6 @@ class GRPOConfig:
 
 
 if __name__ == "__main__":
-    print(markdown_tables(GRPOConfig))
+    from torchtune_grpo.check_config import main
+
+    main()

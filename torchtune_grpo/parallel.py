@@ -24,6 +24,7 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo._config_table import key, one_of, positive
+from torchtune_grpo.errors import FirstRankFailed
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -102,7 +103,7 @@ def on_first_rank(function: Callable[..., T], *args: Any) -> T:
     """Calls a function on the first rank, while the others wait; all get what it returns.
 
     Raises:
-        Exception: the function's; on the other ranks, a RuntimeError that tells of it.
+        Exception: the function's; on the other ranks, a FirstRankFailed that tells of it.
     """
     result: Any = None
     failed: Exception | None = None
@@ -113,7 +114,7 @@ def on_first_rank(function: Callable[..., T], *args: Any) -> T:
             failed = error
     result, message = gather_over_ranks((result, failed and str(failed)))[0]
     if message is not None:
-        raise failed or RuntimeError(f"The first rank failed: {message}")
+        raise failed or FirstRankFailed(f"The first rank failed: {message}")
     return result
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
@@ -27,39 +28,64 @@ from torchtune_grpo._components import (
     instantiate,
     plain_arguments,
 )
-from torchtune_grpo._config_table import read_table
+from torchtune_grpo._config_table import component_keys, read_table
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
+from torchtune_grpo.errors import Problems
+from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.policy import empty_model
 
 log = utils.get_logger("INFO")
+T = TypeVar("T", bound=GRPOConfig)
 
 
-def read_config(cfg: DictConfig) -> GRPOConfig:
-    """Checks what ``torchtune.config.parse`` hands to ``recipe_main``, before anything is loaded.
+def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ignore[assignment]
+    """Checks a config before anything is loaded.
 
     Settings that have no effect beside the others are logged as warnings.
 
+    Args:
+        cfg (DictConfig): what :func:`~torchtune_grpo.command_line.parse` hands to ``recipe_main``.
+        table (type[T]): a subclass, where a recipe has keys of its own.
+
     Raises:
-        ValueError: naming the key, the value and the remedy.
+        ConfigError: all that is wrong, each naming the key, the value and the remedy.
     """
-    extend_import_path()
-    if "gradient_accumulation_steps" in cfg:
-        raise ValueError(
-            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}: unknown config key. "
-            "Multiply batch_size by it instead: forward_batch_size bounds what is computed at once "
-            "in the update, and rollout.max_rows in the rollout."
-        )
-    cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
-    settings: GRPOConfig = read_table(GRPOConfig, cfg)
-    check_components(settings)
-    check_combinations(settings)
-    check_machine(settings)
+    problems = Problems()
+    settings = examine(cfg, table, problems)
+    problems.raise_any()
+    assert settings is not None
     if os.environ.get("RANK", "0") == "0":
         for warning in without_effect(settings):
             log.warning(warning)
     rows = settings.rollout.max_rows or settings.rows_per_step  # also where more are evaluated
     return replace(settings, rollout=replace(settings.rollout, max_rows=rows))
+
+
+def examine(cfg: DictConfig, table: type[T], problems: Problems) -> T | None:
+    """A config as far as it can be read; None where a key without a default cannot."""
+    extend_import_path()
+    try:
+        cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
+    except OmegaConfBaseException as error:
+        key = (error.full_key or "the config").replace("[", ".").replace("]", "")
+        problems.append(f"{key}: {str(error.msg).splitlines()[0]}; correct the ${{...}}.")
+        return None
+    if "gradient_accumulation_steps" in cfg:
+        problems.append(
+            f"gradient_accumulation_steps={cfg.pop('gradient_accumulation_steps')}: unknown config "
+            "key. Multiply batch_size by it instead: forward_batch_size bounds what is computed at "
+            "once in the update, and rollout.max_rows in the rollout."
+        )
+    settings = read_table(table, cfg, problems)
+    for name, node in cfg.items_ex(resolve=False):
+        if isinstance(node, DictConfig) and name in component_keys(table):
+            with problems.noted():
+                check_component(str(name), node)
+    if settings is not None:
+        problems += contradictions(settings)
+        problems += not_on_this_machine(settings)
+    return settings
 
 
 # Of a component: how many arguments the code gives it in front, and which ones by name.
@@ -89,112 +115,89 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_components(settings: GRPOConfig) -> None:
-    """Every ``_component_`` can be imported and takes the arguments that it is given."""
-    for name, node in vars(settings).items():
-        if not isinstance(node, DictConfig):
-            continue
-        dotpath = node.get("_component_")
-        if dotpath is None:
-            raise ValueError(
-                f"{name}: no _component_ given; name a class or function by its dotpath."
-            )
-        try:
-            component = _get_component_from_path(dotpath)
-        except Exception as error:
-            raise ValueError(
-                f"{name}._component_={dotpath}: cannot be imported: {error}"
-            ) from error
-        if not callable(component):
-            raise ValueError(
-                f"{name}._component_={dotpath}: is no class or function; name one by its dotpath."
-            )
-        _check_arguments(name, node)
+def check_component(name: str, node: DictConfig) -> None:
+    """A node's ``_component_`` can be imported and takes the arguments that it is given.
 
-
-def _check_arguments(name: str, node: DictConfig) -> None:
-    """Raises a ValueError for an argument that is missing, unknown, or of a wrong type or range."""
-    dotpath = node._component_
+    Raises:
+        ConfigError: naming each argument that is missing, unknown, or of a wrong type or range.
+    """
+    dotpath = node.get("_component_")
+    if dotpath is None:
+        raise ValueError(f"{name}: no _component_ given; name a class or function by its dotpath.")
+    try:
+        component = _get_component_from_path(dotpath)
+    except Exception as error:
+        raise ValueError(f"{name}._component_={dotpath}: cannot be imported: {error}") from error
+    if not callable(component):
+        raise ValueError(
+            f"{name}._component_={dotpath}: is no class or function; name one by its dotpath."
+        )
     in_front, by_name = _GIVEN.get(name, (0, ()))
     readable = component_parameters(dotpath)
     parameters = dict(list((readable or {}).items())[in_front:])
-    for arg, parameter in parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if needed and arg not in node and arg not in by_name:
-            raise ValueError(f"{name}.{arg}: missing; {dotpath} needs it.")
-    arguments = plain_arguments(node)
+    problems = Problems(
+        f"{name}.{arg}: missing; {dotpath} needs it."
+        for arg, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and arg not in node
+        and arg not in by_name
+    )
     is_open = readable is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for arg, value in arguments.items():
-        if arg not in parameters and not is_open:
-            close = difflib.get_close_matches(arg, parameters, n=1)
-            raise ValueError(
-                f"{name}.{arg}={value}: {dotpath} has no argument {arg!r}."
-                + (f" Did you mean {name}.{close[0]}?" if close else "")
-                + f" It takes {', '.join(parameters) or 'none'}."
-            )
-    finite = name in ("model", "optimizer", "lr_scheduler")
-    check_arguments(arguments, parameters, prefix=f"{name}.", finite=finite)
-    for arg, value in arguments.items():
-        valid, hint = _RANGES.get(f"{name}.{arg}", (lambda _: True, ""))
-        try:
-            is_wrong = value is not None and not valid(value)
-        except TypeError:  # of an argument without an annotation
-            is_wrong = True
-        if is_wrong:
-            raise ValueError(f"{name}.{arg}={value!r}: {hint}.")
+    for arg, value in plain_arguments(node).items():
+        with problems.noted():
+            if arg not in parameters and not is_open:
+                close = difflib.get_close_matches(arg, parameters, n=1)
+                raise ValueError(
+                    f"{name}.{arg}={value}: {dotpath} has no argument {arg!r}."
+                    + (f" Did you mean {name}.{close[0]}?" if close else "")
+                    + f" It takes {', '.join(parameters) or 'none'}."
+                )
+            finite = name in ("model", "optimizer", "lr_scheduler")
+            check_arguments({arg: value}, parameters, prefix=f"{name}.", finite=finite)
+            valid, hint = _RANGES.get(f"{name}.{arg}", (lambda _: True, ""))
+            try:
+                is_wrong = value is not None and not valid(value)
+            except TypeError:  # of an argument without an annotation
+                is_wrong = True
+            if is_wrong:
+                raise ValueError(f"{name}.{arg}={value!r}: {hint}.")
+    problems.raise_any()
 
 
-def check_combinations(settings: GRPOConfig) -> None:
-    """Raises a ValueError where keys contradict each other."""
-    _ = settings.sampling_params  # raises if its keys contradict each other
-    if settings.rows_per_step % settings.rows_per_forward:
-        rows = settings.rows_per_step
-        raise ValueError(
-            f"forward_batch_size={settings.forward_batch_size}: does not divide the "
-            f"batch_size * grpo_samples = {rows} rows of a step; give a divisor of {rows}."
-        )
-    if settings.forward_token_budget is not None and settings.forward_batch_size is not None:
-        raise ValueError(
-            f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
-            f"{settings.forward_batch_size}; set one of them to null."
-        )
-    if settings.rollout.cuda_graphs and not settings.device.startswith("cuda"):
-        raise ValueError(
-            f"rollout.cuda_graphs=True: works on CUDA, not on device={settings.device}; set it to "
-            "false."
-        )
-    if settings.rollout.cuda_graphs and settings.distributed.gather == "layer":
-        raise ValueError(
-            "rollout.cuda_graphs=True: layers gathered for each token cannot be recorded; set it "
-            "to false, or distributed.gather to once."
-        )
-    if settings.eval_dataset is None and settings.eval_every_n_steps is not None:
-        raise ValueError(
-            f"eval_every_n_steps={settings.eval_every_n_steps}: there is no eval_dataset to "
-            "evaluate on; add one, or set eval_every_n_steps to null."
-        )
-    if settings.eval_dataset is None and settings.eval_reward is not None:
-        raise ValueError(
-            f"eval_reward={settings.eval_reward}: there is no eval_dataset to evaluate on; add "
-            "one, or set eval_reward to null."
-        )
-    for index, reward in enumerate(settings.rewards):
-        weight = reward.get("weight") if isinstance(reward, DictConfig) else None
-        if isinstance(weight, (int, float)) and abs(weight) > FLOAT32_MAX:
-            raise ValueError(
-                f"rewards[{index}].weight={weight}: beyond float32; give a smaller number."
-            )
+def contradictions(settings: GRPOConfig) -> list[str]:
+    """One sentence for each pair of keys that contradict each other, with the remedy."""
+    problems = Problems()
+    with problems.noted():
+        _ = settings.sampling_params  # raises if its keys contradict each other
+    graphs, device = settings.rollout.cuda_graphs, settings.device
     checkpoint_dir = settings.checkpointer.get("checkpoint_dir")
-    if checkpoint_dir is None:
-        raise ValueError("checkpointer.checkpoint_dir: missing; name the folder of the base model.")
-    if Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve():
-        raise ValueError(
-            f"output_dir={settings.output_dir}: is also checkpointer.checkpoint_dir, whose files "
-            "would be overwritten; give another folder."
-        )
+    cases = {
+        f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
+        f"{settings.forward_batch_size}; set one of them to null.": (
+            settings.forward_token_budget is not None and settings.forward_batch_size is not None
+        ),
+        f"rollout.cuda_graphs=True: works on CUDA, not on device={device}; set it to false.": (
+            graphs and not device.startswith("cuda")
+        ),
+        "rollout.cuda_graphs=True: layers gathered for each token cannot be recorded; set it to "
+        "false, or distributed.gather to once.": (
+            graphs and settings.distributed.gather == "layer"
+        ),
+        "checkpointer.checkpoint_dir: missing; name the folder of the base model.": (
+            checkpoint_dir is None
+        ),
+        f"output_dir={settings.output_dir}: is also checkpointer.checkpoint_dir, whose files would "
+        "be overwritten; give another folder.": (
+            checkpoint_dir is not None
+            and Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve()
+        ),
+    }
+    for number, reward in enumerate(settings.rewards):
+        weight = reward.get("weight") if isinstance(reward, DictConfig) else None
+        is_large = isinstance(weight, (int, float)) and abs(weight) > FLOAT32_MAX
+        cases[f"rewards[{number}].weight={weight}: beyond float32; give less."] = is_large
+    return problems + [sentence for sentence, holds in cases.items() if holds]
 
 
 def check_device(name: str, device: str, *, probe: bool) -> None:
@@ -209,26 +212,28 @@ def check_device(name: str, device: str, *, probe: bool) -> None:
         raise ValueError(f"{name}={device}: no such device here; give cuda or cpu, say.")
 
 
-def check_machine(settings: GRPOConfig) -> None:
-    """Raises a ValueError for an unknown device, or a folder that cannot be written to.
+def not_on_this_machine(settings: GRPOConfig) -> list[str]:
+    """One sentence for an unknown device, and for a folder that cannot be written to.
 
     Whether there is a GPU is asked later: a config is read on other machines, too.
     """
-    check_device("device", settings.device, probe=False)
+    problems = Problems()
+    with problems.noted():
+        check_device("device", settings.device, probe=False)
     if settings.reference.device is not None:
-        check_device("reference.device", settings.reference.device, probe=False)
-    if os.environ.get("RANK", "0") != "0":
-        return  # only the first rank writes
+        with problems.noted():
+            check_device("reference.device", settings.reference.device, probe=False)
     log_dir = str(settings.metric_logger.get("log_dir") or settings.output_dir)
     for name, folder in (("output_dir", settings.output_dir), ("metric_logger.log_dir", log_dir)):
+        if os.environ.get("RANK", "0") != "0":
+            break  # only the first rank writes
         path = Path(folder).absolute()
         try:
             there = next(parent for parent in (path, *path.parents) if parent.exists())
             tempfile.TemporaryFile(dir=there).close()  # also as root; it has no name and is gone
         except OSError as error:
-            raise ValueError(
-                f"{name}={folder}: cannot be written to: {error}; give another folder."
-            ) from error
+            problems.append(f"{name}={folder}: cannot be written to: {error}; give another folder.")
+    return problems
 
 
 def without_effect(settings: GRPOConfig) -> list[str]:
@@ -247,9 +252,6 @@ def without_effect(settings: GRPOConfig) -> list[str]:
         ),
         "reference: there is none with loss.kl_coeff=0; remove the node.": (
             settings.loss.get("kl_coeff") == 0 and settings.reference != ReferenceConfig()
-        ),
-        f"eval_samples={settings.eval_samples}: there is no eval_dataset; add one.": (
-            settings.eval_dataset is None and settings.eval_samples > 0
         ),
     }
     return [f"No effect: {sentence}" for sentence, holds in cases.items() if holds]
@@ -281,18 +283,18 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
     and schedule get one small parameter, and take no step, which some optimizers would compile.
 
     Raises:
-        ValueError: naming the key, if a file is missing, or a component cannot be made.
+        ConfigError: naming each key, if a file is missing, or a component cannot be made.
     """
+    problems = Problems()
     if settings.reference.device is not None:
-        check_device("reference.device", settings.reference.device, probe=True)
-    hf_config = _check_files(settings)
-    _check_model(settings, hf_config)
-    known = component_parameters(settings.tokenizer._component_) or {}
-    if not plain_arguments(settings.tokenizer).keys() <= known.keys() - {"prompt_template"}:
-        instantiate("tokenizer", settings.tokenizer)  # what its signature does not tell
-    optimizer = instantiate("optimizer", settings.optimizer, [nn.Parameter(torch.zeros(2, 2))])
-    steps = settings.num_steps * settings.ppo_epochs
-    instantiate("lr_scheduler", settings.lr_scheduler, optimizer, num_training_steps=steps)
+        with problems.noted():
+            check_device("reference.device", settings.reference.device, probe=True)
+    with problems.noted():
+        _check_model(settings, _check_files(settings))
+    with problems.noted():
+        optimizer = instantiate("optimizer", settings.optimizer, [nn.Parameter(torch.zeros(2, 2))])
+        make_lr_scheduler(settings, optimizer)
+    problems.raise_any()
 
 
 def _check_files(settings: GRPOConfig) -> dict[str, Any]:
@@ -374,15 +376,18 @@ def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -
     context = empty_model(settings).max_seq_len
     response = settings.max_generated_tokens
     for name, longest in longest_prompts.items():
+        remedies = {
+            "give at most": context - longest,
+            f"set {name}.max_prompt_tokens to at most": context - response,
+        }
         if longest + response > context:
+            advice = ", or ".join(f"{do} {limit}" for do, limit in remedies.items() if limit > 0)
             raise ValueError(
-                f"{name}: the longest prompt has {longest} tokens, which with max_generated_tokens="
-                f"{response} exceeds the model's context of {context}. Set "
-                f"{name}.max_prompt_tokens to at most {context - response}, or lower "
-                "max_generated_tokens."
+                f"max_generated_tokens={response}: with the longest prompt of {name}, {longest} "
+                f"tokens, it exceeds the model's context of {context}; {advice}."
             )
     budget = settings.forward_token_budget
-    row = longest_prompts["dataset"] + response - 1  # the last token is not read
+    row = longest_prompts.get("dataset", 0) + response - 1  # the last token is not read
     if budget is not None and row > budget:
         raise ValueError(
             f"forward_token_budget={budget}: the longest prompt of {longest_prompts['dataset']} "

@@ -49,7 +49,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        cfg = read_config(_load_config(args.config, args.set))
+        cfg: GRPOConfig = read_config(_load_config(args.config, args.set))
         _say(cfg, args)
     except ValueError as error:
         raise SystemExit(f"Error: {visible(str(error))}") from error

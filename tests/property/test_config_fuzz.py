@@ -133,8 +133,6 @@ def all_cases():
             values = kind
             if isinstance(kind, str):
                 values = [*BAD[kind.rstrip("?")], *([] if kind.endswith("?") else [None])]
-            if kind == "node?":
-                values = [value for value in values if value != {"_component_": None}]
             cases += [(config, key.strip(), value) for value in values]
         names = [key for key in kinds if not key.endswith(" ")]
         # rewards are a list; DiskLogger, CodeReward's columns and so on take any argument

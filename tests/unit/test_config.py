@@ -40,10 +40,8 @@ def test_defaults_and_numbers_are_read():
     assert read_config(load(forward_batch_size=None)).rows_per_forward == 64
     assert settings.rollout.max_rows == 32
     assert read_config(load(rollout={"deadline": 9})).rollout.max_rows == 64
-    assert (
-        read_config(load(eval_dataset___component_=None, eval_every_n_steps=None)).eval_dataset
-        is None
-    )
+    assert read_config(load(eval_dataset=None, eval_reward="x")).eval_dataset is None
+    assert read_config(load(forward_batch_size=5)).rows_per_forward == 5  # a bound, no divisor
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"
 
 
@@ -74,10 +72,8 @@ BAD = [
     ({"sampling_correction": "token_mask"}, "='token_mask': holds", "sampling_correction.mode"),
     ({"sampling_correction": {"cap": 1}}, "sampling_correction.cap=1", "above 1"),
     ({"dtype": "fp16"}, "dtype=fp16", "bf16, fp32"),
-    ({"forward_batch_size": 5}, "forward_batch_size=5", "divisor of 64"),
     ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "Multiply batch_size"),
     ({"forward_token_budget": 2000}, "forward_token_budget=2000", "set one of them to null"),
-    ({"eval_dataset": None}, "eval_every_n_steps=100", "eval_dataset"),
     ({"output_dir": "/tmp/Llama-3.2-1B-Instruct"}, "output_dir=", "another folder"),
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
@@ -106,14 +102,9 @@ BAD = [
     ({"output_dir": ""}, "output_dir=", "name a folder"),
     ({"output_dir": "/dev/null/x"}, "output_dir=/dev/null/x", "another folder"),
     ({"sampling": {"suppressed_tokens": [-1]}}, "sampling.suppressed_tokens=(-1,)", "0 or more"),
-    ({"rewards": [{"weight": 1e39}]}, "rewards[0].weight=1e+39", "smaller"),
+    ({"rewards": [{"weight": 1e39}]}, "rewards[0].weight=1e+39", "give less"),
     ({"clip_grad_norm": 1e39}, "clip_grad_norm=1e+39", "smaller"),
     ({"seed": -1}, "seed=-1", "from 0"),
-    (
-        {"eval_dataset": None, "eval_every_n_steps": None, "eval_reward": "x"},
-        "eval_reward=x",
-        "add",
-    ),
 ]
 
 
@@ -161,7 +152,6 @@ NOT_OF_THE_MODEL = [
     ("checkpointer.model_type=QWEN2", "checkpointer.model_type=QWEN2.*says llama"),
     ("sampling.suppressed_tokens=[271,272]", "suppressed_tokens=.271, 272.*0 to 271"),
     ("optimizer.betas=[0.9,1.5]", r"optimizer.betas=\[0.9, 1.5\].*cannot be made"),
-    ("tokenizer.prompt_template=no.such", "tokenizer.prompt_template='no.such'.*cannot be made"),
     ("checkpointer.checkpoint_files=[]", r"checkpointer.checkpoint_files=\[\]: names no file"),
 ]
 
@@ -207,7 +197,6 @@ WITHOUT_EFFECT = [
     ({"sampling_correction": {"cap": 3.0}}, "sampling_correction.cap=3.0.*mode=None"),
     ({"sampling_correction": {"mode": "old_logprobs", "cap": 3.0}}, "cap=3.0.*mode=old_logprobs"),
     ({"loss__kl_coeff": 0, "reference": {"dtype": "fp32"}}, "reference.*loss.kl_coeff=0"),
-    ({"eval_dataset": None, "eval_every_n_steps": None, "eval_samples": 2}, "eval_samples=2"),
 ]
 EFFECTIVE = [
     {"forward_batch_size": 4, "pack_groups": False},

@@ -1,6 +1,6 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
-from torchtune_grpo.checkpoint._claim import claim_output_dir
+from torchtune_grpo.checkpoint._claim import claim_output_dir, write_error
 from torchtune_grpo.checkpoint._folder import CheckpointError, Checkpoints, set_aside_previous_run
 from torchtune_grpo.checkpoint._whole_state import optimizer_state, restore_optimizer
 
@@ -11,4 +11,5 @@ __all__ = [
     "optimizer_state",
     "restore_optimizer",
     "set_aside_previous_run",
+    "write_error",
 ]

@@ -14,6 +14,7 @@ from torchtune import utils
 log = utils.get_logger("INFO")
 
 LOCK_FILE = ".lock"
+ERROR_FILE = "error.txt"  # the last run's traceback, if it failed
 STAGING = ".incomplete"  # what is being written
 DELETED = ".deleted_"  # begins the name of what is being deleted
 _claimed: dict[Path, IO[str]] = {}  # the system frees a lock when its process ends, however it does
@@ -42,6 +43,7 @@ def claim_output_dir(folder: Path) -> None:
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         _claimed[folder] = file
+    (folder / ERROR_FILE).unlink(missing_ok=True)
     for left in (*folder.glob(STAGING), *folder.glob(f"{DELETED}*")):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -52,3 +54,11 @@ def delete(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def write_error(text: str) -> str | None:
+    """Writes a traceback into the folder that this process has, if any; returns the file's path."""
+    for folder in _claimed:
+        (folder / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+        return str(folder / ERROR_FILE)
+    return None

@@ -28,7 +28,7 @@ FIXED = {
     "lr_scheduler._component_": "the learning rate would jump",
 }
 # Of a resumed run, these are the config's, not the checkpoint's.
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
+HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
 # In the environment: the base weights are read and compared whole, at the start and at a resume.
 FULL_DIGEST, _SHA256 = "TORCHTUNE_GRPO_FULL_DIGEST", ".sha256"

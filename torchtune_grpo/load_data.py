@@ -1,0 +1,35 @@
+"""The config's data sets, tokenized and checked before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtune_grpo._components import instantiate
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.errors import Problems
+from torchtune_grpo.read_config import check_lengths
+from torchtune_grpo.rewards import RewardSet
+
+
+def load_data(
+    cfg: GRPOConfig, *, tokenizer: Any, rewards: RewardSet | None
+) -> dict[str, RLDataset]:
+    """Makes ``dataset`` and, if the config has one, ``eval_dataset``.
+
+    Raises:
+        ConfigError: where one cannot be read, lacks what a reward needs, or holds prompts that with
+            their responses are too long for the model.
+    """
+    problems, data = Problems(), {}
+    for name in ("dataset", "eval_dataset"):
+        node = getattr(cfg, name)
+        if node is not None:
+            with problems.noted():
+                data[name] = instantiate(name, node, tokenizer)
+                if rewards is not None:
+                    rewards.check(data[name][0]["columns"])
+    with problems.noted():
+        check_lengths(cfg, longest_prompts={name: d.max_prompt_length for name, d in data.items()})
+    problems.raise_any()
+    return data
