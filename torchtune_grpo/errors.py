@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from tqdm import tqdm
+
 from torchtune_grpo.plain import visible
 
 TRACEBACK = (
@@ -83,4 +85,6 @@ def _tell(error: Exception, trace: str, file: str | None, *, who: str) -> None:
         lines.append(f"Traceback: {file}")
     name = "" if says_it_all else f"{type(error).__name__}: "
     lines += [f"{who}: {name}{problem}" for problem in problems_in(error)]
+    for bar in list(tqdm._instances):
+        bar.close()  # or it would be drawn once more, behind the error
     print(visible("\n".join(lines)), file=sys.stderr, flush=True)

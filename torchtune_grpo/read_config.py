@@ -223,8 +223,11 @@ def not_on_this_machine(settings: GRPOConfig) -> list[str]:
     if settings.reference.device is not None:
         with problems.noted():
             check_device("reference.device", settings.reference.device, probe=False)
+    folders = {"output_dir": settings.output_dir}
     log_dir = str(settings.metric_logger.get("log_dir") or settings.output_dir)
-    for name, folder in (("output_dir", settings.output_dir), ("metric_logger.log_dir", log_dir)):
+    if not Path(log_dir).is_relative_to(settings.output_dir):
+        folders["metric_logger.log_dir"] = log_dir
+    for name, folder in folders.items():
         if os.environ.get("RANK", "0") != "0":
             break  # only the first rank writes
         path = Path(folder).absolute()

@@ -1,0 +1,89 @@
+"""Overrides on the command line change a config as written, and reach into lists."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_grpo.command_line import load_config
+
+TEXT = """
+output_dir: out
+seed: 0
+model: {_component_: my.model, rank: 4, nested: {_component_: my.part}}
+rewards:
+- {_component_: my.reward, weight: 1.0}
+- {_component_: my.other}
+checkpoint_files: {max_filename: "00002"}
+eval_dataset: {_component_: my.data}
+log_dir: ${output_dir}/logs
+"""
+CHANGES = [
+    ("seed=5", "seed", 5),
+    ("seed=None", "seed", None),
+    ("seed=", "seed", None),
+    ("seed=1e-4", "seed", 1e-4),
+    ("seed='5'", "seed", "5"),
+    ("seed=[1, a]", "seed", [1, "a"]),
+    ("output_dir=a=b", "output_dir", "a=b"),
+    ("output_dir=new", "log_dir", "new/logs"),
+    ("output_dir=${seed}/x", "output_dir", "0/x"),
+    ("model=your.model", "model._component_", "your.model"),
+    ("model=your.model", "model.rank", 4),
+    ("model.nested=your.part", "model.nested._component_", "your.part"),
+    ("eval_dataset=null", "eval_dataset", None),
+    ("eval_dataset=None", "eval_dataset", None),
+    ("rewards.0.weight=0.5", "rewards.0.weight", 0.5),
+    ("rewards[1].weight=0.5", "rewards.1.weight", 0.5),
+    ("rewards.1=your.reward", "rewards.1._component_", "your.reward"),
+    ("sampling.top_k=5", "sampling.top_k", 5),
+    ("eval_dataset.columns={a: b}", "eval_dataset.columns.a", "b"),
+    ("checkpoint_files.max_filename=00004", "checkpoint_files.max_filename", "00004"),
+]
+REFUSED = [
+    ("seed", "write key=value"),
+    ("=5", "write key=value"),
+    ("--seed=5", "write key=value"),
+    ("~sed", "there is no key sed"),
+    ("rewards.7.weight=1", "out of range"),
+    ("rewards.x.weight=1", "not an int"),
+    ("seed=[1,", "flow node"),
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.mark.parametrize(("override", "key", "value"), CHANGES, ids=lambda x: str(x))
+def test_an_override_sets_a_key(config, override, key, value):
+    cfg = load_config(config, [override])
+    assert OmegaConf.select(cfg, key) == value
+
+
+def test_a_tilde_removes_a_key_or_an_item(config):
+    cfg = load_config(config, ["~eval_dataset", "~rewards.0", "~model.rank"])
+    assert "eval_dataset" not in cfg and "rank" not in cfg.model
+    assert [reward._component_ for reward in cfg.rewards] == ["my.other"]
+
+
+def test_later_overrides_win(config):
+    assert load_config(config, ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize(("override", "remedy"), REFUSED, ids=lambda x: x)
+def test_what_is_no_override_is_named(config, override, remedy):
+    with pytest.raises(ValueError) as error:
+        load_config(config, [override])
+    assert str(error.value).startswith(f"{override}: ") and remedy in str(error.value)
+
+
+def test_what_is_no_config_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--config none: no such file, nor one of .*llama3_2_1B"):
+        load_config("none")
+    for text in ("a: [1", "a: 1\na: 2", "- 1\n", "a: \x00"):
+        path = tmp_path / "broken.yaml"
+        path.write_text(text)
+        with pytest.raises(ValueError, match="--config .*broken.yaml: (is no YAML|holds no keys)"):
+            load_config(str(path))
