@@ -209,34 +209,20 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def generate_trajectory(
         self, prompts: PromptBatch, metrics: StepMetrics
     ) -> tuple[Trajectory, list[MicroBatch]]:
-        """Rolls out a group per prompt, scores it, and turns rewards into advantages.
+        """All that the update needs: N rows, and how they are cut into forward passes.
 
         Args:
             prompts (PromptBatch): the step's B prompts.
             metrics (StepMetrics): receives the rollout's statistics.
-
-        Returns:
-            tuple[Trajectory, list[MicroBatch]]: N rows with all that the update needs, and how
-            they are cut into forward passes.
         """
-        self._model.eval()
-        with metrics.timer("rollout"):
-            trajectory = self._roll_out(prompts)  # N rows
-        with metrics.timer("reward"):
-            scores = self._score(trajectory)
-            advantages = self._advantages(scores).to(self._device)  # [N]
-        mask = trajectory.response_mask  # [N, L]
-        if self.cfg.mask_truncated_completions:
-            mask = mask & ~trajectory.truncated[:, None]
+        trajectory = self._scored_rollout(prompts, metrics)  # N rows; forks may drop or add some
         weights = self._loss.weights(
-            mask,
+            trajectory.response_mask,
             num_rows=parallel.sum_over_ranks(trajectory.num_rows),
-            num_tokens=parallel.sum_over_ranks(int(mask.sum())),
+            num_tokens=parallel.sum_over_ranks(int(trajectory.response_mask.sum())),
             max_generated_tokens=self.cfg.max_generated_tokens,
         )  # [N, L]
-        trajectory = replace(trajectory, advantages=advantages, response_mask=mask, weights=weights)
-        metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
-        self._run_log.completions(self.global_step + 1, trajectory, scores)
+        trajectory = replace(trajectory, weights=weights)
         with metrics.timer("logprobs"):
             parts = micro_batches(
                 trajectory,
@@ -250,6 +236,22 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 ref_logprobs = self._reference.logprobs(parts, temperature=self.cfg.temperature)
                 trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
         return trajectory, parts
+
+    def _scored_rollout(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
+        """Rolls out a group per prompt, scores it, and turns rewards into advantages: B*G rows."""
+        self._model.eval()
+        with metrics.timer("rollout"):
+            trajectory = self._roll_out(prompts)
+        with metrics.timer("reward"):
+            scores = self._score(trajectory)
+            advantages = self._advantages(scores).to(self._device)  # [B*G]
+        mask = trajectory.response_mask  # [B*G, L]
+        if self.cfg.mask_truncated_completions:
+            mask = mask & ~trajectory.truncated[:, None]
+        trajectory = replace(trajectory, advantages=advantages, response_mask=mask)
+        metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
+        self._run_log.completions(self.global_step + 1, trajectory, scores)
+        return trajectory
 
     def grpo_step(
         self,
@@ -315,7 +317,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         """Sums the ranks' gradients, and takes the step if they and the loss are finite."""
         parallel.reduce_gradients(self._model)
         grad_norm = total_grad_norm(self._model.parameters())
-        if self._guard.allows_step(
+        num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
+        if num_tokens > 0 and self._guard.allows_step(
             loss=loss,
             grad_norm=grad_norm,
             model=self._model,

@@ -54,9 +54,14 @@ def tune(*arguments: object, cwd: Path, **settings: Any) -> Result:
 
 
 def run_ranks(
-    *arguments: object, ranks: int, cwd: Path, check: bool = True, **env: str
+    *arguments: object,
+    ranks: int,
+    cwd: Path,
+    check: bool = True,
+    recipe: Path | None = None,
+    **env: str,
 ) -> list[Result]:
-    """The recipe's file with arguments, as torchrun starts it, in forked processes.
+    """The recipe's file, or a copy, with arguments, as torchrun starts it, in forked processes.
 
     Of one machine. ``--config`` and the name of a shipped config come first.
     """
@@ -72,7 +77,7 @@ def run_ranks(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     results = fork_server().run(
-        str(recipes_folder() / "grpo_full_finetune.py"),
+        str(recipe or recipes_folder() / "grpo_full_finetune.py"),
         *("--config", str(config_files()[name]), *rest),
         cwd=cwd,
         envs=[{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],

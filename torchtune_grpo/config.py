@@ -16,6 +16,16 @@ from torchtune_grpo.importance import CORRECTIONS
 from torchtune_grpo.parallel import DistributedConfig
 from torchtune_grpo.rollout import RolloutConfig, SamplingConfig, SamplingParams
 
+__all__ = [
+    "GRPOConfig",
+    "ReferenceConfig",
+    "SamplingCorrectionConfig",
+    "key",
+    "not_negative",
+    "one_of",
+    "positive",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingCorrectionConfig:

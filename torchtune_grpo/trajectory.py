@@ -16,11 +16,12 @@ A response token has up to four log-probs, all [N, L]; all but behaviour's are o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -110,7 +111,13 @@ class Trajectory:
         return replace(self, **tensors)
 
     def select(self, rows: Tensor) -> Trajectory:
-        """Some rows [n], in that order, with their texts."""
+        """Some rows, with their texts; there may be none.
+
+        Args:
+            rows (Tensor): [n] their numbers, in the order wanted; or [N] bool, True = keep.
+        """
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
 
         def texts(values: list[Any]) -> list[Any]:
             return [values[row] for row in rows.tolist()] if values else []
@@ -122,6 +129,40 @@ class Trajectory:
             prompts=texts(self.prompts),
             completions=texts(self.completions),
             columns={name: texts(values) for name, values in self.columns.items()},
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Trajectory]) -> Trajectory:
+        """The rows of one or more trajectories behind each other, padded to common T and L.
+
+        Raises:
+            ValueError: if a field or a column is there in some and not in others.
+        """
+        first = parts[0]
+        for part in parts:
+            differing = first.tensors().keys() ^ part.tensors().keys()
+            differing |= first.columns.keys() ^ part.columns.keys()
+            if differing:
+                names = ", ".join(sorted(differing))
+                raise ValueError(f"{names}: only some of the trajectories to join have it.")
+
+        def padded(name: str) -> Tensor:
+            values = [part.tensors()[name] for part in parts]
+            if values[0].dim() == 1:
+                return torch.cat(values)
+            width = max(value.shape[1] for value in values)
+            return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
+
+        def texts(lists: Iterable[list[Any]]) -> list[Any]:
+            return [value for values in lists for value in values]
+
+        tensors: dict[str, Any] = {name: padded(name) for name in first.tensors()}
+        return replace(
+            first,
+            **tensors,
+            prompts=texts(part.prompts for part in parts),
+            completions=texts(part.completions for part in parts),
+            columns={name: texts(p.columns[name] for p in parts) for name in first.columns},
         )
 
 

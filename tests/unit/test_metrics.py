@@ -94,6 +94,15 @@ def test_the_gap_between_sampler_and_trainer():
     assert metrics.compute() == {}
 
 
+def test_an_update_on_no_rows_adds_nothing():
+    nothing = make_trajectory().select(torch.zeros(4, dtype=torch.bool))
+    metrics, none = StepMetrics(), torch.empty(0, 3)
+    output = LossOutput(torch.tensor(0.0), {"kl": torch.tensor(0.0)})
+    metrics.add_update(output, entropy=none, response_mask=nothing.response_mask)
+    metrics.add_sampling_gap(nothing, none)
+    assert metrics.compute() == {}
+
+
 def test_losses_of_a_step_are_averaged_and_maxima_kept():
     """Three optimizer steps on one rank; a loss that is not finite is not hidden."""
     metrics = StepMetrics()

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from policies import build_policy
 from trajectories import make_groups
 
-from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
+from torchtune_grpo.logprobs import _micro_batches as micro_batches_module
+from torchtune_grpo.logprobs import micro_batches, response_logprobs, trajectory_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout, row_layout
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
@@ -53,6 +54,47 @@ def test_the_largest_micro_batch_comes_first(budget):
     parts = micro_batches(trajectory, group_size=4, pack=True, rows=4, token_budget=budget)
     sizes = [part.layout.tokens.numel() for part in parts]
     assert len(sizes) > 2 and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_rows_are_packed_by_their_prompts_when_some_are_dropped(budget):
+    """Of groups of 4, the rows 0 2 3, 4 and 9 10: no pack mixes prompts."""
+    whole = make_groups([3, 3, 3], [4, 9, 1, 2, 1, 1, 8, 3, 5, 2, 7, 6])
+    trajectory = whole.select(torch.tensor([0, 2, 3, 4, 9, 10]))
+    model = build_policy()
+    parts = micro_batches(trajectory, group_size=4, pack=True, rows=12, token_budget=budget)
+    assert [part.layout.segments is not None for part in parts] == [True]
+    assert len(parts[0].layout.tokens) == 3
+    one_by_one = micro_batches(trajectory, group_size=4, pack=False, rows=1)
+    expected = trajectory_logprobs(model, one_by_one, temperature=0.7)
+    values = trajectory_logprobs(model, parts, temperature=0.7)
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+def test_the_same_prompt_twice_makes_two_packs():
+    trajectory = make_groups([3], [4, 9, 1, 2])
+    parts = micro_batches(trajectory, group_size=2, pack=True, rows=2)
+    assert sorted(part.rows.tolist() for part in parts) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("budget", [None, 60])
+def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, pack, budget):
+    """Of which nothing is read, but every layer gets a gradient."""
+    model = build_policy()
+    nothing = make_groups([7, 3], [4, 9, 1, 2]).select(torch.zeros(4, dtype=torch.bool))
+    settings = dict(group_size=2, pack=pack, rows=2, token_budget=budget)
+    assert len(micro_batches(nothing, **settings)) == 1
+    monkeypatch.setattr(micro_batches_module, "gather_over_ranks", lambda count: [count, 3])
+    parts = micro_batches(nothing, **settings)
+    assert [part.rows.tolist() for part in parts] == [[], [], []]
+    assert trajectory_logprobs(model, parts, temperature=1.0).shape == (0, 9)
+    logprobs, entropy = response_logprobs(
+        model, parts[0].layout, temperature=1.0, with_entropy=True
+    )
+    assert logprobs.shape == entropy.shape == (0, 9)
+    logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.layers.parameters())
 
 
 @pytest.mark.parametrize("pack", [True, False])

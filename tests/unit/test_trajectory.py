@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtune_grpo.data import PromptBatch, step_indices
 from torchtune_grpo.rollout import RolloutRequest, SamplingParams, roll_out, row_keys
@@ -63,6 +65,58 @@ def test_select_takes_rows_with_their_texts_in_the_order_asked_for():
     assert part.response_lengths.tolist() == [4, 1] and part.ref_logprobs is None
     assert (part.prompts, part.completions) == (["p2", "p0"], ["c2", "c0"])
     assert part.columns == {"answer": [2, 0]}
+
+
+def test_select_takes_a_mask_and_may_take_nothing():
+    whole = trajectory_of([2, 2, 1], [1, 2, 4], trained_on=[1, 2, 4])
+    part = whole.select(torch.tensor([False, True, True]))
+    assert part.advantages.tolist() == [1, 2] and part.prompts == ["p1", "p2"]
+    assert part.columns == {"answer": [1, 2]}
+    for nothing in (torch.zeros(3, dtype=torch.bool), torch.empty(0, dtype=torch.long)):
+        part = whole.select(nothing)
+        assert part.num_rows == 0 and part.response_mask.shape == (0, 4)
+        assert (part.prompts, part.columns, part.completion_ids) == ([], {"answer": []}, [])
+
+
+def equal(left: Trajectory, right: Trajectory) -> bool:
+    texts = ("prompts", "completions", "columns")
+    return (
+        left.tensors().keys() == right.tensors().keys()
+        and all(torch.equal(value, right.tensors()[n]) for n, value in left.tensors().items())
+        and all(getattr(left, name) == getattr(right, name) for name in texts)
+    )
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4))
+def test_join_undoes_select(picks):
+    """Any rows, cut anywhere: the same as selecting them at once."""
+    whole = trajectory_of([2, 2, 1, 3], [1, 2, 4, 0], trained_on=[1, 0, 4, 0])
+    parts = [whole.select(torch.tensor(rows, dtype=torch.long)) for rows in picks]
+    joined = Trajectory.join(parts)
+    assert equal(joined, whole.select(torch.tensor(sum(picks, []), dtype=torch.long)))
+
+
+def test_join_pads_to_the_longest():
+    """[prompt 2, response 1] and [1, 2 and 0]: T 3, L 2."""
+    left = trajectory_of([2], [1], trained_on=[1])
+    right = trajectory_of([1, 1], [2, 0], trained_on=[2, 0])
+    for parts, first in (((left, right), 0), ((right, left), 2)):
+        joined = Trajectory.join(parts)
+        assert joined.tokens[first].tolist() == [0, 1, 2]
+        assert joined.response_mask[first].tolist() == [True, False]
+        assert joined.sampler_logprobs[first].tolist() == [1.0, 0.0]
+        assert joined.response_mask.dtype == torch.bool and joined.ref_logprobs is None
+        assert sorted(joined.prompts) == ["p0", "p0", "p1"]
+    wide = replace(left, tokens=torch.tensor([[7, 8, 9, 0]]))
+    assert Trajectory.join([left, wide]).tokens.tolist() == [[0, 1, 2, 0], [7, 8, 9, 0]]
+
+
+def test_join_refuses_fields_that_only_some_have():
+    rows = trajectory_of([2], [1], trained_on=[1])
+    with pytest.raises(ValueError, match="advantages: only some"):
+        Trajectory.join([rows, replace(rows, advantages=None)])
+    with pytest.raises(ValueError, match="answer, gold: only some"):
+        Trajectory.join([rows, replace(rows, columns={"gold": ["7"]})])
 
 
 def test_completion_ids_hold_the_whole_response_trained_on_or_not():

@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchtune_grpo.logprobs._packing import Layout, packed_layout, response_inputs, row_layout
+from torchtune_grpo.logprobs._packing import (
+    Layout,
+    empty_layout,
+    packed_layout,
+    response_inputs,
+    row_layout,
+)
 from torchtune_grpo.parallel import gather_over_ranks
-from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.trajectory import Trajectory, length_mask
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class MicroBatch:
     """The rows of one forward pass.
 
     Attributes:
-        rows (Tensor): [n] rows of the trajectory.
+        rows (Tensor): [n] rows of the trajectory; there may be none.
         layout (Layout): how they are laid out.
     """
 
@@ -44,8 +50,12 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Cuts a trajectory into micro-batches; each row is in exactly one.
 
+    On all ranks there are equally many, at least one, as ranks that shard the model need it: where
+    a rank runs out of rows, it gets some without any.
+
     Args:
-        trajectory (Trajectory): N rows, whole groups, prompt-major.
+        trajectory (Trajectory): N rows, those of a prompt after each other; not always G of them,
+            if some were dropped.
         group_size (int): G.
         pack (bool): lay out rows with the same prompt as one. With ``rows``, only where it is a
             multiple of G.
@@ -61,11 +71,12 @@ def micro_batches(
     """
     if token_budget is not None:
         plan = _within_budget(trajectory, group_size=group_size, pack=pack, budget=token_budget)
-        _split_until(plan, max(gather_over_ranks(len(plan))))
     else:
         size = group_size if pack and rows % group_size == 0 else 1
-        packs = torch.arange(trajectory.num_rows).split(size)
-        plan = [list(packs[i : i + rows // size]) for i in range(0, len(packs), rows // size)]
+        packs = [torch.tensor(group) for group in _groups(trajectory, most=size)]
+        plan = [packs[i : i + rows // size] for i in range(0, len(packs), rows // size)]
+    passes = max(1, *gather_over_ranks(len(plan)))
+    plan += [[] for _ in range(passes - len(plan))]
     parts = [_micro_batch(trajectory, packs, dense=dense) for packs in plan]
     return sorted(parts, key=lambda part: -part.layout.tokens.numel())
 
@@ -73,6 +84,9 @@ def micro_batches(
 def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, dense: bool) -> MicroBatch:
     """packs: the rows of each packed row."""
     device = trajectory.tokens.device
+    if not packs:
+        none = torch.empty(0, dtype=torch.long, device=device)
+        return MicroBatch(none, empty_layout(trajectory))
     rows = torch.cat(packs).to(device)
     part = trajectory.select(rows)
     if all(len(pack) == 1 for pack in packs):
@@ -82,18 +96,18 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, dense: bool) ->
     return MicroBatch(rows, packed_layout(part, numbers, dense=dense))
 
 
-def _split_until(plan: list[list[Tensor]], count: int) -> None:
-    """Splits the largest micro-batches, in place, until there are ``count``.
-
-    Ranks that shard the model have to run equally many passes. They have equally many rows, so
-    there is always one left to split.
-    """
-    while len(plan) < count:
-        largest = max(plan, key=lambda packs: sum(len(pack) for pack in packs))
-        packs = largest if len(largest) > 1 else list(largest[0].split(-(-len(largest[0]) // 2)))
-        half = len(packs) // 2
-        largest[:] = packs[:half]
-        plan.append(packs[half:])
+def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
+    """Rows after each other that have the same prompt, at most ``most`` together."""
+    is_prompt = length_mask(trajectory.prompt_lengths, trajectory.tokens.shape[1])
+    prompts = trajectory.tokens.where(is_prompt, -1)
+    same = (prompts[1:] == prompts[:-1]).all(dim=1).tolist()
+    groups: list[list[int]] = []
+    for row in range(trajectory.num_rows):
+        if row and same[row - 1] and len(groups[-1]) < most:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
 
 
 def _within_budget(
@@ -104,14 +118,14 @@ def _within_budget(
     inputs = response_inputs(trajectory).tolist()
     packs: list[list[int]] = []
     lengths: list[int] = []  # [packs] tokens of each
-    for row in range(trajectory.num_rows):
-        same_prompt = pack and row % group_size != 0
-        if same_prompt and lengths[-1] + inputs[row] <= budget:
-            packs[-1].append(row)
-            lengths[-1] += inputs[row]
-        else:
-            packs.append([row])
-            lengths.append(prompts[row] + inputs[row])
+    for group in _groups(trajectory, most=group_size if pack else 1):
+        for row in group:
+            if row != group[0] and lengths[-1] + inputs[row] <= budget:
+                packs[-1].append(row)
+                lengths[-1] += inputs[row]
+            else:
+                packs.append([row])
+                lengths.append(prompts[row] + inputs[row])
 
     plan: list[list[Tensor]] = []
     longest = 0

@@ -120,3 +120,10 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
     sizes = None if dense else [[prompt, *part.tolist()] for prompt, part in parts]
     mask = batch.response_mask
     return Layout(tokens, positions, segments, packs[row], read, targets, mask, sizes)
+
+
+def empty_layout(batch: Trajectory) -> Layout:
+    """A pass over no row, of which nothing is read: for a rank that only has to take part."""
+    nothing = batch.tokens.new_empty(0)
+    mask = batch.response_mask[:0]
+    return Layout(batch.tokens.new_zeros(1, 1), None, None, nothing, nothing, nothing, mask)
