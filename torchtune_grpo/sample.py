@@ -1,12 +1,16 @@
 """Looks at what a policy says.
 
     python -m torchtune_grpo.sample --config llama3_2_1B_lora_grpo "What is 3 + 4?"
-    python -m torchtune_grpo.sample --config my_config.yaml --num-prompts 2 --set temperature=0.7
+    python -m torchtune_grpo.sample --config my_config.yaml temperature=0.7 --num-prompts 2
 
 The prompt is encoded like those of the config's data set: system prompt, chat format and prefill.
 Without a prompt, the first ones of the data set are taken, and the rewards score the responses. The
 weights are those of the newest checkpoint in ``output_dir``; before the first one, or with
 ``--base``, those that training starts from.
+
+``key=value`` and ``~key`` change the config, as for ``tune``. With white space in it, that is a
+prompt unless there is such a key: ``x=3, what is x?`` is one, and ``dataset.prefill=So, `` is not.
+A space in front makes a prompt of anything.
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
-from torchtune.config._utils import _get_component_from_path
+from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from torchtune_grpo._plugin import config_files
-from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.checkpoint import CheckpointError, Checkpoints
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.memory import keep_freed_memory
@@ -33,35 +39,59 @@ from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import make_engine, roll_out
 
+_OVERRIDE = re.compile(r"(?=~|[\w.]+=)~?([A-Za-z_]\w*)[\w.]*(?:=|$)")
+_KEYS = {field.name for field in fields(GRPOConfig)}
+
 
 def main() -> None:
     """Entry point of ``python -m torchtune_grpo.sample``."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtune_grpo.sample", description="Looks at what a policy says."
     )
-    parser.add_argument("prompts", nargs="*", help="without any, the data set's first ones")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="prompt, or key=value",
+        help="without a prompt, the data set's first ones; key=value overrides one of the config",
+    )
     parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
     parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
     parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
     parser.add_argument("--base", action="store_true", help="take the weights before training")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="key=value", help="override keys of the config"
-    )
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
+    overrides = [text for text in args.prompts if is_override(text)]
+    args.prompts = [text for text in args.prompts if not is_override(text)]
     try:
-        cfg: GRPOConfig = read_config(_load_config(args.config, args.set))
+        loaded = _load_config(args.config, overrides)
+        _leave_out_own_keys(loaded, overrides)
+        cfg: GRPOConfig = read_config(loaded)
         _say(cfg, args)
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         raise SystemExit(f"Error: {visible(str(error))}") from error
+
+
+def is_override(text: str) -> bool:
+    """Whether an argument changes the config, and is no prompt; see the module's docstring."""
+    match = _OVERRIDE.match(text)
+    return match is not None and (match[1] in _KEYS or not re.search(r"\s", text))
+
+
+def _leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
+    """Those of the file that only a recipe of one's own reads; a misspelt override stays."""
+    given = {match[1] for text in overrides if (match := _OVERRIDE.match(text))}
+    own = sorted(set(cfg) - _KEYS - given)
+    for name in own:
+        del cfg[name]
+    if own:
+        print(f"Left out, as keys of another recipe: {', '.join(own)}")
 
 
 def _load_config(name: str, overrides: list[str]) -> DictConfig:
     path = config_files().get(name, Path(name))
     if not path.is_file():
         raise ValueError(f"--config {name}: no such file, nor one of {', '.join(config_files())}.")
-    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides))
-    assert isinstance(cfg, DictConfig)
-    return cfg
+    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return _merge_yaml_and_cli_args(argparse.Namespace(**loaded), overrides)
 
 
 def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
@@ -117,13 +147,15 @@ def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
 
 
 def _policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:
-    checkpoints = Checkpoints(cfg.checkpointer, output_dir=Path(cfg.output_dir))
-    model = build_policy(cfg, checkpoints.base_weights(), device=device)
+    checkpoints = Checkpoints.of_run(cfg)
     trained = None
     if not base:
         with contextlib.suppress(ValueError):  # before the first one
             trained = checkpoints.newest()
     print(f"Weights: {trained or cfg.checkpointer.checkpoint_dir}")
+    if trained is not None:
+        checkpoints.check_policy(trained)
+    model = build_policy(cfg, checkpoints.base_weights(), device=device)
     if trained is not None:
         checkpoints.restore(model, trained)
     return model

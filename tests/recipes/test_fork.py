@@ -135,7 +135,11 @@ VARIANTS = {
     LORA: {"replicated": ["optimizer.fused=false"]},
     FULL: {
         "sharded": ["forward_batch_size=4"],
-        "budget": ["forward_batch_size=null", "forward_token_budget=90"],
+        "budget": [
+            "forward_batch_size=null",
+            "forward_token_budget=90",
+            "distributed.defer_gradients=always",
+        ],
     },
 }
 

@@ -1,6 +1,9 @@
 """`python -m torchtune_grpo.sample` shows what a policy says: base weights, then trained ones."""
 
-from runs import run, run_tiny, tiny_overrides
+from runs import Result, run, run_tiny, tiny_overrides
+
+from torchtune_grpo._plugin import config_files
+from torchtune_grpo.sample import is_override
 
 CONFIG = "llama3_2_1B_lora_grpo"
 LENGTH_REWARD = """
@@ -9,11 +12,11 @@ def reward_length(prompts, completions, **columns):
 """
 
 
-def say(folder, *commands: list[str]) -> list[str]:
-    """What ``python -m torchtune_grpo.sample`` prints for each command."""
-    start = ["-m", "torchtune_grpo.sample", "--config", CONFIG, "--samples", "2"]
-    settings = ["--set", *tiny_overrides(CONFIG, folder), "dtype=fp32"]
-    return [run(*start, *each, *settings, cwd=folder).out for each in commands]
+def say(folder, *more: str, config: object = CONFIG, check: bool = True) -> Result:
+    """``python -m torchtune_grpo.sample`` with the tiny model's overrides in front."""
+    start = ["-m", "torchtune_grpo.sample", "--config", config]
+    settings = [*tiny_overrides(str(config), folder), "dtype=fp32"]
+    return run(*start, *settings, "--samples", "2", *more, cwd=folder, check=check)
 
 
 def samples(text: str) -> str:
@@ -22,23 +25,43 @@ def samples(text: str) -> str:
 
 def test_shows_samples_of_base_and_trained_weights(tmp_path):
     question, shown = "2 plus 2?\x1b[2J", r"2 plus 2?\x1b[2J"
-    (base,) = say(tmp_path, [question])
+    base = say(tmp_path, question).out
     assert base.count("--- sample") == 2 and f"=== {shown}" in base and "\x1b" not in base
     assert str(tmp_path / "llama") in base
     (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)  # always has spread: weights move
     reward = "rewards=[{_component_: my_rewards.reward_length}]"
     settings = ("dtype=fp32", "optimizer.lr=0.1", "lr_scheduler.num_warmup_steps=0", "num_steps=1")
     run_tiny(CONFIG, tmp_path, reward, *settings)
-    trained, again, of_data = say(
-        tmp_path, [question], ["--base", question], ["--num-prompts", "2"]
-    )
+    trained, again = say(tmp_path, question).out, say(tmp_path, "--base", question).out
     assert "step_000001" in trained and samples(trained) != samples(base)
     assert samples(again) == samples(base)
+    mine = tmp_path / "mine.yaml"  # of a recipe with a key of its own
+    mine.write_text((config_files()[CONFIG]).read_text() + "max_rollouts: 3\n")
+    of_data = say(tmp_path, "--num-prompts", "2", config=mine).out
     assert of_data.count("=== ") == 2 and of_data.count(", reward ") == 4
+    assert "Left out, as keys of another recipe: max_rollouts\n" in of_data
+    # Weights that fit may still be read wrongly, as with another lora_alpha.
+    for config, change, said in (
+        (CONFIG, "model.lora_alpha=1", "model.lora_alpha=1: "),
+        ("llama3_2_1B_full_grpo", "grpo_samples=2", "model._component_=torchtune.models.llama3_2."),
+    ):
+        done = say(tmp_path, question, change, config=config, check=False)
+        (error,) = [line for line in done.err.splitlines() if line.startswith("Error: ")]
+        assert done.code == 1 and said in error and error.endswith("training with --base.")
+        assert error.count("was made with") == 1 and "Traceback" not in done.err
+
+
+def test_an_override_looks_like_one():
+    for text in ("temperature=0.7", "temprature=1", "model.lora_rank=8", "rewards.0.weight=2"):
+        assert is_override(text), text
+    for text in ("dataset.system_prompt=Be brief.", "~optimizer.fused", "dataset=a.b", "x="):
+        assert is_override(text), text
+    for text in ("What is x=3?", "x=3, what is x?", " x=3?", "x = 3", "2+2=?", "hi", "~ 5 or 6?"):
+        assert not is_override(text), text
 
 
 def test_errors_name_key_and_remedy_without_a_traceback(tmp_path):
-    command = ["-m", "torchtune_grpo.sample", "--config", CONFIG, "hi", "--set", "temprature=1"]
+    command = ["-m", "torchtune_grpo.sample", "--config", CONFIG, "temprature=1", "hi"]
     done = run(*command, cwd=tmp_path, check=False)
     assert done.code == 1
     assert "Did you mean temperature?" in done.err and "Traceback" not in done.err

@@ -33,7 +33,7 @@ from torchtune_grpo.checkpoint._export import (
     peft_config,
     peft_state,
 )
-from torchtune_grpo.checkpoint._run_config import changed_keys, run_config
+from torchtune_grpo.checkpoint._run_config import POLICY, changed_keys, refuse_changes, run_config
 from torchtune_grpo.checkpoint._whole_state import full_state
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.nonfinite import NonFiniteError
@@ -133,8 +133,7 @@ class Checkpoints:
             CheckpointError: if all are damaged.
         """
         checkpoint = on_first_rank(self.newest)
-        old = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
-        changed = changed_keys(old, self._run_config, checkpoint=checkpoint)
+        changed = changed_keys(_config_of(checkpoint), self._run_config, checkpoint=checkpoint)
         if changed:
             utils.log_rank_zero(log, f"Changed since {checkpoint}: {', '.join(changed)}.")
         step, num_steps = _step_number(checkpoint), self._run_config["num_steps"]
@@ -143,6 +142,16 @@ class Checkpoints:
                 f"num_steps={num_steps}: {checkpoint} has done {step} steps; give {step} or more."
             )
         return checkpoint
+
+    def check_policy(self, checkpoint: Path) -> None:
+        """Raises a ValueError if the run's policy is not the one that a checkpoint holds."""
+        refuse_changes(
+            _config_of(checkpoint),
+            self._run_config,
+            checkpoint=checkpoint,
+            remedy="look at the weights before training with --base",
+            below=POLICY,
+        )
 
     def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
         """Gives a freshly built policy the weights of a checkpoint; returns the training's state.
@@ -298,6 +307,11 @@ def _kind(tensor: Tensor) -> str:
 
 def _is_finite(value: Tensor) -> bool:
     return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _config_of(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
+    return config
 
 
 def _by_step(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ FIXED = {
     "optimizer": "the saved states are those of another one",
     "lr_scheduler._component_": "the learning rate would jump",
 }
+# Of these, what a checkpoint's policy cannot be loaded or read without.
+POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
 # Of a resumed run, these are the config's, not the checkpoint's.
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
 # In the environment: the base weights are read and compared whole, at the start and at a resume.
 FULL_DIGEST, _SHA256 = "TORCHTUNE_GRPO_FULL_DIGEST", ".sha256"
+_COMPONENT = "._component_"
 
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]:
@@ -63,23 +66,45 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: 
     Raises:
         ValueError: if a key differs that must not.
     """
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    keys = [key for key in keys if not key.endswith(_SHA256) or (key in old and key in new)]
+    refuse_changes(
+        old,
+        new,
+        checkpoint=checkpoint,
+        remedy="start afresh with resume_from_checkpoint=False",
+    )
+    return [
+        f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}"
+        for key in _differing(old, new)
+        if key != "resume_from_checkpoint"
+    ]
+
+
+def refuse_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    checkpoint: Path,
+    remedy: str,
+    below: Iterable[str] = FIXED,
+) -> None:
+    """Raises a ValueError if a key differs that must not; of FIXED, only those ``below`` count."""
+    keys = _differing(old, new)
+    nodes = [key.removesuffix(_COMPONENT) for key in keys if key.endswith(_COMPONENT)]
     refused = [
         f"{key}={_shown(new.get(key))}: {checkpoint} was made with {_shown(old.get(key))}, and "
         f"{why}."
         for key in keys
-        if (why := _why_fixed(key))
+        if any(_is_below(key, name) for name in below) and (why := _why_fixed(key))
+        # another component takes other arguments
+        if key.endswith(_COMPONENT) or not any(_is_below(key, node) for node in nodes)
     ]
     if refused:
-        raise ValueError(
-            f"{' '.join(refused)} Set it back, or start afresh with resume_from_checkpoint=False."
-        )
-    return [
-        f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}"
-        for key in keys
-        if key != "resume_from_checkpoint"
-    ]
+        raise ValueError(f"{' '.join(refused)} Set it back, or {remedy}.")
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return [key for key in keys if not key.endswith(_SHA256) or (key in old and key in new)]
 
 
 def _why_fixed(key: str) -> str | None:
