@@ -118,8 +118,7 @@ class GRPOConfig:
         None,
     )
     pack_groups: bool = key(
-        "Compute a group's prompt once, where forward_batch_size holds whole groups or the budget "
-        "several rows",
+        "Compute a prompt once for all of its responses that are in the same forward pass",
         True,
     )
     optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")

@@ -241,14 +241,8 @@ def not_on_this_machine(settings: GRPOConfig) -> list[str]:
 
 def without_effect(settings: GRPOConfig) -> list[str]:
     """One sentence for each setting that the others switch off, with the remedy."""
-    group, rows = settings.grpo_samples, settings.rows_per_forward
-    no_budget = settings.forward_token_budget is None
     mode, cap = settings.sampling_correction.mode, settings.sampling_correction.cap
     cases = {
-        f"pack_groups=True: forward_batch_size={rows} holds no whole groups; make it a multiple of "
-        f"grpo_samples={group}, or give forward_token_budget instead.": (
-            settings.pack_groups and no_budget and rows % group > 0
-        ),
         f"sampling_correction.cap={cap}: nothing is capped under mode={mode}; set mode to "
         "token_truncate, say.": (
             mode in (None, "old_logprobs") and cap != SamplingCorrectionConfig().cap

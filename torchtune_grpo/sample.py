@@ -20,18 +20,20 @@ import contextlib
 import inspect
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training, utils
-from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
+from omegaconf import DictConfig
+from torchtune import config, training
+from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo._plugin import config_files
-from torchtune_grpo.checkpoint import CheckpointError, Checkpoints
+from torchtune_grpo._components import instantiate
+from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.command_line import load_config
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.device import find_device
+from torchtune_grpo.errors import told_in_one_line
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.plain import visible
 from torchtune_grpo.policy import build_policy
@@ -61,13 +63,10 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     overrides = [text for text in args.prompts if is_override(text)]
     args.prompts = [text for text in args.prompts if not is_override(text)]
-    try:
-        loaded = _load_config(args.config, overrides)
-        _leave_out_own_keys(loaded, overrides)
-        cfg: GRPOConfig = read_config(loaded)
-        _say(cfg, args)
-    except (ValueError, CheckpointError) as error:
-        raise SystemExit(f"Error: {visible(str(error))}") from error
+    with told_in_one_line():
+        cfg = load_config(args.config, overrides)
+        _leave_out_own_keys(cfg, overrides)
+        _say(read_config(cfg), args)
 
 
 def is_override(text: str) -> bool:
@@ -86,21 +85,13 @@ def _leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
         print(f"Left out, as keys of another recipe: {', '.join(own)}")
 
 
-def _load_config(name: str, overrides: list[str]) -> DictConfig:
-    path = config_files().get(name, Path(name))
-    if not path.is_file():
-        raise ValueError(f"--config {name}: no such file, nor one of {', '.join(config_files())}.")
-    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return _merge_yaml_and_cli_args(argparse.Namespace(**loaded), overrides)
-
-
 def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
-    device = utils.get_device(device=cfg.device)
+    device = find_device(cfg.device)
     if device.type == "cpu":
         keep_freed_memory()
     config.instantiate(cfg.prepare)
     check_checkpoint_files(cfg)
-    tokenizer = config.instantiate(cfg.tokenizer)
+    tokenizer = instantiate("tokenizer", cfg.tokenizer)
     dataset = _dataset(cfg, tokenizer, rows=1 if args.prompts else args.num_prompts)
     items = [dataset[i] for i in range(min(args.num_prompts, len(dataset)))]
     if args.prompts:
@@ -143,7 +134,7 @@ def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
     limit = (
         {"num_samples": rows} if "num_samples" in inspect.signature(component).parameters else {}
     )
-    return config.instantiate(cfg.dataset, tokenizer, **limit)
+    return instantiate("dataset", cfg.dataset, tokenizer, **limit)
 
 
 def _policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:

@@ -193,7 +193,6 @@ def test_a_row_must_fit_the_budget():
 
 
 WITHOUT_EFFECT = [
-    ({"forward_batch_size": 4}, "pack_groups=True.*multiple of grpo_samples=8"),
     ({"sampling_correction": {"cap": 3.0}}, "sampling_correction.cap=3.0.*mode=None"),
     ({"sampling_correction": {"mode": "old_logprobs", "cap": 3.0}}, "cap=3.0.*mode=old_logprobs"),
     ({"loss__kl_coeff": 0, "reference": {"dtype": "fp32"}}, "reference.*loss.kl_coeff=0"),

@@ -110,19 +110,23 @@ def test_values_come_back_in_the_original_order(pack, budget):
     assert (values != 0).equal(trajectory.response_mask)
 
 
-def test_fixed_rows_pack_only_whole_groups():
+def test_a_pass_holds_at_most_so_many_rows_and_packs_those_of_a_prompt():
+    """Two groups of 4, whatever the bound."""
     trajectory = make_groups([7, 3], [4, 9, 1, 2, 1, 1, 8, 3])
 
-    def packed(rows: int, pack: bool = True) -> list[bool]:
+    def cuts(rows: int, pack: bool = True) -> list[list[int]]:
         parts = micro_batches(trajectory, group_size=4, pack=pack, rows=rows)
-        cuts = [list(range(start, start + rows)) for start in range(0, 8, rows)]
-        assert sorted(part.rows.tolist() for part in parts) == cuts
-        return [part.layout.segments is not None for part in parts]
+        for part in parts:
+            shares_a_prompt = len({row // 4 for row in part.rows.tolist()}) < len(part.rows)
+            assert (part.layout.segments is not None) == (pack and shares_a_prompt)
+        return sorted(part.rows.tolist() for part in parts)
 
-    assert packed(4) == [True, True]
-    assert packed(8) == [True]
-    assert packed(2) == [False] * 4
-    assert packed(4, pack=False) == [False] * 2
+    assert cuts(8) == cuts(9) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert cuts(4) == cuts(5) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cuts(3) == [[0, 1, 2], [3], [4, 5, 6], [7]]
+    assert cuts(2) == cuts(2, pack=False) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cuts(1) == [[row] for row in range(8)]
+    assert cuts(3, pack=False) == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_packed_mask_lets_a_response_see_its_prompt_and_itself():

@@ -57,9 +57,8 @@ def micro_batches(
         trajectory (Trajectory): N rows, those of a prompt after each other; not always G of them,
             if some were dropped.
         group_size (int): G.
-        pack (bool): lay out rows with the same prompt as one. With ``rows``, only where it is a
-            multiple of G.
-        rows (int): rows of a micro-batch; without meaning under a budget.
+        pack (bool): lay out rows with the same prompt as one.
+        rows (int): the most rows of a micro-batch; without meaning under a budget.
         token_budget (int | None): the most tokens of a forward pass, padding included. Groups that
             do not fit are split, and what is of similar length shares a micro-batch. A single row
             that does not fit would run alone; the recipe refuses a budget that allows it.
@@ -72,9 +71,7 @@ def micro_batches(
     if token_budget is not None:
         plan = _within_budget(trajectory, group_size=group_size, pack=pack, budget=token_budget)
     else:
-        size = group_size if pack and rows % group_size == 0 else 1
-        packs = [torch.tensor(group) for group in _groups(trajectory, most=size)]
-        plan = [packs[i : i + rows // size] for i in range(0, len(packs), rows // size)]
+        plan = _within_rows(trajectory, most=min(rows, group_size) if pack else 1, rows=rows)
     passes = max(1, *gather_over_ranks(len(plan)))
     plan += [[] for _ in range(passes - len(plan))]
     parts = [_micro_batch(trajectory, packs, dense=dense) for packs in plan]
@@ -108,6 +105,19 @@ def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
         else:
             groups.append([row])
     return groups
+
+
+def _within_rows(trajectory: Trajectory, *, most: int, rows: int) -> list[list[Tensor]]:
+    """As many packed rows, of at most ``most`` rows each, as fit into a micro-batch."""
+    plan: list[list[Tensor]] = []
+    free = 0
+    for group in _groups(trajectory, most=most):
+        if len(group) > free:
+            plan.append([])
+            free = rows
+        plan[-1].append(torch.tensor(group))
+        free -= len(group)
+    return plan
 
 
 def _within_budget(
