@@ -28,7 +28,7 @@ def load_data(
             with problems.noted():
                 data[name] = instantiate(name, node, tokenizer)
                 if rewards is not None:
-                    rewards.check(data[name][0]["columns"])
+                    rewards.check_data(data[name], key=name)
     with problems.noted():
         check_lengths(cfg, longest_prompts={name: d.max_prompt_length for name, d in data.items()})
     problems.raise_any()

@@ -20,6 +20,13 @@ def visible(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def shortened(text: str, limit: int = 80) -> str:
+    """One visible line of about ``limit`` characters, whose middle is left out if need be."""
+    line = " ".join(visible(text).split())
+    half = limit // 2
+    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
+
+
 def describe(error: BaseException, *, frames: int = 0) -> str:
     """An exception as visible text, with the last ``frames`` places of its traceback."""
     try:

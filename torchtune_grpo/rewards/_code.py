@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import queue
 import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchtune.utils import get_logger
 
+from torchtune_grpo.plain import describe, shortened
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
@@ -75,6 +77,24 @@ def code_format_reward(
         head = re.compile(rf"^(?:async[ ]+)?def[ ]+{re.escape(name)}\b", re.M)
         scores.append(float(len(blocks) == 1 and bool(head.search(blocks[0]))))
     return scores
+
+
+def _name_fault(*, entry_point: object) -> str | None:
+    if isinstance(entry_point, str) and entry_point.isidentifier():
+        return None
+    return f"entry_point={shortened(repr(entry_point))} is no name of a function"
+
+
+def _source_fault(name: str, code: object) -> str | None:
+    if not isinstance(code, str):
+        return f"{name}={shortened(repr(code))} is no text"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its backslashes, say
+            compile(code, f"<{name}>", "exec")
+    except Exception as error:  # also RecursionError, and MemoryError for too many brackets
+        return f"{name}={shortened(repr(code))} is no Python: {describe(error).splitlines()[-1]}"
+    return None
 
 
 class CodeReward:
@@ -150,6 +170,16 @@ class CodeReward:
         )
         return [v if isinstance(v, Exception) else float(v.passed) for v in verdicts]
 
+    @staticmethod
+    def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
+        """What keeps every completion from passing a row's test, or None; it runs nothing."""
+        fault = _name_fault(entry_point=entry_point)
+        for name, code in (("test", test), ("setup", setup)):
+            fault = fault or _source_fault(name, code)
+        if fault is None and not re.search(rf"\b(?:check|{entry_point})\b", str(test)):
+            fault = f"test={shortened(repr(test))} has neither check(candidate) nor {entry_point}"
+        return fault
+
     def judge(
         self, completions: list[str], *, test: list[str], entry_point: list[str], setup: list[str]
     ) -> list[Verdict | Exception]:
@@ -201,3 +231,4 @@ class CodeReward:
 
 
 code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
+code_format_reward.check_row = _name_fault  # type: ignore[attr-defined]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from torchtune_grpo.plain import describe, shortened
 from torchtune_grpo.reward_contract import GIVEN
 
 # reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None];
 # None says that the reward does not apply to a completion. It is the interface of TRL's trainer.
 # An async one gives that to await.
 RewardFunction = Callable[..., Any]
+
+_SHOWN_ROWS = 3  # of many bad ones
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -131,8 +134,8 @@ def _said(reward: Reward, attribute: str, default: Any) -> Any:
     return getattr(getattr(declared, "func", declared), attribute, default)
 
 
-def check_columns(reward: Reward, columns: Iterable[str]) -> None:
-    """Checks that a data set has the columns that a reward cannot do without.
+def check_columns(reward: Reward, columns: Iterable[str], *, data: str = "dataset") -> None:
+    """Checks that the config's data set ``data`` has the columns that a reward cannot do without.
 
     Raises:
         ValueError: naming the missing column and those that there are.
@@ -147,9 +150,59 @@ def check_columns(reward: Reward, columns: Iterable[str]) -> None:
     for name, required in keyword_parameters(declared_call(reward)).items():
         if required and name not in present:
             raise ValueError(
-                f"The reward {reward.name!r} needs the column {name!r}, but the data set has "
-                f"{present}{nearest(name, present)}. Add the column or set {name} in the config."
+                f"The reward {reward.name!r} needs the column {name!r}, but {data} has {present}"
+                f"{nearest(name, present)}. Name the column that holds it, {data}.columns="
+                f"{{{name}: ...}}, or set {name} in the reward's node."
             )
+
+
+def check_rows(
+    reward: Reward, rows: Sequence[Mapping[str, Any]], *, numbers: Sequence[int], data: str
+) -> None:
+    """Asks a reward that has ``check_row`` what is wrong with each row's columns.
+
+    Args:
+        reward (Reward): whose ``check_row`` gets the values of its parameters by name, those that
+            the config has fixed included, and returns a text, or None for a row that can be scored.
+        rows (Sequence[Mapping[str, Any]]): n rows' columns, all of the same names.
+        numbers (Sequence[int]): n numbers of rows, for the error.
+        data (str): the data set's key in the config.
+
+    Raises:
+        ValueError: naming the first bad rows, what is wrong with them, and the remedy.
+    """
+    check = _said(reward, "check_row", None)
+    if check is None:
+        return
+    call = declared_call(reward)
+    fixed = call.keywords if isinstance(call, partial) else {}
+    given, wanted = {*rows[0], *fixed}, keyword_parameters(check)
+    missing = [name for name, required in wanted.items() if required and name not in given]
+    if missing:
+        raise ValueError(
+            f"rewards: check_row of {reward.name!r} needs {missing}, but {data} has "
+            f"{sorted(rows[0])}. Its parameters are columns; under isolation: process, a class "
+            "declares it as a staticmethod."
+        )
+    names = given if takes_any_keyword(check) else given & wanted.keys()
+    faults: dict[int, str] = {}
+    for number, row in zip(numbers, rows, strict=True):
+        values = {**row, **fixed}
+        try:
+            fault = check(**{name: values[name] for name in names})
+        except Exception as error:  # as in json.loads(answer)
+            fault = describe(error)
+        if fault is not None:
+            faults[number] = str(fault)
+    if faults:
+        first = list(faults.items())[:_SHOWN_ROWS]
+        listed = "; ".join(f"row {number}: {shortened(fault, 200)}" for number, fault in first)
+        more = "; ..." if len(faults) > len(first) else ""
+        raise ValueError(
+            f"{data}: the reward {reward.name!r} can score no answer to {len(faults)} of "
+            f"{len(rows)} rows (counted from 0): {listed}{more}. Correct or remove these rows, "
+            f"name another column in {data}.columns, or use another reward."
+        )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -22,7 +22,13 @@ from torchtune_grpo.rewards._calling import (
     call_reward,
     is_async,
 )
-from torchtune_grpo.rewards._reward import Reward, check_columns, check_reward, check_shaping
+from torchtune_grpo.rewards._reward import (
+    Reward,
+    check_columns,
+    check_reward,
+    check_rows,
+    check_shaping,
+)
 from torchtune_grpo.rewards._reward_config import rewards_from_config
 
 log = get_logger("INFO")
@@ -133,6 +139,23 @@ class RewardSet:
             given = list(columns)
             for reward in self.rewards:
                 check_columns(reward, given)
+
+    def check_data(self, dataset: Any, *, key: str) -> None:
+        """Checks every row of a data set, and calls no reward.
+
+        Args:
+            dataset (Any): an :class:`~torchtune_grpo.data.RLDataset`, or what has its items.
+            key (str): of the data set in the config, for the error.
+
+        Raises:
+            ValueError: if a column that a reward needs is missing, or rows hold what one cannot
+                score any answer with; it names them.
+        """
+        rows = [dataset[index]["columns"] for index in range(len(dataset))]
+        numbers = getattr(dataset, "row_numbers", range(len(rows)))
+        for reward in self.rewards:
+            check_columns(reward, rows[0], data=key)
+            check_rows(reward, rows, numbers=numbers, data=key)
 
     def __call__(
         self,

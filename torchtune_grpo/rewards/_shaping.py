@@ -10,7 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtune_grpo.rewards.math import grade_math_answer, located_answers, stated_value
+from torchtune_grpo.rewards.math import (
+    grade_math_answer,
+    located_answers,
+    math_gold_fault,
+    stated_value,
+)
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -131,6 +136,7 @@ class CosineLengthReward:
 
     __name__ = "cosine_length_reward"
     decides = True
+    check_row = staticmethod(math_gold_fault)
 
     def __init__(
         self,

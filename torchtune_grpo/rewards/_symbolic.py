@@ -6,11 +6,19 @@ import importlib.util
 import re
 from typing import Any
 
+from torchtune_grpo.plain import shortened
 from torchtune_grpo.rewards._isolated import IsolatedReward
-from torchtune_grpo.rewards.math import grade_math_answer, located_answers, stated_value
+from torchtune_grpo.rewards.math import (
+    grade_math_answer,
+    is_worked_answer,
+    located_answers,
+    math_gold_fault,
+    stated_value,
+)
 
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+_COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
 # Words that are mathematics. Any other makes the answer prose: a hedge ("x or y"), a negation.
 _FUNCTIONS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh".split())
 _FUNCTIONS |= frozenset("log ln exp sqrt pi min max gcd lcm mod infty frac".split())
@@ -79,6 +87,23 @@ class SymbolicMathReward:
                     if value == _UNREADABLE_GOLD:
                         scores[row] = ValueError(f"cannot read the answer {gold!r}")
         return scores
+
+    @staticmethod
+    def check_row(*, answer: object) -> str | None:
+        """What keeps every answer from being right with a gold, or None; without math-verify.
+
+        A gold of words alone is refused. One of words and more may hold a unit, a list or a product
+        of variables; what math-verify cannot read of these fails when it is asked.
+        """
+        fault = math_gold_fault(answer=answer)
+        if fault is None or not isinstance(answer, str) or is_worked_answer(answer):
+            return fault
+        text = _TEXT_COMMAND.sub(" ", answer)
+        words = [word for word in _WORD.findall(text) if word not in ("or", "and")]
+        has_more = re.search(r"[^\W_]|[\\∞∅+*/=^_<>|]", _WORD.sub(" ", text))
+        if has_more or (words and all(word in _FUNCTIONS for word in words)):
+            return None
+        return f"answer={shortened(repr(answer))} is no number and no expression"
 
     def close(self) -> None:
         """Ends the workers; a later call starts new ones."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import unicodedata
 from decimal import Decimal
+from typing import TypeGuard
 
+from torchtune_grpo.plain import shortened
 from torchtune_grpo.rewards.math._value import stated_value
 
 _THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
+
+_GSM8K_MARK = "#### "
 
 # How many answer blocks of one text, none like another, are read; more are not correct.
 MAX_SPELLINGS = 1000
@@ -102,12 +106,29 @@ def math_correctness_reward(
             "give one gold per completion."
         )
     for index, gold in enumerate(answer):
-        if isinstance(gold, bool) or not isinstance(gold, (str, int, float)):
+        if not _is_text_or_number(gold):
             raise ValueError(
                 f"answer[{index}] is {gold!r}; the column answer must hold the right number, as "
                 "text (such as '72') or as a number."
             )
     return [float(grade_math_answer(text, gold)) for text, gold in zip(completions, answer)]
+
+
+def math_gold_fault(*, answer: object) -> str | None:
+    """What keeps every answer from being right with a gold, or None if one can be."""
+    if not _is_text_or_number(answer):
+        return f"answer={shortened(repr(answer))} is neither text nor a number"
+    if stated_value(_gold_text(answer)) is not None:
+        return None
+    problem = "does not state one number"
+    if is_worked_answer(answer):
+        problem = "is a worked answer; torchtune_grpo.data.gsm8k_dataset takes the gold out of it"
+    return f"answer={shortened(repr(answer))} {problem}"
+
+
+def is_worked_answer(gold: object) -> bool:
+    """Whether a gold is written as GSM8K's rows have it: worked, then the mark and the number."""
+    return isinstance(gold, str) and _GSM8K_MARK in gold
 
 
 def located_answers(text: str) -> set[str]:
@@ -137,6 +158,10 @@ def _is_blank(block: str) -> bool:
     return all(c.isspace() or unicodedata.category(c)[0] in "CMZ" for c in block)
 
 
+def _is_text_or_number(gold: object) -> TypeGuard[str | int | float]:
+    return isinstance(gold, (str, int, float)) and not isinstance(gold, bool)
+
+
 def _gold_text(gold: str | int | float) -> str:
     if isinstance(gold, str):
         return gold
@@ -147,3 +172,5 @@ def _gold_text(gold: str | int | float) -> str:
 # See RewardSet.check: the weights of rewards with a range may not outweigh one that decides.
 math_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
 math_correctness_reward.decides = True  # type: ignore[attr-defined]
+# See RewardSet.check_data.
+math_correctness_reward.check_row = math_gold_fault  # type: ignore[attr-defined]
