@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 import yaml
 from processes import processes_with
@@ -72,6 +73,22 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     assert done.code != 0
     assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in done.err
     assert "first at index 0: KeyError: 'my bug'\nThat is more than max_rew" in done.err
+
+
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path, key):
+    """Rows as GSM8K has them, given to RLDataset; the other data set is fine."""
+    node = f"{{_component_: torchtune_grpo.data.RLDataset, source: json, data_files: {tmp_path}/"
+    raw, good = node + "rows.jsonl, prompt_column: question}", node + "good.jsonl}"
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1+1?", "answer": 2}\n' * 12)
+    nodes = {"dataset": good, "eval_dataset": good, key: raw}
+    overrides = [f"{name}={value}" for name, value in nodes.items()]
+    done = run_tiny(CONFIG, tmp_path, *overrides, check=False)
+    assert done.code != 0 and not (tmp_path / "out/metrics.jsonl").exists()
+    said = done.err.strip().splitlines()[-1]
+    wrong = "the reward 'correctness' can score no answer to 12 of 12 rows"
+    assert f"{key}: {wrong} (counted from 0): row 0: answer='0 + 2 =" in said
+    assert "torchtune_grpo.data.gsm8k_dataset" in said
 
 
 FAILING_GROUPS = """

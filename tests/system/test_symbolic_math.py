@@ -27,6 +27,7 @@ def grade(reward, pairs):
 
 RIGHT = [
     (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 4/2 \end{pmatrix}"),
     (r"$\frac{\pi}{2}$", r"\frac{1}{2}\pi"),
     (r"\(x^2 + 2x + 1\)", "(x+1)^2"),
     (r"1 + x^2.", "x^2 + 1"),

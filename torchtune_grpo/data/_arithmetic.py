@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
-from torchtune_grpo.data._rl_dataset import RLDataset
+from torchtune_grpo.data._rl_dataset import RLDataset, check_keys
 
 Split = Literal["train", "test"]
 Chain = tuple[tuple[str, int], ...]  # (("+", start), (operation, number), ...)
@@ -219,5 +219,7 @@ def arithmetic_dataset(
     Returns:
         RLDataset: whose items carry the columns ``solution``, ``answer`` and ``level``.
     """
+    fixed = ("source", "rows", "transform", "prompt_column")
+    check_keys(arithmetic_dataset, dataset_kwargs, source=None, fixed=fixed)
     rows = arithmetic_problems(levels=levels, split=split, num_samples=num_samples, seed=seed)
     return RLDataset(tokenizer, rows=rows, prompt_column="question", **dataset_kwargs)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
-from torchtune_grpo.data._rl_dataset import RLDataset
+from torchtune_grpo.data._rl_dataset import GSM8K_MARK, RLDataset, check_keys
+from torchtune_grpo.plain import shortened
 
 GSM8K_SYSTEM_PROMPT = (
     "Solve the problem step by step. Put your reasoning between <think> and </think>, and then the "
@@ -16,7 +17,6 @@ GSM8K_SYSTEM_PROMPT = (
     "<think> reasoning </think> <answer> number </answer>"
 )
 
-_GOLD_MARK = "#### "
 _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
@@ -52,6 +52,8 @@ def gsm8k_dataset(
     Raises:
         ValueError: if a row's answer has no ``#### `` with a gold behind it, and as RLDataset does.
     """
+    fixed = ("rows", "transform", "prompt_column")
+    check_keys(gsm8k_dataset, dataset_kwargs, source=source, fixed=fixed)
     return RLDataset(
         tokenizer,
         source=source,
@@ -74,11 +76,12 @@ def _to_row(row: Mapping[str, Any]) -> dict[str, Any]:
                 f"GSM8K has the columns question and answer, but here are {sorted(row)}. "
                 "Use RLDataset for other data."
             )
-    worked, mark, gold = str(row["answer"]).rpartition(_GOLD_MARK)
+    worked, mark, gold = str(row["answer"]).rpartition(GSM8K_MARK)
     gold = gold.replace(",", "").strip()
     if not (mark and gold):
         raise ValueError(
-            f"its answer does not end in {_GOLD_MARK!r} and the gold: {row['answer']!r}"
+            f"its answer does not end in {GSM8K_MARK!r} and the gold: "
+            f"{shortened(repr(row['answer']))}. Use RLDataset for other data."
         )
     return {
         **row,

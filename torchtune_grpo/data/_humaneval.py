@@ -7,7 +7,8 @@ from typing import Any
 
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
-from torchtune_grpo.data._rl_dataset import RLDataset
+from torchtune_grpo.data._rl_dataset import RLDataset, check_keys
+from torchtune_grpo.plain import shortened
 
 HUMANEVAL_SYSTEM_PROMPT = (
     "Complete the Python function that the user gives. Reply with the whole function, its imports "
@@ -48,6 +49,8 @@ def humaneval_dataset(
     Raises:
         ValueError: if a column of HumanEval is missing, and as RLDataset does.
     """
+    fixed = ("rows", "transform", "prompt_column")
+    check_keys(humaneval_dataset, dataset_kwargs, source=source, fixed=fixed)
     return RLDataset(
         tokenizer,
         source=source,
@@ -68,7 +71,7 @@ def _to_row(row: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(row.get(name), str):
             raise ValueError(
                 f"HumanEval has the text columns {', '.join(names)}, but here {name} is "
-                f"{row.get(name)!r}. Use RLDataset for other data."
+                f"{shortened(repr(row.get(name)))}. Use RLDataset for other data."
             )
     # The solution stays out, so that no reward and no log can show it.
     return {**{name: row[name] for name in names}, "setup": row["prompt"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -12,12 +13,14 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo._components import check_arguments
-from torchtune_grpo.data._load import load_rows
+from torchtune_grpo.data._load import FILE_FORMATS, load_rows, loader_keys
 from torchtune_grpo.data._prompt_encoder import PromptEncoder
 from torchtune_grpo.data._prompt_template import RowTemplate, known_column
+from torchtune_grpo.plain import shortened
 from torchtune_grpo.reward_contract import GIVEN
 
 Row = Mapping[str, Any]
+GSM8K_MARK = "#### "  # between a worked answer and the gold
 
 
 class RLDataset(Dataset[dict[str, Any]]):
@@ -45,7 +48,8 @@ class RLDataset(Dataset[dict[str, Any]]):
             ``data_files``.
         rows: the rows themselves, instead of ``source``.
         transform: makes each row into the one that is used. For use from Python.
-        prompt_column: holds the prompt. Not among an item's columns unless named in ``columns``.
+        prompt_column: holds the prompt; ``prompt`` unless given. Not among an item's columns unless
+            named in ``columns``.
         columns: reward's name of a column -> its name in the data set. Other columns keep theirs;
             one whose name is taken by a renamed column is left out.
         system_prompt: text of the system message; with ``chat: False`` it stands above the prompt.
@@ -62,6 +66,7 @@ class RLDataset(Dataset[dict[str, Any]]):
     Attributes:
         prefill (str): as given; graders see it in front of what was sampled.
         max_prompt_length (int): length of the longest prompt in tokens.
+        row_numbers (list[int]): each prompt's row in the data as read, from 0.
 
     Raises:
         ValueError: if a key does not fit the data or the tokenizer; the message names the key.
@@ -74,7 +79,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         source: str | None = None,
         rows: Sequence[Row] | None = None,
         transform: Callable[[Row], Row] | None = None,
-        prompt_column: str = "prompt",
+        prompt_column: str | None = None,
         columns: Mapping[str, str] | None = None,
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
@@ -86,6 +91,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         **load_dataset_kwargs: Any,
     ) -> None:
         given = {
+            "source": source,
             "prompt_column": prompt_column,
             "columns": columns,
             "system_prompt": system_prompt,
@@ -93,7 +99,14 @@ class RLDataset(Dataset[dict[str, Any]]):
             "chat": chat,
             "prefill": prefill,
         }
-        check_arguments(given, inspect.signature(RLDataset, eval_str=True).parameters)
+        parameters = inspect.signature(RLDataset, eval_str=True).parameters
+        check_arguments(given, parameters, prefix="dataset.")
+        check_keys(RLDataset, load_dataset_kwargs, source=source)
+        if not (transform is None or callable(transform)):
+            raise ValueError(
+                f"dataset.transform={transform!r}: is no function. Remove it; a config can give "
+                "none, but the dotpath of a data set of your own as dataset._component_."
+            )
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
         self.prefill = prefill or ""
@@ -104,14 +117,17 @@ class RLDataset(Dataset[dict[str, Any]]):
         if transform is not None:
             rows = _transform_rows(rows, transform)
         names = _check_same_columns(rows)
-        template = RowTemplate(prompt_template, prompt_column=prompt_column, names=names)
-        self._encoder, self._template, self._prompt_column = encoder, template, prompt_column
-        sources = _column_sources(names, prompt_column, columns or {})
+        template = RowTemplate(
+            prompt_template, prompt_column=prompt_column, names=names, hint=_gsm8k_hint(rows[0])
+        )
+        self._prompt_column = prompt_column or "prompt"
+        self._encoder, self._template = encoder, template
+        sources = _column_sources(names, self._prompt_column, columns or {})
 
         prompts = [template.render(row, index) for index, row in enumerate(rows)]
         # Machine integers: lists of Python ones take nine times the memory.
         tokens = [array("i", encoder(prompt)) for prompt in prompts]
-        kept = _rows_within([len(row) for row in tokens], max_prompt_tokens)
+        kept = self.row_numbers = _rows_within([len(row) for row in tokens], max_prompt_tokens)
         self._tokens = [tokens[i] for i in kept]
         self._prompts = [prompts[i] for i in kept]
         self._columns = [{name: rows[i][key] for name, key in sources.items()} for i in kept]
@@ -140,9 +156,58 @@ class RLDataset(Dataset[dict[str, Any]]):
             return self._encoder(self._template.render({self._prompt_column: prompt}, 0))
         except KeyError as error:
             raise ValueError(
-                f"prompt_template: needs the column {error} of a row, so that it cannot be filled "
-                "with a prompt alone."
+                f"dataset.prompt_template: needs the column {error} of a row, so that it cannot be "
+                "filled with a prompt alone."
             ) from error
+
+
+def check_keys(
+    component: Callable[..., Any],
+    given: Mapping[str, Any],
+    *,
+    source: str | None,
+    fixed: Collection[str] = (),
+) -> None:
+    """Checks the keys that a data set's component does not name itself, but passes on.
+
+    Args:
+        component: RLDataset, or a function that makes one.
+        given: the keys and their values.
+        source: where the rows come from; None for nowhere.
+        fixed: those of RLDataset's keys that the component sets itself.
+
+    Raises:
+        ValueError: for a key that is fixed, or that neither the component nor RLDataset nor the
+            loader of the source takes; it names the nearest. On the hub there may be data sets with
+            keys of their own, so that only what resembles another key is refused.
+    """
+    own = inspect.signature(component).parameters
+    names = {**own, **inspect.signature(RLDataset).parameters}
+    takes = [n for n, p in names.items() if p.kind is p.KEYWORD_ONLY and n not in fixed]
+    known = {*takes, *(loader_keys(source) if source is not None else ())}
+    is_open = source is not None and source not in FILE_FORMATS
+    for key, value in given.items():
+        cutoff = 0.8 if is_open else 0.6
+        near = next(iter(get_close_matches(key, {*known, *fixed}, n=1, cutoff=cutoff)), None)
+        if key == "path":
+            near = "source"  # which load_dataset calls so
+        if key in known or (near is None and is_open):
+            continue
+        remedy = f"unknown key. Did you mean dataset.{near}?"
+        if near is None:
+            remedy = f"unknown key. Known are {', '.join(takes)}."
+        elif near in fixed:
+            remedy = (
+                f"{component.__name__} sets {near} itself. Remove the key, or use "
+                "torchtune_grpo.data.RLDataset, which takes it."
+            )
+        raise ValueError(f"dataset.{key}={shortened(repr(value))}: {remedy}")
+
+
+def _gsm8k_hint(row: Row) -> str:
+    if "question" in row and GSM8K_MARK in str(row.get("answer")):
+        return "These are GSM8K's: use torchtune_grpo.data.gsm8k_dataset."
+    return ""
 
 
 def _read_rows(
@@ -153,17 +218,12 @@ def _read_rows(
     load_dataset_kwargs: dict[str, Any],
 ) -> list[Row]:
     if (source is None) == (rows is None):
-        raise ValueError(f"source: {source!r}. Give either source or rows, and not both.")
-    if rows is not None and load_dataset_kwargs:
-        raise ValueError(
-            f"Unknown keys {sorted(load_dataset_kwargs)}: rows are not loaded from anywhere. "
-            "Remove these keys."
-        )
+        raise ValueError(f"dataset.source={source!r}: give either source or rows, and not both.")
     if source is not None:
         rows = load_rows(source, split=split, num_samples=num_samples, **load_dataset_kwargs)
     read = list(rows or [])[:num_samples]
     if not read:
-        raise ValueError(f"source: {source!r} holds no rows. Give a data set of one row or more.")
+        raise ValueError(f"dataset.source={source!r}: holds no rows. Give one row or more.")
     return read
 
 
@@ -173,7 +233,7 @@ def _transform_rows(rows: list[Row], transform: Callable[[Row], Row]) -> list[Ro
         try:
             transformed.append(transform(row))
         except (KeyError, ValueError) as error:
-            raise ValueError(f"Row {index} cannot be used: {error}") from error
+            raise ValueError(f"dataset: row {index} cannot be used: {error}") from error
     return transformed
 
 
@@ -181,7 +241,8 @@ def _check_same_columns(rows: Sequence[Row]) -> list[str]:
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise ValueError(
-                f"Row {index} has the columns {sorted(row)}, row 0 has {sorted(rows[0])}. "
+                f"dataset: row {index} has the columns {sorted(row)}, row 0 has "
+                f"{sorted(rows[0])}. "
                 "Give every row the same columns."
             )
     return list(rows[0])
@@ -197,8 +258,8 @@ def _column_sources(
     for name in GIVEN:
         if name in sources:
             raise ValueError(
-                f"columns: rewards already get an argument {name!r}, so no column may have that "
-                f"name. Rename it: columns: {{other_name: {sources[name]}}}."
+                f"dataset.columns: rewards already get an argument {name!r}, so no column may have "
+                f"that name. Rename it: dataset.columns={{other_name: {sources[name]}}}."
             )
     return sources
 
@@ -210,8 +271,8 @@ def _rows_within(lengths: list[int], max_prompt_tokens: int | None) -> list[int]
     shortest, longest = min(lengths), max(lengths)
     if not kept:
         raise ValueError(
-            f"max_prompt_tokens: {max_prompt_tokens} leaves none of the {len(lengths)} prompts, "
-            f"which have {shortest} to {longest} tokens. Set it to {shortest} or more."
+            f"dataset.max_prompt_tokens={max_prompt_tokens}: leaves none of the {len(lengths)} "
+            f"prompts, which have {shortest} to {longest} tokens. Set it to {shortest} or more."
         )
     if len(kept) < len(lengths):
         log_rank_zero(
@@ -224,14 +285,16 @@ def _rows_within(lengths: list[int], max_prompt_tokens: int | None) -> list[int]
 
 def _check_positive(key: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{key}: {value!r} is no positive integer. Set one, or null for no limit.")
+        raise ValueError(
+            f"dataset.{key}={value!r}: is no positive integer. Set one, or null for no limit."
+        )
 
 
 def _check_tokenizer_limit(tokenizer: Any, longest: int) -> None:
     limit = getattr(tokenizer, "max_seq_len", None)
     if limit is not None and longest > limit:
         raise ValueError(
-            f"tokenizer.max_seq_len: {limit} is less than the longest prompt, {longest} tokens, "
-            "which would lose its end. Set tokenizer.max_seq_len: null, or leave long prompts out "
-            f"with max_prompt_tokens: {limit}."
+            f"tokenizer.max_seq_len={limit}: is less than the longest prompt, {longest} tokens, "
+            "which would lose its end. Set tokenizer.max_seq_len=null, or leave long prompts out "
+            f"with dataset.max_prompt_tokens={limit}."
         )

@@ -1,0 +1,246 @@
+"""Every row that no answer can score with is found when the data is read, and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import children
+
+from torchtune_grpo.data import RLDataset, gsm8k_dataset, humaneval_dataset
+from torchtune_grpo.rewards import RewardSet
+
+DEFAULT = Path(__file__).parents[2].parent / "shared"
+GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", DEFAULT / "gsm8k"))
+HUMANEVAL = Path(os.environ.get("TORCHTUNE_GRPO_HUMANEVAL", DEFAULT / "humaneval"))
+SHIPPED = "torchtune_grpo.rewards."
+MATH = SHIPPED + "math_correctness_reward"
+COSINE = {"_component_": SHIPPED + "CosineLengthReward", "max_length": 9}
+SYMBOLIC = {"_component_": SHIPPED + "SymbolicMathReward"}
+CODE = {"_component_": SHIPPED + "CodeReward"}
+CODE_ROW = {
+    "test": "def check(candidate):\n    assert candidate(1) == 2\n",
+    "entry_point": "add",
+    "setup": 'def add(x):\n    """Adds one."""\n',
+}
+
+
+class Items:
+    """A data set of the columns given."""
+
+    def __init__(self, *rows: dict[str, Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "columns": self.rows[index]}
+
+
+def fault(node: Any, *rows: dict[str, Any], key: str = "dataset") -> str | None:
+    """What a reward says of a data set with these rows."""
+    node = {"_component_": node} if isinstance(node, str) else node
+    rewards = RewardSet.from_config([node])
+    try:
+        rewards.check_data(Items(*rows), key=key)
+    except ValueError as error:
+        return str(error)
+    finally:
+        rewards.close()
+    return None
+
+
+GOOD = ["24", "-1,234.5", "24 apples", "$5", r"\boxed{3}", "1/2", 24, 0.5, -3, 10**30, 1e300, " 7 "]
+BAD = ["yes", "24 or 25", "", " ", None, True, [24], {"a": 1}, float("nan"), float("inf"), "3x"]
+BAD += ["48/2 = 24 clips.\n#### 24", r"\sqrt{2}", "24, 25"]
+
+
+@pytest.mark.parametrize("reward", [MATH, COSINE], ids=["correctness", "cosine"])
+def test_golds_that_state_no_number(reward: Any) -> None:
+    """Just those: the good ones are right as an answer to themselves."""
+    assert fault(reward, *({"answer": gold} for gold in GOOD)) is None
+    for gold in BAD:
+        assert "1 of 1 rows" in str(fault(reward, {"answer": gold})), gold
+
+
+def test_golds_that_are_no_expression() -> None:
+    """A verdict without math-verify: what it has to be asked for passes here."""
+    pytest.importorskip("math_verify")
+    good = [
+        r"\frac{\sqrt2}{2}",
+        "[0, 1)",
+        r"$\pi$",
+        r"\text{(C)}",
+        r"5\pi \text{ cm}",
+        "x",
+        r"\infty",
+    ]
+    good += ["24 or 25", r"\begin{pmatrix}1\\2\end{pmatrix}", "ab+cd", r"x \text{ and } y", "sin x"]
+    assert fault(SYMBOLIC, *({"answer": gold} for gold in [*GOOD, *good])) is None
+    bad = [
+        "yes",
+        "",
+        " \n",
+        None,
+        True,
+        [24],
+        r"\text{even}",
+        "north-east",
+        "x = 24\n#### 24",
+        "$$",
+    ]
+    for gold in bad:
+        assert "1 of 1 rows" in str(fault(SYMBOLIC, {"answer": gold})), gold
+    assert not children()
+
+
+def test_one_error_names_the_first_rows_and_the_remedy() -> None:
+    """With isolation: process, too, where the reward is in other processes."""
+    golds = ["24", "yes", "3", "x" * 500, None, "no", ""]
+    rows = [{"answer": gold, "level": 1} for gold in golds]
+    node = {"_component_": MATH, "name": "right"}
+    expected = (
+        "eval_dataset: the reward 'right' can score no answer to 5 of 7 rows (counted from 0): row "
+        "1: answer='yes' does not state one number; row 3: answer='xxx"
+    )
+    said = fault(node, *rows, key="eval_dataset")
+    assert said is not None and said.startswith(expected) and len(said) < 500 and "\n" not in said
+    assert "row 4: answer=None is neither text nor a number; ..." in said and "row 5" not in said
+    assert "eval_dataset.columns" in said
+    assert said == fault({**node, "isolation": "process"}, *rows, key="eval_dataset")
+    cosine = fault({**COSINE, "name": "right", "isolation": "process"}, *rows, key="eval_dataset")
+    assert said == cosine
+    assert not children()
+
+
+def test_a_worked_answer_names_the_data_set_that_reads_it() -> None:
+    said = fault(MATH, {"answer": "48/2 = <<48/2=24>>24\n#### 24"})
+    assert "torchtune_grpo.data.gsm8k_dataset takes the gold out of it" in str(said)
+
+
+def test_a_column_that_is_missing_names_the_data_set() -> None:
+    said = fault(MATH, {"gold": "24"}, key="eval_dataset")
+    assert "needs the column 'answer', but eval_dataset has ['gold']" in str(said)
+    assert "eval_dataset.columns={answer: ...}" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("test", "", "test='' has neither check"),
+        ("test", "assert True", "has neither check(candidate) nor add"),
+        ("test", None, "test=None is no text"),
+        ("test", "def check(candidate):", "is no Python: IndentationError"),
+        ("test", "assert add(1) == 2\0", "is no Python: "),
+        ("test", "(" * 10_000, "is no Python: "),
+        ("entry_point", "add(x)", "entry_point='add(x)' is no name"),
+        ("entry_point", None, "entry_point=None is no name"),
+        ("setup", "def add(x):", "setup='def add(x):' is no Python"),
+        ("setup", None, "setup=None is no text"),
+    ],
+)
+def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> None:
+    assert message in str(fault(CODE, CODE_ROW, {**CODE_ROW, column: value}))
+    assert not children()
+
+
+@pytest.mark.filterwarnings("error")
+def test_tests_that_a_program_can_pass() -> None:
+    """Without setup, with one that the config fixes, called by name; warnings are no errors."""
+    plain = {name: CODE_ROW[name] for name in ("test", "entry_point")}
+    rows = [plain, {**plain, "test": r"assert add('\d') == 2"}]
+    assert fault(CODE, *rows) is None
+    assert fault(CODE, {**CODE_ROW, "setup": ""}) is None
+    fenced = SHIPPED + "code_format_reward"
+    assert fault(fenced, plain) is None
+    assert "entry_point=3 is no name" in str(fault(fenced, {"entry_point": 3}))
+
+
+OWN = """
+import json
+
+def graded(prompts, completions, *, keys, strict=False, **columns):
+    return [0.0] * len(completions)
+
+def check_row(*, keys, strict):
+    if strict and not json.loads(keys):
+        return f"keys={keys} is empty"
+
+graded.check_row = check_row
+
+class Closest:
+    def __init__(self, largest):
+        self.largest = largest
+
+    def __call__(self, prompts, completions, **columns):
+        return [0.0] * len(completions)
+
+    def check_row(self, **columns):
+        return None if columns["level"] <= self.largest else f"level={columns['level']}"
+"""
+
+
+def test_rewards_of_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Config arguments are given, what it raises is a fault, and a class has its object."""
+    (tmp_path / "own_checked_rewards.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    graded = {"_component_": "own_checked_rewards.graded", "strict": True}
+    rows = [{"keys": text, "level": n} for n, text in enumerate(['["a"]', "[]", "{"])]
+    said = str(fault(graded, *rows))
+    assert "2 of 3 rows (counted from 0): row 1: keys=[] is empty; row 2: json" in said
+    assert "JSONDecodeError" in said
+    assert "check_row of 'graded' needs ['strict']" in str(
+        fault({"_component_": "own_checked_rewards.graded"}, *rows)
+    )
+    closest = {"_component_": "own_checked_rewards.Closest", "largest": 1}
+    assert "1 of 3 rows (counted from 0): row 2: level=2." in str(fault(closest, *rows))
+    isolated = {**closest, "isolation": "process"}
+    assert "check_row of 'Closest' needs ['self']" in str(fault(isolated, *rows))
+    assert "staticmethod" in str(fault(isolated, *rows))
+
+
+def test_rows_are_counted_before_long_prompts_are_left_out(llama3_tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "a very long prompt", "answer": "1"},
+        {"prompt": "short", "answer": "2"},
+        {"prompt": "tiny", "answer": "none"},
+    ]
+    data = RLDataset(llama3_tokenizer, rows=rows, chat=False, max_prompt_tokens=8)
+    assert data.row_numbers == [1, 2]
+    with pytest.raises(ValueError, match="1 of 2 rows.*: row 2: answer='none'"):
+        RewardSet.from_config([{"_component_": MATH}]).check_data(data, key="dataset")
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="set TORCHTUNE_GRPO_GSM8K to GSM8K's folder")
+def test_every_gold_of_gsm8k_fast(llama3_tokenizer: Any) -> None:
+    pytest.importorskip("math_verify")
+    rows = [
+        item["columns"]
+        for split in ("train", "test")
+        for item in gsm8k_dataset(
+            llama3_tokenizer, source="json", data_files=str(GSM8K / f"{split}.jsonl"), split=split
+        )
+    ]
+    assert len(rows) == 8792
+    rewards = RewardSet.from_config([{"_component_": MATH}, COSINE, SYMBOLIC])
+    start = time.perf_counter()
+    rewards.check_data(Items(*rows), key="dataset")
+    assert time.perf_counter() - start < 5  # 0.6 s by itself, for three rewards
+    raw = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+    for node in (MATH, COSINE, SYMBOLIC):
+        assert "1319 of 1319 rows" in str(fault(node, *raw))
+    assert not children()
+
+
+@pytest.mark.skipif(not HUMANEVAL.is_dir(), reason="set TORCHTUNE_GRPO_HUMANEVAL to its folder")
+def test_every_test_of_humaneval(llama3_tokenizer: Any) -> None:
+    path = str(HUMANEVAL / "HumanEval.jsonl.gz")
+    data = humaneval_dataset(llama3_tokenizer, source="json", data_files=path)
+    nodes = [CODE, {"_component_": SHIPPED + "code_format_reward", "weight": 0.1}]
+    RewardSet.from_config(nodes).check_data(data, key="dataset")
+    assert not children()
