@@ -78,12 +78,8 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
 @pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
 def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path, key):
     """Rows as GSM8K has them, given to RLDataset; the other data set is fine."""
-    node = f"{{_component_: torchtune_grpo.data.RLDataset, source: json, data_files: {tmp_path}/"
-    raw, good = node + "rows.jsonl, prompt_column: question}", node + "good.jsonl}"
-    (tmp_path / "good.jsonl").write_text('{"prompt": "1+1?", "answer": 2}\n' * 12)
-    nodes = {"dataset": good, "eval_dataset": good, key: raw}
-    overrides = [f"{name}={value}" for name, value in nodes.items()]
-    done = run_tiny(CONFIG, tmp_path, *overrides, check=False)
+    component = f"{key}._component_=torchtune_grpo.data.RLDataset"
+    done = run_tiny(CONFIG, tmp_path, component, f"{key}.prompt_column=question", check=False)
     assert done.code != 0 and not (tmp_path / "out/metrics.jsonl").exists()
     said = done.err.strip().splitlines()[-1]
     wrong = "the reward 'correctness' can score no answer to 12 of 12 rows"

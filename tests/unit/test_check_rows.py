@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ CODE_ROW = {
     "entry_point": "add",
     "setup": 'def add(x):\n    """Adds one."""\n',
 }
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_started() -> Iterator[None]:
+    before = children()
+    yield
+    assert children().keys() == before.keys()
 
 
 class Items:
@@ -96,7 +104,6 @@ def test_golds_that_are_no_expression() -> None:
     ]
     for gold in bad:
         assert "1 of 1 rows" in str(fault(SYMBOLIC, {"answer": gold})), gold
-    assert not children()
 
 
 def test_one_error_names_the_first_rows_and_the_remedy() -> None:
@@ -115,7 +122,6 @@ def test_one_error_names_the_first_rows_and_the_remedy() -> None:
     assert said == fault({**node, "isolation": "process"}, *rows, key="eval_dataset")
     cosine = fault({**COSINE, "name": "right", "isolation": "process"}, *rows, key="eval_dataset")
     assert said == cosine
-    assert not children()
 
 
 def test_a_worked_answer_names_the_data_set_that_reads_it() -> None:
@@ -146,7 +152,6 @@ def test_a_column_that_is_missing_names_the_data_set() -> None:
 )
 def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> None:
     assert message in str(fault(CODE, CODE_ROW, {**CODE_ROW, column: value}))
-    assert not children()
 
 
 @pytest.mark.filterwarnings("error")
@@ -234,7 +239,6 @@ def test_every_gold_of_gsm8k_fast(llama3_tokenizer: Any) -> None:
     raw = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
     for node in (MATH, COSINE, SYMBOLIC):
         assert "1319 of 1319 rows" in str(fault(node, *raw))
-    assert not children()
 
 
 @pytest.mark.skipif(not HUMANEVAL.is_dir(), reason="set TORCHTUNE_GRPO_HUMANEVAL to its folder")
@@ -243,4 +247,3 @@ def test_every_test_of_humaneval(llama3_tokenizer: Any) -> None:
     data = humaneval_dataset(llama3_tokenizer, source="json", data_files=path)
     nodes = [CODE, {"_component_": SHIPPED + "code_format_reward", "weight": 0.1}]
     RewardSet.from_config(nodes).check_data(data, key="dataset")
-    assert not children()
