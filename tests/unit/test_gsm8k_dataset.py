@@ -77,7 +77,7 @@ def test_an_answer_without_gold_names_its_row(
     llama3_tokenizer: Any, tmp_path: Path, answer: str
 ) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS, {"question": "q", "answer": answer}])
-    with pytest.raises(ValueError, match="^dataset: row 2 .*####"):
+    with pytest.raises(ValueError, match="^row 2 .*####"):
         load(llama3_tokenizer, path)
 
 

@@ -123,7 +123,7 @@ def test_no_prompt_column_is_needed_by_a_template_without_it(llama3_tokenizer: A
     ],
 )
 def test_a_faulty_template_is_named(llama3_tokenizer: Any, template: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^dataset.prompt_template.*{message}"):
+    with pytest.raises(ValueError, match=f"^prompt_template.*{message}"):
         make(llama3_tokenizer, prompt_template=template)
 
 
@@ -169,17 +169,17 @@ def test_columns_with_names_of_reward_arguments_are_refused(
 
 @pytest.mark.parametrize("value", [None, 7, ["1+1?"], True])
 def test_a_prompt_that_is_no_text_names_its_row(llama3_tokenizer: Any, value: Any) -> None:
-    with pytest.raises(ValueError, match="^dataset: row 1: .*'prompt'.*not text"):
+    with pytest.raises(ValueError, match="^row 1: .*'prompt'.*not text"):
         make(llama3_tokenizer, [{"prompt": "ok"}, {"prompt": value}])
 
 
 def test_a_blank_prompt_names_its_row(llama3_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="^dataset: row 1: .*blank"):
+    with pytest.raises(ValueError, match="^row 1: .*blank"):
         make(llama3_tokenizer, [{"prompt": "ok"}, {"prompt": " \n"}])
 
 
 def test_rows_with_different_columns_are_refused(llama3_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="^dataset: row 1 .*answer.*row 0"):
+    with pytest.raises(ValueError, match="^row 1 .*answer.*row 0"):
         make(llama3_tokenizer, [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
 
 
@@ -191,7 +191,7 @@ def test_a_transform_makes_the_rows_and_its_errors_name_them(llama3_tokenizer: A
 
     data = make(llama3_tokenizer, [{"prompt": "go", "level": 2}], transform=to_row)
     assert (data[0]["prompt"], data[0]["columns"]) == ("GO", {"twice": 4})
-    with pytest.raises(ValueError, match="^dataset: row 1 .*too hard"):
+    with pytest.raises(ValueError, match="^row 1 .*too hard"):
         make(llama3_tokenizer, transform=to_row)
 
 
@@ -206,7 +206,7 @@ def test_num_samples_takes_the_first_rows(llama3_tokenizer: Any) -> None:
 @pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
 @pytest.mark.parametrize("key", ["num_samples", "max_prompt_tokens"])
 def test_limits_are_positive_integers(llama3_tokenizer: Any, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^dataset.{key}={value!r}: "):
+    with pytest.raises(ValueError, match=f"^{key}={value!r}: "):
         make(llama3_tokenizer, **{key: value})
 
 
@@ -243,9 +243,7 @@ def test_long_prompts_are_left_out_with_one_line(
 
 
 def test_a_limit_that_leaves_nothing_says_what_would(llama3_tokenizer: Any) -> None:
-    with pytest.raises(
-        ValueError, match="^dataset.max_prompt_tokens=4: .* 3 prom.* 5 to 21 .* 5 or"
-    ):
+    with pytest.raises(ValueError, match="^max_prompt_tokens=4: .* 3 prom.* 5 to 21 .* 5 or"):
         make(llama3_tokenizer, chat=False, max_prompt_tokens=4)
 
 
@@ -335,7 +333,7 @@ def test_local_files_need_no_network_and_print_nothing(
     [
         (
             {"data_files": "/nowhere/rows.jsonl"},
-            "^dataset.data_files='/nowhere/.*': not found",
+            "^data_files='/nowhere/.*': not found",
         ),
         ({}, "data_files=None: .*local files"),
         ({"data_files": []}, r"data_files=\[\]: .*local files"),
@@ -345,13 +343,13 @@ def test_local_files_need_no_network_and_print_nothing(
         ({"data_files": "ROWS", "streaming": True}, "streaming"),
         ({"data_files": "BROKEN"}, "line 2 of .*broken.jsonl is no JSON object: .*Correct"),
         ({"data_files": "EMPTY"}, "holds no rows"),
-        ({"data_files": "LATIN"}, "is not in UTF-8. Set dataset.encoding"),
+        ({"data_files": "LATIN"}, "is not in UTF-8. Set encoding"),
         ({"data_files": "ROWS", "field": "none"}, "cannot be loaded: "),
         ({"data_files": "/nowhere/*.jsonl"}, "data_files='/nowhere/.*jsonl': matches no file"),
-        ({"data_files": "/tmp/"}, "data_files='/tmp/': is a folder.* dataset.data_files='/tmp/"),
+        ({"data_files": "/tmp/"}, "data_files='/tmp/': is a folder.* data_files='/tmp/"),
         ({"data_files": "ROWS", "source": "csv"}, "source='csv': .* is json. Set .*source=json"),
         ({"data_files": "ROWS", "source": "jsonl"}, "source='jsonl': is no format. .*source=json"),
-        ({"source": "my.csv"}, "source=csv and dataset.data_files=my.csv"),
+        ({"source": "my.csv"}, "source=csv and data_files=my.csv"),
         ({"data_files": "ROWS", "source": "parquet", "split": "x"}, "source='parquet': .* is json"),
     ],
 )
@@ -391,7 +389,7 @@ def test_a_csv_file_with_other_separators_names_the_key(
 ) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("prompt;answer\n1+1?;2\n")
-    with pytest.raises(ValueError, match="'prompt;answer'. Set dataset.sep"):
+    with pytest.raises(ValueError, match="'prompt;answer'. Set sep"):
         RLDataset(llama3_tokenizer, source="csv", data_files=str(path))
     data = RLDataset(llama3_tokenizer, source="csv", data_files=str(path), sep=";")
     assert data[0]["columns"] == {"answer": 2}
@@ -410,7 +408,7 @@ def test_raw_gsm8k_names_the_data_set_that_reads_it(llama3_tokenizer: Any) -> No
 
 def test_a_prompt_column_without_effect_is_refused(llama3_tokenizer: Any) -> None:
     rows = [{"question": "1+1?", "prompt": "?", "answer": "2"}]
-    message = "dataset.prompt_column='{}': has no effect: .*dataset.prompt_template='{{answer}}'"
+    message = "prompt_column='{}': has no effect: .*prompt_template='{{answer}}'"
     for column in ("question", "prompt"):
         with pytest.raises(ValueError, match=message.format(column)):
             make(llama3_tokenizer, rows, prompt_column=column, prompt_template="{answer}")
@@ -434,14 +432,14 @@ def test_a_misspelt_key_gets_the_nearest(
     llama3_tokenizer: Any, source: str, key: str, nearest: str
 ) -> None:
     """For a data set on the hub before anything is asked for there."""
-    with pytest.raises(ValueError, match=f"^dataset.{key}='x': .*Did you mean dataset.{nearest}?"):
+    with pytest.raises(ValueError, match=f"^{key}='x': .*Did you mean {nearest}?"):
         RLDataset(llama3_tokenizer, source=source, **{key: "x"})
 
 
 def test_a_key_like_no_other_lists_those_that_there_are(llama3_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="^dataset.zzz=1: unknown key. Known are source, .*chat"):
+    with pytest.raises(ValueError, match="^zzz=1: unknown key. Known are source, .*chat"):
         RLDataset(llama3_tokenizer, source="json", data_files="x", zzz=1)
-    with pytest.raises(ValueError, match="^dataset.transform='f': is no function"):
+    with pytest.raises(ValueError, match="^transform='f': is no function"):
         make(llama3_tokenizer, transform="f")
 
 
@@ -449,12 +447,12 @@ def test_a_key_like_no_other_lists_those_that_there_are(llama3_tokenizer: Any) -
 @pytest.mark.parametrize("key", ["prompt_column", "promt_column", "rows", "transform"])
 def test_keys_that_a_data_set_sets_itself(llama3_tokenizer: Any, name: str, key: str) -> None:
     own = {"levels": 1, "split": "train", "num_samples": 2} if name[0] == "a" else {}
-    with pytest.raises(ValueError, match=f"^dataset.{key}='x': {name} sets .*RLDataset"):
+    with pytest.raises(ValueError, match=f"^{key}='x': {name} sets .*RLDataset"):
         getattr(torchtune_grpo.data, name)(llama3_tokenizer, **own, **{key: "x"})
 
 
 def test_keys_of_a_data_set_that_is_made(llama3_tokenizer: Any) -> None:
     own = {"levels": 1, "split": "train", "num_samples": 2}
-    for key, message in {"sed": "Did you mean dataset.seed", "data_files": "unknown key"}.items():
-        with pytest.raises(ValueError, match=f"^dataset.{key}='x': .*{message}"):
+    for key, message in {"sed": "Did you mean seed", "data_files": "unknown key"}.items():
+        with pytest.raises(ValueError, match=f"^{key}='x': .*{message}"):
             torchtune_grpo.data.arithmetic_dataset(llama3_tokenizer, **own, **{key: "x"})

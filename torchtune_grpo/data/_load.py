@@ -45,7 +45,7 @@ def load_rows(
     split_name = re.match(r"\w+", split) if isinstance(split, str) else None
     if split_name is None:
         raise ValueError(
-            f"dataset.split={split!r}: names no split. Set it to one such as train or train[:100]."
+            f"split={split!r}: names no split. Set it to one such as train or train[:100]."
         )
     if data_files and not isinstance(data_files, dict):
         load_dataset_kwargs["data_files"] = {split_name.group(): data_files}
@@ -59,13 +59,13 @@ def load_rows(
         raise ValueError(_explain(error, source, split, data_files)) from error
     if not isinstance(loaded, datasets.Dataset):
         raise ValueError(
-            f"dataset.source={source!r}: gave a {type(loaded).__name__}, but rows must be at hand "
-            "to be shuffled and counted. Remove the key dataset.streaming."
+            f"source={source!r}: gave a {type(loaded).__name__}, but rows must be at hand "
+            "to be shuffled and counted. Remove the key streaming."
         )
     if source == "csv" and re.search(r"[;\t|]", "".join(loaded.column_names[:1])):
         raise ValueError(
-            f"dataset.data_files={data_files!r}: its columns are not parted by commas: "
-            f"{shortened(repr(loaded.column_names[0]))}. Set dataset.sep, to ';' or \"\\t\", say."
+            f"data_files={data_files!r}: its columns are not parted by commas: "
+            f"{shortened(repr(loaded.column_names[0]))}. Set sep, to ';' or \"\\t\", say."
         )
     return rows
 
@@ -85,33 +85,29 @@ def _check_format(source: str, data_files: Any, data_dir: Any) -> None:
     if source in FILE_FORMATS:
         if not (data_files or data_dir):
             raise ValueError(
-                f"dataset.data_files={data_files!r}: dataset.source={source} reads local files. "
-                "Set dataset.data_files to the path of the file."
+                f"data_files={data_files!r}: source={source} reads local files. "
+                "Set data_files to the path of the file."
             )
         if isinstance(data_files, str) and not Path(data_files).is_file():
             if Path(data_files).is_dir():
                 raise ValueError(
-                    f"dataset.data_files={data_files!r}: is a folder. Name the files in it, as in "
-                    f"dataset.data_files='{data_files.rstrip('/')}/*.{source}'."
+                    f"data_files={data_files!r}: is a folder. Name the files in it, as in "
+                    f"data_files='{data_files.rstrip('/')}/*.{source}'."
                 )
             if glob.has_magic(data_files) and not ("://" in data_files or glob.glob(data_files)):
-                raise ValueError(
-                    f"dataset.data_files={data_files!r}: matches no file. Correct the path."
-                )
+                raise ValueError(f"data_files={data_files!r}: matches no file. Correct the path.")
         said = _format_of(data_files) if isinstance(data_files, str) else None
         if said not in (None, source, "text") and source != "text":
             raise ValueError(
-                f"dataset.source={source!r}: by its name, dataset.data_files={data_files!r} is "
-                f"{said}. Set dataset.source={said}."
+                f"source={source!r}: by its name, data_files={data_files!r} is "
+                f"{said}. Set source={said}."
             )
     elif source in _FORMAT_OF:
-        raise ValueError(
-            f"dataset.source={source!r}: is no format. Set dataset.source={_FORMAT_OF[source]}."
-        )
+        raise ValueError(f"source={source!r}: is no format. Set source={_FORMAT_OF[source]}.")
     elif _format_of(source) is not None and not Path(source).is_dir():
         raise ValueError(
-            f"dataset.source={source!r}: is a file. Set dataset.source={_format_of(source)} and "
-            f"dataset.data_files={source}."
+            f"source={source!r}: is a file. Set source={_format_of(source)} and "
+            f"data_files={source}."
         )
 
 
@@ -123,11 +119,11 @@ def _format_of(path: str) -> str | None:
 
 def _explain(error: Exception, source: str, split: str, data_files: Any) -> str:
     """What went wrong in `load_dataset`, in terms of the config, in one line."""
-    where = f"dataset.data_files={data_files!r}" if data_files else f"dataset.source={source!r}"
+    where = f"data_files={data_files!r}" if data_files else f"source={source!r}"
     cause = error.__cause__ or error
     detail = shortened(str(cause) if isinstance(cause, OSError) else describe(cause), 300)
     if "Unknown split" in detail:
-        return f"dataset.split={split!r}: is not in {where}. {shortened(str(cause), 300)}"
+        return f"split={split!r}: is not in {where}. {shortened(str(cause), 300)}"
     if (
         isinstance(error, StopIteration)
         or "corresponds to no data" in detail
@@ -139,17 +135,14 @@ def _explain(error: Exception, source: str, split: str, data_files: Any) -> str:
     if isinstance(error, ConnectionError):
         return (
             f"{where}: cannot be loaded from the hub: {detail}. Without a network, "
-            "download the files elsewhere, and set dataset.source to their format (json, parquet, "
-            "csv) and dataset.data_files to their path."
+            "download the files elsewhere, and set source to their format (json, parquet, "
+            "csv) and data_files to their path."
         )
     if isinstance(cause, UnicodeError):
-        return f"{where}: is not in UTF-8. Set dataset.encoding, to latin-1, say."
+        return f"{where}: is not in UTF-8. Set encoding, to latin-1, say."
     if source == "json" and (broken := _broken_line(data_files)):
         return f"{where}: {broken}. Correct or remove the line."
-    return (
-        f"{where}, dataset.split={split!r}: cannot be loaded: {detail}. Correct the file or these "
-        "keys."
-    )
+    return f"{where}, split={split!r}: cannot be loaded: {detail}. Correct the file or these keys."
 
 
 def _broken_line(data_files: Any) -> str | None:

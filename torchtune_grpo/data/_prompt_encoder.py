@@ -107,9 +107,9 @@ class PromptEncoder:
         opened = empty[: len(empty) - num_closing]
         if opened == self._tokenizer.encode(_PROBE_PROMPT, add_bos=True, add_eos=False):
             raise ValueError(
-                f"dataset.chat=True: {type(self._tokenizer).__name__} marks no turns: the model "
+                f"chat=True: {type(self._tokenizer).__name__} marks no turns: the model "
                 "could not tell the prompt from its reply. Set tokenizer.prompt_template to the "
-                "model's chat format, or dataset.chat=False for plain text."
+                "model's chat format, or chat=False for plain text."
             )
         return num_closing, self._encode_reply(
             self._prefill, written=reply[len(opened) : len(reply) - num_closing]
@@ -120,9 +120,9 @@ class PromptEncoder:
             self._chat_tokens(_PROBE_PROMPT, self._system_prompt)
         except (KeyError, ValueError) as error:
             raise ValueError(
-                "dataset.system_prompt: the tokenizer's prompt template takes no system message "
-                f"({error}). Set dataset.system_prompt=null, and write the instruction into "
-                "dataset.prompt_template."
+                "system_prompt: the tokenizer's prompt template takes no system message "
+                f"({error}). Set system_prompt=null, and write the instruction into "
+                "prompt_template."
             ) from error
 
     def _encode_reply(self, text: str, *, written: list[int]) -> list[int]:

@@ -35,14 +35,14 @@ class RowTemplate:
             fields = list(string.Formatter().parse(template))
         except ValueError as error:
             raise ValueError(
-                f"dataset.prompt_template={template!r}: cannot be read: {error}. {_BRACES_HINT}"
+                f"prompt_template={template!r}: cannot be read: {error}. {_BRACES_HINT}"
             ) from error
         # Literal text, the column whose value follows it, and what that value may be.
         self._parts: list[tuple[str, str | None, tuple[type, ...]]] = []
         for literal, field, spec, conversion in fields:
             if spec or conversion:
                 raise ValueError(
-                    f"dataset.prompt_template={template!r}: the placeholder {field!r} has a "
+                    f"prompt_template={template!r}: the placeholder {field!r} has a "
                     f"format; placeholders are plain column names. {_BRACES_HINT}"
                 )
             if field == "prompt":
@@ -54,14 +54,14 @@ class RowTemplate:
                 self._parts.append((literal, field, (str, int, float)))
         if all(column is None for _, column, _ in self._parts):
             raise ValueError(
-                f"dataset.prompt_template={template!r}: has no placeholder, so all prompts would "
+                f"prompt_template={template!r}: has no placeholder, so all prompts would "
                 "be the same. Use {prompt} for the prompt column."
             )
 
         if prompt_column not in (None, *(column for _, column, _ in self._parts)):
             raise ValueError(
-                f"dataset.prompt_column={prompt_column!r}: has no effect: {{prompt}} is not in "
-                f"dataset.prompt_template={template!r}. Remove one of the two keys."
+                f"prompt_column={prompt_column!r}: has no effect: {{prompt}} is not in "
+                f"prompt_template={template!r}. Remove one of the two keys."
             )
 
     def render(self, row: Mapping[str, Any], index: int) -> str:
@@ -75,16 +75,14 @@ class RowTemplate:
             value = "" if column is None else row[column]
             if not isinstance(value, types):
                 raise ValueError(
-                    f"dataset: row {index}: the prompt's column {column!r} holds "
+                    f"row {index}: the prompt's column {column!r} holds "
                     f"{shortened(repr(value))} ({type(value).__name__}), not text. Correct or "
-                    "remove the row, or choose another dataset.prompt_column."
+                    "remove the row, or choose another prompt_column."
                 )
             texts.append(f"{literal}{value}")
         prompt = "".join(texts)
         if not prompt.strip():
-            raise ValueError(
-                f"dataset: row {index}: the prompt is blank. Correct or remove the row."
-            )
+            raise ValueError(f"row {index}: the prompt is blank. Correct or remove the row.")
         return prompt
 
 
@@ -99,6 +97,6 @@ def known_column(key: str, name: str, names: Collection[str], hint: str = "") ->
     nearest = get_close_matches(name, names, n=1, cutoff=0.5)
     suggestion = f"Did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(
-        f"dataset.{key}: the data set has no column {name!r}. {suggestion}"
+        f"{key}: the data set has no column {name!r}. {suggestion}"
         f"Choose one of {shortened(str(sorted(names)), 400)}. {hint}".rstrip()
     )

@@ -100,12 +100,12 @@ class RLDataset(Dataset[dict[str, Any]]):
             "prefill": prefill,
         }
         parameters = inspect.signature(RLDataset, eval_str=True).parameters
-        check_arguments(given, parameters, prefix="dataset.")
+        check_arguments(given, parameters)
         check_keys(RLDataset, load_dataset_kwargs, source=source)
         if not (transform is None or callable(transform)):
             raise ValueError(
-                f"dataset.transform={transform!r}: is no function. Remove it; a config can give "
-                "none, but the dotpath of a data set of your own as dataset._component_."
+                f"transform={transform!r}: is no function. Remove it; a config can give "
+                "none, but the dotpath of a data set of your own as _component_."
             )
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
@@ -156,7 +156,7 @@ class RLDataset(Dataset[dict[str, Any]]):
             return self._encoder(self._template.render({self._prompt_column: prompt}, 0))
         except KeyError as error:
             raise ValueError(
-                f"dataset.prompt_template: needs the column {error} of a row, so that it cannot be "
+                f"prompt_template: needs the column {error} of a row, so that it cannot be "
                 "filled with a prompt alone."
             ) from error
 
@@ -193,7 +193,7 @@ def check_keys(
             near = "source"  # which load_dataset calls so
         if key in known or (near is None and is_open):
             continue
-        remedy = f"unknown key. Did you mean dataset.{near}?"
+        remedy = f"unknown key. Did you mean {near}?"
         if near is None:
             remedy = f"unknown key. Known are {', '.join(takes)}."
         elif near in fixed:
@@ -201,7 +201,7 @@ def check_keys(
                 f"{component.__name__} sets {near} itself. Remove the key, or use "
                 "torchtune_grpo.data.RLDataset, which takes it."
             )
-        raise ValueError(f"dataset.{key}={shortened(repr(value))}: {remedy}")
+        raise ValueError(f"{key}={shortened(repr(value))}: {remedy}")
 
 
 def _gsm8k_hint(row: Row) -> str:
@@ -218,12 +218,12 @@ def _read_rows(
     load_dataset_kwargs: dict[str, Any],
 ) -> list[Row]:
     if (source is None) == (rows is None):
-        raise ValueError(f"dataset.source={source!r}: give either source or rows, and not both.")
+        raise ValueError(f"source={source!r}: give either source or rows, and not both.")
     if source is not None:
         rows = load_rows(source, split=split, num_samples=num_samples, **load_dataset_kwargs)
     read = list(rows or [])[:num_samples]
     if not read:
-        raise ValueError(f"dataset.source={source!r}: holds no rows. Give one row or more.")
+        raise ValueError(f"source={source!r}: holds no rows. Give one row or more.")
     return read
 
 
@@ -233,7 +233,7 @@ def _transform_rows(rows: list[Row], transform: Callable[[Row], Row]) -> list[Ro
         try:
             transformed.append(transform(row))
         except (KeyError, ValueError) as error:
-            raise ValueError(f"dataset: row {index} cannot be used: {error}") from error
+            raise ValueError(f"row {index} cannot be used: {error}") from error
     return transformed
 
 
@@ -241,7 +241,7 @@ def _check_same_columns(rows: Sequence[Row]) -> list[str]:
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise ValueError(
-                f"dataset: row {index} has the columns {sorted(row)}, row 0 has "
+                f"row {index} has the columns {sorted(row)}, row 0 has "
                 f"{sorted(rows[0])}. "
                 "Give every row the same columns."
             )
@@ -258,8 +258,8 @@ def _column_sources(
     for name in GIVEN:
         if name in sources:
             raise ValueError(
-                f"dataset.columns: rewards already get an argument {name!r}, so no column may have "
-                f"that name. Rename it: dataset.columns={{other_name: {sources[name]}}}."
+                f"columns: rewards already get an argument {name!r}, so no column may have "
+                f"that name. Rename it: columns={{other_name: {sources[name]}}}."
             )
     return sources
 
@@ -271,7 +271,7 @@ def _rows_within(lengths: list[int], max_prompt_tokens: int | None) -> list[int]
     shortest, longest = min(lengths), max(lengths)
     if not kept:
         raise ValueError(
-            f"dataset.max_prompt_tokens={max_prompt_tokens}: leaves none of the {len(lengths)} "
+            f"max_prompt_tokens={max_prompt_tokens}: leaves none of the {len(lengths)} "
             f"prompts, which have {shortest} to {longest} tokens. Set it to {shortest} or more."
         )
     if len(kept) < len(lengths):
@@ -285,9 +285,7 @@ def _rows_within(lengths: list[int], max_prompt_tokens: int | None) -> list[int]
 
 def _check_positive(key: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(
-            f"dataset.{key}={value!r}: is no positive integer. Set one, or null for no limit."
-        )
+        raise ValueError(f"{key}={value!r}: is no positive integer. Set one, or null for no limit.")
 
 
 def _check_tokenizer_limit(tokenizer: Any, longest: int) -> None:
@@ -296,5 +294,5 @@ def _check_tokenizer_limit(tokenizer: Any, longest: int) -> None:
         raise ValueError(
             f"tokenizer.max_seq_len={limit}: is less than the longest prompt, {longest} tokens, "
             "which would lose its end. Set tokenizer.max_seq_len=null, or leave long prompts out "
-            f"with dataset.max_prompt_tokens={limit}."
+            f"with max_prompt_tokens={limit}."
         )
