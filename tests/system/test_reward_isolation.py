@@ -203,7 +203,7 @@ def test_chat_in_a_process(make):
 
 def test_columns_are_checked_against_the_component(make):
     rewards = make("waits")
-    with pytest.raises(ValueError, match="needs the column 'answer', but the data set has .'x'."):
+    with pytest.raises(ValueError, match="needs the column 'answer', but dataset has .'x'."):
         rewards.check(["x"])
 
 

@@ -253,11 +253,12 @@ class RewardSet:
                 f"{first.error}"
             )
             if failed > self._max_failure_share * count:
-                raise RewardFailure(
-                    f"{message}\nThat is more than max_reward_failure_share="
-                    f"{self._max_failure_share}; correct the reward, or raise the share.\n"
-                    f"{first.places}"
+                failure = RewardFailure(
+                    f"{message}. That is more than max_reward_failure_share="
+                    f"{self._max_failure_share}; correct the reward, or raise the share."
                 )
+                failure.add_note(first.places)
+                raise failure
             if rank() == 0:
                 log.warning(message)
 
