@@ -26,7 +26,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config, modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
-from tqdm import tqdm
 
 from torchtune_grpo import parallel
 from torchtune_grpo._components import instantiate
@@ -43,6 +42,7 @@ from torchtune_grpo.data import PromptBatch, collate_prompts, step_indices
 from torchtune_grpo.device import find_device
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
+from torchtune_grpo.interrupt import Interrupts, exit_on_signals
 from torchtune_grpo.load_data import load_data
 from torchtune_grpo.logprobs import MicroBatch, in_order, micro_batches, response_logprobs
 from torchtune_grpo.loss import LossOutput, make_loss
@@ -51,6 +51,7 @@ from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metrics import StepMetrics
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.policy import build_policy, should_shard
+from torchtune_grpo.progress import RunProgress
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
@@ -89,6 +90,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         parallel.on_first_rank(claim_output_dir, self._output_dir)
         self.seed = training.set_seed(seed=self.cfg.seed)
         self.global_step = 0
+        self.interrupts = Interrupts()
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; what can be wrong with the config fails before weights are read."""
@@ -103,7 +105,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._loss = make_loss(self.cfg.loss)
         self._setup_data()
         if checkpoint is None:
-            parallel.on_first_rank(set_aside_previous_run, self._output_dir)
+            parallel.on_first_rank(set_aside_previous_run, self.cfg)
 
         self._metric_logger = make_metric_logger(self.cfg.metric_logger)
         self._metric_logger.log_config(cfg)
@@ -172,17 +174,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
 
     def train(self) -> None:
-        """The paper's loop."""
-        if self.global_step == 0:
-            self._evaluate()
-        self._progress = tqdm(
-            total=self.cfg.num_steps,
-            initial=self.global_step,
-            desc="GRPO",
-            disable=parallel.rank() > 0,
-        )
-        with self._profiler as profiler:
+        """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
+        with (
+            self.interrupts.handled(self._stop),
+            RunProgress(self.cfg.num_steps, done=self.global_step) as self._progress,
+            self._profiler as profiler,
+        ):
+            if self._is_due(self.cfg.eval_every_n_steps):
+                self._evaluate()
             while self.global_step < self.cfg.num_steps:
+                self.interrupts.boundary()
                 metrics = StepMetrics()
                 with metrics.timer("step"):
                     trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
@@ -198,13 +199,10 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self.global_step += 1
                 profiler.step()
                 self._log(metrics)
-
-                last = self.global_step == self.cfg.num_steps
-                if last or _is_due(self.global_step, self.cfg.eval_every_n_steps):
+                if self._is_due(self.cfg.eval_every_n_steps):
                     self._evaluate()
-                if last or _is_due(self.global_step, self.cfg.save_every_n_steps):
+                if self._is_due(self.cfg.save_every_n_steps):
                     self.save_checkpoint()
-        self._progress.close()
 
     def generate_trajectory(
         self, prompts: PromptBatch, metrics: StepMetrics
@@ -359,7 +357,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             prefill=self._dataset.prefill,
             seed=self.seed,
             step=self.global_step,
-            report=lambda now: self._progress.set_postfix_str(f"rollout {now}"),
+            report=self._progress.rollout,
         )
 
     def _score(self, trajectory: Trajectory) -> RewardScores:
@@ -386,18 +384,23 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def _trainer_state(self) -> TrainerState:
         return TrainerState(global_step=self.global_step, max_steps=self.cfg.num_steps)
 
+    def _is_due(self, every: int | None) -> bool:
+        is_end = self.global_step in (0, self.cfg.num_steps)
+        return is_end or (every is not None and self.global_step % every == 0)
+
     def _log(self, metrics: StepMetrics) -> None:
         values = metrics.compute()
         if self._device.type == "cuda":
             values |= training.get_memory_stats(device=self._device)
         self._run_log.metrics(self.global_step, values)
         self._metric_logger.log_dict(values, step=self.global_step)
-        self._progress.update()
-        self._progress.set_postfix(reward=f"{values['reward']:.3f}")
+        self._progress.step_done(self.global_step, values)
 
     def _evaluate(self) -> None:
-        if self._evaluator is None:
+        """Unless a run that is resumed already has."""
+        if self._evaluator is None or self._run_log.has_evaluation(self.global_step):
             return
+        self.interrupts.boundary()
         self._model.eval()
         values = self._evaluator(self._engine, state=self._trainer_state)
         self._run_log.metrics(self.global_step, values)
@@ -416,6 +419,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         folder = self._checkpoints.save(self._model, state, step=self.global_step)
         utils.log_rank_zero(log, f"Saved {folder}")
 
+    def _stop(self) -> None:
+        """After a signal: saves what is done, and says how to go on."""
+        if self.global_step != self._checkpoints.last_step:
+            self.save_checkpoint()
+        utils.log_rank_zero(log, self._checkpoints.how_to_resume())
+
     def cleanup(self) -> None:
         """Ends what runs beside the recipe: reward processes, loggers, the process group."""
         self._rewards.close()
@@ -423,17 +432,15 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         parallel.end_process_group()
 
 
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
-
-
 @parse
-def recipe_main(cfg: DictConfig) -> None:
+def recipe_main(cfg: DictConfig) -> int:
     """Entry point: keys come from the config file, then from ``key=value`` on the command line."""
+    exit_on_signals()
     recipe = GRPOFullFinetuneRecipe(cfg=cfg)
     recipe.setup(cfg=cfg)
     recipe.train()
     recipe.cleanup()
+    return recipe.interrupts.exit_code
 
 
 if __name__ == "__main__":

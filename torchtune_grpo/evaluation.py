@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.parallel import gather_over_ranks, rank, world_size
+from torchtune_grpo.progress import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
@@ -86,12 +87,20 @@ class Evaluator:
             :func:`pass_rates` returns.
         """
         greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None, min_p=None)
-        scores = self._scores(engine, greedy, samples=1, state=state)
-        result = {"eval/accuracy": pass_rates(scores)["pass@1"]}
-        if self._num_samples > 0:
-            scores = self._scores(engine, self._params, samples=self._num_samples, state=state)
-            result |= {f"eval/{name}": rate for name, rate in pass_rates(scores).items()}
+        total = len(self._mine) * (1 + self._num_samples)
+        with make_bar("Evaluation", total=total, leave=False) as bar:
+            scores = self._scores(engine, greedy, samples=1, state=state, bar=bar)
+            result = {"eval/accuracy": pass_rates(scores)["pass@1"]}
+            if self._num_samples > 0:
+                n = self._num_samples
+                scores = self._scores(engine, self._params, samples=n, state=state, bar=bar)
+                result |= {f"eval/{name}": rate for name, rate in pass_rates(scores).items()}
         return result
+
+    @property
+    def _mine(self) -> range:
+        """This rank's prompts."""
+        return range(rank(), len(self._dataset), world_size())
 
     def _scores(
         self,
@@ -100,9 +109,10 @@ class Evaluator:
         *,
         samples: int,
         state: TrainerState | None,
+        bar: Any,
     ) -> Tensor:
         """[prompts of all ranks, samples], rank by rank."""
-        mine = range(rank(), len(self._dataset), world_size())
+        mine, before = self._mine, bar.n
         # A rank without a prompt rolls one out for nothing: a sharded model needs every rank.
         rows = roll_out(
             engine,
@@ -113,7 +123,9 @@ class Evaluator:
             prefill=self._dataset.prefill,
             seed=self._seed,
             step=-1,  # no training step's noise
+            report=lambda now: bar.update(before + now.finished - bar.n),
         )
+        bar.update(before + len(mine) * samples - bar.n)
         scored = self._rewards(
             prompts=rows.prompts,
             completions=rows.completions,

@@ -132,6 +132,38 @@ def sum_over_ranks(value: int) -> int:
     return sum(gather_over_ranks(value))
 
 
+class Bulletin:
+    """A text that one rank posts and all can read, whatever else they are in; for another thread.
+
+    Use :meth:`of_all_ranks`, on every rank alike.
+    """
+
+    _made = 0
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._key = f"torchtune_grpo/bulletin_{Bulletin._made}"
+
+    @classmethod
+    def of_all_ranks(cls) -> Bulletin | None:
+        """A new one; None in a world of one."""
+        if not _is_distributed():
+            return None
+        cls._made += 1
+        store: Any = dist.distributed_c10d._get_default_store()
+        return cls(store.clone())  # a connection of its own: the other may wait for something
+
+    def post(self, text: str) -> None:
+        """Shows it to all."""
+        self._store.set(self._key, text)
+
+    def read(self) -> str | None:
+        """What was posted last, or None; does not wait."""
+        if not self._store.check([self._key]):
+            return None
+        return str(self._store.get(self._key).decode())
+
+
 def broadcast_trained_parameters(model: nn.Module) -> None:
     """Gives every rank the first one's trained parameters: fresh adapters are random."""
     if _is_distributed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config, training, utils
 
-from torchtune_grpo.parallel import gather_over_ranks, rank
+from torchtune_grpo.parallel import gather_over_ranks, on_first_rank, rank
 from torchtune_grpo.plain import plain
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
@@ -30,8 +31,33 @@ class _SilentLogger:
 
 
 def make_metric_logger(node: DictConfig) -> Any:
-    """The config's metric logger; only the first rank's logs anything."""
-    return config.instantiate(node) if rank() == 0 else _SilentLogger()
+    """The config's metric logger; only the first rank's logs anything.
+
+    Raises:
+        ValueError: if it cannot be made: a package is missing, or its folder cannot be written.
+    """
+    if rank() > 0:
+        return _SilentLogger()
+    # What torchtune's loggers do at their end fails if their beginning has, and Python says so.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        return config.instantiate(node)
+    except Exception as error:
+        message = f"metric_logger={node._component_}: {error!r}. {_remedy(error)}"
+    finally:
+        sys.unraisablehook = hook
+    raise ValueError(message)
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return "Set output_dir or metric_logger.log_dir to a folder that can be written."
+    other = "take torchtune.training.metric_logging.DiskLogger"
+    if isinstance(error, ImportError):
+        cause = error if error.name else error.__cause__
+        package = str(getattr(cause, "name", None) or "NAME").partition(".")[0]
+        return f"Install the package (pip install {package}), or {other}, which needs none."
+    return f"Set what it asks for, or {other}."
 
 
 def make_profiler(node: DictConfig | None) -> Any:
@@ -42,7 +68,8 @@ def make_profiler(node: DictConfig | None) -> Any:
 class RunLog:
     """The run's own record, in files that a report or a notebook reads back.
 
-    ``metrics.jsonl`` has one line a step, ``completions.jsonl`` some of each step's completions.
+    ``metrics.jsonl`` has a line for each step and one for each evaluation, ``completions.jsonl``
+    some of each step's completions.
     With several ranks the first one writes, and the completions of all are recorded.
 
     Args:
@@ -74,8 +101,16 @@ class RunLog:
                 os.fsync(file.fileno())
             beside.replace(path)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the policy after so many steps was evaluated. Every rank has to ask."""
+        return on_first_rank(self._find_evaluation, step)
+
+    def _find_evaluation(self, step: int) -> bool:
+        records = read_jsonl(self._metrics) if self._metrics.exists() else []
+        return any(r["step"] == step and "eval/accuracy" in r for r in records)
+
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends a step's numbers."""
+        """Appends a line of numbers, of a step or of an evaluation."""
         self._append(self._metrics, [plain({"step": step} | dict(values) | {"step": step})])
 
     def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:

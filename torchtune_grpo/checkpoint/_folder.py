@@ -13,8 +13,11 @@ A checkpoint is a folder ``step_<n>``, written atomically:
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,7 @@ class Checkpoints:
         self._adapter_only = adapter_only
         self._keep_last = keep_last
         self._checkpointer = self._make_checkpointer()
+        self.last_step = 0  # of the checkpoint that the run began with, or wrote last
         self._run_config: dict[str, Any] = {}
         if run is not None:
             files = self._checkpointer._checkpoint_paths
@@ -159,6 +163,7 @@ class Checkpoints:
         Raises:
             ValueError: if its weights are not those that the model trains.
         """
+        self.last_step = _step_number(checkpoint)
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         weights = state["adapter"]
         if not weights:
@@ -168,6 +173,16 @@ class Checkpoints:
         _check_same(model, weights, checkpoint)
         model.load_state_dict(weights, strict=False)
         return state
+
+    def how_to_resume(self) -> str:
+        """A line for the user of a run that was interrupted."""
+        if not self.last_step:
+            return "Interrupted before the first step was done: start the run anew."
+        folder = self._folder / _folder_name(self.last_step)
+        return (
+            f"Interrupted after step {self.last_step}. To go on from {folder}, give the same "
+            "command with resume_from_checkpoint=True"
+        )
 
     def save(self, model: nn.Module, training_state: Mapping[str, Any], *, step: int) -> Path:
         """Writes ``step_<n>`` beside the others and renames it into place when it is complete.
@@ -187,8 +202,9 @@ class Checkpoints:
             NonFiniteError: if weights are infinite or NaN.
         """
         state = full_state(model)
-        target = self._folder / f"step_{step:06d}"
+        target = self._folder / _folder_name(step)
         on_first_rank(self._save, model, state, training_state, target)
+        self.last_step = step
         return target
 
     def _save(
@@ -213,7 +229,8 @@ class Checkpoints:
             if not (adapter and self._adapter_only):
                 merged = merged_state(model, state) if adapter else dict(state)
                 epoch = _step_number(target)
-                self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
+                with _quiet():  # of files that are about to be renamed
+                    self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
             if adapter and fits_peft(model, self._cfg.model_type):
                 self._save_peft(model, adapter, folder / "adapter")
             with (folder / STATE_FILE).open("wb") as file:
@@ -243,23 +260,44 @@ class Checkpoints:
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def set_aside_previous_run(output_dir: Path) -> None:
-    """Moves what an earlier run left in a folder to ``previous_runs/<n>``.
+def set_aside_previous_run(cfg: GRPOConfig) -> None:
+    """Moves what an earlier run left in ``output_dir`` to ``previous_runs/<n>`` there.
 
-    Otherwise the new run, once interrupted, could resume from the old one's checkpoint.
+    Otherwise the new run, once interrupted, could resume from the old one's checkpoint. Logs and
+    profiles move along if they have a folder of their own in ``output_dir``.
     """
+    output_dir = Path(cfg.output_dir)
     names = ("step_*", "*.jsonl", "*.jsonl.new", "nonfinite")
     left = [path for name in names for path in output_dir.glob(name)]
     if not left:
         return
+    left += [path for name in ("torchtune_config.yaml", "*.png") for path in output_dir.glob(name)]
+    logger, profiler = cfg.metric_logger, cfg.profiler or {}
+    for folder in (logger.get("log_dir"), logger.get("dir"), profiler.get("output_dir")):
+        path = output_dir / os.path.relpath(folder or output_dir, output_dir)
+        if path.exists() and output_dir in path.parents and ".." not in path.parts:
+            left.append(path)
     archive = output_dir / "previous_runs"
     archive.mkdir(exist_ok=True)
     runs = [int(path.name) for path in archive.iterdir() if path.name.isdecimal()]
     target = archive / str(1 + max(runs, default=0))
     target.mkdir()
-    for path in left:
-        path.rename(target / path.name)
+    for path in filter(Path.exists, left):  # a folder may lie in one that has moved already
+        new = target / path.relative_to(output_dir)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(new)
     log.info(f"Moved the previous run's files from {output_dir} to {target}.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torchtune logs warnings only."""
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -318,6 +356,10 @@ def _by_step(folder: Path) -> list[Path]:
     """Checkpoints, whole or damaged, oldest first."""
     names = [path for path in folder.glob("step_*") if path.name[5:].isdecimal()]
     return sorted(names, key=_step_number)
+
+
+def _folder_name(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def _step_number(path: Path) -> int:

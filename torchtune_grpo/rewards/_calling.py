@@ -15,6 +15,8 @@ from typing import Any
 from torchtune_grpo.reward_contract import ContractError, RewardNotes, Score, check_returned
 from torchtune_grpo.rewards._reward import Reward, bound_arguments
 
+_CLOSE_SECONDS = 5.0
+
 
 @dataclass
 class Outcome:
@@ -178,5 +180,6 @@ class AsyncRewards:
         self._closing = True
         if self.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():  # a reward may hang in it
             self._loop.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -75,7 +76,12 @@ class IsolatedReward:
             for row in range(len(completions))
         ]
         with ThreadPoolExecutor(len(self._workers), self._thread_names) as threads:
-            answers = list(threads.map(self._ask, requests))
+            try:
+                answers = list(threads.map(self._ask, requests))
+            except KeyboardInterrupt:  # the threads are waited for
+                for worker in self._workers:
+                    worker.give_up()
+                raise
         if log_extra is not None and log_metric is not None:
             noted = {name for answer in answers for name in answer.get("extra", ())}
             for name in sorted(noted):
@@ -127,6 +133,13 @@ class _Worker:
         except ServerLost as error:
             self.close()
             return {"error": str(error)}
+
+    def give_up(self) -> None:
+        """Ends a call of :meth:`ask` in another thread, as if the process had ended."""
+        sock = self._socket
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Ends the process and whatever it started."""

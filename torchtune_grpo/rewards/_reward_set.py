@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchtune.utils import get_logger
 
 from torchtune_grpo.advantages import total_reward
+from torchtune_grpo.interrupt import breakable
 from torchtune_grpo.parallel import gather_over_ranks, rank
 from torchtune_grpo.plain import describe, visible
 from torchtune_grpo.reward_contract import ContractError, TrainerState
@@ -187,6 +189,7 @@ class RewardSet:
                 N numbers or Nones.
             RewardFailure: if a reward fails on more than ``max_failure_share`` of the completions.
                 What stops one rank here stops all.
+            Interrupted: if the run is to end, on all ranks.
         """
         given = {"completions": completions, **columns}
         if completion_ids is not None:
@@ -207,7 +210,7 @@ class RewardSet:
         )
         outcomes, broken = [], None
         try:
-            outcomes = self._call_all(calls)
+            outcomes = breakable(partial(self._call_all, calls))
         except ContractError as error:
             broken = visible(str(error))
         self._check_outcomes(outcomes, broken)

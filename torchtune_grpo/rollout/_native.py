@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchtune_grpo.interrupt import is_interrupted
 from torchtune_grpo.rollout._attention import RowState
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
@@ -91,7 +92,7 @@ class GroupRollout:
         """Works off all rows, or as many as it can until ``time.monotonic()`` is at ``end``."""
         reported = time.monotonic()
         while self._waiting or self._live:
-            if time.monotonic() > end:
+            if time.monotonic() > end or is_interrupted():
                 break
             if self._turn_over():
                 continue  # a first token may be the last

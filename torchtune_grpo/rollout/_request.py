@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from tqdm import tqdm
 
 from torchtune_grpo.rollout._params import SamplingParams
 from torchtune_grpo.trajectory import Samples
@@ -33,7 +34,7 @@ class Progress:
     rows: int
 
     def __str__(self) -> str:
-        return f"{self.finished}/{self.rows} responses, {self.tokens} tokens"
+        return f"{self.finished}/{self.rows}, {tqdm.format_sizeof(self.tokens)} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)

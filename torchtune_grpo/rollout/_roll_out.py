@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torchtune_grpo import interrupt
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout._noise import row_keys
 from torchtune_grpo.rollout._params import SamplingParams
@@ -41,6 +42,9 @@ def roll_out(
 
     Returns:
         Trajectory: N = B*G rows, prompt-major, not yet scored.
+
+    Raises:
+        Interrupted: if the run is to end, on all ranks.
     """
     stop_tokens = tokenizer.stop_tokens
     samples = engine.generate(
@@ -56,6 +60,7 @@ def roll_out(
             report=report,
         )
     )
+    interrupt.check()
     tokens, prompt_lengths = join_rows(prompts.tokens, samples)
     return Trajectory(
         tokens=tokens,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.common_utils import local_kv_cache
 
+from torchtune_grpo.interrupt import is_interrupted
 from torchtune_grpo.logprobs import unembed_with
 from torchtune_grpo.rollout._params import RolloutConfig
 from torchtune_grpo.rollout._request import Progress, RolloutRequest, end_of_rollout
@@ -48,7 +49,7 @@ class TorchtuneEngine:
         for prompt, of_group in zip(request.prompts, groups, strict=True):
             for rows in of_group.split(at_once):
                 ends, count = [0] * len(rows), 0
-                if time.monotonic() <= end:
+                if time.monotonic() <= end and not is_interrupted():
                     ends, count = self._sample(said, rows=rows, prompt=prompt, end=end)
                 lengths += [length or count for length in ends]
                 truncated += [length == 0 for length in ends]
@@ -101,7 +102,9 @@ class TorchtuneEngine:
                 said.sample(logits, rows=rows, counts=counts, places=slice(n))
                 new = said.ends(rows, counts=[count + 1] * n, unseen=1)
                 ends = [old or length for old, length in zip(ends, new, strict=True)]
-                if all(ends) or count + 1 == limit or time.monotonic() > end:
+                if all(ends) or count + 1 == limit:
+                    break
+                if time.monotonic() > end or is_interrupted():
                     break
                 logits = forward(
                     said.tokens[rows, counts, None], position[len(prompt) + count, None]

@@ -1,0 +1,70 @@
+"""What a run shows of its progress: bars on a terminal, and a plain line a step elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torchtune import utils
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from torchtune_grpo.metrics import LearningWatch
+from torchtune_grpo.parallel import rank
+from torchtune_grpo.rollout import Progress
+
+log = utils.get_logger("INFO")
+
+# At 80 columns there is room for all of it in a run of 1,000 steps.
+_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
+
+
+def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
+    """A bar on the first rank's terminal; without one it shows nothing."""
+    return tqdm(
+        desc=title,
+        total=total,
+        initial=done,
+        leave=leave,
+        bar_format=_FORMAT,
+        dynamic_ncols=True,
+        disable=None if rank() == 0 else True,
+    )
+
+
+class RunProgress:
+    """A run's steps. Used as a context manager, it keeps the log's lines and the bar apart.
+
+    Args:
+        steps (int): of the whole run.
+        done (int): those that a resumed run begins with.
+    """
+
+    def __init__(self, steps: int, *, done: int) -> None:
+        self._steps = steps
+        self._watch = LearningWatch()
+        self._bar = make_bar("GRPO", total=steps, done=done)
+        self._open = ExitStack()
+
+    def __enter__(self) -> RunProgress:
+        self._open.enter_context(logging_redirect_tqdm(loggers=[log]))
+        self._open.callback(self._bar.close)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def rollout(self, now: Progress) -> None:
+        """Shows how far the step's rollout is."""
+        self._bar.set_postfix_str(f"rollout {now}")
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a finished step, and warns if several like it have taught nothing."""
+        reward = f"reward {metrics['reward']:.3f}"
+        if self._bar.disable:
+            seconds = f"{metrics['time/step']:.1f} s"
+            utils.log_rank_zero(log, f"Step {step}/{self._steps}: {reward}, {seconds}")
+        self._bar.set_postfix_str(reward, refresh=False)
+        self._bar.update()
+        self._watch.warn(metrics)
