@@ -152,10 +152,8 @@ class Interrupts:
         if self.signal is None:
             self.signal, self._since = number, time.monotonic()
             if rank() == 0:
-                _say(
-                    f"{signal.Signals(number).name}: the run ends as soon as it can, with a "
-                    "checkpoint. Ctrl-C once more ends it at once."
-                )
+                name = signal.Signals(number).name
+                _say(f"{name}: ends soon, with a checkpoint. Ctrl-C again: at once, without one.")
         elif not told and time.monotonic() - self._since > ECHO_SECONDS:
             # Of torchrun, a second Ctrl-C arrives as SIGTERM; a scheduler may repeat its own.
             if signal.SIGINT in (number, self.signal):

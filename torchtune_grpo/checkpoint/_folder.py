@@ -177,11 +177,11 @@ class Checkpoints:
     def how_to_resume(self) -> str:
         """A line for the user of a run that was interrupted."""
         if not self.last_step:
-            return "Interrupted before the first step was done: start the run anew."
+            return "Interrupted before the first step was done; the same command starts anew."
         folder = self._folder / _folder_name(self.last_step)
         return (
-            f"Interrupted after step {self.last_step}. To go on from {folder}, give the same "
-            "command with resume_from_checkpoint=True"
+            f"Interrupted. To go on from {folder}, repeat the command with "
+            "resume_from_checkpoint=True"
         )
 
     def save(self, model: nn.Module, training_state: Mapping[str, Any], *, step: int) -> Path:
