@@ -1,0 +1,241 @@
+"""Ctrl-C and SIGTERM at chosen moments, sent for real to real runs, and what resumes from them."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from fork_server import environment
+from processes import children, is_alive, wait_until
+from runs import DISTRIBUTED, RECIPE, TUNE, metrics, run_ranks, tune
+
+from torchtune_grpo.run_log import read_jsonl
+
+CONFIG = "tiny_arithmetic_grpo"
+QUICK = """
+prepare.warmup_steps=0 num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
+max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 eval_samples=0
+eval_every_n_steps=2 output_dir=out model=torchtune_grpo.tiny.lora_tiny_llama3_2
+model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
+""".split()
+ISOLATED = "{_component_: moments.isolated, isolation: process, timeout: 99}"
+QUICK.append("rewards=[{_component_: moments.reward}, " + ISOLATED + "]")
+ONE, TWO = ["batch_size=4"], ["batch_size=2", "distributed.sharding=always"]
+RESUME = "resume_from_checkpoint=True"
+
+# MOMENT=place:n:signal[:rank] sends a signal when the place is passed for the n-th time.
+MOMENTS = """
+import os, signal, sys, threading, time
+from collections import Counter
+
+import torch
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.tiny import tiny_tokenizer
+
+passed = Counter()
+PLACE, COUNT, SIGNAL, RANK = (os.environ.get("MOMENT", "nowhere:0:0") + ":0").split(":")[:4]
+HERE = os.environ.get("RANK", "0")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def is_at(place):
+    passed[place] += 1
+    return PLACE == place and passed[place] == int(COUNT)
+
+def send(after=0.0):
+    if HERE == RANK:
+        threading.Timer(after, os.kill, (os.getpid(), getattr(signal, SIGNAL))).start()
+
+def at(place):
+    if is_at(place) and HERE == RANK:
+        os.kill(os.getpid(), getattr(signal, SIGNAL))
+
+def hang():
+    while True:
+        time.sleep(99)
+
+def tokenizer(checkpoint_dir):
+    at("setup")
+    made = tiny_tokenizer(checkpoint_dir)
+    class Tokenizer(type(made)):
+        @property
+        def stop_tokens(self):  # read when a rollout begins
+            at("rollout")
+            return self.__dict__["stop_tokens"]
+        @stop_tokens.setter
+        def stop_tokens(self, value):
+            self.__dict__["stop_tokens"] = value
+    made.__class__ = Tokenizer
+    return made
+
+class Loss(GRPOLoss):
+    def __call__(self, **inputs):
+        at("update")
+        return super().__call__(**inputs)
+
+def reward(prompts, completions, **columns):
+    noise = torch.rand(len(completions)).tolist()  # torch's own generator moves on
+    if is_at("hang"):
+        send(after=0.5)
+        if HERE != RANK or "RANK" not in os.environ:  # of two ranks, the one that is not told
+            hang()
+    if is_at("deaf"):
+        while True:
+            try:
+                send()
+                send(after=2.0)
+                hang()
+            except BaseException:
+                pass
+    if is_at("isolated"):
+        open("isolated", "w").close()
+        send(after=1.0)
+    return [len(set(c)) + x for c, x in zip(completions, noise)]
+
+def isolated(prompts, completions, **columns):
+    if os.path.exists("isolated"):
+        with open("isolated", "a") as file:
+            print(os.getpid(), file=file)
+        hang()
+    return [0.0] * len(completions)
+
+def audit(event, arguments):
+    if event == "os.rename" and str(arguments[1]).rpartition("/")[2].startswith("step_"):
+        at("save")
+
+sys.addaudithook(audit)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "moments.py").write_text(MOMENTS)
+    return tmp_path
+
+
+def run(folder, *more, moment="nowhere:0:0", ranks=0, check=False):
+    env = {"PYTHONPATH": str(folder), "MOMENT": moment}
+    if ranks:
+        arguments = ["--config", CONFIG, *QUICK, *TWO, *more]
+        return run_ranks(*arguments, ranks=ranks, cwd=folder, check=check, **env)
+    return tune(
+        "run", RECIPE, "--config", CONFIG, *QUICK, *ONE, *more, cwd=folder, check=check, **env
+    )
+
+
+def said(done):
+    assert "Traceback" not in done.err and "Exception ignored" not in done.err, done.err
+    return done.err.strip().splitlines()[-1]
+
+
+def steps(out):
+    return sorted(int(path.name.removeprefix("step_")) for path in out.glob("step_*"))
+
+
+def check_same(out, whole):
+    """Weights, optimizer, generators and the run's record; all but times."""
+    step = steps(whole)[-1]
+    states = [torch.load(each / f"step_{step:06d}" / "training_state.pt") for each in (out, whole)]
+    left, right = map(flat, states)
+    assert left.keys() == right.keys() and "adapter.layers.0.attn.q_proj.lora_a.weight" in left
+    for key, value in left.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert torch.equal(value, right[key]) if is_tensor else value == right[key], key
+    for file in ("metrics.jsonl", "completions.jsonl"):
+        records = [[untimed(r) for r in read_jsonl(each / file)] for each in (out, whole)]
+        assert records[0] == records[1]
+
+
+def flat(value, prefix=""):
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = {}
+    for key, inner in items:
+        if isinstance(inner, (dict, list, tuple)):
+            found |= flat(inner, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = inner
+    return found
+
+
+def untimed(record):
+    return {k: v for k, v in record.items() if "time/" not in k and "per_second" not in k}
+
+
+def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
+    out = folder / "out"
+    run(folder, check=True)
+    out.rename(folder / "whole")
+    first = run(folder, moment="rollout:1:SIGINT")
+    assert first.code == 130 and "before the first step" in said(first) and not steps(out)
+    for moment, code, step in (
+        ("rollout:3:SIGINT", 130, 1),  # of step 2
+        ("hang:3:SIGTERM", 143, 2),  # step 3, a reward that never returns
+        ("update:1:SIGTERM", 143, 3),  # step 3, the first of two epochs: both are done
+        ("isolated:2:SIGINT", 130, 4),  # the evaluation behind step 4
+    ):
+        done = run(folder, *([RESUME] if steps(out) else []), moment=moment)
+        assert (done.code, steps(out)[-1]) == (code, step), (moment, done.err)
+        assert f"out/step_{step:06d}" in said(done) and RESUME in said(done)
+        assert not (out / ".incomplete").exists()
+    workers = [int(line) for line in (folder / "isolated").read_text().split()]
+    assert workers and not any(map(is_alive, workers))
+    (folder / "isolated").unlink()
+    done = run(folder, RESUME, moment="save:1:SIGTERM")  # of the last step: all is done
+    assert done.code == 0 and steps(out) == [1, 2, 3, 4, 5]
+    check_same(out, folder / "whole")
+
+
+def test_two_ranks_leave_together_whichever_was_told(folder):
+    """Sharded and gathered for each token, so that no rank may leave a rollout alone."""
+    layer, out = "distributed.gather=layer", folder / "out"
+    run(folder, layer, ranks=2, check=True)
+    out.rename(folder / "whole")
+    for moment, step in (
+        ("rollout:3:SIGTERM:1", 1),  # rank 1 alone is told, as it begins
+        ("hang:1:SIGTERM:0", 1),  # rank 1 hangs, and rank 0 alone is told
+        ("update:1:SIGTERM:1", 2),
+    ):
+        done = run(folder, layer, *([RESUME] if steps(out) else []), moment=moment, ranks=2)
+        # The launcher ends the others when the first has ended.
+        codes = {each.code for each in done}
+        assert 143 in codes and codes <= {143, -15}, [each.err[-3000:] for each in done]
+        assert steps(out)[-1] == step and f"out/step_{step:06d}" in said(done[0])
+    run(folder, layer, RESUME, ranks=2, check=True)
+    check_same(out, folder / "whole")
+
+
+def test_a_second_one_leaves_at_once(folder):
+    begin = time.monotonic()
+    done = run(folder, moment="deaf:3:SIGINT")
+    assert done.code == 130 and not steps(folder / "out") and time.monotonic() - begin < 30
+    assert "SIGINT: ends soon" in said(done)
+
+
+def test_before_the_first_step_there_is_nothing_to_save(folder):
+    done = run(folder, moment="setup:1:SIGTERM")
+    assert done.code == 143 and said(done)
+    assert not (folder / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_hands_it_on(folder, number):
+    more = [*QUICK, *TWO, "num_steps=9999", "eval_dataset=null", "eval_every_n_steps=null"]
+    launcher = subprocess.Popen(
+        [TUNE, "run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more],
+        cwd=folder,
+        env=environment(PYTHONPATH=str(folder)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    out = folder / "out"
+    try:
+        assert wait_until(lambda: (out / "metrics.jsonl").exists(), 90)
+        ranks = [*children(of=launcher.pid)]
+        launcher.send_signal(number)
+        launcher.wait(25)  # torchrun kills after 30 s
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert len(ranks) == 2 and not any(map(is_alive, ranks))
+    assert steps(out) == [metrics(out)[-1]["step"]]
