@@ -43,7 +43,7 @@ def make_metric_logger(node: DictConfig) -> Any:
     try:
         return config.instantiate(node)
     except Exception as error:
-        message = f"metric_logger={node._component_}: {error!r}. {_remedy(error)}"
+        message = f"metric_logger={node._component_}: {str(error).rstrip('.')}. {_remedy(error)}"
     finally:
         sys.unraisablehook = hook
     raise ValueError(message)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,7 @@ def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
 FULL = """
 import shutil, sys; sys.path[:0] = {path}
 from pathlib import Path
+from types import SimpleNamespace
 from test_checkpoint_folder import CheckpointError, names, pytest, saving, torch
 checkpoints, model = saving(Path(sys.argv[1]))
 out = Path(sys.argv[1], "out")
@@ -248,19 +250,41 @@ def test_what_a_kill_leaves_half_deleted_is_no_checkpoint_and_is_cleared(tmp_pat
 
 
 def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    set_aside_previous_run(tmp_path)
-    assert names(tmp_path) == ["notes.txt"]
+    out = tmp_path / "out"
+    cfg = SimpleNamespace(
+        output_dir=str(out),
+        metric_logger={"log_dir": f"{out}/logs"},
+        profiler={"output_dir": f"{out}/logs/profiles"},
+    )
+    (out / "logs" / "profiles").mkdir(parents=True)
+    (out / "notes.txt").touch()
+    set_aside_previous_run(cfg)
+    assert names(out) == ["logs", "notes.txt"]  # no run was here
     for run in (1, 2):
-        complete(tmp_path, 5)
-        (tmp_path / "metrics.jsonl").write_text(str(run))
-        (tmp_path / "nonfinite").mkdir()
-        set_aside_previous_run(tmp_path)
-        assert names(tmp_path) == ["notes.txt", "previous_runs"]
-        archive = tmp_path / "previous_runs" / str(run)
-        assert names(archive) == ["metrics.jsonl", "nonfinite", "step_000005"]
+        complete(out, 5)
+        (out / "metrics.jsonl").write_text(str(run))
+        for folder in ("nonfinite", "logs"):
+            (out / folder).mkdir(exist_ok=True)
+        (out / "torchtune_config.yaml").touch()
+        set_aside_previous_run(cfg)
+        assert names(out) == ["notes.txt", "previous_runs"]
+        archive = out / "previous_runs" / str(run)
+        assert names(archive) == [
+            *("logs", "metrics.jsonl", "nonfinite", "step_000005", "torchtune_config.yaml")
+        ]
         assert (archive / "metrics.jsonl").read_text() == str(run)
-        (tmp_path / "previous_runs" / "README.txt").touch()  # somebody else's
+        (out / "previous_runs" / "README.txt").touch()  # somebody else's
+
+
+@pytest.mark.parametrize("folder", ["out", ".", "elsewhere", "out/../elsewhere", "out/missing"])
+def test_a_new_run_moves_no_folder_that_is_not_its_own(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    cfg = SimpleNamespace(output_dir="out", metric_logger={"log_dir": folder}, profiler=None)
+    for path in ("out/step_000001", "elsewhere"):
+        (tmp_path / path).mkdir(parents=True)
+    set_aside_previous_run(cfg)
+    assert names(tmp_path) == ["elsewhere", "out"] and names(tmp_path / "out") == ["previous_runs"]
+    assert names(tmp_path / "out" / "previous_runs" / "1") == ["step_000001"]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step once more"])

@@ -2,8 +2,10 @@
 
 import datetime
 import enum
+import gc
 import json
 import math
+import sys
 import tracemalloc
 from dataclasses import replace
 
@@ -11,10 +13,11 @@ import numpy
 import pytest
 import torch
 from kill_points import disk_of, kill_points
+from omegaconf import OmegaConf
 from steps import make_scores, make_trajectory
 
 from torchtune_grpo.reward_contract import MEASURED, RECORDED, ContractError, RewardNotes
-from torchtune_grpo.run_log import RunLog, read_jsonl
+from torchtune_grpo.run_log import RunLog, make_metric_logger, read_jsonl
 
 FILES = ["completions.jsonl", "metrics.jsonl"]
 
@@ -134,6 +137,36 @@ def test_a_large_record_is_not_read_whole(folder):
     tracemalloc.stop()
     assert peak < 2e6
     assert (folder / FILES[0]).read_text() == line * 2000
+
+
+def test_whether_a_step_was_evaluated(folder):
+    log = RunLog(folder, num_completions=0)
+    assert not log.has_evaluation(0)
+    log.metrics(0, {"eval/accuracy": 0.5})
+    log.metrics(1, {"reward": 0.5})
+    assert log.has_evaluation(0) and not log.has_evaluation(1)
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ({"_component_": "TensorBoardLogger", "log_dir": "logs"}, "pip install tensorboard"),
+        ({"_component_": "WandBLogger"}, "pip install wandb"),
+        ({"_component_": "DiskLogger", "log_dir": "/dev/null/logs"}, "a folder that can be writ"),
+    ],
+)
+def test_a_metric_logger_that_cannot_be_made(logger, message, monkeypatch):
+    """One error, and nothing of what fails when half of a logger is deleted."""
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    stray = []
+    monkeypatch.setattr(sys, "unraisablehook", hook := stray.append)
+    path = f"torchtune.training.metric_logging.{logger['_component_']}"
+    with pytest.raises(ValueError, match=f"metric_logger={path}: .*{message}"):
+        make_metric_logger(OmegaConf.create(logger | {"_component_": path}))
+    gc.collect()
+    assert not stray and sys.unraisablehook is hook
 
 
 class Color(enum.IntEnum):

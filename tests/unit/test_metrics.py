@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ from steps import make_scores, make_trajectory
 
 from torchtune_grpo import metrics as metrics_module
 from torchtune_grpo.loss import LossOutput
-from torchtune_grpo.metrics import StepMetrics
+from torchtune_grpo.metrics import LearningWatch, StepMetrics
 from torchtune_grpo.run_log import RunLog, read_jsonl
 
 NAN = math.nan
@@ -179,3 +180,26 @@ def test_the_log_stays_json(tmp_path):
     RunLog(tmp_path, num_completions=0).metrics(1, {"loss": float("nan"), "reward": 1.0})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"frac_informative_groups": 0.0}, "no group had .* see rewards, dataset, temperature"),
+        (
+            {"completions/clipped_ratio": 1.0},
+            "every completion was cut off: see max_",
+        ),
+        ({"entropy": None}, "no token was trained on: see mask_truncated_completions"),
+    ],
+)
+def test_three_steps_in_a_row_that_teach_nothing_are_said_once(change, message, caplog):
+    good = {"frac_informative_groups": 0.5, "completions/clipped_ratio": 0.5, "entropy": 1.0}
+    bad = {name: value for name, value in (good | change).items() if value is not None}
+    watch, said = LearningWatch(), []
+    for step, values in enumerate([bad, bad, good, bad, bad, bad, bad, good, bad, bad, bad]):
+        caplog.clear()
+        watch.warn(values)
+        said += [(step, text) for text in caplog.messages]
+    ((step, text),) = said
+    assert step == 5 and re.search(f"In 3 steps in a row, {message}", text)
