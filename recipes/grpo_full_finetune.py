@@ -405,8 +405,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         values = self._evaluator(self._engine, state=self._trainer_state)
         self._run_log.metrics(self.global_step, values)
         self._metric_logger.log_dict(values, step=self.global_step)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-        utils.log_rank_zero(log, f"Step {self.global_step}: {shown}")
+        self._progress.evaluation_done(self.global_step, values)
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""

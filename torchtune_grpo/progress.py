@@ -68,3 +68,8 @@ class RunProgress:
         self._bar.set_postfix_str(reward, refresh=False)
         self._bar.update()
         self._watch.warn(metrics)
+
+    def evaluation_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows what an evaluation says."""
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        utils.log_rank_zero(log, f"Step {step}: {shown}")
