@@ -99,7 +99,7 @@ class Interrupts:
         bulletin = Bulletin.of_all_ranks()
         listener = None
         if bulletin is not None:
-            arguments = (bulletin, left, bool(before))
+            arguments = (bulletin, left, frozenset(before))
             listener = threading.Thread(target=self._listen, args=arguments, daemon=True)
             listener.start()
         try:
@@ -163,13 +163,13 @@ class Interrupts:
             self._breaks = False
             raise Interrupted
 
-    def _listen(self, bulletin: Bulletin, left: threading.Event, handled: bool) -> None:
+    def _listen(self, bulletin: Bulletin, left: threading.Event, handled: frozenset[int]) -> None:
         """Tells the other ranks of a signal, or hears of theirs: any may hang in a reward."""
         while not left.wait(POLL_SECONDS):
             if self.signal is not None:
                 return bulletin.post(str(int(self.signal)))
             if (text := bulletin.read()) is not None:
-                if handled:
+                if int(text) in handled:
                     self._told = True
                     signal.pthread_kill(threading.main_thread().ident or 0, int(text))
                 else:
