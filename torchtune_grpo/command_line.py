@@ -18,7 +18,7 @@ from torchtune_grpo.checkpoint import write_error
 from torchtune_grpo.errors import told_in_one_line
 
 
-def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], None]:
+def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Decorates a recipe's entry point, as ``torchtune.config.parse`` does.
 
     Overrides may also reach into lists, and errors end in one line: see :func:`load_config` and
@@ -26,12 +26,12 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], None]:
     """
 
     @functools.wraps(recipe_main)
-    def main() -> None:
+    def main() -> Any:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__)
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()
         with told_in_one_line(keep=write_error):
-            recipe_main(load_config(args.config, overrides))
+            return recipe_main(load_config(args.config, overrides))
 
     return main
 
