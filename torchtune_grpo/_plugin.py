@@ -1,4 +1,4 @@
-"""Makes the stock `tune` command see the recipes of this package, and does nothing else.
+"""Makes the stock `tune` command see the recipes of this package, and behave well with them alone.
 
 `tune` has no plugin discovery, but torch has: at the end of `import torch` it calls every entry
 point of the group `torch.backends`. Ours, `autoload`, asks to be called back when torchtune's list
@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +33,7 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Have the two hooks below called when the modules of torchtune that they extend are imported.
+    """Have the hooks below called when the modules of torchtune that they extend are imported.
 
     Calling it again, or when torchtune has been imported already, does no harm.
 
@@ -42,6 +44,8 @@ def register() -> None:
 
     register_post_import_hook(_guarded(add_recipes), "torchtune._recipe_registry")
     register_post_import_hook(_guarded(resolve_names_in_validate), "torchtune._cli.validate")
+    register_post_import_hook(_guarded(keep_comments_in_cat), "torchtune._cli.cat")
+    register_post_import_hook(_guarded(end_torchrun_briefly), "torchtune._cli.run")
 
 
 def recipes_folder() -> Path:
@@ -97,6 +101,60 @@ def resolve_names_in_validate(validate: ModuleType) -> None:
         stock(self, args)
 
     validate.Validate._validate_cmd = _validate_cmd
+
+
+def keep_comments_in_cat(cat: ModuleType) -> None:
+    """Let `tune cat` print our configs as they are; their comments say how to use them.
+
+    Args:
+        cat: the module `torchtune._cli.cat`.
+    """
+    stock = cat.Cat._print_yaml_file
+
+    @functools.wraps(stock)
+    def _print_yaml_file(self: Any, file: str, sort_keys: bool) -> None:
+        if sort_keys or Path(file) not in config_files().values():
+            stock(self, file, sort_keys)
+        else:
+            print(Path(file).read_text(encoding="utf-8"), end="")
+
+    cat.Cat._print_yaml_file = _print_yaml_file
+
+
+def end_torchrun_briefly(run: ModuleType) -> None:
+    """When a rank fails, let what it said be the last word of `tune run`, not torchrun's traceback.
+
+    So it is with our recipe and with what mentions this package, as copies of it do. Of a rank that
+    a signal killed, which said nothing, one line tells. `TORCHTUNE_GRPO_TRACEBACK=1` shows all.
+
+    Args:
+        run: the module `torchtune._cli.run`.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    stock = run.Run._run_distributed
+
+    @functools.wraps(stock)
+    def _run_distributed(self: Any, args: Any, is_builtin: bool) -> None:
+        file = Path(args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py")
+        ours = file.is_file() and b"torchtune_grpo" in file.read_bytes()
+        if not ours or os.environ.get("TORCHTUNE_GRPO_TRACEBACK") == "1":
+            return stock(self, args, is_builtin)
+        # One line for each rank; the others are about what torchrun itself cannot do.
+        logging.getLogger(SignalException.__module__).addFilter(
+            lambda record: not str(record.msg).startswith(("Sending process", "failed (exitcode"))
+        )
+        try:
+            stock(self, args, is_builtin)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            killed = failure.exitcode < 0
+            raise SystemExit(f"Error: rank {rank}: {failure.message}" if killed else 1) from None
+        except (KeyboardInterrupt, SignalException) as stop:
+            raise SystemExit(128 + getattr(stop, "sigval", signal.SIGINT)) from None
+
+    run.Run._run_distributed = _run_distributed
 
 
 def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from runs import DISTRIBUTED, RECIPE, TUNE, Result, run, run_python
 
 from torchtune_grpo import _plugin
@@ -64,7 +66,9 @@ def session(workspace: Path) -> dict[str, Result]:
         f"tune cp {RECIPE} .",
         f"tune cp {DISTRIBUTED} my_grpo.py",
         f"tune cp {CONFIG} my_config.yaml",
-        f"tune cat {CONFIG}",
+        *(f"tune cat {name}" for name in CONFIGS),
+        f"tune cat {CONFIG} --sort",
+        "tune cat my_config.yaml",
         "tune validate my_config.yaml",
         f"tune validate {CONFIGS[0]}",
         "tune validate no_such_config",
@@ -99,10 +103,22 @@ def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
         assert filecmp.cmp(workspace / copy, REPO / "recipes" / original, shallow=False)
 
 
-def test_cat_prints_the_config(session: dict[str, Result]) -> None:
-    result = session[f"tune cat {CONFIG}"]
-    assert result.code == 0, result.err
-    assert "grpo_samples:" in result.out
+@pytest.mark.parametrize("config", CONFIGS)
+def test_cat_prints_our_configs_with_their_comments(
+    session: dict[str, Result], config: str
+) -> None:
+    file = REPO / "recipes" / "configs" / f"{config}.yaml"
+    assert session[f"tune cat {config}"] == Result(0, file.read_text(), "")
+
+
+@pytest.mark.parametrize("arguments", [f"{CONFIG} --sort", "my_config.yaml"])
+def test_cat_sorts_and_prints_other_files_as_before(
+    session: dict[str, Result], workspace: Path, arguments: str
+) -> None:
+    data = yaml.safe_load((workspace / "my_config.yaml").read_text())
+    result = session[f"tune cat {arguments}"]
+    stock = yaml.dump(data, sort_keys="--sort" in arguments, indent=4, allow_unicode=True)
+    assert result == Result(0, stock, "")
 
 
 @pytest.mark.parametrize("config", [*CONFIGS[1:], "my_config.yaml"])
@@ -124,6 +140,56 @@ def test_validate_refuses_names_that_are_not_ours_as_before(
     result = session[f"tune validate {config}"]
     assert (result.code, result.out) == (1, "")
     assert result.err.splitlines()[-1].startswith("FileNotFoundError")
+
+
+# Stands for a recipe that torchrun starts: ends as it is told.
+ENDS = """
+import os, signal, sys, time
+if sys.argv[-1] == "exit":
+    sys.exit("Error: what the recipe says")
+if sys.argv[-1] == "killed" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[-1] == "interrupted":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+
+
+def torchrun(
+    folder: Path, end: str, *, ranks: int = 2, comment: str = "like torchtune_grpo", **env: str
+) -> Result:
+    """``tune run`` of that recipe."""
+    (folder / "my_recipe.py").write_text(f"# {comment}\n{ENDS}")
+    launch = ["run", "--nproc_per_node", ranks, "my_recipe.py", "--config", "no.yaml", end]
+    return run(TUNE, *launch, cwd=folder, check=False, **env)
+
+
+@pytest.mark.parametrize(
+    ("end", "ranks", "code", "said"),
+    [
+        ("exit", 2, 1, "(Error: what the recipe says\n){1,2}"),
+        ("killed", 2, 1, r"Error: rank 1: Signal 9 \(SIGKILL\) received by PID \d+\n"),
+        ("interrupted", 1, 130, "W.* Received 2 death signal, shutting down workers\n"),
+    ],
+)
+def test_torchrun_adds_no_traceback_to_what_a_rank_says(
+    tmp_path: Path, end: str, ranks: int, code: int, said: str
+) -> None:
+    result = torchrun(tmp_path, end, ranks=ranks)
+    assert result.code == code
+    assert re.fullmatch(said, result.err), result.err
+
+
+@pytest.mark.parametrize(
+    "settings", [{"comment": "of somebody else"}, {"TORCHTUNE_GRPO_TRACEBACK": "1"}]
+)
+def test_torchrun_tells_all_of_other_recipes_and_on_request(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
+    result = torchrun(tmp_path, "exit", **settings)
+    assert result.code == 1
+    assert "Traceback" in result.err and "failed (exitcode: 1)" in result.err
 
 
 def test_module_lists_nothing_twice(session: dict[str, Result]) -> None:
