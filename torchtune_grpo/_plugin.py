@@ -133,13 +133,15 @@ def end_torchrun_briefly(run: ModuleType) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from torchtune_grpo.errors import TRACEBACK
+
     stock = run.Run._run_distributed
 
     @functools.wraps(stock)
     def _run_distributed(self: Any, args: Any, is_builtin: bool) -> None:
         file = Path(args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py")
         ours = file.is_file() and b"torchtune_grpo" in file.read_bytes()
-        if not ours or os.environ.get("TORCHTUNE_GRPO_TRACEBACK") == "1":
+        if not ours or os.environ.get(TRACEBACK):
             return stock(self, args, is_builtin)
         # One line for each rank; the others are about what torchrun itself cannot do.
         logging.getLogger(SignalException.__module__).addFilter(
