@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from torchtune_grpo._plugin import config_files
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
 from torchtune_grpo.checkpoint._run_config import (
     FIXED,
@@ -15,20 +13,17 @@ from torchtune_grpo.checkpoint._run_config import (
     changed_keys,
     run_config,
 )
+from torchtune_grpo.command_line import load_config
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.read_config import read_config
 
 
 def settings(folder: Path, *changes: str) -> GRPOConfig:
     """A shipped config with its files in a folder."""
-    cfg = OmegaConf.load(config_files()["llama3_2_1B_lora_grpo"])
-    for change in (f"tokenizer.path={folder / 'tokens'}", f"output_dir={folder}", *changes):
-        key, _, value = change.partition("=")
-        if key in ("optimizer", "lr_scheduler"):  # as `tune run` does
-            key += "._component_"
-        elif key == "model":
-            value = f"{{_component_: {value}}}"
-        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, merge=False)
+    files = [f"tokenizer.path={folder / 'tokens'}", f"output_dir={folder}"]
+    cfg = load_config("llama3_2_1B_lora_grpo", [*files, *changes])
+    if any(change.startswith("model=") for change in changes):
+        cfg.model = {"_component_": cfg.model._component_}  # without the other one's arguments
     return read_config(cfg)
 
 
