@@ -61,8 +61,8 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
     assert "optimizer.lr 0.0003 -> 1e-05" in done.err + done.out
     steps = [record for record in metrics(tmp_path / "out") if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
-    # cosine from 1e-5 over 3 steps, one of them warm-up: after 2 of them, at the half
-    assert steps[2]["lr"] == pytest.approx(0.5e-5)
+    # warm-up to 1e-5 in step 1, then the cosine's thirds: 3/4, 1/4
+    assert steps[2]["lr"] == pytest.approx(0.25e-5)
 
 
 def test_lora_on_other_layers_is_refused(tmp_path):

@@ -71,8 +71,12 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     reward = "rewards=[{_component_: my_rewards.broken}]"
     done = run_tiny(CONFIG, tmp_path, reward, *NO_EVALUATION, check=False)
     assert done.code != 0
-    assert "RewardFailure: The reward 'broken' failed on 64 of 64 completions" in done.err
-    assert "first at index 0: KeyError: 'my bug'\nThat is more than max_rew" in done.err
+    where, error = done.err.rstrip().rpartition("\nError: ")[::2]
+    assert error.startswith(
+        "The reward 'broken' failed on 64 of 64 completions, first at index 0: "
+    )
+    assert "KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; " in error
+    assert "in broken\n    raise KeyError('my bug')" in where
 
 
 @pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
