@@ -50,13 +50,14 @@ from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metrics import StepMetrics
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
-from torchtune_grpo.policy import build_policy, should_shard
+from torchtune_grpo.policy import build_policy, empty_model, should_shard
 from torchtune_grpo.progress import RunProgress
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
 from torchtune_grpo.run_log import RunLog, make_metric_logger, make_profiler
+from torchtune_grpo.threads import limit_threads
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -85,6 +86,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         parallel.init_process_group(self._device)
         if self._device.type == "cpu":
             keep_freed_memory()
+            limit_threads(empty_model(self.cfg))
         self._is_sharded = should_shard(self.cfg, device=self._device)
         self._output_dir = Path(self.cfg.output_dir)
         parallel.on_first_rank(claim_output_dir, self._output_dir)

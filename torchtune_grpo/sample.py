@@ -36,10 +36,11 @@ from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import told_in_one_line
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.plain import visible
-from torchtune_grpo.policy import build_policy
+from torchtune_grpo.policy import build_policy, empty_model
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import make_engine, roll_out
+from torchtune_grpo.threads import limit_threads
 
 _OVERRIDE = re.compile(r"(?=~|[\w.]+=)~?([A-Za-z_]\w*)[\w.]*(?:=|$)")
 _KEYS = {field.name for field in fields(GRPOConfig)}
@@ -89,6 +90,7 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
     device = find_device(cfg.device)
     if device.type == "cpu":
         keep_freed_memory()
+        limit_threads(empty_model(cfg))
     config.instantiate(cfg.prepare)
     check_checkpoint_files(cfg)
     tokenizer = instantiate("tokenizer", cfg.tokenizer)
