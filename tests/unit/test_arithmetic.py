@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 
 import pytest
 
@@ -63,6 +64,16 @@ def test_the_same_seed_gives_the_same_problems_and_another_gives_others():
     assert [row["level"] for row in make(0)] == [2, 6] * 20
 
 
+def test_a_level_without_problems_left_leaves_the_rest_to_the_others():
+    rows = arithmetic_problems(levels=[1, 2, 3], split="train", num_samples=1000)
+    assert [row["level"] for row in rows[:6]] == [1, 2, 3] * 2
+    assert Counter(row["level"] for row in rows) == {1: 80, 2: 460, 3: 460}
+    assert len({row["question"] for row in rows}) == 1000
+    held_out = arithmetic_problems(levels=[1, 2, 3], split="test", num_samples=200)
+    assert Counter(row["level"] for row in held_out)[1] == 20
+    assert {row["question"] for row in rows}.isdisjoint(row["question"] for row in held_out)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -70,7 +81,8 @@ def test_the_same_seed_gives_the_same_problems_and_another_gives_others():
         ({"levels": []}, "levels must be among"),
         ({"split": "dev"}, "split must be"),
         ({"num_samples": 0}, "num_samples must be"),
-        ({"levels": 1, "num_samples": 1000}, "Lower num_samples"),
+        ({"levels": 1, "num_samples": 1000}, "80 were found. Lower num_samples"),
+        ({"levels": [1, 2], "num_samples": 9000}, "than levels .1, 2. have"),
     ],
 )
 def test_bad_arguments_are_named(bad, message):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Literal
@@ -149,7 +150,8 @@ def arithmetic_problems(
     none of levels 2, 3, 5 and 6 is above 20.
 
     Args:
-        levels: one level or several; several take turns, so each gets its equal share.
+        levels: one level or several; several take turns, so each gets its equal share, until one
+            of them has no more problems and the others share the rest.
         split: "train" or "test". A problem's numbers and operations decide its split, so the two
             have no problem in common, however worded and whatever the seeds.
         num_samples: how many problems. All are different.
@@ -173,15 +175,26 @@ def arithmetic_problems(
     rng = random.Random(f"{seed}/{split}")
     seen: set[str] = set()
     rows: list[dict[str, str | int]] = []
-    for index in range(num_samples):
-        level = chosen[index % len(chosen)]
-        rows.append(_new_problem(level, split, rng, seen, num_samples))
+    left = deque(chosen)
+    while len(rows) < num_samples:
+        if not left:
+            raise ValueError(
+                f"num_samples={num_samples} asks for more different {split} problems than levels "
+                f"{chosen} have; {len(rows)} were found. Lower num_samples or add a higher level."
+            )
+        row = _new_problem(left[0], split, rng, seen)
+        if row is None:
+            left.popleft()
+        else:
+            rows.append(row)
+            left.rotate(-1)
     return rows
 
 
 def _new_problem(
-    level: int, split: Split, rng: random.Random, seen: set[str], num_samples: int
-) -> dict[str, str | int]:
+    level: int, split: Split, rng: random.Random, seen: set[str]
+) -> dict[str, str | int] | None:
+    """Draws one that was not seen; None if the level has no more."""
     draw, story = _LEVELS[level]
     # Level 1 has a few dozen problems per split; 2,000 misses in a row mean that all were used.
     for _ in range(2000):
@@ -194,10 +207,7 @@ def _new_problem(
             answer = str(_running_values(chain)[-1])
             solution = _worked(chain)
             return dict(question=question, solution=solution, answer=answer, level=level)
-    raise ValueError(
-        f"num_samples={num_samples} asks for more different {split} problems than level {level} "
-        f"has; {len(seen)} were found. Lower num_samples or add a higher level."
-    )
+    return None
 
 
 def arithmetic_dataset(
