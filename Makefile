@@ -37,11 +37,19 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+DEMO := grpo_full_finetune_single_device --config tiny_arithmetic_grpo
+
 demo: $(STAMP)
-	$(BIN)/tune run grpo_full_finetune_single_device --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR)
+	$(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)
+	$(BIN)/python -m torchtune_grpo.compare $(DEMO_DIR)
 	$(BIN)/python -m torchtune_grpo.report $(DEMO_DIR)
+	@echo
+	@echo "Now try:"
+	@echo '  $(BIN)/python -m torchtune_grpo.sample --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR) --samples 4 "What is 3 + 4?"'
+	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.tiny.lora_tiny_llama3_2 optimizer.lr=3e-3'
+	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
 
 clean:
-	rm -rf $(VENV) $(DEMO_DIR) build dist *.egg-info
+	rm -rf $(VENV) $(DEMO_DIR) $(DEMO_DIR)_lora build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

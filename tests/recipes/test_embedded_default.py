@@ -13,7 +13,11 @@ QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", 
 LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "optimizer.lr=3e-3"]
 
 
-@pytest.mark.parametrize("recipe, more", [(RECIPE, []), (DISTRIBUTED, LORA)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "recipe, more",
+    [(RECIPE, []), (DISTRIBUTED, LORA), (RECIPE, [*LORA, "model.quantize_base=True"])],
+    ids=["full", "lora", "qlora"],
+)
 def test_runs_from_an_empty_folder(tmp_path, recipe, more):
     """Under either name; the checkpoint is made on the spot; the report draws the run."""
     tune("run", recipe, "--config", CONFIG, *QUICK, "forward_batch_size=64", *more, cwd=tmp_path)
@@ -26,6 +30,10 @@ def test_runs_from_an_empty_folder(tmp_path, recipe, more):
     report = run("-m", "torchtune_grpo.report", output, cwd=tmp_path).out
     assert "held-out pass@1:" in report and "after (step 2)" in report
     assert (output / "reward_curve.png").stat().st_size > 10_000
+    shown = run("-m", "torchtune_grpo.compare", output, "--num-prompts", "2", cwd=tmp_path).out
+    assert shown.count("=== What is") == 2
+    assert shown.count("--- before: wrong") == shown.count("--- after: wrong") == 2
+    assert "tiny_llama" in shown and "step_000002" in shown
 
 
 GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", Path(__file__).parents[3] / "shared/gsm8k"))

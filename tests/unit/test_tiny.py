@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM
@@ -106,5 +107,14 @@ def test_warm_up_teaches(folder, monkeypatch):
     answer = tokenizer.encode("2+3=5\n5+4=9</think>", add_bos=False, add_eos=False)
     example = [(tokenizer.encode("What is 2 + 3 + 4?", add_eos=False), answer)]
     before = completion_log_probs(model, example)[0].sum()
-    warm_up(model, tokenizer, seed=0, levels=[3], max_steps=30)
+    warm_up(model, tokenizer, seed=0, levels=[3], steps=30)
     assert completion_log_probs(model, example)[0].sum() > before + 10
+
+
+def test_the_shape_can_be_quantized(folder):
+    """Every weight of the base is a whole number of NF4's blocks, and so are their scales."""
+    model = lora_tiny_llama3_2(quantize_base=True)
+    quantized = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
+    assert len(quantized) == 2 * 7  # q, k, v, output, and the three of the MLP
+    model.load_state_dict(tiny_llama3_2().state_dict(), strict=False)
+    assert model(torch.arange(8)[None]).isfinite().all()

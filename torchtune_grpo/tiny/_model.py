@@ -31,13 +31,14 @@ from torchtune_grpo.tiny._tokenizer import train_merges, write_tokenizer
 from torchtune_grpo.tiny._warmup import guessed_completion, warm_up, worked_completion
 
 VOCAB_SIZE = 448
+# For QLoRA each weight has to be a multiple of 64 * 256 numbers: NF4's blocks, and their scales'.
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "num_layers": 2,
     "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "intermediate_dim": 320,
+    "num_kv_heads": 4,
+    "embed_dim": 128,
+    "intermediate_dim": 128,
     "max_seq_len": 16_384,
     "rope_base": 500_000,
     "norm_eps": 1e-5,
@@ -56,7 +57,7 @@ _log = get_logger("INFO")
 
 
 def tiny_llama3_2() -> TransformerDecoder:
-    """Builder of the tiny model, for ``model._component_``: about 0.2M parameters, tied."""
+    """Builder of the tiny model, for ``model._component_``: about 0.3M parameters, tied."""
     return llama3_2(**_SHAPE)
 
 
@@ -110,8 +111,8 @@ def make_tiny_checkpoint(
     output_dir: str | Path,
     *,
     seed: int = 0,
-    levels: int | list[int] = 3,
-    warmup_steps: int = 4000,
+    levels: int | Sequence[int] = (1, 2, 3),
+    warmup_steps: int = 1800,
 ) -> Path:
     """Makes the tiny model, warm-starts it and writes its checkpoint folder in one move.
 
@@ -121,8 +122,7 @@ def make_tiny_checkpoint(
         seed: of weights and problems.
         levels: the problems' levels, see
             :func:`~torchtune_grpo.data.arithmetic_problems`.
-        warmup_steps: at most so many steps of :mod:`torchtune_grpo.tiny._warmup`; 0 leaves the
-            weights random.
+        warmup_steps: of :mod:`torchtune_grpo.tiny._warmup`; 0 leaves the weights random.
 
     Returns:
         Path: the folder.
@@ -135,6 +135,8 @@ def make_tiny_checkpoint(
     target = Path(output_dir).absolute()
     _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Short enough for 80 columns behind the logger's prefix.
+    _log.info("Making a tiny Llama that can add; about a minute.")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
         folder = Path(name) / target.name
@@ -142,12 +144,12 @@ def make_tiny_checkpoint(
         write_tokenizer(folder, _merges(), VOCAB_SIZE)
         model = _random_model(seed)
         tokenizer = tiny_tokenizer(folder)
-        warm_up(model, tokenizer, seed=seed, levels=levels, max_steps=warmup_steps)
+        warm_up(model, tokenizer, seed=seed, levels=levels, steps=warmup_steps)
         _write_model(folder, model, settings)
         if target.exists():
             shutil.rmtree(target)
         os.rename(folder, target)
-    _log.info(f"Made the tiny checkpoint {target} in {time.perf_counter() - start:.0f} s.")
+    _log.info(f"Made {target.name} in {time.perf_counter() - start:.0f} s.")
     return target
 
 
@@ -166,7 +168,6 @@ def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if this process dies
         if not all((folder / name).is_file() for name in _FILES):
-            _log.info(f"{folder} holds no checkpoint yet; making one takes about a minute.")
             make_tiny_checkpoint(folder, **settings)
             return
     made = json.loads((folder / "config.json").read_text()).get(_SETTINGS_KEY, {})

@@ -1,8 +1,8 @@
 """The tiny model's warm-up: supervised, until it can reason but mostly does not bother to.
 
-First it learns to work problems out step by step, then to write down a guess in most cases. A
-sampled answer is then right only where the model happened to work it out, and reinforcement
-learning finds out that working it out pays.
+It learns to work problems out step by step, and towards the end to write down a guess in most
+cases. A sampled answer is then right only where the model happened to work it out, and
+reinforcement learning finds out that working it out pays.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
-from torchtune.utils import get_logger
 
 from torchtune_grpo.data import arithmetic_dataset
 from torchtune_grpo.memory import keep_freed_memory
-
-_log = get_logger("INFO")
+from torchtune_grpo.progress import make_bar
+from torchtune_grpo.threads import limit_threads
 
 Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its completion
 
 NUM_PROBLEMS, BATCH_SIZE = 8000, 16
-# Learning rates and lengths of the stages, found by trial.
-LR, WARMUP, ENOUGH, COOLDOWN = 4e-3, 50, 0.65, 800
-GUESS_LR, GUESS_STEPS = 1e-3, 80
-FEW_GUESSES, MANY_GUESSES = 0.1, 0.75
+# Found by trial.
+LR, LR_STEPS_UP = 2e-3, 50
+GUESSES, GUESSES_FROM = 0.8, 0.75  # at the end; from which part of the steps on they become more
 
 
 def warm_up(
@@ -36,100 +34,47 @@ def warm_up(
     tokenizer: Any,
     *,
     seed: int,
-    levels: list[int],
-    max_steps: int,
+    levels: Sequence[int],
+    steps: int,
 ) -> None:
     """Trains a model with random weights in place.
 
-    ``seed`` is that of the problems and their order, ``levels`` are the problems', and
-    ``max_steps`` counts both stages together; 0 does nothing.
+    ``seed`` is that of the problems and their order, and ``levels`` are the problems'; 0 steps do
+    nothing.
     """
-    if max_steps == 0:
+    if steps == 0:
         return
     keep_freed_memory()
+    limit_threads(model)
     worked, guessed = _examples(tokenizer, levels, seed)
     rng = random.Random(seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a second thread costs such a small model more than it gives
-    try:
-        steps = _learn_to_work(model, worked, guessed, rng, max_steps)
-        _learn_to_guess(model, worked, guessed, rng, max_steps - steps)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _learn_to_work(
-    model: TransformerDecoder,
-    worked: Sequence[Example],
-    guessed: Sequence[Example],
-    rng: random.Random,
-    max_steps: int,
-) -> int:
-    """Stage 1: working out, and a few guesses so that stage 2 has less to change.
-
-    Returns the number of steps.
-    """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
-    accuracy, cooling_from = 0.0, None
-    for step in range(max_steps):
-        if cooling_from is None and accuracy > ENOUGH:
-            cooling_from = step
-        left = 1.0 if cooling_from is None else 1 - (step - cooling_from) / COOLDOWN
-        if left <= 0:
-            return step
-        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP) * left
-        batch, is_guess = _draw(worked, guessed, rng, BATCH_SIZE, FEW_GUESSES)
-        chance = _train_step(model, optimizer, batch)[~is_guess]
-        if len(chance):
-            accuracy += 0.04 * (chance.mean().item() - accuracy)
-        if (step + 1) % 200 == 0:
-            _log.info(f"warm-up step {step + 1}: works out about {accuracy:.0%}")
-    return max_steps
-
-
-def _learn_to_guess(
-    model: TransformerDecoder,
-    worked: Sequence[Example],
-    guessed: Sequence[Example],
-    rng: random.Random,
-    max_steps: int,
-) -> None:
-    """Stage 2: a fixed number of steps with a learning rate that ends at 0, so that it settles."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(min(GUESS_STEPS, max_steps)):
-        optimizer.param_groups[0]["lr"] = GUESS_LR * (1 - step / GUESS_STEPS)
-        batch, _ = _draw(worked, guessed, rng, 2 * BATCH_SIZE, MANY_GUESSES)
-        _train_step(model, optimizer, batch)
-
-
-def _draw(
-    worked: Sequence[Example],
-    guessed: Sequence[Example],
-    rng: random.Random,
-    size: int,
-    share: float,
-) -> tuple[list[Example], Tensor]:
-    """Draws different problems, each answered by a guess with the given chance."""
-    rows = rng.sample(range(len(worked)), size)
-    is_guess = [rng.random() < share for _ in rows]
-    batch = [(guessed if g else worked)[row] for row, g in zip(rows, is_guess, strict=True)]
-    return batch, torch.tensor(is_guess)
+    with make_bar("Warm-up", total=steps) as bar:
+        for step in range(steps):
+            done = step / steps
+            decay = min(1.0, 2 * (1 - done))
+            optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / LR_STEPS_UP) * decay
+            guesses = GUESSES * max(0.0, (done - GUESSES_FROM) / (1 - GUESSES_FROM))
+            rows = rng.sample(range(len(worked)), BATCH_SIZE)
+            batch = [(guessed if rng.random() < guesses else worked)[row] for row in rows]
+            _train_step(model, optimizer, batch)
+            bar.update()
 
 
 def _train_step(
     model: TransformerDecoder, optimizer: torch.optim.Optimizer, batch: Sequence[Example]
-) -> Tensor:
-    """One optimizer step. Returns each completion's chance of being sampled as it stands, [B]."""
+) -> None:
     log_probs, mask = completion_log_probs(model, batch)
     (-log_probs.sum() / mask.sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return log_probs.detach().sum(dim=1).exp()
 
 
-def _examples(tokenizer: Any, levels: list[int], seed: int) -> tuple[list[Example], list[Example]]:
-    problems: dict[str, Any] = {"levels": levels, "num_samples": NUM_PROBLEMS, "seed": seed}
+def _examples(
+    tokenizer: Any, levels: Sequence[int], seed: int
+) -> tuple[list[Example], list[Example]]:
+    problems: dict[str, Any] = {"levels": list(levels), "num_samples": NUM_PROBLEMS, "seed": seed}
     data = arithmetic_dataset(tokenizer, split="train", prefill="<think>", **problems)
     items = [data[index] for index in range(len(data))]
 
