@@ -136,7 +136,7 @@ def make_tiny_checkpoint(
     _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Short enough for 80 columns behind the logger's prefix.
-    _log.info("Making a tiny Llama that can add; about a minute.")
+    _log.info("Making a tiny Llama that can add: 1 or 2 minutes.")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
         folder = Path(name) / target.name
