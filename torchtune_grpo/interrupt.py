@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -97,24 +98,24 @@ class Interrupts:
         before = _install(self._on_signal)
         left = threading.Event()
         bulletin = Bulletin.of_all_ranks()
-        listener = None
-        if bulletin is not None:
-            arguments = (bulletin, left, frozenset(before))
-            listener = threading.Thread(target=self._listen, args=arguments, daemon=True)
-            listener.start()
-        try:
-            yield
-        except Interrupted:
-            self._ended = True
-            torch.set_rng_state(self._random_state)
-            stop()
-        finally:
-            _active = None
-            left.set()
-            if listener is not None:
-                listener.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with ExitStack() as stack:
+            if bulletin is not None:
+                arrived = stack.enter_context(_arrivals())
+                arguments = (bulletin, left, arrived, frozenset(before))
+                listener = threading.Thread(target=self._listen, args=arguments, daemon=True)
+                listener.start()
+                stack.callback(listener.join)
+            try:
+                yield
+            except Interrupted:
+                self._ended = True
+                torch.set_rng_state(self._random_state)
+                stop()
+            finally:
+                _active = None
+                left.set()
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def boundary(self) -> None:
         """What follows, up to the next update, may be dropped and done again.
@@ -163,11 +164,18 @@ class Interrupts:
             self._breaks = False
             raise Interrupted
 
-    def _listen(self, bulletin: Bulletin, left: threading.Event, handled: frozenset[int]) -> None:
+    def _listen(
+        self,
+        bulletin: Bulletin,
+        left: threading.Event,
+        arrived: socket.socket,
+        handled: frozenset[int],
+    ) -> None:
         """Tells the other ranks of a signal, or hears of theirs: any may hang in a reward."""
-        while not left.wait(POLL_SECONDS):
-            if self.signal is not None:
-                return bulletin.post(str(int(self.signal)))
+        while not left.is_set():
+            with suppress(TimeoutError):
+                for number in handled.intersection(arrived.recv(64)):
+                    return bulletin.post(str(number))
             if (text := bulletin.read()) is not None:
                 if int(text) in handled:
                     self._told = True
@@ -176,6 +184,25 @@ class Interrupts:
                     self.signal = int(text)
                 return None
         return None
+
+
+@contextmanager
+def _arrivals() -> Iterator[socket.socket]:
+    """A socket with a byte for each signal, also while the main thread waits for other ranks.
+
+    Python's own handlers run only when it does not.
+    """
+    ours, kernels = socket.socketpair()
+    ours.settimeout(POLL_SECONDS)
+    kernels.setblocking(False)
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    with ours, kernels:
+        before = signal.set_wakeup_fd(kernels.fileno()) if on_main_thread else -1
+        try:
+            yield ours
+        finally:
+            if on_main_thread:
+                signal.set_wakeup_fd(before)
 
 
 def _install(handler: Any) -> dict[int, Any]:

@@ -18,7 +18,7 @@ max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 eval_sa
 eval_every_n_steps=2 output_dir=out model=torchtune_grpo.tiny.lora_tiny_llama3_2
 model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
 """.split()
-ISOLATED = "{_component_: moments.isolated, isolation: process, timeout: 99}"
+ISOLATED = "{_component_: apart.isolated, isolation: process, timeout: 99}"
 QUICK.append("rewards=[{_component_: moments.reward}, " + ISOLATED + "]")
 ONE, TWO = ["batch_size=4"], ["batch_size=2", "distributed.sharding=always"]
 RESUME = "resume_from_checkpoint=True"
@@ -92,13 +92,6 @@ def reward(prompts, completions, **columns):
         send(after=1.0)
     return [len(set(c)) + x for c, x in zip(completions, noise)]
 
-def isolated(prompts, completions, **columns):
-    if os.path.exists("isolated"):
-        with open("isolated", "a") as file:
-            print(os.getpid(), file=file)
-        hang()
-    return [0.0] * len(completions)
-
 def audit(event, arguments):
     if event == "os.rename" and str(arguments[1]).rpartition("/")[2].startswith("step_"):
         at("save")
@@ -106,10 +99,23 @@ def audit(event, arguments):
 sys.addaudithook(audit)
 """
 
+# A file of its own, because its process would take seconds to import torch.
+APART = """
+import os, time
+
+def isolated(prompts, completions, **columns):
+    if os.path.exists("isolated"):
+        with open("isolated", "a") as file:
+            print(os.getpid(), file=file)
+        time.sleep(999)
+    return [0.0] * len(completions)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "moments.py").write_text(MOMENTS)
+    (tmp_path / "apart.py").write_text(APART)
     return tmp_path
 
 
@@ -187,20 +193,19 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
 
 def test_two_ranks_leave_together_whichever_was_told(folder):
     """Sharded and gathered for each token, so that no rank may leave a rollout alone."""
-    layer, out = "distributed.gather=layer", folder / "out"
-    run(folder, layer, ranks=2, check=True)
+    three, out = ["distributed.gather=layer", "num_steps=3"], folder / "out"
+    run(folder, *three, ranks=2, check=True)
     out.rename(folder / "whole")
     for moment, step in (
         ("rollout:3:SIGTERM:1", 1),  # rank 1 alone is told, as it begins
         ("hang:1:SIGTERM:0", 1),  # rank 1 hangs, and rank 0 alone is told
-        ("update:1:SIGTERM:1", 2),
     ):
-        done = run(folder, layer, *([RESUME] if steps(out) else []), moment=moment, ranks=2)
+        done = run(folder, *three, *([RESUME] if steps(out) else []), moment=moment, ranks=2)
         # The launcher ends the others when the first has ended.
         codes = {each.code for each in done}
         assert 143 in codes and codes <= {143, -15}, [each.err[-3000:] for each in done]
         assert steps(out)[-1] == step and f"out/step_{step:06d}" in said(done[0])
-    run(folder, layer, RESUME, ranks=2, check=True)
+    run(folder, *three, RESUME, ranks=2, check=True)
     check_same(out, folder / "whole")
 
 
