@@ -238,20 +238,33 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     assert error < 0.05 * update
 
 
-@pytest.mark.parametrize("reward", ["kill", "raise"])
-def test_failing_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path, reward):
-    start = time.monotonic()
-    more = ["batch_size=2", "grpo_samples=4", "save_every_n_steps=1", "num_steps=3"]
-    done = run_torchrun(tmp_path, LORA, *more, *NO_EVALUATION, reward=reward)
-    assert done.code != 0 and time.monotonic() - start < 60
-    said = "Signal 9 (SIGKILL)" if reward == "kill" else "the reward of rank 1 is broken"
-    assert said in done.err
-    out = tmp_path / "out"
+FAILING = ["batch_size=2", "grpo_samples=4", "save_every_n_steps=1", "num_steps=3", *NO_EVALUATION]
+
+
+def check_one_step_is_saved(out: Path) -> None:
     assert [p.name for p in out.glob("step_*")] == ["step_000001"]
     assert weights(out / "step_000001")
-    if reward == "kill":
-        run(tmp_path, LORA, *more, *NO_EVALUATION, "resume_from_checkpoint=true", ranks=2)
-        assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
+
+
+def test_a_killed_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path):
+    start = time.monotonic()
+    done = run_torchrun(tmp_path, LORA, *FAILING, reward="kill")
+    assert done.code != 0 and time.monotonic() - start < 60
+    assert "Signal 9 (SIGKILL)" in done.err
+    out = tmp_path / "out"
+    check_one_step_is_saved(out)
+    run(tmp_path, LORA, *FAILING, "resume_from_checkpoint=true", ranks=2)
+    assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
+
+
+def test_a_rank_that_raises_stops_the_other(tmp_path):
+    changes = settings(tmp_path, LORA, *FAILING, reward="raise")
+    ranks = run_ranks(
+        "--config", LORA, *changes, ranks=2, cwd=tmp_path, check=False, PYTHONPATH=str(tmp_path)
+    )
+    assert all(rank.code != 0 for rank in ranks)
+    assert any("the reward of rank 1 is broken" in rank.err for rank in ranks)
+    check_one_step_is_saved(tmp_path / "out")
 
 
 def test_two_nodes(tmp_path):
