@@ -8,7 +8,6 @@ has left in its folder; start this in the folder that the run was started in.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -25,7 +24,7 @@ from torchtune_grpo.policy import empty_model
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import make_engine, roll_out
-from torchtune_grpo.sample import _leave_out_own_keys, _policy
+from torchtune_grpo.sample import leave_out_own_keys, load_policy
 from torchtune_grpo.threads import limit_threads
 
 CONFIG_FILE = "torchtune_config.yaml"  # torchtune's metric loggers write it
@@ -44,7 +43,7 @@ def main() -> None:
         parser.error(f"{file} does not exist; give the output_dir of a run that made a step.")
     with told_in_one_line():
         cfg = load_config(str(file), [f"output_dir={args.output_dir}"])
-        _leave_out_own_keys(cfg, [])
+        leave_out_own_keys(cfg, [])
         print("\n".join(compared(read_config(cfg), num_prompts=args.num_prompts)))
 
 
@@ -61,7 +60,12 @@ def compared(cfg: GRPOConfig, *, num_prompts: int) -> list[str]:
     rewards = RewardSet.from_config(cfg.rewards)
     answers = [
         _answers(
-            _policy(cfg, device=device, base=base), cfg, dataset, tokenizer, rewards, num_prompts
+            load_policy(cfg, device=device, base=base),
+            cfg,
+            dataset,
+            tokenizer,
+            rewards,
+            num_prompts,
         )
         for base in (True, False)
     ]
@@ -83,13 +87,12 @@ def _answers(
     num_prompts: int,
 ) -> list[tuple[str, str, str]]:
     """Prompt, verdict and greedy answer of the first prompts."""
-    greedy = replace(cfg.sampling_params, temperature=0.0, top_k=None, top_p=None, min_p=None)
     rows = roll_out(
         make_engine(model.eval(), cfg.rollout),
         collate_prompts([dataset[i] for i in range(min(num_prompts, len(dataset)))]),
         tokenizer=tokenizer,
         group_size=1,
-        params=greedy,
+        params=cfg.sampling_params.greedy,
         prefill=dataset.prefill,
         seed=0,
         step=-1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,10 +85,9 @@ class Evaluator:
             dict[str, float]: ``eval/accuracy`` (greedy); with sampling also ``eval/`` and what
             :func:`pass_rates` returns.
         """
-        greedy = replace(self._params, temperature=0.0, top_k=None, top_p=None, min_p=None)
         total = len(self._mine) * (1 + self._num_samples)
         with make_bar("Evaluation", total=total, leave=False) as bar:
-            scores = self._scores(engine, greedy, samples=1, state=state, bar=bar)
+            scores = self._scores(engine, self._params.greedy, samples=1, state=state, bar=bar)
             result = {"eval/accuracy": pass_rates(scores)["pass@1"]}
             if self._num_samples > 0:
                 n = self._num_samples

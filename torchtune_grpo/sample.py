@@ -66,7 +66,7 @@ def main() -> None:
     args.prompts = [text for text in args.prompts if not is_override(text)]
     with told_in_one_line():
         cfg = load_config(args.config, overrides)
-        _leave_out_own_keys(cfg, overrides)
+        leave_out_own_keys(cfg, overrides)
         _say(read_config(cfg), args)
 
 
@@ -76,7 +76,7 @@ def is_override(text: str) -> bool:
     return match is not None and (match[1] in _KEYS or not re.search(r"\s", text))
 
 
-def _leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
+def leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
     """Those of the file that only a recipe of one's own reads; a misspelt override stays."""
     given = {match[1] for text in overrides if (match := _OVERRIDE.match(text))}
     own = sorted(set(cfg) - _KEYS - given)
@@ -101,7 +101,7 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
             {"index": i, "tokens": dataset.encode(prompt), "prompt": prompt, "columns": {}}
             for i, prompt in enumerate(args.prompts)
         ]
-    model = _policy(cfg, device=device, base=args.base).eval()
+    model = load_policy(cfg, device=device, base=args.base).eval()
     group_size = args.samples or cfg.grpo_samples
     trajectory = roll_out(
         make_engine(model, cfg.rollout),
@@ -139,7 +139,8 @@ def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
     return instantiate("dataset", cfg.dataset, tokenizer, **limit)
 
 
-def _policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:
+def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:
+    """The policy with a run's newest weights, or with ``base`` those that it started from."""
     checkpoints = Checkpoints.of_run(cfg)
     trained = None
     if not base:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of, positive
 
@@ -89,6 +89,11 @@ class SamplingParams(SamplingConfig):
                 f"min_new_tokens={self.min_new_tokens}: give 0 to max_generated_tokens="
                 f"{self.max_generated_tokens}."
             )
+
+    @property
+    def greedy(self) -> SamplingParams:
+        """The same without chance: always the likeliest token."""
+        return replace(self, temperature=0.0, top_k=None, top_p=None, min_p=None)
 
     @property
     def changes_logits(self) -> bool:
