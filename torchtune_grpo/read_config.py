@@ -172,7 +172,10 @@ def contradictions(settings: GRPOConfig) -> list[str]:
         _ = settings.sampling_params  # raises if its keys contradict each other
     graphs, device = settings.rollout.cuda_graphs, settings.device
     checkpoint_dir = settings.checkpointer.get("checkpoint_dir")
+    adapter = settings.checkpointer.get("adapter_checkpoint")
     cases = {
+        f"checkpointer.adapter_checkpoint={adapter}: is not read, and training would start without "
+        "it; merge it into the weights first, and set it to null.": adapter is not None,
         f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
         f"{settings.forward_batch_size}; set one of them to null.": (
             settings.forward_token_budget is not None and settings.forward_batch_size is not None

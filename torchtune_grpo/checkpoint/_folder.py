@@ -231,6 +231,7 @@ class Checkpoints:
                 epoch = _step_number(target)
                 with _quiet():  # of files that are about to be renamed
                     self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
+                _remove_adapter(folder)  # torchtune copies the base's, which the weights hold
             if adapter and fits_peft(model, self._cfg.model_type):
                 self._save_peft(model, adapter, folder / "adapter")
             with (folder / STATE_FILE).open("wb") as file:
@@ -298,6 +299,12 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def _remove_adapter(folder: Path) -> None:
+    """Removes PEFT's files, of this package's layout and of torchtune's."""
+    shutil.rmtree(folder / "adapter", ignore_errors=True)
+    (folder / "adapter_config.json").unlink(missing_ok=True)
 
 
 def _publish(folder: Path, target: Path) -> None:
