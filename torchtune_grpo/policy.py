@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,8 @@ def build_policy(
         ValueError: if the weights are not those of the model, or if its attention takes no packed
             rows.
     """
+    # torchtune's RMSNorm means it: float32 inside, whatever the weights are.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)), device:
         model = config.instantiate(cfg.model)
     if cfg.pack_groups:

@@ -235,7 +235,7 @@ def test_torchrun_hands_it_on(folder):
         assert wait_until(lambda: (out / "metrics.jsonl").exists(), 90)
         ranks = [*children(of=launcher.pid)]
         launcher.send_signal(signal.SIGTERM)
-        launcher.wait(25)  # torchrun kills after 30 s
+        assert launcher.wait(25) == 143  # torchrun kills after 30 s
     finally:
         launcher.kill()
         launcher.wait()
