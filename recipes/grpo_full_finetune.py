@@ -28,7 +28,6 @@ from torchtune import config, modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchtune_grpo import parallel
-from torchtune_grpo._components import instantiate
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     Checkpoints,
@@ -38,6 +37,7 @@ from torchtune_grpo.checkpoint import (
     set_aside_previous_run,
 )
 from torchtune_grpo.command_line import parse
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.data import PromptBatch, collate_prompts, step_indices
 from torchtune_grpo.device import find_device
 from torchtune_grpo.evaluation import Evaluator

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_grpo._components import component_parameters, unusable_number
+from torchtune_grpo.components import component_parameters, unusable_number
 from torchtune_grpo.errors import Problems
 
 T = TypeVar("T")

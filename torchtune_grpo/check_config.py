@@ -10,9 +10,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo._components import instantiate
 from torchtune_grpo._config_table import markdown_tables
 from torchtune_grpo.command_line import load_config
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import Problems, problems_in

@@ -10,22 +10,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch import nn
-
-from torchtune_grpo._components import instantiate
 from torchtune_grpo.command_line import load_config
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.data import RLDataset, collate_prompts
-from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import told_in_one_line
-from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.plain import visible
-from torchtune_grpo.policy import empty_model
-from torchtune_grpo.read_config import check_checkpoint_files, read_config
-from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.rollout import make_engine, roll_out
-from torchtune_grpo.sample import leave_out_own_keys, load_policy
-from torchtune_grpo.threads import limit_threads
+from torchtune_grpo.read_config import read_config
+from torchtune_grpo.sample import generate, leave_out_own_keys, load_policy, open_run, score
 
 CONFIG_FILE = "torchtune_config.yaml"  # torchtune's metric loggers write it
 
@@ -49,67 +40,26 @@ def main() -> None:
 
 def compared(cfg: GRPOConfig, *, num_prompts: int) -> list[str]:
     """Lines that show the prompts, and each one's answers before and after with their verdicts."""
-    device = find_device(cfg.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-        limit_threads(empty_model(cfg))
-    check_checkpoint_files(cfg)
-    tokenizer = instantiate("tokenizer", cfg.tokenizer)
+    device, tokenizer = open_run(cfg)
     name = "dataset" if cfg.eval_dataset is None else "eval_dataset"
     dataset = instantiate(name, getattr(cfg, name), tokenizer)
-    rewards = RewardSet.from_config(cfg.rewards)
-    answers = [
-        _answers(
+    items = [dataset[i] for i in range(min(num_prompts, len(dataset)))]
+    lines = [["", f"=== {visible(item['prompt'])}"] for item in items]
+    for title, base in (("before", True), ("after", False)):
+        rows = generate(
             load_policy(cfg, device=device, base=base),
+            items,
             cfg,
-            dataset,
-            tokenizer,
-            rewards,
-            num_prompts,
+            tokenizer=tokenizer,
+            params=cfg.sampling_params.greedy,
+            group_size=1,
+            prefill=dataset.prefill,
         )
-        for base in (True, False)
-    ]
-    rewards.close()
-    lines = []
-    for (prompt, *before), (_, *after) in zip(*answers, strict=True):
-        lines += ["", f"=== {prompt}"]
-        for title, (verdict, text) in (("before", before), ("after", after)):
-            lines += [f"--- {title}: {verdict}", text]
-    return lines
-
-
-def _answers(
-    model: nn.Module,
-    cfg: GRPOConfig,
-    dataset: RLDataset,
-    tokenizer: object,
-    rewards: RewardSet,
-    num_prompts: int,
-) -> list[tuple[str, str, str]]:
-    """Prompt, verdict and greedy answer of the first prompts."""
-    rows = roll_out(
-        make_engine(model.eval(), cfg.rollout),
-        collate_prompts([dataset[i] for i in range(min(num_prompts, len(dataset)))]),
-        tokenizer=tokenizer,
-        group_size=1,
-        params=cfg.sampling_params.greedy,
-        prefill=dataset.prefill,
-        seed=0,
-        step=-1,
-    )
-    scores = rewards(
-        prompts=rows.prompts,
-        completions=rows.completions,
-        columns=rows.columns,
-        completion_ids=rows.completion_ids,
-    )
-    column = rewards.names.index(cfg.eval_reward) if cfg.eval_reward else 0
-    return [
-        (visible(prompt), _verdict(score), visible(text))
-        for prompt, score, text in zip(
-            rows.prompts, scores.scores[:, column].tolist(), rows.completions, strict=True
-        )
-    ]
+        scores = score(cfg, rows)
+        verdicts = scores.scores[:, scores.names.index(cfg.eval_reward or scores.names[0])]
+        for shown, verdict, text in zip(lines, verdicts.tolist(), rows.completions, strict=True):
+            shown += [f"--- {title}: {_verdict(verdict)}", visible(text)]
+    return sum(lines, [])
 
 
 def _verdict(score: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtune_grpo._components import instantiate
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.errors import Problems

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_grpo._components import instantiate
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 
 

@@ -11,7 +11,7 @@ from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo._components import instantiate
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import attend_in_segments
 from torchtune_grpo.memory import fits_every_rank

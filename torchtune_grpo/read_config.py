@@ -21,15 +21,15 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._utils import ModelType
 
-from torchtune_grpo._components import (
+from torchtune_grpo._config_table import component_keys, read_table
+from torchtune_grpo._import_path import extend_import_path
+from torchtune_grpo.components import (
     FLOAT32_MAX,
     check_arguments,
     component_parameters,
     instantiate,
     plain_arguments,
 )
-from torchtune_grpo._config_table import component_keys, read_table
-from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.lr_schedule import make_lr_scheduler

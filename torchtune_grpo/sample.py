@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import config
 from torchtune.config._utils import _get_component_from_path
+from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo._components import instantiate
 from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.command_line import load_config
+from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.device import find_device
@@ -38,9 +39,10 @@ from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.plain import visible
 from torchtune_grpo.policy import build_policy, empty_model
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
-from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.rollout import make_engine, roll_out
+from torchtune_grpo.rewards import RewardScores, RewardSet
+from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
 from torchtune_grpo.threads import limit_threads
+from torchtune_grpo.trajectory import Trajectory
 
 _OVERRIDE = re.compile(r"(?=~|[\w.]+=)~?([A-Za-z_]\w*)[\w.]*(?:=|$)")
 _KEYS = {field.name for field in fields(GRPOConfig)}
@@ -86,14 +88,56 @@ def leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
         print(f"Left out, as keys of another recipe: {', '.join(own)}")
 
 
-def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
+def open_run(cfg: GRPOConfig) -> tuple[torch.device, Any]:
+    """Checks the files that a config names; returns the device and the tokenizer."""
     device = find_device(cfg.device)
     if device.type == "cpu":
         keep_freed_memory()
         limit_threads(empty_model(cfg))
     config.instantiate(cfg.prepare)
     check_checkpoint_files(cfg)
-    tokenizer = instantiate("tokenizer", cfg.tokenizer)
+    return device, instantiate("tokenizer", cfg.tokenizer)
+
+
+def generate(
+    model: TransformerDecoder,
+    items: list[dict[str, Any]],
+    cfg: GRPOConfig,
+    *,
+    tokenizer: Any,
+    params: SamplingParams,
+    group_size: int,
+    prefill: str,
+) -> Trajectory:
+    """A policy's answers to items of a data set, ``group_size`` to each."""
+    return roll_out(
+        make_engine(model.eval(), cfg.rollout),
+        collate_prompts(items),
+        tokenizer=tokenizer,
+        group_size=group_size,
+        params=params,
+        prefill=prefill,
+        seed=cfg.seed,
+        step=0,
+    )
+
+
+def score(cfg: GRPOConfig, rows: Trajectory) -> RewardScores:
+    """What the config's rewards say about answers."""
+    rewards = RewardSet.from_config(cfg.rewards)
+    try:
+        return rewards(
+            prompts=rows.prompts,
+            completions=rows.completions,
+            columns=rows.columns,
+            completion_ids=rows.completion_ids,
+        )
+    finally:
+        rewards.close()
+
+
+def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
+    device, tokenizer = open_run(cfg)
     dataset = _dataset(cfg, tokenizer, rows=1 if args.prompts else args.num_prompts)
     items = [dataset[i] for i in range(min(args.num_prompts, len(dataset)))]
     if args.prompts:
@@ -101,31 +145,24 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
             {"index": i, "tokens": dataset.encode(prompt), "prompt": prompt, "columns": {}}
             for i, prompt in enumerate(args.prompts)
         ]
-    model = load_policy(cfg, device=device, base=args.base).eval()
     group_size = args.samples or cfg.grpo_samples
-    trajectory = roll_out(
-        make_engine(model, cfg.rollout),
-        collate_prompts(items),
+    rows = generate(
+        load_policy(cfg, device=device, base=args.base),
+        items,
+        cfg,
         tokenizer=tokenizer,
-        group_size=group_size,
         params=cfg.sampling_params,
+        group_size=group_size,
         prefill=dataset.prefill,
-        seed=training.set_seed(seed=cfg.seed),
-        step=0,
     )
-    rewards = [""] * trajectory.num_rows
+    rewards = [""] * rows.num_rows
     if not args.prompts:
-        scores = RewardSet.from_config(cfg.rewards)(
-            prompts=trajectory.prompts,
-            completions=trajectory.completions,
-            columns=trajectory.columns,
-        )
-        rewards = [f", reward {total:.3f}" for total in scores.total.tolist()]
-    for row, completion in enumerate(trajectory.completions):
+        rewards = [f", reward {total:.3f}" for total in score(cfg, rows).total.tolist()]
+    for row, completion in enumerate(rows.completions):
         if row % group_size == 0:
-            print(f"\n=== {visible(trajectory.prompts[row])}")
-        length = int(trajectory.response_lengths[row])
-        cut = ", cut off" if trajectory.truncated[row] else ""
+            print(f"\n=== {visible(rows.prompts[row])}")
+        length = int(rows.response_lengths[row])
+        cut = ", cut off" if rows.truncated[row] else ""
         print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{rewards[row]}")
         print(visible(completion))
 
@@ -139,7 +176,7 @@ def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
     return instantiate("dataset", cfg.dataset, tokenizer, **limit)
 
 
-def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> torch.nn.Module:
+def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> TransformerDecoder:
     """The policy with a run's newest weights, or with ``base`` those that it started from."""
     checkpoints = Checkpoints.of_run(cfg)
     trained = None

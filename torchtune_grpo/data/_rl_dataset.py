@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
-from torchtune_grpo._components import check_arguments
+from torchtune_grpo.components import check_arguments
 from torchtune_grpo.data._load import FILE_FORMATS, load_rows, loader_keys
 from torchtune_grpo.data._prompt_encoder import PromptEncoder
 from torchtune_grpo.data._prompt_template import RowTemplate, known_column
