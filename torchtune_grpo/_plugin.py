@@ -96,7 +96,7 @@ def resolve_names_in_validate(validate: ModuleType) -> None:
 
     @functools.wraps(stock)
     def _validate_cmd(self: Any, args: Any) -> None:
-        if not args.config.exists():
+        if not args.config.is_file():
             args.config = config_files().get(str(args.config), args.config)
         stock(self, args)
 

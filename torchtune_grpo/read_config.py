@@ -192,7 +192,7 @@ def contradictions(settings: GRPOConfig) -> list[str]:
         ),
         f"output_dir={settings.output_dir}: is also checkpointer.checkpoint_dir, whose files would "
         "be overwritten; give another folder.": (
-            checkpoint_dir is not None
+            isinstance(checkpoint_dir, str)
             and Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve()
         ),
     }
@@ -347,6 +347,12 @@ def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
             "type of that model."
         )
     model = empty_model(settings)
+    if any(type(module).__name__ == "Gemma2Attention" for module in model.modules()):
+        raise ValueError(
+            f"model._component_={settings.model._component_}: torchtune 0.6.1 computes another "
+            "model than Gemma 2's weights are for (its norms around the feed-forward are swapped, "
+            "and logits are capped before the output projection); train another model."
+        )
     for name, (argument, shape) in _SHAPE.items():
         with suppress(AttributeError, IndexError):  # a model of another layout
             built, wanted = shape(model), hf_config.get(name)

@@ -1,8 +1,10 @@
 """What a run leaves is what the next one starts from."""
 
+import json
+
 import torch
 from peft import PeftModel
-from runs import run_tiny
+from runs import run_tiny, tiny_overrides
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +15,7 @@ SPREAD = "rewards=[{_component_: my_rewards.length}]"
 
 def run_on(base, folder, config=LORA, *more):
     """A run in a folder, from the weights that another one has left."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "my_rewards.py").write_text(
         "def length(prompts, completions, **columns):\n"
         "    return [float(len(c) % 7) for c in completions]\n"
@@ -37,6 +39,9 @@ def logits(model):
 
 def test_each_run_starts_from_what_the_one_before_has_left(tmp_path):
     """LoRA, LoRA, full and LoRA again; each folder loads in transformers, alone or with PEFT."""
+    (tmp_path / "1").mkdir()
+    tiny_overrides(LORA, tmp_path / "1")  # makes the base
+    (tmp_path / "1/llama/original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
     first = run_on(None, tmp_path / "1")
     second = run_on(first, tmp_path / "2")
     third = run_on(second, tmp_path / "3", FULL)
@@ -54,6 +59,10 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path):
             model = AutoModelForCausalLM.from_pretrained(base)
             model = PeftModel.from_pretrained(model, folder / "adapter")
             torch.testing.assert_close(logits(model), merged, atol=1e-4, rtol=0)
+    bases = [json.loads((f / "adapter/adapter_config.json").read_text()) for f in (first, second)]
+    assert [b["base_model_name_or_path"] for b in bases] == ["meta-llama/Tiny", str(first)]
+    modes = {oct(path.stat().st_mode) for path in fourth.rglob("*") if path.is_file()}
+    assert modes == {oct((fourth / "config.json").stat().st_mode)} != {"0o100600"}
     adapters = [load_file(f / "adapter" / "adapter_model.safetensors") for f in (first, second)]
     assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
 

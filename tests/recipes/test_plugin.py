@@ -56,6 +56,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unrelated")
     # A file that happens to be called like one of the configs, and is no good config.
     (folder / CONFIGS[0]).write_text("model:\n  _component_: module_of_the_user.model\n")
+    (folder / SOME[0]).mkdir()  # as a run of that config leaves one
     return folder
 
 

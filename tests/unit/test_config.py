@@ -232,3 +232,15 @@ def test_the_table_in_the_docs_is_the_one_in_the_code():
     assert len(dataclasses.fields(GRPOConfig)) <= 45
     shown = re.findall(r"^\| `(\w+)` \|", (root / "README.md").read_text(), re.M)
     assert len(shown) == 10 and set(shown) <= {f.name for f in dataclasses.fields(GRPOConfig)}
+
+
+def test_a_model_that_torchtune_computes_otherwise_is_refused(tmp_path):
+    """transformers' Gemma 2 with the same weights gives logits that are 3 away."""
+    settings = tiny(tmp_path)
+    gemma = {"_component_": "torchtune.models.gemma2.gemma2", "embed_dim": 32, "num_layers": 1}
+    gemma |= {"vocab_size": 64, "num_heads": 4, "head_dim": 8, "num_kv_heads": 2}
+    settings = dataclasses.replace(
+        settings, model=OmegaConf.create({**gemma, "intermediate_dim": 64, "max_seq_len": 128})
+    )
+    with pytest.raises(ValueError, match="model._component_=torchtune.models.gemma2.gemma2: "):
+        check_checkpoint_files(settings)

@@ -46,6 +46,7 @@ log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
 CONFIG_FILE = "run_config.json"
+REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's name on the hub
 
 
 class CheckpointError(RuntimeError):
@@ -231,13 +232,15 @@ class Checkpoints:
                 epoch = _step_number(target)
                 with _quiet():  # of files that are about to be renamed
                     self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
-                _remove_adapter(folder)  # torchtune copies the base's, which the weights hold
+                _remove_what_only_the_base_is(folder)
             if adapter and fits_peft(model, self._cfg.model_type):
                 self._save_peft(model, adapter, folder / "adapter")
             with (folder / STATE_FILE).open("wb") as file:
                 torch.save({**training_state, "adapter": adapter}, file)
             text = json.dumps(self._run_config, indent=2)
             (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+            for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
+                path.chmod((folder / CONFIG_FILE).stat().st_mode)
             write_sums(folder)
             _publish(folder, target)
         except Exception as error:
@@ -252,10 +255,13 @@ class Checkpoints:
             _delete_older(target, keep=self._keep_last)
 
     def _save_peft(self, model: nn.Module, adapter: dict[str, Tensor], folder: Path) -> None:
-        base = str(self._cfg.checkpoint_dir)
-        hf_config = json.loads(Path(base, "config.json").read_text())
+        base = Path(self._cfg.checkpoint_dir)
+        hf_config = json.loads((base / "config.json").read_text())
+        name = str(base)
+        if (base / REPO_ID_FILE).is_file():
+            name = json.loads((base / REPO_ID_FILE).read_text())["repo_id"]
         tensors = peft_state(adapter, hf_config=hf_config, model_type=self._cfg.model_type)
-        settings = peft_config(model, base_model=base)
+        settings = peft_config(model, base_model=name)
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
@@ -301,10 +307,11 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _remove_adapter(folder: Path) -> None:
-    """Removes PEFT's files, of this package's layout and of torchtune's."""
+def _remove_what_only_the_base_is(folder: Path) -> None:
+    """Of what torchtune copies beside the new weights: the base's adapter, and its name."""
     shutil.rmtree(folder / "adapter", ignore_errors=True)
-    (folder / "adapter_config.json").unlink(missing_ok=True)
+    for name in ("adapter_config.json", REPO_ID_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _publish(folder: Path, target: Path) -> None:
