@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,7 +14,7 @@ from torchtune_grpo.command_line import load_config
 from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.device import find_device
-from torchtune_grpo.errors import Problems, problems_in
+from torchtune_grpo.errors import ConfigError, Problems, told_in_one_line
 from torchtune_grpo.load_data import load_data
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.read_config import check_checkpoint_files, examine, without_effect
@@ -39,9 +38,20 @@ def check_config(
     remarks += without_effect(settings)
     with remarks.noted():
         find_device(settings.device)
+    try:
+        _check_parts(settings, problems, remarks)
+    except Exception:
+        if not problems:  # of which this is a consequence
+            raise
+    by_key = {re.split("[=:]", problem)[0]: problem for problem in reversed(problems)}
+    return list(by_key.values())[::-1], remarks  # what is wrong in itself fails in use, too
+
+
+def _check_parts(settings: GRPOConfig, problems: Problems, remarks: list[str]) -> None:
+    """Makes all that the recipe makes before it loads a model."""
     if settings.prepare is not None and not Path(settings.checkpointer.checkpoint_dir).exists():
         remarks.append("prepare: makes the checkpoint when a run starts; it is not checked.")
-        return problems, remarks
+        return
     tokenizer = rewards = None
     with problems.noted():
         check_checkpoint_files(settings)
@@ -57,8 +67,6 @@ def check_config(
             load_data(settings, tokenizer=tokenizer, rewards=rewards)
     if rewards is not None:
         rewards.close()
-    by_key = {re.split("[=:]", problem)[0]: problem for problem in reversed(problems)}
-    return list(by_key.values())[::-1], remarks  # what is wrong in itself fails in use, too
 
 
 def main() -> None:
@@ -71,18 +79,14 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
     args = parser.parse_args()
-    try:
+    with told_in_one_line():
         table = _get_component_from_path(args.table) if args.table else GRPOConfig
         if args.config is None:
             print(markdown_tables(table))
             return
         problems, remarks = check_config(load_config(args.config, args.overrides), table)
-    except ValueError as error:
-        problems, remarks = problems_in(error), []
-    for remark in remarks:
-        print(f"Note: {remark}")
-    for problem in problems:
-        print(f"Error: {problem}", file=sys.stderr)
-    if problems:
-        sys.exit(1)
-    print(f"{args.config}: no mistake found.")
+        for remark in remarks:
+            print(f"Note: {remark}", flush=True)
+        if problems:
+            raise ConfigError(problems)
+        print(f"{args.config}: no mistake found.")

@@ -12,9 +12,8 @@ from tqdm import tqdm
 
 from torchtune_grpo.plain import visible
 
-TRACEBACK = (
-    "TORCHTUNE_GRPO_TRACEBACK"  # in the environment: set it to see where an error was raised
-)
+# In the environment: set it to see where an error was raised.
+TRACEBACK = "TORCHTUNE_GRPO_TRACEBACK"
 
 
 class ConfigError(ValueError):

@@ -49,6 +49,34 @@ def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("checkpointer.checkpoint_dir=5", "checkpointer.checkpoint_dir=5: not of type str"),
+        ("~checkpointer.checkpoint_dir", "checkpointer.checkpoint_dir: missing"),
+        ("tokenizer=no.such", "tokenizer._component_=no.such: cannot be imported"),
+    ],
+)
+def test_the_check_survives_what_it_finds(tmp_path, change, told):
+    """Later checks, which need the part that is wrong, are left out."""
+    done = run("-m", "torchtune_grpo.config", CONFIG, change, cwd=tmp_path, check=False)
+    assert done.code == 1 and f"Error: {told}" in done.err and "Traceback" not in done.err
+
+
+def test_an_error_is_told_where_its_traceback_cannot_be_written(tmp_path):
+    """As on a full disk: a folder is in the file's place."""
+    (tmp_path / "my_parts.py").write_text(
+        "import os\n"
+        "def wrong(prompts, completions, **columns):\n"
+        "    os.makedirs('out/error.txt')\n"
+        "    return [1.0]\n"
+    )
+    done = run_tiny(CONFIG, tmp_path, "rewards.0=my_parts.wrong", check=False)
+    assert done.code == 1 and done.err.splitlines()[-1].startswith(
+        "Error: The reward 'correctness'"
+    )
+
+
 def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     overrides = tiny_overrides(CONFIG, tmp_path)
     done = run("-m", "torchtune_grpo.config", CONFIG, *overrides, cwd=tmp_path)

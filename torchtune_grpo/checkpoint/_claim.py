@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -59,6 +60,7 @@ def delete(folder: Path) -> None:
 def write_error(text: str) -> str | None:
     """Writes a traceback into the folder that this process has, if any; returns the file's path."""
     for folder in _claimed:
-        (folder / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
-        return str(folder / ERROR_FILE)
+        with suppress(OSError):  # the error may be a full disk
+            (folder / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+            return str(folder / ERROR_FILE)
     return None
