@@ -58,12 +58,25 @@ class GRPOConfig:
     output_dir: str = key(
         "Folder for checkpoints, metrics and completions", valid=bool, hint="name a folder"
     )
+    model_dir: str | None = key(
+        "Folder of a model as the hub has it; the nodes below refer to it by `${model_dir}`", None
+    )
+    adapter_dir: str | None = key(
+        "Folder of a LoRA or DoRA adapter to begin with, PEFT's or torchtune's; null = a new one",
+        None,
+    )
     prepare: DictConfig | None = key(
         "Component called before anything is read, to make what is missing", None
     )
-    tokenizer: DictConfig = key("Component: the torchtune tokenizer")
-    checkpointer: DictConfig = key("Component: torchtune's HF checkpointer")
-    model: DictConfig = key("Component: a torchtune model builder; LoRA, QLoRA, DoRA or full")
+    tokenizer: DictConfig = key(
+        "Component: the tokenizer, of torchtune or `torchtune_grpo.models.hf_tokenizer`"
+    )
+    checkpointer: DictConfig = key(
+        "Component: torchtune's HF checkpointer, or `torchtune_grpo.models.HFCheckpointer`"
+    )
+    model: DictConfig = key(
+        "Component: a builder, of torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full"
+    )
     dataset: DictConfig = key("Component: prompts to train on, called with the tokenizer")
     rewards: ListConfig = key(
         "List of components with `name`, `weight` and arguments; see docs/rewards.md"

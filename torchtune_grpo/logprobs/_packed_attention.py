@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
+from torchtune_grpo.models import NormFirstAttention
+
 
 def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to the scores. A boolean mask would be converted, and kept, in every layer.
@@ -60,8 +62,9 @@ def attend_in_segments(model: TransformerDecoder) -> None:
         ValueError: if its attention is another class: Gemma 2's sliding window, say, would count
             the positions of the packed row.
     """
-    kinds = {type(layer.attn).__name__ for layer in model.layers}
-    if kinds != {MultiHeadAttention.__name__}:
+    known = (MultiHeadAttention, NormFirstAttention)
+    kinds = {type(layer.attn).__name__ for layer in model.layers if type(layer.attn) not in known}
+    if kinds:
         raise ValueError(
             "pack_groups=True: works with torchtune's MultiHeadAttention, but the model has "
             f"{', '.join(sorted(kinds))}. Set pack_groups to false."

@@ -1,3 +1,14 @@
 """A model from its folder, as the hub has it: builders, weights and tokenizer, by config.json."""
 
-__all__: list[str] = []
+from torchtune_grpo.models._build import hf_model, lora_hf_model
+from torchtune_grpo.models._modules import HalfRotation, NormFirstAttention, PlainBiasDoRALinear
+from torchtune_grpo.models._weights import HFCheckpointer
+
+__all__ = [
+    "HFCheckpointer",
+    "HalfRotation",
+    "NormFirstAttention",
+    "PlainBiasDoRALinear",
+    "hf_model",
+    "lora_hf_model",
+]

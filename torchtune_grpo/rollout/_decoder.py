@@ -22,6 +22,7 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
+from torchtune_grpo.models import NormFirstAttention
 from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
 from torchtune_grpo.rollout._gather import LayerGather
@@ -41,7 +42,7 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
         if type(layer) is not TransformerSelfAttentionLayer:
             return f"layer {index} is a {type(layer).__name__}"
         attn, mlp = layer.attn, layer.mlp
-        if type(attn) is not MultiHeadAttention or not attn.is_causal:
+        if type(attn) not in (MultiHeadAttention, NormFirstAttention) or not attn.is_causal:
             return f"layer {index}'s attention is a {type(attn).__name__}"
         if type(mlp) is not FeedForward:
             return f"layer {index}'s feed-forward is a {type(mlp).__name__}"
@@ -190,12 +191,14 @@ def _run_layer(
     ``attend`` takes q [K, heads, hd] and k, v [K, kv_heads, hd], and returns [K, heads, hd].
     """
     module, attn = layer.module, layer.module.attn
-    q, k, v = layer.qkv(module.sa_norm(h))
-    heads = rotate(torch.cat([q, k], dim=-1).unflatten(-1, (-1, attn.head_dim)))
-    q, k = heads.split([attn.num_heads, attn.num_kv_heads], dim=1)
-    if attn.q_norm is not None:
+    q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in layer.qkv(module.sa_norm(h)))
+    norm_first = type(attn) is NormFirstAttention
+    if norm_first:
         q, k = attn.q_norm(q), attn.k_norm(k)
-    attended = attend(q, k, v.unflatten(-1, (-1, attn.head_dim)))
+    q, k = rotate(torch.cat([q, k], dim=1)).split([attn.num_heads, attn.num_kv_heads], dim=1)
+    if attn.q_norm is not None and not norm_first:
+        q, k = attn.q_norm(q), attn.k_norm(k)
+    attended = attend(q, k, v)
     # h comes first: sums take its layout, row by row, which the norms read three times as fast.
     h = h + module.sa_scale(layer.out(attended.flatten(1)))
     y, *up = layer.gate_up(module.mlp_norm(h))

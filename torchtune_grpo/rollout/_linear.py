@@ -13,7 +13,9 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-KINDS = (nn.Linear, LoRALinear, DoRALinear, FrozenNF4Linear, TiedLinear)
+from torchtune_grpo.models import PlainBiasDoRALinear
+
+KINDS = (nn.Linear, LoRALinear, DoRALinear, PlainBiasDoRALinear, FrozenNF4Linear, TiedLinear)
 
 # Products of so many rows, or of multiples of eight, waste nothing in a matrix library's kernels.
 FEW_ROWS = 4
@@ -124,8 +126,11 @@ class RolloutLinear:
         if self._scale is None:
             return out + (module.alpha / module.rank) * branch
         out = (out + module.scaling * branch) * self._scale
+        if self.bias is None:
+            return out
         # torchtune scales the bias as well: its base_out, bias included, is multiplied.
-        return out if self.bias is None else out + self._scale * self.bias
+        scales_bias = type(module) is DoRALinear
+        return out + (self._scale * self.bias if scales_bias else self.bias)
 
 
 class JointLinear:

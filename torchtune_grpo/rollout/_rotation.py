@@ -11,8 +11,10 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import RotaryPositionalEmbeddings
 
+from torchtune_grpo.models import HalfRotation
+
 _PAIRS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE)  # (x0, x1), (x2, x3), ... turn together
-_HALVES = (Qwen2RotaryPositionalEmbeddings,)  # (x0, x[hd/2]), (x1, x[hd/2 + 1]), ...
+_HALVES = (Qwen2RotaryPositionalEmbeddings, HalfRotation)  # (x0, x[hd/2]), (x1, x[hd/2 + 1]), ...
 
 
 def rotation(

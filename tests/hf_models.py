@@ -1,0 +1,82 @@
+"""Folders of two-layer models with random weights, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 300
+_SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+_LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+# Name -> model_type and what it has of its own; head_dim differs from hidden_size / heads in some.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", dict(num_key_value_heads=4)),
+    "llama3": ("llama", dict(rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True)),
+    "llama_linear": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0), head_dim=10),
+    ),
+    "llama_biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_attention_heads=2)),
+    "mistral": ("mistral", dict(sliding_window=None, head_dim=20)),
+    "mistral_window": ("mistral", dict(sliding_window=64)),
+    "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen2_untied": ("qwen2", dict()),
+    "qwen3": ("qwen3", dict(tie_word_embeddings=True, head_dim=16)),
+    "qwen3_untied": ("qwen3", dict(head_dim=24, attention_bias=True)),
+    "qwen3_yarn": (
+        "qwen3",
+        dict(
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1e6,
+                factor=4.0,
+                original_max_position_embeddings=128,
+            ),
+        ),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64, tie_word_embeddings=True)
+        | dict(layer_types=["sliding_attention", "full_attention"]),
+    ),
+}
+
+
+def hf_folder(name: str, folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
+    """Writes the folder of a model of ``MODELS``, with ``changes`` to its config."""
+    kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        config = AutoConfig.for_model(kind, **(_SHAPE | settings | changes))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases, too, and large enough to matter
+            if parameter.dim() > 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1.4 * noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder

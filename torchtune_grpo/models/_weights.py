@@ -1,0 +1,155 @@
+"""Weights by Hugging Face's names, read from and written to a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchtune import training
+
+from torchtune_grpo.models._architecture import Architecture, read_architecture
+from torchtune_grpo.models._build import hf_model
+
+# Of the folder, what is copied beside the new weights: settings, tokenizer, licence.
+_COPIED = re.compile(r".*\.(json|jinja|txt|model)|(LICEN[CS]E|NOTICE|USE_POLICY).*", re.IGNORECASE)
+_OF_THE_BASE = re.compile(r".*\.index\.json|(original_repo_id|adapter_config|run_config)\.json")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# torchtune's name of a module in a layer, and Hugging Face's.
+LAYER_NAMES = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp.w1": "mlp.gate_proj",
+    "mlp.w2": "mlp.down_proj",
+    "mlp.w3": "mlp.up_proj",
+    "sa_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+_GEMMA_NORMS = {
+    "sa_scale": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_scale": "post_feedforward_layernorm",
+}
+_TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+
+
+def hf_name(name: str, architecture: Architecture) -> str:
+    """Hugging Face's name of a parameter, given torchtune's."""
+    module, leaf = name.rsplit(".", 1)
+    leaf = "weight" if leaf == "scale" else leaf
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    if layer is None:
+        return f"{_TOP_NAMES[module]}.{leaf}"
+    names = LAYER_NAMES | (_GEMMA_NORMS if architecture.is_gemma else {})
+    return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
+
+
+class HFCheckpointer:
+    """Reads and writes a model's folder; with the methods of torchtune's checkpointers.
+
+    Args:
+        checkpoint_dir (str): the model's folder: ``config.json``, ``*.safetensors`` (or ``*.bin``)
+            and the tokenizer's files.
+        output_dir (str): where :meth:`save_checkpoint` writes.
+        checkpoint_files (Sequence[str] | None): of the weights; None = those that there are.
+
+    Raises:
+        ValueError: if the folder holds no weights, or not all.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        output_dir: str,
+        checkpoint_files: Sequence[str] | None = None,
+    ) -> None:
+        self._dir, self._output_dir = Path(checkpoint_dir), Path(output_dir)
+        names = checkpoint_files or _weight_files(self._dir)
+        self._checkpoint_paths = [self._dir / name for name in names]
+        for path in self._checkpoint_paths:
+            if not path.is_file():
+                raise ValueError(
+                    f"checkpoint_dir={checkpoint_dir}: {path.name} is missing; fetch the model "
+                    "again."
+                )
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """All weights in torchtune's names, under ``training.MODEL_KEY``.
+
+        Raises:
+            ValueError: naming weights that are missing, unknown, or of another shape.
+        """
+        architecture = read_architecture(self._dir)
+        with torch.device("meta"):
+            expected = hf_model(str(self._dir)).state_dict()
+        names = {hf_name(name, architecture): name for name in expected}
+        state, problems = {}, []
+        for name, value in self._tensors():
+            if name in names:
+                state[names[name]] = value
+                if value.shape != (shape := expected[names[name]].shape):
+                    problems.append(f"{name} is {list(value.shape)}, not {list(shape)}")
+            elif not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"):
+                problems.append(f"{name} is unknown")
+        problems += [f"{name} is missing" for name in names if names[name] not in state]
+        if problems:
+            raise ValueError(
+                f"checkpoint_dir={self._dir}: its weights are not those of its config.json: "
+                f"{'; '.join(problems[:3])} ({len(problems)} differ). Fetch the model again."
+            )
+        return {training.MODEL_KEY: state}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for path in self._checkpoint_paths:
+            if path.suffix == ".safetensors":
+                yield from load_file(path).items()
+            else:
+                yield from torch.load(path, map_location="cpu", weights_only=True).items()
+
+    def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
+        """Writes weights in torchtune's names, and what else the folder holds, to ``epoch_<n>``."""
+        architecture = read_architecture(self._dir)
+        folder = self._output_dir / f"epoch_{epoch}"
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {
+            hf_name(name, architecture): value.contiguous()
+            for name, value in state_dict[training.MODEL_KEY].items()
+        }
+        for path in sorted(self._dir.iterdir()):
+            if _COPIED.fullmatch(path.name) and not _OF_THE_BASE.fullmatch(path.name):
+                shutil.copyfile(path, folder / path.name)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shards = split_torch_state_dict_into_shards(weights)
+        for file, names in shards.filename_to_tensors.items():
+            save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            (folder / f"{_WEIGHTS[0]}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _weight_files(folder: Path) -> list[str]:
+    for name in _WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return sorted(set(files))
+        if (folder / name).is_file():
+            return [name]
+    raise ValueError(
+        f"checkpoint_dir={folder}: holds no {_WEIGHTS[0]}, nor {_WEIGHTS[0]}.index.json; name the "
+        "folder of a model."
+    )
