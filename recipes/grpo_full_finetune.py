@@ -121,9 +121,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._reference = (
             make_reference(self._model, self.cfg, home=home) if self._loss.needs_reference else None
         )
-        state = None
-        if checkpoint is not None:
-            state = self._checkpoints.restore(self._model, checkpoint)
+        state = self._checkpoints.restore(self._model, checkpoint) if checkpoint else None
         self._engine = make_engine(
             self._model,
             self.cfg.rollout,
@@ -135,7 +133,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self.cfg.optimizer, [p for p in self._model.parameters() if p.requires_grad]
         )
         self._lr_scheduler = make_lr_scheduler(self.cfg, self._optimizer)
-        if state is not None:
+        if state is None:
+            self._checkpoints.rehearse(self._model, self._optimizer)
+        else:
             self._resume(state)
 
     def _setup_data(self) -> None:

@@ -70,3 +70,15 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path):
 def test_an_adapter_that_would_not_be_read_is_refused(tmp_path):
     done = run_tiny(LORA, tmp_path, "checkpointer.adapter_checkpoint=a.safetensors", check=False)
     assert "Error: checkpointer.adapter_checkpoint=a.safetensors: is not read" in done.err
+
+
+def test_a_run_that_could_not_save_ends_before_its_first_rollout(tmp_path):
+    tiny_overrides(LORA, tmp_path)
+    (tmp_path / "llama/tokenizer.json").symlink_to(tmp_path / "deleted")  # as of a cleared cache
+    done = run_tiny(LORA, tmp_path, *QUICK, check=False)
+    (error,) = [line for line in done.err.splitlines() if line.startswith("Error: ")]
+    assert error.startswith(f"Error: output_dir={tmp_path}/out: a checkpoint, written there on")
+    assert "llama/tokenizer.json" in error and "mend checkpointer.checkpoint_dir=" in error
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *(".lock", "error.txt", "logs", "torchtune_config.yaml")
+    }

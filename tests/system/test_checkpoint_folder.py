@@ -162,6 +162,8 @@ def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
         model.layers[1].mlp.w1.weight[0, 0] = bad
     with pytest.raises(NonFiniteError, match=r"step_000002 is not saved: 1 .* layers\.1\.mlp\.w1"):
         checkpoints.save(model, {}, step=2)
+    with pytest.raises(NonFiniteError, match="checkpoint_dir=.*base: a checkpoint of its weights"):
+        checkpoints.rehearse(model, torch.optim.SGD(model.parameters()))
     assert names(tmp_path / "out") == ["step_000001"] and checkpoints.newest() == good
 
 
@@ -181,7 +183,12 @@ for share in (0, 0.2, 0.4, 0.6, 0.8, 0.95):  # of what a checkpoint takes is fre
     with pytest.raises(CheckpointError, match="step_000002 is not saved: .*No space left on dev"):
         checkpoints.save(model, state, step=2)
     assert names(out) == ["ballast", "step_000001"] and checkpoints.newest() == first
+    with pytest.raises(CheckpointError, match="trial, is not saved: .*(No space left|are free on)"):
+        checkpoints.rehearse(model, torch.optim.AdamW(model.parameters()))
+    assert names(out) == ["ballast", "step_000001"]
     (out / "ballast").unlink()
+checkpoints.rehearse(model, torch.optim.AdamW(model.parameters()))
+assert names(out) == ["step_000001"]
 print(checkpoints.save(model, state, step=2))
 """
 

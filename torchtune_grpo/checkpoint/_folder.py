@@ -37,7 +37,7 @@ from torchtune_grpo.checkpoint._export import (
     peft_state,
 )
 from torchtune_grpo.checkpoint._run_config import POLICY, changed_keys, refuse_changes, run_config
-from torchtune_grpo.checkpoint._whole_state import full_state
+from torchtune_grpo.checkpoint._whole_state import full_state, later_bytes, optimizer_state
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.parallel import on_first_rank
@@ -208,6 +208,44 @@ class Checkpoints:
         self.last_step = step
         return target
 
+    def rehearse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Writes a checkpoint as :meth:`save` does, and deletes it: what would fail fails now.
+
+        Every rank has to call it.
+
+        Raises:
+            CheckpointError: if a checkpoint cannot be written, or would not fit with the
+                optimizer's later states.
+            NonFiniteError: if the weights to start from are infinite or NaN.
+        """
+        state = full_state(model)
+        training_state = {"optimizer": optimizer_state(optimizer)}
+        on_first_rank(self._rehearse, model, state, training_state, later_bytes(optimizer))
+
+    def _rehearse(
+        self,
+        model: nn.Module,
+        state: Mapping[str, Tensor],
+        training_state: Mapping[str, Any],
+        later: int,
+    ) -> None:
+        base = f"checkpointer.checkpoint_dir={self._cfg.get('checkpoint_dir')}"
+        remedy = "Mend its files, or name another folder."
+        _check_finite(model, state, what=f"{base}: a checkpoint of its weights", remedy=remedy)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._written(
+            f"output_dir={self._folder}: a checkpoint, written there on trial,",
+            remedy=f"Give it room and rights, or name another folder; or mend {base}.",
+        ):
+            folder = self._write(model, state, training_state, _folder_name(0))
+            disk = shutil.disk_usage(folder)
+            if disk.total and disk.free < later:
+                raise OSError(
+                    f"beside the weights, {disk.free / 2**20:.1f} MiB are free on the disk, and "
+                    f"the optimizer's states will take about {later / 2**20:.1f} MiB"
+                )
+            shutil.rmtree(self._folder / STAGING)
+
     def _save(
         self,
         model: nn.Module,
@@ -215,44 +253,55 @@ class Checkpoints:
         training_state: Mapping[str, Any],
         target: Path,
     ) -> None:
-        adapter = {name: state[name].clone() for name in adapter_names(model)}
-        bad = [name for name, value in (adapter or state).items() if not _is_finite(value)]
-        if bad:
-            raise NonFiniteError(
-                f"{target} is not saved: {len(bad)} trained tensors, {bad[0]} for one, hold an "
-                "infinity or a NaN. Resume from an earlier checkpoint with a lower optimizer.lr."
-            )
+        remedy = "Resume from an earlier checkpoint with a lower optimizer.lr."
+        _check_finite(model, state, what=str(target), remedy=remedy)
+        remedy = "What was half written is deleted, and earlier checkpoints are as they were."
+        with self._written(str(target), remedy=remedy):
+            folder = self._write(model, state, training_state, target.name)
+            write_sums(folder)
+            _publish(folder, target)
+        if self._keep_last is not None:
+            _delete_older(target, keep=self._keep_last)
+
+    @contextmanager
+    def _written(self, what: str, *, remedy: str) -> Iterator[None]:
+        """Where the block fails, deletes what it has written, and raises a CheckpointError."""
         staging = self._folder / STAGING
         shutil.rmtree(staging, ignore_errors=True)
         try:
-            folder = staging / f"epoch_{_step_number(target)}"  # as torchtune's checkpointer does
-            folder.mkdir(parents=True)
-            if not (adapter and self._adapter_only):
-                merged = merged_state(model, state) if adapter else dict(state)
-                epoch = _step_number(target)
-                with _quiet():  # of files that are about to be renamed
-                    self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
-                _remove_what_only_the_base_is(folder)
-            if adapter and fits_peft(model, self._cfg.model_type):
-                self._save_peft(model, adapter, folder / "adapter")
-            with (folder / STATE_FILE).open("wb") as file:
-                torch.save({**training_state, "adapter": adapter}, file)
-            text = json.dumps(self._run_config, indent=2)
-            (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-            for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
-                path.chmod((folder / CONFIG_FILE).stat().st_mode)
-            write_sums(folder)
-            _publish(folder, target)
+            yield
         except Exception as error:
             shutil.rmtree(staging, ignore_errors=True)
             # torch.save raises an error of its own while it handles that of the file.
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            raise CheckpointError(
-                f"{target} is not saved: {cause}. What was half written is deleted, and earlier "
-                "checkpoints are as they were."
-            ) from error
-        if self._keep_last is not None:
-            _delete_older(target, keep=self._keep_last)
+            raise CheckpointError(f"{what} is not saved: {cause}. {remedy}") from error
+
+    def _write(
+        self,
+        model: nn.Module,
+        state: Mapping[str, Tensor],
+        training_state: Mapping[str, Any],
+        name: str,
+    ) -> Path:
+        """Writes all but the sums into a folder of the staging folder."""
+        epoch = _step_number(Path(name))
+        folder = self._folder / STAGING / f"epoch_{epoch}"  # as torchtune's checkpointer does
+        folder.mkdir(parents=True)
+        adapter = {name: state[name].clone() for name in adapter_names(model)}
+        if not (adapter and self._adapter_only):
+            merged = merged_state(model, state) if adapter else dict(state)
+            with _quiet():  # of files that are about to be renamed
+                self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
+            _remove_what_only_the_base_is(folder)
+        if adapter and fits_peft(model, self._cfg.model_type):
+            self._save_peft(model, adapter, folder / "adapter")
+        with (folder / STATE_FILE).open("wb") as file:
+            torch.save({**training_state, "adapter": adapter}, file)
+        text = json.dumps(self._run_config, indent=2)
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
+            path.chmod((folder / CONFIG_FILE).stat().st_mode)
+        return folder
 
     def _save_peft(self, model: nn.Module, adapter: dict[str, Tensor], folder: Path) -> None:
         base = Path(self._cfg.checkpoint_dir)
@@ -355,6 +404,17 @@ def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Pat
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _check_finite(model: nn.Module, state: Mapping[str, Tensor], *, what: str, remedy: str) -> None:
+    """Raises a NonFiniteError if one of a model's trained tensors is infinite or NaN."""
+    names = adapter_names(model) or state
+    bad = [name for name in names if not _is_finite(state[name])]
+    if bad:
+        raise NonFiniteError(
+            f"{what} is not saved: {len(bad)} trained tensors, {bad[0]} for one, hold an infinity "
+            f"or a NaN. {remedy}"
+        )
 
 
 def _is_finite(value: Tensor) -> bool:

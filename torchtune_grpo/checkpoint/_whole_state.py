@@ -38,6 +38,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {**state, "state": entries}
 
 
+def later_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """About what its state takes once it has made a step; the tensors are whole ones."""
+    numbers = len(optimizer.defaults.get("betas", ())) or bool(optimizer.defaults.get("momentum"))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(numbers * p.numel() * p.itemsize for p in parameters)
+
+
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], *, steps: int
 ) -> None:
