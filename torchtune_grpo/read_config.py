@@ -33,6 +33,7 @@ from torchtune_grpo.components import (
 from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.lr_schedule import make_lr_scheduler
+from torchtune_grpo.models import HalfRotation
 from torchtune_grpo.policy import empty_model
 
 log = utils.get_logger("INFO")
@@ -304,23 +305,11 @@ def _check_files(settings: GRPOConfig) -> dict[str, Any]:
     download = f"`tune download <model> --output-dir {folder}` fetches a model from the hub"
     if not folder.is_dir():
         raise ValueError(f"checkpointer.checkpoint_dir={folder}: no such folder; {download}.")
-    files = node.checkpoint_files
-    try:
-        if OmegaConf.is_dict(files):
-            last = str(files.max_filename)
-            names = [
-                files.filename_format.format(str(i + 1).zfill(len(last)), last)
-                for i in range(int(last))
-            ]
-        else:
-            names = list(files)
-    except (AttributeError, ValueError) as error:
-        raise ValueError(
-            f"checkpointer.checkpoint_files={files}: {error}; give a list of names, or "
-            "filename_format and max_filename."
-        ) from error
-    if not names:
-        raise ValueError(f"checkpointer.checkpoint_files={files}: names no file; {download}.")
+    if node.get("checkpoint_files") is None:  # the checkpointer finds them
+        instantiate("checkpointer", node, output_dir=settings.output_dir)
+        names = []
+    else:
+        names = _checkpoint_files(node.checkpoint_files, download)
     for name in [*names, "config.json"]:
         if not (folder / name).is_file():
             present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
@@ -336,17 +325,48 @@ def _check_files(settings: GRPOConfig) -> dict[str, Any]:
     return content
 
 
+def _checkpoint_files(files: Any, download: str) -> list[str]:
+    """The names that torchtune's checkpointers make of their key."""
+    try:
+        if OmegaConf.is_dict(files):
+            last = str(files.max_filename)
+            names = [
+                files.filename_format.format(str(i + 1).zfill(len(last)), last)
+                for i in range(int(last))
+            ]
+        else:
+            names = list(map(str, files))
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            f"checkpointer.checkpoint_files={files}: {error}; give a list of names, or "
+            "filename_format and max_filename."
+        ) from error
+    if not names:
+        raise ValueError(f"checkpointer.checkpoint_files={files}: names no file; {download}.")
+    return names
+
+
 def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
     """Raises a ValueError if the model cannot be built, or is not that of the checkpoint."""
     folder, ours = settings.checkpointer.checkpoint_dir, settings.checkpointer.get("model_type")
     theirs = hf_config.get("model_type")
     is_own = ours in _OWN_FORMAT or theirs in _OWN_FORMAT.values()
-    if theirs is not None and is_own and _OWN_FORMAT.get(ours) != theirs:
+    if ours is not None and theirs is not None and is_own and _OWN_FORMAT.get(ours) != theirs:
         raise ValueError(
             f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the "
             "type of that model."
         )
     model = empty_model(settings)
+    by_halves = any(isinstance(module, HalfRotation) for module in model.modules())
+    if by_halves != (ours is None):
+        fitting = (
+            "torchtune_grpo.models.HFCheckpointer" if by_halves else "torchtune's checkpointer"
+        )
+        raise ValueError(
+            f"checkpointer._component_={settings.checkpointer._component_}: gives the weights of "
+            "queries and keys in another order than "
+            f"model._component_={settings.model._component_} takes them; set it to {fitting}."
+        )
     if any(type(module).__name__ == "Gemma2Attention" for module in model.modules()):
         raise ValueError(
             f"model._component_={settings.model._component_}: torchtune 0.6.1 computes another "

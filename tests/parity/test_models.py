@@ -1,11 +1,28 @@
 """Models from a folder compute what transformers computes: logits, tokens, adapters, exports."""
 
+import json
+
 import pytest
 import torch
 from hf_models import MODELS, VOCAB, hf_folder
-from transformers import AutoModelForCausalLM
+from omegaconf import OmegaConf
+from peft import PeftModel
+from policies import full_logprobs
+from safetensors.torch import load_file, save_file
+from trajectories import make_groups
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchtune_grpo.models import HFCheckpointer, hf_model
+from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.logprobs import attend_in_segments, micro_batches, response_logprobs
+from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
+from torchtune_grpo.rollout import (
+    NativeEngine,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingParams,
+    TorchtuneEngine,
+    row_keys,
+)
 
 TOKENS = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
 
@@ -28,3 +45,129 @@ def test_logits(tmp_path, name):
     assert len(list(folder.glob("*.safetensors"))) > 1
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
     torch.testing.assert_close(load(folder)(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+ADAPTED = {
+    "llama3": dict(use_dora=True),
+    "llama_biases": dict(apply_lora_to_output=True),
+    "mistral": dict(lora_attn_modules=["q_proj", "v_proj"], apply_lora_to_mlp=False),
+    "qwen2": dict(use_dora=True),  # with biases
+    "qwen3": dict(),
+    "qwen3_untied": dict(use_dora=True, apply_lora_to_output=True),
+    "gemma3": dict(),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@torch.no_grad()
+def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
+    """The rollout's tokens and the policy's logits, from the merged weights and the adapter."""
+    base = hf_folder(name, tmp_path / name)
+    model = load(base, lora_hf_model, lora_rank=4, lora_alpha=8, **ADAPTED[name])
+    generator = torch.Generator().manual_seed(5)
+    for key, parameter in model.named_parameters():
+        if "lora" in key:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        elif "magnitude" in key:
+            parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
+    cfg = {"_component_": "torchtune_grpo.models.HFCheckpointer", "checkpoint_dir": str(base)}
+    checkpoints = Checkpoints(OmegaConf.create(cfg), output_dir=tmp_path / "out")
+    folder = checkpoints.save(model, {}, step=1)
+
+    expected = model(TOKENS)
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+    unadapted = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert (unadapted(TOKENS).logits - expected).abs().max() > 0.1
+    adapted = PeftModel.from_pretrained(unadapted, folder / "adapter")
+    torch.testing.assert_close(adapted(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+    again = load(folder)
+    torch.testing.assert_close(again(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+    prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :19].tolist()]
+    options = dict(max_new_tokens=12, do_sample=False)
+    said = [merged.generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts]
+    for merge in ("always", "never"):
+        engine = NativeEngine(model, RolloutConfig(max_rows=3, merge_adapters=merge))
+        rows = engine.generate(greedy_request(prompts)).responses
+        assert torch.equal(rows, torch.stack(said).repeat_interleave(2, dim=0))
+    rows = TorchtuneEngine(model, RolloutConfig()).generate(greedy_request(prompts)).responses
+    assert torch.equal(rows, torch.stack(said).repeat_interleave(2, dim=0))
+
+
+def greedy_request(prompts):
+    keys = row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=2)
+    params = SamplingParams(max_generated_tokens=12, temperature=0.0)
+    return RolloutRequest(prompts=prompts, group_size=2, params=params, stop_tokens=(), keys=keys)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
+def test_packed_rows_train_like_single_ones(tmp_path, name):
+    """Values and gradients of a group that shares its prompt, against each row's full logits."""
+    model = load(hf_folder(name, tmp_path / name), lora_hf_model, lora_rank=4)
+    attend_in_segments(model)
+    trajectory = make_groups([5, 9], [4, 7, 6, 2])
+    parts = micro_batches(trajectory, group_size=2, pack=True, rows=4)
+    logprobs, _ = response_logprobs(model, parts[0].layout, temperature=0.7)
+    rows = []
+    for row, (prompt, length) in enumerate(
+        zip(trajectory.prompt_lengths.tolist(), trajectory.response_lengths.tolist(), strict=True)
+    ):
+        whole = full_logprobs(model, trajectory.tokens[row, : prompt + length], 0.7)
+        rows.append(whole[prompt - 1 :])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    packed = torch.cat([logprobs[row, : len(each)] for row, each in enumerate(rows)])
+    single = torch.cat(rows)
+    torch.testing.assert_close(packed.double(), single, atol=1e-4, rtol=1e-4)
+    for a, b in zip(
+        torch.autograd.grad(packed.sum(), trained),
+        torch.autograd.grad(single.sum(), trained),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+
+
+REFUSED = {
+    "model_type": dict(model_type="mixtral"),
+    "rope_type": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
+    "hidden_act": dict(hidden_act="gelu"),
+    "architectures": dict(architectures=["LlamaForSequenceClassification"]),
+    "num_experts": dict(num_experts=8),
+    "quantization_config": dict(quantization_config={"quant_method": "awq"}),
+    "attention_dropout": dict(attention_dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(tmp_path, key):
+    settings = AutoConfig.for_model("llama", num_hidden_layers=1).to_dict() | REFUSED[key]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=rf"config.json says {key}="):
+        hf_model(str(tmp_path))
+
+
+def test_a_sliding_window_is_the_context(tmp_path):
+    assert hf_model(str(hf_folder("mistral_window", tmp_path))).max_seq_len == 64
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda state: state.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (
+            lambda state: state.update({"model.new.weight": torch.ones(2)}),
+            "new.weight is unknown",
+        ),
+        (
+            lambda state: state.update({"model.norm.weight": torch.ones(2)}),
+            r"model.norm.weight is \[2\], not \[48\]",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_named(tmp_path, change, match):
+    folder = hf_folder("qwen3", tmp_path)
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=match):
+        HFCheckpointer(str(folder), str(folder / "out")).load_checkpoint()

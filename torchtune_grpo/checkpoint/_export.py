@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torchtune import utils
-from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
+from torchtune.modules.peft import DoRALinear, get_adapter_params, get_merged_lora_ckpt
 
 log = utils.get_logger("INFO")
 
 # torchtune's model types whose query and key rows are in Hugging Face's own order already.
-_UNPERMUTED = ("QWEN2",)
+_UNPERMUTED = ("QWEN2", None)  # None: models of torchtune_grpo.models
 _PEFT_UNSUPPORTED = ("PHI3_MINI", "PHI4")
 
 _PEFT_NAMES = {
@@ -33,7 +33,7 @@ _PEFT_LEAVES = {
 }
 
 
-def fits_peft(model: nn.Module, model_type: str) -> bool:
+def fits_peft(model: nn.Module, model_type: str | None) -> bool:
     """Whether PEFT can compute what a model's adapters do; if not, the log says why."""
     reason = None
     if model_type in _PEFT_UNSUPPORTED:
@@ -67,7 +67,7 @@ def _rank_and_alpha(modules: Mapping[str, Any]) -> tuple[int, float]:
 
 def _scales_bias(module: Any) -> bool:
     """torchtune's DoRA multiplies a layer's bias by the magnitude too; PEFT's leaves it alone."""
-    return hasattr(module, "magnitude") and getattr(module, "bias", None) is not None
+    return type(module) is DoRALinear and module.bias is not None
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -108,12 +108,12 @@ def peft_config(model: nn.Module, *, base_model: str) -> dict[str, Any]:
 
 
 def peft_state(
-    adapter: Mapping[str, Tensor], *, hf_config: Mapping[str, Any], model_type: str
+    adapter: Mapping[str, Tensor], *, hf_config: Mapping[str, Any], model_type: str | None
 ) -> dict[str, Tensor]:
     """Adapter parameters in PEFT's names and Hugging Face's order of rows.
 
     They come in torchtune's names; ``hf_config`` is the base model's config.json, and
-    ``model_type`` torchtune's, such as "LLAMA3_2". The result is what
+    ``model_type`` torchtune's, such as "LLAMA3_2", or None. The result is what
     ``adapter_model.safetensors`` holds.
     """
     heads = {

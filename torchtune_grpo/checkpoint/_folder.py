@@ -168,7 +168,7 @@ class Checkpoints:
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         weights = state["adapter"]
         if not weights:
-            files = sorted(path.name for path in checkpoint.glob("model-*"))
+            files = sorted(path.name for path in checkpoint.glob("model*.safetensors"))
             whole = self._make_checkpointer(checkpoint_dir=str(checkpoint), checkpoint_files=files)
             weights = whole.load_checkpoint()[training.MODEL_KEY]
         _check_same(model, weights, checkpoint)
@@ -293,7 +293,7 @@ class Checkpoints:
             with _quiet():  # of files that are about to be renamed
                 self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
             _remove_what_only_the_base_is(folder)
-        if adapter and fits_peft(model, self._cfg.model_type):
+        if adapter and fits_peft(model, self._cfg.get("model_type")):
             self._save_peft(model, adapter, folder / "adapter")
         with (folder / STATE_FILE).open("wb") as file:
             torch.save({**training_state, "adapter": adapter}, file)
@@ -309,7 +309,7 @@ class Checkpoints:
         name = str(base)
         if (base / REPO_ID_FILE).is_file():
             name = json.loads((base / REPO_ID_FILE).read_text())["repo_id"]
-        tensors = peft_state(adapter, hf_config=hf_config, model_type=self._cfg.model_type)
+        tensors = peft_state(adapter, hf_config=hf_config, model_type=self._cfg.get("model_type"))
         settings = peft_config(model, base_model=name)
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
