@@ -58,7 +58,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
         dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64, tie_word_embeddings=True)
-        | dict(layer_types=["sliding_attention", "full_attention"]),
+        | dict(
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+                "full_attention": dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            },
+        ),
     ),
 }
 
