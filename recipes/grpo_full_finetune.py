@@ -84,10 +84,6 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = read_config(cfg)
         self._device = find_device(self.cfg.device)
         parallel.init_process_group(self._device)
-        if self._device.type == "cpu":
-            keep_freed_memory()
-            limit_threads(empty_model(self.cfg))
-        self._is_sharded = should_shard(self.cfg, device=self._device)
         self._output_dir = Path(self.cfg.output_dir)
         parallel.on_first_rank(claim_output_dir, self._output_dir)
         self.seed = training.set_seed(seed=self.cfg.seed)
@@ -98,6 +94,10 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         """Builds everything; what can be wrong with the config fails before weights are read."""
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
         check_checkpoint_files(self.cfg)
+        if self._device.type == "cpu":
+            keep_freed_memory()
+            limit_threads(empty_model(self.cfg))
+        self._is_sharded = should_shard(self.cfg, device=self._device)
         self._checkpoints = Checkpoints.of_run(self.cfg)
         checkpoint = self._checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
         self._tokenizer = instantiate("tokenizer", self.cfg.tokenizer)

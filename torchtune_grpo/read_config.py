@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._utils import ModelType
 
@@ -357,6 +358,11 @@ def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
             "type of that model."
         )
     model = empty_model(settings)
+    if not isinstance(model, TransformerDecoder):
+        raise ValueError(
+            f"model._component_={settings.model._component_}: makes a {type(model).__name__}; only "
+            "text models (torchtune's TransformerDecoder) can be trained."
+        )
     by_halves = any(isinstance(module, HalfRotation) for module in model.modules())
     if by_halves != (ours is None):
         fitting = (

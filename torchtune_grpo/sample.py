@@ -91,11 +91,11 @@ def leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
 def open_run(cfg: GRPOConfig) -> tuple[torch.device, Any]:
     """Checks the files that a config names; returns the device and the tokenizer."""
     device = find_device(cfg.device)
+    config.instantiate(cfg.prepare)
+    check_checkpoint_files(cfg)
     if device.type == "cpu":
         keep_freed_memory()
         limit_threads(empty_model(cfg))
-    config.instantiate(cfg.prepare)
-    check_checkpoint_files(cfg)
     return device, instantiate("tokenizer", cfg.tokenizer)
 
 

@@ -234,13 +234,36 @@ def test_the_table_in_the_docs_is_the_one_in_the_code():
     assert len(shown) == 10 and set(shown) <= {f.name for f in dataclasses.fields(GRPOConfig)}
 
 
+def with_model(settings, component: str, **arguments):
+    node = OmegaConf.create({"_component_": component, **arguments})
+    return dataclasses.replace(settings, model=node)
+
+
 def test_a_model_that_torchtune_computes_otherwise_is_refused(tmp_path):
     """transformers' Gemma 2 with the same weights gives logits that are 3 away."""
-    settings = tiny(tmp_path)
-    gemma = {"_component_": "torchtune.models.gemma2.gemma2", "embed_dim": 32, "num_layers": 1}
+    gemma = {"embed_dim": 32, "num_layers": 1, "intermediate_dim": 64, "max_seq_len": 128}
     gemma |= {"vocab_size": 64, "num_heads": 4, "head_dim": 8, "num_kv_heads": 2}
-    settings = dataclasses.replace(
-        settings, model=OmegaConf.create({**gemma, "intermediate_dim": 64, "max_seq_len": 128})
-    )
+    settings = with_model(tiny(tmp_path), "torchtune.models.gemma2.gemma2", **gemma)
     with pytest.raises(ValueError, match="model._component_=torchtune.models.gemma2.gemma2: "):
+        check_checkpoint_files(settings)
+
+
+def test_another_kind_of_model_is_refused(tmp_path):
+    t5 = {"embed_dim": 8, "mlp_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 1}
+    t5 |= {"rel_pos_num_buckets": 8, "rel_pos_max_dist": 16, "vocab_size": 64, "norm_eps": 1e-6}
+    component = "torchtune.models.t5._component_builders.t5_encoder"
+    with pytest.raises(ValueError, match="makes a T5Encoder; only text models"):
+        check_checkpoint_files(with_model(tiny(tmp_path), component, max_seq_len=64, **t5))
+
+
+def test_weights_in_another_order_than_the_models_are_refused(tmp_path):
+    """Llama's queries and keys: names and shapes fit, and the model would be another."""
+    settings = tiny(tmp_path)
+    folder = settings.checkpointer.checkpoint_dir
+    halves = with_model(settings, "torchtune_grpo.models.hf_model", model_dir=folder)
+    with pytest.raises(ValueError, match="set it to torchtune_grpo.models.HFCheckpointer"):
+        check_checkpoint_files(halves)
+    ours = {"_component_": "torchtune_grpo.models.HFCheckpointer", "checkpoint_dir": folder}
+    settings = dataclasses.replace(settings, checkpointer=OmegaConf.create(ours))
+    with pytest.raises(ValueError, match="set it to torchtune's checkpointer"):
         check_checkpoint_files(settings)
