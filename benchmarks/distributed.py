@@ -95,8 +95,8 @@ def count(folder: Path, overrides: list[str]) -> None:
     timer, compute = StepMetrics.timer, StepMetrics.compute
 
     @contextmanager
-    def counted_timer(self, stage: str):
-        with timer(self, stage), counter.stage(stage):
+    def counted_timer(self, name: str):
+        with timer(self, name), counter.stage(name.removeprefix("time/").removesuffix("_time")):
             yield
 
     def counted_compute(self):
@@ -159,7 +159,8 @@ def measure_time(args) -> dict:
                 lines = (folder / "metrics.jsonl").read_text().splitlines()
                 steps = [json.loads(line) for line in lines][1:]
                 names = [name for name in steps[0] if name.startswith("time/")]
-                names = [name for name in names if name.count("/") == 1] + ["tokens_per_second"]
+                names = [name for name in names if name.count("/") == 1]
+                names += ["step_time", "tokens_per_second"]
                 entry = {n: round(statistics.median(s[n] for s in steps), 3) for n in names}
                 results[f"{model}, {sharding}, {run}"] = entry
                 print(model, sharding, run, entry, file=sys.stderr, flush=True)

@@ -42,7 +42,7 @@ eval_every_n_steps=null optimizer.lr=1e-3 dataset.num_samples=64 log_completions
 SETTINGS.append("rewards=[{_component_: kills.reward_length}]")  # groups differ, weights move
 LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "model.lora_dropout=0.5"]
 MODELS = {"full": [], "lora": LORA}
-TIMED = re.compile("^time/|tokens_per_second$")
+TIMED = re.compile("time/|^step_time$|tokens_per_second$")
 NODES = ("prepare", "tokenizer", "checkpointer")
 
 

@@ -90,7 +90,7 @@ def main() -> None:
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     seconds = time.perf_counter() - start
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    names = ("time/rollout", "time/logprobs", "time/update", "time/step")
+    names = ("time/rollout", "time/logprobs", "time/update", "step_time")
     result = {
         "benchmark": "llama3_2_1b_on_gsm8k",
         "config": args.config,

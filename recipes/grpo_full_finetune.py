@@ -187,12 +187,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             while self.global_step < self.cfg.num_steps:
                 self.interrupts.boundary()
                 metrics = StepMetrics()
-                with metrics.timer("step"):
+                with metrics.timer("step_time"):
                     trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
                     old_logprobs = None
                     if self.cfg.sampling_correction.mode == "old_logprobs":
                         old_logprobs = trajectory.sampler_logprobs
-                    with metrics.timer("update"):
+                    with metrics.timer("time/update"):
                         for epoch in range(self.cfg.ppo_epochs):
                             logprobs = self.grpo_step(trajectory, parts, metrics, old_logprobs)
                             if epoch == 0:
@@ -223,7 +223,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             max_generated_tokens=self.cfg.max_generated_tokens,
         )  # [N, L]
         trajectory = replace(trajectory, weights=weights)
-        with metrics.timer("logprobs"):
+        with metrics.timer("time/logprobs"):
             parts = micro_batches(
                 trajectory,
                 group_size=self.cfg.grpo_samples,
@@ -240,9 +240,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def _scored_rollout(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages: B*G rows."""
         self._model.eval()
-        with metrics.timer("rollout"):
+        with metrics.timer("time/rollout"):
             trajectory = self._roll_out(prompts)
-        with metrics.timer("reward"):
+        with metrics.timer("time/reward"):
             scores = self._score(trajectory)
             advantages = self._advantages(scores).to(self._device)  # [B*G]
         mask = trajectory.response_mask  # [B*G, L]
@@ -332,7 +332,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self._optimizer.step()
         metrics.add_sum("loss", loss, 1 / parallel.world_size())
         metrics.add_max("grad_norm", grad_norm)
-        metrics.add_max("lr", float(self._optimizer.param_groups[0]["lr"]))
+        metrics.add_max("learning_rate", float(self._optimizer.param_groups[0]["lr"]))
         metrics.add_max("nonfinite_steps", self._guard.skipped)
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
@@ -394,7 +394,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         values = metrics.compute()
         if self._device.type == "cuda":
             values |= training.get_memory_stats(device=self._device)
-        self._run_log.metrics(self.global_step, values)
+        values = self._run_log.metrics(self.global_step, values)
         self._metric_logger.log_dict(values, step=self.global_step)
         self._progress.step_done(self.global_step, values)
 

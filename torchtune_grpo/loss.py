@@ -277,7 +277,7 @@ class GRPOLoss:
         entropy: Tensor | None = None,
         corrections: Tensor | None = None,
     ) -> LossOutput:
-        """See :class:`Loss`; the sums are ``kl``, ``clip_ratio/low`` and ``clip_ratio/high``."""
+        """See :class:`Loss`; the sums are ``kl`` and, clipped tokens, those of ``_clip_sums``."""
         old = logprobs.detach() if old_logprobs is None else old_logprobs
         log_ratio = (logprobs - old).where(response_mask, 0)
         if self.importance_sampling_level == "sequence":
@@ -291,10 +291,7 @@ class GRPOLoss:
             per_token = clipped_surrogate(log_ratio, advantage, dual_clip=self.dual_clip, **clip)
         if corrections is not None:
             per_token = per_token * corrections.where(response_mask, 0)
-        ratio = log_ratio.detach().exp()
-        low = (ratio < 1 - self.epsilon_low) & (advantage < 0) & response_mask
-        high = (ratio > 1 + self.epsilon_high) & (advantage > 0) & response_mask
-        sums = {"clip_ratio/low": low.sum(), "clip_ratio/high": high.sum()}
+        sums = self._clip_sums(log_ratio.detach().exp(), advantage, response_mask)
         if self.needs_reference:
             assert ref_logprobs is not None
             d = (ref_logprobs - logprobs).where(response_mask, 0)
@@ -305,3 +302,12 @@ class GRPOLoss:
             assert entropy is not None
             per_token = per_token - self.entropy_coeff * entropy.where(response_mask, 0)
         return LossOutput(loss=(per_token * weights).where(response_mask, 0).sum(), sums=sums)
+
+    def _clip_sums(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """How many trained tokens are clipped where it stops them, under TRL's names."""
+        low = ((ratio < 1 - self.epsilon_low) & (advantage < 0) & mask).sum()
+        high = ((ratio > 1 + self.epsilon_high) & (advantage > 0) & mask).sum()
+        if self.surrogate == "cispo":  # which does not stop them; TRL counts the high ones
+            return {"cispo_clip_ratio": high}
+        names = ("low", "high", "region")
+        return {f"clip_ratio/{n}_mean": v for n, v in zip(names, (low, high, low + high))}

@@ -19,6 +19,8 @@ from torchtune_grpo.trajectory import Trajectory
 
 log = get_logger("INFO")
 
+_NEGATED = "-"  # begins the name of a smallest value among the largest
+
 
 class StepMetrics:
     """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly.
@@ -51,14 +53,18 @@ class StepMetrics:
         """Keeps the largest value."""
         self._largest[name].append(value)
 
+    def add_min(self, name: str, value: Tensor | float) -> None:
+        """Keeps the smallest value."""
+        self.add_max(_NEGATED + name, -value)
+
     @contextmanager
-    def timer(self, stage: str) -> Iterator[None]:
-        """Adds the seconds that the block takes to ``time/<stage>``."""
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the seconds that the block takes to ``name``."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._seconds[f"time/{stage}"] += time.perf_counter() - start
+        self._seconds[name] += time.perf_counter() - start
 
     def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
         """Adds what the rewards and the completions of N rows with advantages say."""
@@ -67,7 +73,7 @@ class StepMetrics:
         spread = (totals - totals[:, :1]).std(dim=1)  # [B] exactly 0 where all are equal
         informative = (trajectory.advantages.view(-1, group_size) != 0).any(dim=1)
         self.add_values("reward", scores.total)
-        self.add_values("reward_std", spread)
+        self.add_values("reward_std_in_group", spread)
         self.add_values("frac_reward_zero_std", spread == 0)
         self.add_values("frac_informative_groups", informative)
         for column, name in enumerate(scores.names):
@@ -82,18 +88,21 @@ class StepMetrics:
         lengths = trajectory.response_lengths
         ended = ~trajectory.truncated
         kept = (trajectory.sampler_logprobs - trajectory.behaviour_logprobs).exp()
-        self.add_values("completions/mean_length", lengths)
-        self.add_max("completions/max_length", lengths.max())
+        for kind, counted in (("", lengths), ("_terminated", lengths[ended])):
+            self.add_values(f"completions/mean{kind}_length", counted)
+            if len(counted):
+                self.add_min(f"completions/min{kind}_length", counted.min())
+                self.add_max(f"completions/max{kind}_length", counted.max())
         self.add_values("completions/clipped_ratio", trajectory.truncated)
-        self.add_values("completions/mean_terminated_length", lengths[ended])
+        self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
         self.add_values("sampling/kept_mass", kept[trajectory.response_mask])
 
     def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
         """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
         gap = (logprobs - trajectory.sampler_logprobs)[trajectory.response_mask].abs()
-        self.add_values("sampling/logp_difference/mean", gap)
+        self.add_values("sampling/sampling_logp_difference/mean", gap)
         if len(gap):
-            self.add_max("sampling/logp_difference/max", gap.max())
+            self.add_max("sampling/sampling_logp_difference/max", gap.max())
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
         """Adds what the loss of n rows says, and their entropy [n, L]."""
@@ -102,7 +111,7 @@ class StepMetrics:
             self.add_sum(name, total, response_mask.sum())
 
     def compute(self) -> dict[str, float]:
-        """Means, standard deviations (``.../std`` beside ``.../mean``), maxima and seconds.
+        """Means, standard deviations (``.../std`` beside ``.../mean``), extremes and seconds.
 
         Over all ranks: sums and counts are added before they are divided; times are the slowest
         rank's.
@@ -113,17 +122,23 @@ class StepMetrics:
         result = {}
         for name, (total, squares, count) in sums.items():
             if not count:
-                continue  # nothing that it applies to
+                continue  # nothing that it applies to, or no mean
             mean = total / count
             result[name] = mean
-            if name.startswith("rewards/") and name.endswith("/mean") and count > 1:
+            is_reward = name.startswith("rewards/") and name.endswith("/mean")
+            if (is_reward or name == "reward") and count > 1:
                 variance = max(squares - count * mean**2, 0.0) / (count - 1)
-                result[name.removesuffix("/mean") + "/std"] = math.sqrt(variance)
-        result |= maxima
+                std = "reward_std" if name == "reward" else name.removesuffix("mean") + "std"
+                result[std] = math.sqrt(variance)
+        for name, value in maxima.items():
+            is_min = name.startswith(_NEGATED)
+            result[name.removeprefix(_NEGATED)] = -value if is_min else value
+        if "num_tokens" in sums:
+            result["num_tokens"] = sums["num_tokens"][0]
         if "time/rollout" in result:
             tokens = sums["completions/mean_length"][0]
             result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
-            result["tokens_per_second"] = tokens / result["time/step"]
+            result["tokens_per_second"] = tokens / result["step_time"]
         return result
 
 

@@ -63,7 +63,7 @@ class RunProgress:
         """Shows a finished step, and warns if several like it have taught nothing."""
         reward = f"reward {metrics['reward']:.3f}"
         if self._bar.disable:
-            seconds = f"{metrics['time/step']:.1f} s"
+            seconds = f"{metrics['step_time']:.1f} s"
             utils.log_rank_zero(log, f"Step {step}/{self._steps}: {reward}, {seconds}")
         self._bar.set_postfix_str(reward, refresh=False)
         self._bar.update()

@@ -47,9 +47,9 @@ def draw_reward_curve(records: list[dict[str, Any]], path: Path) -> None:
     """Draws reward, its spread within the groups, and held-out accuracy against the step."""
     with axes_of_a_run(path) as (left, right):
         # One of the two may be null by itself: the square of a large reward overflows.
-        known = [r for r in records if None not in (r.get("reward"), r.get("reward_std"))]
+        known = [r for r in records if None not in (r.get("reward"), r.get("reward_std_in_group"))]
         steps, rewards = series(known, "reward")
-        _, spread = series(known, "reward_std")
+        _, spread = series(known, "reward_std_in_group")
         left.plot(steps, rewards, color="tab:blue", label="reward")
         low = [r - s for r, s in zip(rewards, spread, strict=True)]
         high = [r + s for r, s in zip(rewards, spread, strict=True)]

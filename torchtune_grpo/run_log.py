@@ -83,6 +83,7 @@ class RunLog:
         self._metrics = folder / "metrics.jsonl"
         self._completions = folder / "completions.jsonl"
         self._num_completions = num_completions
+        self._num_tokens = 0.0  # of the first rank's record
 
     def keep_until(self, step: int) -> None:
         """Drops what was recorded after ``step``: a resumed run does those steps again.
@@ -97,6 +98,7 @@ class RunLog:
                 for line, record in _records(path):
                     if record["step"] <= step:
                         file.write(line.rstrip(b"\n") + b"\n")
+                        self._num_tokens = record.get("num_tokens", self._num_tokens)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(path)
@@ -109,9 +111,17 @@ class RunLog:
         records = read_jsonl(self._metrics) if self._metrics.exists() else []
         return any(r["step"] == step and "eval/accuracy" in r for r in records)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends a line of numbers, of a step or of an evaluation."""
-        self._append(self._metrics, [plain({"step": step} | dict(values) | {"step": step})])
+    def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Appends a line of numbers, of a step or of an evaluation.
+
+        Returns:
+            dict[str, float]: the same numbers, but ``num_tokens`` is that of the whole run.
+        """
+        logged = dict(values)
+        if "num_tokens" in logged:
+            logged["num_tokens"] = self._num_tokens = self._num_tokens + logged["num_tokens"]
+        self._append(self._metrics, [plain({"step": step} | logged | {"step": step})])
+        return logged
 
     def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:
         """Appends the first completions of a step, with their rewards and advantages."""

@@ -62,7 +62,7 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
     steps = [record for record in metrics(tmp_path / "out") if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
     # warm-up to 1e-5 in step 1, then the cosine's thirds: 3/4, 1/4
-    assert steps[2]["lr"] == pytest.approx(0.25e-5)
+    assert steps[2]["learning_rate"] == pytest.approx(0.25e-5)
 
 
 def test_lora_on_other_layers_is_refused(tmp_path):

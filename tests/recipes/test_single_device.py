@@ -16,8 +16,9 @@ HUB_CONFIGS = [name for name in CONFIGS if "tiny" not in name]
 EXPECTED_METRICS = """
 reward reward_std frac_reward_zero_std frac_informative_groups rewards/correctness/mean
 rewards/correctness/std rewards/format/mean completions/mean_length completions/clipped_ratio kl
-entropy clip_ratio/low clip_ratio/high loss grad_norm lr time/rollout time/reward time/logprobs
-time/update time/step tokens_per_second sampling/logp_difference/mean
+entropy clip_ratio/low_mean clip_ratio/high_mean loss grad_norm learning_rate time/rollout
+time/reward time/logprobs time/update step_time tokens_per_second num_tokens
+sampling/sampling_logp_difference/mean
 """.split()
 
 
@@ -36,7 +37,7 @@ def test_shipped_config_runs_two_steps(tmp_path, config):
         assert all(math.isfinite(record[name]) for record in steps), name
     assert [r["step"] for r in records if "eval/accuracy" in r] == [0, 2]
     # bf16 rounds differently in the sampler and in the trainer, but they are the same policy
-    assert all(record["sampling/logp_difference/mean"] < 0.05 for record in steps)
+    assert all(record["sampling/sampling_logp_difference/mean"] < 0.05 for record in steps)
     folder = tmp_path / "out" / "step_000002"
     assert (folder / "adapter" / "adapter_model.safetensors").exists() == ("full" not in config)
     assert (folder / "config.json").exists() and weights(folder)

@@ -318,17 +318,19 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(options):
 def test_clip_ratio_counts_tokens_where_clipping_bites():
     """Clipped is a low ratio that would still be pushed down, or a high one pushed up."""
     mask = torch.ones(1, 4, dtype=torch.bool)
-    loss = GRPOLoss(kl_coeff=0)
     for advantage, low, high in ((1.0, 0, 2), (-1.0, 2, 0)):
-        sums = loss(
+        inputs = dict(
             logprobs=torch.tensor([[0.5, 0.5, 1.5, 1.5]]).log(),
             old_logprobs=torch.zeros(1, 4),
             ref_logprobs=None,
             advantages=torch.tensor([advantage]),
             weights=torch.ones(1, 4),
             response_mask=mask,
-        ).sums
-        assert (int(sums["clip_ratio/low"]), int(sums["clip_ratio/high"])) == (low, high)
+        )
+        names = ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
+        assert GRPOLoss(kl_coeff=0)(**inputs).sums == dict(zip(names, (low, high, 2)))
+        cispo = GRPOLoss(kl_coeff=0, surrogate="cispo")
+        assert cispo(**inputs).sums == {"cispo_clip_ratio": high}
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ import re
 import statistics
 import time
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from steps import make_scores, make_trajectory
 
 from torchtune_grpo import metrics as metrics_module
-from torchtune_grpo.loss import LossOutput
+from torchtune_grpo._plugin import recipes_folder
+from torchtune_grpo.loss import GRPOLoss, LossOutput
 from torchtune_grpo.metrics import LearningWatch, StepMetrics
 from torchtune_grpo.run_log import RunLog, read_jsonl
 
@@ -24,7 +27,8 @@ def test_what_a_rollout_logs():
     metrics.add_rollout(make_trajectory(), make_scores(), group_size=2)
     expected = {
         "reward": 3.5,
-        "reward_std": statistics.stdev([1, 3]) / 2,  # and 0 of the second group
+        "reward_std": statistics.stdev([1, 3, 5, 5]),
+        "reward_std_in_group": statistics.stdev([1, 3]) / 2,  # and 0 of the second group
         "frac_reward_zero_std": 0.5,
         "frac_informative_groups": 0.5,
         "rewards/a/mean": 7 / 3,
@@ -39,9 +43,13 @@ def test_what_a_rollout_logs():
         "time/rewards/a": 0.25,
         "time/rewards/b": 0.5,
         "completions/mean_length": 2.0,
+        "completions/min_length": 1.0,
         "completions/max_length": 3.0,
         "completions/clipped_ratio": 0.25,
         "completions/mean_terminated_length": 2.0,
+        "completions/min_terminated_length": 1.0,
+        "completions/max_terminated_length": 3.0,
+        "num_tokens": 12.0,
         # Four first tokens of which all mass was kept, three second ones of which half was: what
         # is not trained on does not count.
         "sampling/kept_mass": (4 * 1 + 3 * 0.5) / 7,
@@ -57,7 +65,7 @@ def test_a_failed_reward_makes_no_group_informative():
     metrics.add_rollout(trajectory, scores, group_size=2)
     values = metrics.compute()
     assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
-    assert values["reward_std"] == 0
+    assert values["reward_std_in_group"] == 0
 
 
 def test_groups_are_informative_by_their_advantages():
@@ -85,8 +93,8 @@ def test_the_gap_between_sampler_and_trainer():
     logprobs[1, 1], logprobs[2, 2] = -3.0, 99.0  # the latter is not trained on
     metrics.add_sampling_gap(trajectory, logprobs)
     expected = {
-        "sampling/logp_difference/mean": (6 * 0.5 + 2.0) / 7,
-        "sampling/logp_difference/max": 2.0,
+        "sampling/sampling_logp_difference/mean": (6 * 0.5 + 2.0) / 7,
+        "sampling/sampling_logp_difference/max": 2.0,
     }
     assert metrics.compute() == pytest.approx(expected)
     nothing = replace(trajectory, response_mask=torch.zeros(4, 3, dtype=torch.bool))
@@ -122,9 +130,11 @@ def test_ranks_add_up_before_they_are_divided(monkeypatch):
         metrics = StepMetrics()
         metrics.add_values("rewards/a/mean", torch.tensor(values))
         metrics.add_sum("loss", torch.tensor(share), 1 / 2)
-        metrics.add_max("lr", 0.1)
+        metrics.add_max("learning_rate", 0.1)
+        metrics.add_min("completions/min_length", seconds)
+        metrics.add_sum("num_tokens", torch.tensor(7), 0)
         metrics.add_max("time/rollout", seconds)
-        metrics.add_max("time/step", 10.0)
+        metrics.add_max("step_time", 10.0)
         parts.append(metrics)
     sent = []
     monkeypatch.setattr(
@@ -139,9 +149,11 @@ def test_ranks_add_up_before_they_are_divided(monkeypatch):
             "rewards/a/std": statistics.stdev([1, 4, 5, 6]),
             "loss": 1.0,
             "completions/mean_length": 30.0,
-            "lr": 0.1,
+            "learning_rate": 0.1,
+            "completions/min_length": 2.0,
+            "num_tokens": 14.0,
             "time/rollout": 3.0,
-            "time/step": 10.0,
+            "step_time": 10.0,
             "rollout/tokens_per_second": 10.0,
             "tokens_per_second": 3.0,
         }
@@ -151,7 +163,7 @@ def test_ranks_add_up_before_they_are_divided(monkeypatch):
 def test_timers_add_up():
     metrics = StepMetrics()
     for _ in range(2):
-        with metrics.timer("reward"):
+        with metrics.timer("time/reward"):
             time.sleep(0.02)
     assert 0.04 <= metrics.compute()["time/reward"] < 1
 
@@ -174,6 +186,64 @@ def test_the_record_of_completions_reads_the_same_numbers(tmp_path):
     }
     assert records[0]["rewards"] == {"a": 1.0, "b": None}
     assert [record["advantage"] for record in records] == pytest.approx([0.7, -0.7, 0.0])
+
+
+# What TRL logs of what does not exist here: tools, a mixture's routers, other losses, a schedule.
+NOT_OURS = """
+tools/call_frequency tools/failure_frequency policy_loss aux_loss entropy_coef vespo/phi_seq_mean
+clip_ratio/low_min clip_ratio/high_max sampling/importance_sampling_ratio/min epoch
+sampling/importance_sampling_ratio/mean sampling/importance_sampling_ratio/max
+num_input_tokens_seen
+""".split()
+# What TRL has no name for.
+NOT_TRLS = """
+reward_std_in_group frac_informative_groups sampling/kept_mass nonfinite_steps tokens_per_second
+rollout/tokens_per_second time/rollout time/reward time/logprobs time/update rewards/a/errors
+rewards/a/none rewards/b/errors rewards/b/none rewards/a/depth time/rewards/a time/rewards/b
+""".split()
+
+
+def trl_names() -> set[str]:
+    """From the source of TRL's trainer and of the one that it extends."""
+    found = []
+    for package, file, pattern in (
+        ("trl", "trainer/grpo_trainer.py", r'_metrics\[[^]]+\]\[f?"([^"]+)"\]'),
+        ("transformers", "trainer.py", r'logs\["([^"]+)"\]'),
+    ):
+        source = Path(find_spec(package).origin).parent / file
+        found += re.findall(pattern, source.read_text())
+    names = {name.format(reward_func_name=reward) for name in found for reward in "ab"}
+    assert "rewards/a/mean" in names and len(names) > 30
+    return names
+
+
+def test_names_are_trls_where_trl_has_one():
+    """A name that is neither TRL's nor listed above is a mistake, and so is one that is missing."""
+    metrics, trajectory = StepMetrics(), make_trajectory()
+    metrics.add_rollout(trajectory, make_scores(), group_size=2)
+    metrics.add_sampling_gap(trajectory, trajectory.sampler_logprobs)
+    inputs = {name: trajectory.sampler_logprobs for name in ("logprobs", "ref_logprobs", "entropy")}
+    mask = trajectory.response_mask
+    inputs |= {"old_logprobs": None, "weights": mask.float(), "response_mask": mask}
+    for surrogate in ("clipped", "cispo"):
+        output = GRPOLoss(surrogate=surrogate)(advantages=trajectory.advantages, **inputs)
+        metrics.add_update(output, entropy=inputs["entropy"], response_mask=mask)
+    recipe = (recipes_folder() / "grpo_full_finetune.py").read_text()
+    for name in re.findall(r'metrics\.(?:add_\w+|timer)\(\s*"([^"]+)"', recipe):
+        metrics.add_max(name, 1.0)
+    ours, trls = set(metrics.compute()), trl_names()
+    assert ours - trls == set(NOT_TRLS)
+    assert trls - ours == set(NOT_OURS)
+
+
+def test_num_tokens_are_those_of_the_run_also_after_a_resume(tmp_path):
+    log = RunLog(tmp_path, num_completions=0)
+    assert [log.metrics(step, {"num_tokens": 10.0})["num_tokens"] for step in (1, 2)] == [10, 20]
+    assert log.metrics(2, {"eval/accuracy": 1.0}) == {"eval/accuracy": 1.0}
+    resumed = RunLog(tmp_path, num_completions=0)
+    resumed.keep_until(1)
+    resumed.metrics(2, {"num_tokens": 5.0})
+    assert [line["num_tokens"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [10, 15]
 
 
 def test_the_log_stays_json(tmp_path):

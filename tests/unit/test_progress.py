@@ -11,7 +11,7 @@ from torchtune_grpo.rollout import Progress
 
 METRICS = {
     "reward": 0.25,
-    "time/step": 1.5,
+    "step_time": 1.5,
     "frac_informative_groups": 1.0,
     "completions/clipped_ratio": 0.0,
     "entropy": 1.0,

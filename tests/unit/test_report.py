@@ -4,9 +4,9 @@ from torchtune_grpo import report
 
 RECORDS = [
     {"step": 0, "eval/accuracy": 0.25},
-    {"step": 1, "reward": 0.5, "reward_std": 0.1},
-    {"step": 2, "reward": 0.75, "reward_std": 0.2, "eval/accuracy": None},
-    {"step": 3, "reward": 1.0, "reward_std": 0.0, "eval/accuracy": 0.5},
+    {"step": 1, "reward": 0.5, "reward_std_in_group": 0.1},
+    {"step": 2, "reward": 0.75, "reward_std_in_group": 0.2, "eval/accuracy": None},
+    {"step": 3, "reward": 1.0, "reward_std_in_group": 0.0, "eval/accuracy": 0.5},
 ]
 
 
@@ -16,7 +16,7 @@ def test_series_hold_the_steps_at_which_a_metric_was_recorded():
 
 
 def test_a_run_with_nulls_is_drawn(tmp_path):
-    nulls = {"reward": 1.0, "reward_std": None, "eval/pass@1": None}
+    nulls = {"reward": 1.0, "reward_std_in_group": None, "eval/pass@1": None}
     report.draw_reward_curve([*RECORDS, {"step": 4, **nulls}], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
     assert len(report.summary([*RECORDS, {"step": 4, **nulls}])) == 1
