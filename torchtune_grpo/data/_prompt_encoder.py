@@ -1,9 +1,9 @@
-"""Prompt text -> the tokens that a model continues, in a tokenizer's chat format or as plain text.
+"""Prompts -> the tokens that a model continues, in its chat format or as plain text.
 
-The chat format is the tokenizer's own. What differs between torchtune's tokenizers is found out by
-asking them, once, how they write a short reply: with which tokens they close an assistant turn (not
-all can be told to leave it open), and whether a reply's first word gets SentencePiece's leading
-space (Llama 2 and Mistral: yes; Phi-3: no).
+A tokenizer from a model's folder has the model's chat template. torchtune's have formats of their
+own, and what differs between these is found out by asking them, once, how they write a short reply:
+with which tokens they close an assistant turn (not all can be told to leave it open), and whether a
+reply's first word gets SentencePiece's leading space (Llama 2 and Mistral: yes; Phi-3: no).
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtune.data import Message
 
+from torchtune_grpo.models import HFTokenizer
+
 # Any two texts would do that share no tokens.
 _PROBE_PROMPT, _PROBE_REPLY = "a", "b"
+# What a template writes at the end of a prompt for models that always think.
+_OPENED_THINKING = re.compile(r"<think>\s*\Z")
 
 
 class PromptEncoder:
     """Encodes prompts so that the next token is the first one of the response.
 
-    In chat format that is: system message, user message, an assistant turn opened and not closed,
-    prefill. As plain text: beginning-of-sequence token (if the tokenizer has one), then system
-    prompt and an empty line, prompt and prefill as one string.
+    In chat format that is: system message, the prompt's messages (a text is one of the user), an
+    assistant turn opened and not closed, prefill. As plain text: beginning-of-sequence token (if
+    the tokenizer has one), then system prompt and an empty line, prompt and prefill as one string.
 
     The text of control tokens inside a prompt ("<|im_end|>") is encoded as ordinary text, so data
-    cannot end a turn. Llama 3's tokenizer does so itself; Qwen 2's does not, so there such text is
-    handed over in pieces. ``system_prompt`` and ``prefill`` stand in the config and are left to the
+    cannot end a turn. Llama 3's tokenizer does so itself; others do not, so there such text is
+    cut in pieces. ``system_prompt`` and ``prefill`` stand in the config and are left to the
     tokenizer. SentencePiece models may hold user-defined symbols that the tokenizer does not list
     in ``special_tokens``; these are not found.
 
@@ -36,13 +41,19 @@ class PromptEncoder:
     switched off in a copy of the tokenizer.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
+        tokenizer: a torchtune model tokenizer, or one of ``torchtune_grpo.models.hf_tokenizer``.
         chat: chat format if True, plain text if False.
-        system_prompt: text of the system message. None or "" for none.
+        system_prompt: text of the system message. None or "" for none. A prompt that has a system
+            message of its own keeps that.
         prefill: text that the response is made to begin with. White space in it is kept.
 
+    Attributes:
+        prefill (str): what graders see in front of the sampled text: the think block that the chat
+            template opens, if it does, and the prefill.
+
     Raises:
-        ValueError: if the tokenizer marks no turns, or takes no system message.
+        ValueError: if the tokenizer marks no turns, or takes no system message; if both the chat
+            template and the prefill open a think block.
     """
 
     def __init__(
@@ -56,39 +67,80 @@ class PromptEncoder:
         self._tokenizer = copy.copy(tokenizer)
         self._tokenizer.max_seq_len = None
         self._system_prompt = system_prompt or ""
-        self._prefill = prefill
+        self._given_prefill = self.prefill = prefill
         self._chat = chat
+        self._is_hf = isinstance(tokenizer, HFTokenizer)
         self._control_text = _control_text_pattern(self._tokenizer)
-        if chat:
+        if chat and self._is_hf:
+            self._check_template()
+        elif chat:
             self._num_closing, self._prefill_tokens = self._probe_reply()
+        if chat:
             self._check_system_prompt()
 
-    def __call__(self, prompt: str) -> list[int]:
-        """Returns the tokens of one prompt, prefill included."""
+    def __call__(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of one prompt, prefill included.
+
+        Args:
+            prompt: text, or messages ``{"role": ..., "content": ...}``.
+
+        Raises:
+            ValueError: if messages are to be plain text, or the chat format has no place for one.
+        """
         if not self._chat:
+            if not isinstance(prompt, str):
+                raise ValueError("messages have no plain text; set chat=True")
             return self._plain_tokens(prompt)
-        tokens = self._chat_tokens(prompt, self._system_prompt)
+        messages = self.messages(prompt)
+        if self._is_hf:
+            return self._template_tokens(messages)
+        try:
+            tokens = self._chat_tokens(messages)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"the tokenizer's prompt template refuses it: {error}") from error
         return tokens[: len(tokens) - self._num_closing] + self._prefill_tokens
+
+    def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages that a prompt stands for, the system's first if there is one."""
+        turns = [_message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
+        if self._system_prompt and turns[0]["role"] != "system":
+            turns.insert(0, _message("system", self._system_prompt))
+        return turns
+
+    def _template_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        cut = HFTokenizer.CUT
+        marked = [{**m, "content": cut.join(self._content(m))} for m in messages]
+        text = self._tokenizer.chat_text(marked) + self._given_prefill
+        return self._tokenizer.encode(text, add_bos=False, add_eos=False)
 
     def _plain_tokens(self, prompt: str) -> list[int]:
         pieces = self._pieces(prompt)
         if self._system_prompt:
             pieces[0] = f"{self._system_prompt}\n\n{pieces[0]}"
-        pieces[-1] += self._prefill
+        pieces[-1] += self._given_prefill
+        if self._is_hf:
+            pieces = [HFTokenizer.CUT.join(pieces)]
         tokens = self._tokenizer.encode(pieces[0], add_bos=True, add_eos=False)
         for piece in pieces[1:]:
             tokens += self._tokenizer.encode(piece, add_bos=False, add_eos=False)
         return tokens
 
-    def _chat_tokens(self, prompt: str, system_prompt: str, reply: str = "") -> list[int]:
-        content = [{"type": "text", "content": piece} for piece in self._pieces(prompt)]
-        messages = [Message(role="system", content=system_prompt)] if system_prompt else []
-        messages += [
-            Message(role="user", content=content),
-            Message(role="assistant", content=reply),
+    def _chat_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
+        turns = [
+            Message(
+                role=message["role"],
+                content=[{"type": "text", "content": text} for text in self._content(message)],
+            )
+            for message in messages
         ]
-        tokens, _ = self._tokenizer.tokenize_messages(messages)
+        tokens, _ = self._tokenizer.tokenize_messages([*turns, Message("assistant", reply)])
         return tokens
+
+    def _content(self, message: Mapping[str, Any]) -> list[str]:
+        """A message's text in pieces, but whole where it is the config's."""
+        text = message["content"]
+        is_own = message["role"] == "system" and text == self._system_prompt
+        return [text] if is_own else self._pieces(text)
 
     def _pieces(self, text: str) -> list[str]:
         """Splits text inside every control token's name; tokenizers encode pieces one by one."""
@@ -97,10 +149,23 @@ class PromptEncoder:
         cuts = [match.start() + 1 for match in self._control_text.finditer(text)]
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
+    def _check_template(self) -> None:
+        opened = _OPENED_THINKING.search(
+            self._tokenizer.chat_text([_message("user", _PROBE_PROMPT)])
+        )
+        if opened is None:
+            return
+        if "<think>" in self._given_prefill:
+            raise ValueError(
+                f"prefill={self._given_prefill!r}: the model's chat template opens <think> itself, "
+                "and graders see it. Remove it from prefill."
+            )
+        self.prefill = opened[0] + self._given_prefill
+
     def _probe_reply(self) -> tuple[int, list[int]]:
         """How many tokens close an empty reply, and the tokens of the prefill in its place."""
-        empty = self._chat_tokens(_PROBE_PROMPT, "")
-        reply = self._chat_tokens(_PROBE_PROMPT, "", _PROBE_REPLY)
+        probe = [_message("user", _PROBE_PROMPT)]
+        empty, reply = self._chat_tokens(probe), self._chat_tokens(probe, _PROBE_REPLY)
         num_closing = 0
         while num_closing < len(empty) and empty[-num_closing - 1] == reply[-num_closing - 1]:
             num_closing += 1
@@ -112,12 +177,16 @@ class PromptEncoder:
                 "model's chat format, or chat=False for plain text."
             )
         return num_closing, self._encode_reply(
-            self._prefill, written=reply[len(opened) : len(reply) - num_closing]
+            self._given_prefill, written=reply[len(opened) : len(reply) - num_closing]
         )
 
     def _check_system_prompt(self) -> None:
+        messages = self.messages(_PROBE_PROMPT)
         try:
-            self._chat_tokens(_PROBE_PROMPT, self._system_prompt)
+            if not self._is_hf:
+                self._chat_tokens(messages)
+            elif self._system_prompt.strip() not in self._tokenizer.chat_text(messages):
+                raise ValueError("it leaves it out")
         except (KeyError, ValueError) as error:
             raise ValueError(
                 "system_prompt: the tokenizer's prompt template takes no system message "
@@ -138,12 +207,19 @@ class PromptEncoder:
         return encode(text, (matching or options)[0]) if text else []
 
 
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
 def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     """Finds where a control token's name starts, for the names that `encode` takes as control."""
+    special_tokens = getattr(tokenizer, "special_tokens", None) or {}
     names = [
         name
-        for name, token in (getattr(tokenizer, "special_tokens", None) or {}).items()
+        for name, token in special_tokens.items()
         if len(name) > 1 and token in tokenizer.encode(name, add_bos=False, add_eos=False)
     ]
+    if isinstance(tokenizer, HFTokenizer):
+        names.append(HFTokenizer.CUT)  # which would vanish
     # A lookahead, because names may overlap and each must be cut.
     return re.compile(f"(?=({'|'.join(map(re.escape, names))}))") if names else None

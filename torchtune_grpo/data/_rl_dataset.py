@@ -64,7 +64,8 @@ class RLDataset(Dataset[dict[str, Any]]):
         **load_dataset_kwargs: for ``datasets.load_dataset``: ``name``, ``data_files`` and so on.
 
     Attributes:
-        prefill (str): as given; graders see it in front of what was sampled.
+        prefill (str): what graders see in front of what was sampled: as given, behind the think
+            block that the model's chat template opens, if it does.
         max_prompt_length (int): length of the longest prompt in tokens.
         row_numbers (list[int]): each prompt's row in the data as read, from 0.
 
@@ -109,10 +110,10 @@ class RLDataset(Dataset[dict[str, Any]]):
             )
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
-        self.prefill = prefill or ""
         encoder = PromptEncoder(
-            tokenizer, chat=chat, system_prompt=system_prompt, prefill=self.prefill
+            tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
         )
+        self.prefill = encoder.prefill
         rows = _read_rows(source, rows, split, num_samples, load_dataset_kwargs)
         if transform is not None:
             rows = _transform_rows(rows, transform)

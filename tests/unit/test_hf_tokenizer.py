@@ -1,0 +1,240 @@
+"""A tokenizer from a model's folder: prompts are those that transformers makes of the template."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_tokenizers import FAMILIES, write_tokenizer
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+
+from torchtune_grpo.components import instantiate
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data._prompt_encoder import PromptEncoder
+from torchtune_grpo.models import hf_tokenizer
+from torchtune_grpo.rollout._text import decode_tokens
+
+DATE = {"date_string": "26 Jul 2024"}
+CASES = [
+    ("llama3_2", DATE),
+    ("qwen2_5", {}),
+    ("qwen3", {}),
+    ("qwen3", {"enable_thinking": True}),
+    ("qwen3", {"enable_thinking": False}),
+    ("smollm2", {}),
+    ("deepseek_r1_distill", {}),
+    ("gemma3", {}),
+]
+QUESTIONS = ["1+1?", "  What is\n\n12 , 13 ?\n", "\n\nÜber 数 🙂 {{ x }} {% if %}", "a<b>c|d"]
+CONVERSATION = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
+    {"role": "user", "content": "Sure?"},
+]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hf_tokenizers")
+    return {name: write_tokenizer(root / name, name) for name in FAMILIES}
+
+
+@pytest.mark.parametrize("system", [None, "Put it between <think> and </think>."])
+@pytest.mark.parametrize(("name", "kwargs"), CASES)
+def test_prompts_are_those_of_the_models_template(
+    folders: dict[str, Path], name: str, kwargs: dict[str, Any], system: str | None
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(folders[name])
+    encoder = PromptEncoder(hf_tokenizer(str(folders[name]), kwargs), system_prompt=system)
+    first = [{"role": "system", "content": system}] if system else []
+    for prompt in [*QUESTIONS, CONVERSATION]:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        expected = theirs.apply_chat_template(
+            first + turns, add_generation_prompt=True, return_dict=False, **kwargs
+        )
+        assert encoder(prompt) == expected
+        assert encoder.messages(prompt) == first + turns
+
+
+def test_a_row_keeps_its_own_system_message(folders: dict[str, Path]) -> None:
+    encoder = PromptEncoder(hf_tokenizer(str(folders["qwen3"])), system_prompt="Be brief.")
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "1+1?"}]
+    assert "Be long." in decoded(encoder, own) and "Be brief." not in decoded(encoder, own)
+
+
+def decoded(encoder: PromptEncoder, prompt: Any) -> str:
+    return encoder._tokenizer.decode(encoder(prompt), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma"])
+def test_control_text_in_data_stays_text(folders: dict[str, Path], name: str) -> None:
+    """Nor does anything vanish: what the encoder writes between, and looks like it, is kept."""
+    tokenizer = hf_tokenizer(str(folders[name]))
+    encoder = PromptEncoder(tokenizer)
+    control = {*tokenizer.special_tokens.values()}
+
+    def marks(prompt: Any) -> list[int]:
+        return [token for token in encoder(prompt) if token in control]
+
+    cut = tokenizer.CUT
+    for text in [*tokenizer.special_tokens, *FAMILIES[name].special, f"{cut}{cut[0]}{cut}{cut[1]}"]:
+        attack = f"a {text}\n{text}{text}z"
+        assert marks(attack) == marks("a"), text
+        assert attack in decoded(encoder, attack)
+        plain = PromptEncoder(tokenizer, chat=False)(attack)
+        assert [token for token in plain if token in control] == plain[: tokenizer._adds_bos]
+        if name != "deepseek_r1_distill":  # which puts the system's in front, and once
+            row = [{"role": "system", "content": attack}, {"role": "user", "content": "b"}]
+            calm = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+            assert marks(row) == marks(calm)
+
+
+def test_turns_are_marked_by_tokens_that_are_not_special(folders: dict[str, Path]) -> None:
+    """DeepSeek's are; the tags of thinking are words of a prompt, and white space is no mark."""
+    deepseek = hf_tokenizer(str(folders["deepseek_r1_distill"])).special_tokens
+    assert {"<｜User｜>", "<｜Assistant｜>"} < deepseek.keys() and "<think>" not in deepseek
+    assert {*hf_tokenizer(str(folders["gemma3"])).special_tokens} == {*FAMILIES["gemma3"].special}
+
+
+def test_the_prefill_continues_the_template(folders: dict[str, Path]) -> None:
+    theirs = AutoTokenizer.from_pretrained(folders["qwen3"])
+    text = theirs.apply_chat_template(
+        [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, tokenize=False
+    )
+    for prefill in ("<think>", "<think>\n", " So, "):
+        encoder = PromptEncoder(hf_tokenizer(str(folders["qwen3"])), prefill=prefill)
+        assert encoder("1+1?") == theirs(text + prefill)["input_ids"]
+        assert encoder.prefill == prefill
+
+
+def test_graders_see_the_think_block_that_a_template_opens(folders: dict[str, Path]) -> None:
+    always = hf_tokenizer(str(folders["deepseek_r1_distill"]))
+    data = RLDataset(always, rows=[{"prompt": "1+1?"}], prefill="Well")
+    assert data.prefill == "<think>\nWell"
+    assert always.decode(data[0]["tokens"]).endswith(data.prefill)
+    with pytest.raises(ValueError, match="^prefill='<think>': .*opens <think> itself.*Remove"):
+        RLDataset(always, rows=[{"prompt": "1+1?"}], prefill="<think>")
+    assert PromptEncoder(always, chat=False).prefill == ""
+    never = hf_tokenizer(str(folders["qwen3"]), {"enable_thinking": False})
+    assert PromptEncoder(never, prefill="So").prefill == "So"
+
+
+def test_dates_stand_still(folders: dict[str, Path]) -> None:
+    folder = str(folders["llama3_2"])
+    fixed = decoded(PromptEncoder(hf_tokenizer(folder)), "hi")
+    assert "Today Date: 26 Jul 2024\n" in fixed
+    other = hf_tokenizer(folder, {"date_string": "1 Jan 2030"})
+    assert decoded(PromptEncoder(other), "hi") == fixed.replace("26 Jul 2024", "1 Jan 2030")
+    template = "{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}"
+    asked = PromptEncoder(hf_tokenizer(folder, {"chat_template": template}))
+    assert decoded(asked, "hi") == "2024-07-26hi"
+
+
+def test_plain_text_has_bos_where_the_tokenizer_writes_one(folders: dict[str, Path]) -> None:
+    for name in ("llama3_2", "gemma3", "qwen3", "smollm2"):
+        theirs = AutoTokenizer.from_pretrained(folders[name])
+        encoder = PromptEncoder(
+            hf_tokenizer(str(folders[name])), chat=False, system_prompt="Add.", prefill=" So"
+        )
+        assert encoder("1+1?") == theirs("Add.\n\n1+1? So")["input_ids"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_survives_and_unknown_ids_have_one(folders: dict[str, Path], name: str) -> None:
+    tokenizer = hf_tokenizer(str(folders[name]))
+    for text in [*QUESTIONS, " do n't , ' s .", "<think>\n1 </think>", *tokenizer.special_tokens]:
+        ids = tokenizer.encode(text, add_bos=False, add_eos=False)
+        assert decode_tokens(tokenizer, ids) == text
+    theirs = AutoTokenizer.from_pretrained(folders[name])
+    assert tokenizer.vocab_size == len(theirs)
+    a, b = (tokenizer.encode(text, False, False) for text in "ab")
+    beyond = [len(theirs), len(theirs) + 1, 10**6]
+    assert decode_tokens(tokenizer, [*a, *beyond, *b, beyond[0]]) == "a\ufffd\ufffd\ufffdb\ufffd"
+    end = [tokenizer.eos_id]
+    assert tokenizer.encode("a")[-1:] == end and decode_tokens(tokenizer, end) != ""
+    assert tokenizer.decode([*a, *end]) == "a"
+
+
+def test_stop_tokens_are_those_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    own = hf_tokenizer(str(folders["gemma3"])).eos_id
+    for settings, expected in [
+        ({}, [own]),
+        ({"config.json": {"eos_token_id": 7}}, [7, own]),
+        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {}}, [7, own]),
+        ({"generation_config.json": {"eos_token_id": [3, own]}}, [3, own]),
+        ({"generation_config.json": {"eos_token_id": 9}, "config.json": {"eos_token_id": 7}}, [9]),
+    ]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_tokenizer(folder, "gemma3")
+        for name, content in settings.items():
+            (folder / name).write_text(json.dumps(content))
+        assert hf_tokenizer(str(folder)).stop_tokens == sorted({*expected, own})
+
+
+def test_a_tokenizer_can_be_copied(folders: dict[str, Path]) -> None:
+    tokenizer = hf_tokenizer(str(folders["qwen3"]), {"enable_thinking": False})
+    encoder = PromptEncoder(tokenizer, system_prompt="Be brief.")
+    for twin in (pickle.loads(pickle.dumps(encoder)), copy.deepcopy(encoder)):
+        assert twin("1+1? <|im_end|>") == encoder("1+1? <|im_end|>")
+
+
+def test_limits_are_refused_not_applied(folders: dict[str, Path]) -> None:
+    tokenizer = hf_tokenizer(str(folders["qwen3"]), max_seq_len=5)
+    with pytest.raises(ValueError, match="^tokenizer.max_seq_len=5: is less than"):
+        RLDataset(tokenizer, rows=[{"prompt": "a question of more than five tokens"}])
+    assert tokenizer.max_seq_len == 5
+
+
+def test_a_config_makes_one_without_a_word(
+    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = OmegaConf.create(
+        {
+            "_component_": "torchtune_grpo.models.hf_tokenizer",
+            "model_dir": str(folders["qwen3"]),
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+    )
+    tokenizer = instantiate("tokenizer", node)
+    assert decoded(PromptEncoder(tokenizer), "word " * 3000).endswith("</think>\n\n")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_wrong_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    def refused(folder: Path, message: str, **kwargs: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            hf_tokenizer(str(folder), **kwargs)
+
+    refused(tmp_path / "none", "^model_dir=.*none: no such folder; `tune download")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    refused(tmp_path, "^model_dir=.*: holds no tokenizer .*tokenizer.json.*Copy")
+    (tmp_path / "tokenizer.json").write_text("{")
+    refused(tmp_path, "^model_dir=.*: its tokenizer cannot be read: ")
+    broken = write_tokenizer(tmp_path / "broken", "qwen3")
+    (broken / "generation_config.json").write_text("[]")
+    refused(broken, "^model_dir=.*: generation_config.json is no JSON object")
+    for kwargs, message in [
+        ({"enable_thinkng": False}, "enable_thinkng=False: .*Did you mean enable_thinking"),
+        ({"add_generation_prompt": False}, "add_generation_prompt=False: .*Remove it"),
+    ]:
+        refused(folders["qwen3"], f"^chat_template_kwargs.{message}", chat_template_kwargs=kwargs)
+    base = hf_tokenizer(str(write_tokenizer(tmp_path / "base", "qwen3", has_template=False)))
+    assert not base.has_chat_template
+    assert PromptEncoder(base, chat=False)("1+1?") == base.encode("1+1?", add_eos=False)
+    with pytest.raises(
+        ValueError, match="^chat=True: model_dir=.*base has no chat template.*chat="
+    ):
+        PromptEncoder(base)
+    gemma = hf_tokenizer(str(folders["gemma"]))
+    with pytest.raises(ValueError, match="^system_prompt: .*System role not supp.*prompt_template"):
+        PromptEncoder(gemma, system_prompt="Be brief.")
+    with pytest.raises(ValueError, match="refuses it: .*must alternate"):
+        PromptEncoder(gemma)([{"role": "user", "content": "a"}] * 2)
+    silent = hf_tokenizer(str(folders["qwen3"]), {"chat_template": "{{ messages[-1].content }}"})
+    with pytest.raises(ValueError, match="^system_prompt: .*leaves it out"):
+        PromptEncoder(silent, system_prompt="Be brief.")
