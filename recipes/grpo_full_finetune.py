@@ -66,8 +66,8 @@ log = utils.get_logger("INFO")
 class GRPOFullFinetuneRecipe(FTRecipeInterface):
     """GRPO for LoRA, QLoRA, DoRA and full fine-tuning, on one device or under torchrun.
 
-    With adapters the reference policy is the model with its adapters switched off. Full fine-tuning
-    keeps a frozen copy. ``loss.kl_coeff: 0`` keeps and computes no reference.
+    With adapters the reference policy is the model with its adapters switched off, or as
+    ``adapter_dir`` has them. Full fine-tuning keeps a copy; ``loss.kl_coeff: 0`` needs none.
 
     On several ranks, ``distributed.sharding`` says whether each holds the whole model (only
     gradients cross the wire) or a part of it (FSDP2). ``batch_size`` and ``forward_batch_size`` are

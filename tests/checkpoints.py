@@ -3,9 +3,12 @@
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from policies import SHAPE, randomize
 from safetensors.torch import save_file
+from torch import Tensor
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
@@ -17,6 +20,7 @@ LLAMA_SPECIALS = (
     "finetune_right_pad_id step_id image"
 ).split()
 QWEN_SPECIALS = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call>".split()
+TOKENS = torch.arange(40).view(2, 20) * 6 % 250
 VOCAB = 272  # 256 bytes, the special tokens, and ids that no tokenizer knows
 # Every adapted weight has a multiple of 16,384 elements, which NF4 quantization needs.
 TINY = {
@@ -101,6 +105,24 @@ def qwen_checkpoint(folder: Path) -> Path:
     (folder / "merges.txt").write_text("#version: 0.2\n")
     _specials(folder, QWEN_SPECIALS)
     return folder
+
+
+def peft_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:
+    """Saves PEFT's adapter of a base with random weights; returns its logits of ``TOKENS``."""
+    from peft import LoraConfig, get_peft_model  # which takes seconds
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+            elif "magnitude" in name:
+                parameter.mul_(1 + torch.rand(parameter.shape))
+        model.save_pretrained(folder)
+        return model(TOKENS).logits
 
 
 def _specials(folder: Path, names: list[str]) -> None:

@@ -44,8 +44,13 @@ class SamplingCorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The keys below ``reference``: the frozen copy that full fine-tuning keeps."""
+    """The keys below ``reference``: which policy it is, and the copy full fine-tuning keeps."""
 
+    policy: str = one_of(
+        "With adapter_dir: the base with that adapter, or the base alone",
+        "start",
+        ("start", "base"),
+    )
     dtype: str | None = one_of("Its dtype; null = `dtype`", None, ("bf16", "fp32"))
     device: str | None = key("Its device; null = `device`", None)
 
@@ -89,7 +94,7 @@ class GRPOConfig:
     )
     loss: DictConfig = key("Component: the loss; see docs/loss.md")
     reference: ReferenceConfig = key(
-        "Full fine-tuning: the frozen reference policy", ReferenceConfig()
+        "The frozen policy that the KL term compares with", ReferenceConfig()
     )
     # Rollout
     batch_size: int = positive("Prompts in a step, on each rank")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
@@ -246,6 +246,21 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
     # Embedding, norm and output stay gathered from the forward to the backward pass, which both
     # begin or end with them.
     fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
+
+
+def give_back(model: nn.Module) -> None:
+    """Frees what a pass through a sharded model has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, the same on all ranks, spread over them like a parameter, if that is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements)
 
 
 def random_states() -> list[Tensor]:

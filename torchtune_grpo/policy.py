@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
+from torchtune_grpo.checkpoint import adapter_settings, merge_adapter, read_adapter
 from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import attend_in_segments
@@ -58,6 +62,8 @@ def build_policy(
 ) -> TransformerDecoder:
     """Builds ``cfg.model`` with the given weights; only adapters are trained where there are some.
 
+    ``cfg.adapter_dir`` is loaded into them, or merged into a model without.
+
     Args:
         cfg (GRPOConfig): the config.
         state_dict (Mapping[str, Any]): full weights in torchtune's names, adapters or not.
@@ -77,6 +83,9 @@ def build_policy(
     if cfg.pack_groups:
         attend_in_segments(model)
     adapters = get_adapter_params(model)
+    start = _start(cfg) if cfg.adapter_dir is not None else {}
+    if start and not adapters:
+        state_dict = merge_adapter(state_dict, start, adapter_settings(str(cfg.adapter_dir)))
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]
     if missing or unexpected:
@@ -89,5 +98,13 @@ def build_policy(
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
     if adapters:
+        model.load_state_dict(start, strict=False)  # behind the magnitudes' start
         set_trainable_params(model, adapters)
     return model
+
+
+def _start(cfg: GRPOConfig) -> dict[str, Tensor]:
+    node = cfg.checkpointer
+    hf_config = json.loads(Path(node.checkpoint_dir, "config.json").read_text(encoding="utf-8"))
+    model_type = node.get("model_type")
+    return read_adapter(str(cfg.adapter_dir), hf_config=hf_config, model_type=model_type)

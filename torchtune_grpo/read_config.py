@@ -24,6 +24,7 @@ from torchtune.training.checkpointing._utils import ModelType
 
 from torchtune_grpo._config_table import component_keys, read_table
 from torchtune_grpo._import_path import extend_import_path
+from torchtune_grpo.checkpoint import RUN_CONFIG_FILE, adapter_files, check_adapter
 from torchtune_grpo.components import (
     FLOAT32_MAX,
     check_arguments,
@@ -177,7 +178,7 @@ def contradictions(settings: GRPOConfig) -> list[str]:
     adapter = settings.checkpointer.get("adapter_checkpoint")
     cases = {
         f"checkpointer.adapter_checkpoint={adapter}: is not read, and training would start without "
-        "it; merge it into the weights first, and set it to null.": adapter is not None,
+        "it; set it to null, and adapter_dir to its folder.": adapter is not None,
         f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
         f"{settings.forward_batch_size}; set one of them to null.": (
             settings.forward_token_budget is not None and settings.forward_batch_size is not None
@@ -254,6 +255,9 @@ def without_effect(settings: GRPOConfig) -> list[str]:
         ),
         "reference: there is none with loss.kl_coeff=0; remove the node.": (
             settings.loss.get("kl_coeff") == 0 and settings.reference != ReferenceConfig()
+        ),
+        "reference.policy=base: without adapter_dir, training starts from the base; remove it.": (
+            settings.reference.policy == "base" and settings.adapter_dir is None
         ),
     }
     return [f"No effect: {sentence}" for sentence, holds in cases.items() if holds]
@@ -395,9 +399,27 @@ def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
             f"sampling.suppressed_tokens={list(suppressed)}: the model's vocabulary has {size} "
             f"tokens; give numbers from 0 to {size - 1}."
         )
-    if get_adapter_params(model) and settings.reference != ReferenceConfig():
-        no_copy = "No effect: reference: the adapters are switched off, nothing is copied."
+    has_adapters, reference = bool(get_adapter_params(model)), settings.reference
+    if has_adapters and replace(reference, policy="start") != ReferenceConfig():
+        no_copy = "No effect: reference: the adapters are switched off, no weights are copied."
         utils.log_rank_zero(log, no_copy)
+    if settings.adapter_dir is not None:
+        _check_adapter(settings.adapter_dir, model, base=Path(folder))
+        if reference.policy == "base" and not has_adapters:
+            raise ValueError(
+                "reference.policy=base: adapter_dir is merged into a model without adapters, which "
+                "cannot be switched off; set it to start, or train adapters."
+            )
+
+
+def _check_adapter(adapter_dir: str, model: nn.Module, *, base: Path) -> None:
+    place, base = adapter_files(adapter_dir)[0].parent.resolve(), base.resolve()
+    if place == base or (base in place.parents and (base / RUN_CONFIG_FILE).is_file()):
+        raise ValueError(
+            f"adapter_dir={adapter_dir}: the weights in checkpointer.checkpoint_dir={base} hold "
+            "this adapter already; set it to null, or give the base that it was trained on."
+        )
+    check_adapter(adapter_dir, model)
 
 
 def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -> None:

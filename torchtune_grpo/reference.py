@@ -1,9 +1,10 @@
-"""Log-probs of the reference policy: adapters switched off, a frozen copy, or none at all."""
+"""Log-probs of the reference policy: the policy with other adapters, or a frozen copy."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,22 +14,54 @@ from torchtune.modules.peft import disable_adapter, get_adapter_params
 
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import MicroBatch, trajectory_logprobs
-from torchtune_grpo.parallel import DistributedConfig, shard
+from torchtune_grpo.parallel import DistributedConfig, give_back, shard, sharded_like
 
 
 class AdapterReference:
-    """The policy itself with its adapters switched off: no second copy of the weights."""
+    """The policy itself with other adapters, or none: no second copy of the weights.
 
-    def __init__(self, policy: TransformerDecoder) -> None:
+    Args:
+        policy (TransformerDecoder): with adapters.
+        keep_start (bool): copy the adapters as they are now; otherwise they are switched off.
+    """
+
+    def __init__(self, policy: TransformerDecoder, *, keep_start: bool = False) -> None:
         self._policy = policy
+        self._start = self._copy() if keep_start else None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """Log-probs [N, L]; the arguments are those of :func:`trajectory_logprobs`."""
-        with disable_adapter(self._policy):
+        adapters = disable_adapter(self._policy) if self._start is None else self._as_at_start()
+        with adapters:
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
     def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
-        """Nothing to do: the policy's own weights are sharded with it."""
+        """Shards the copied adapters like the policy's; the other weights are the policy's own."""
+        if self._start is not None:
+            pairs = zip(self._start, self._parameters(), strict=True)
+            self._start = [sharded_like(parameter, value) for value, parameter in pairs]
+
+    def _parameters(self) -> list[Tensor]:
+        give_back(self._policy)  # what a pass has gathered is not what is trained
+        return list(get_adapter_params(self._policy).values())
+
+    def _copy(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters()]
+
+    @contextmanager
+    def _as_at_start(self) -> Iterator[None]:
+        assert self._start is not None
+        now = self._copy()
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    @torch.no_grad()
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value)
 
 
 class FrozenReference:
@@ -66,11 +99,12 @@ Reference = AdapterReference | FrozenReference
 def make_reference(policy: TransformerDecoder, cfg: GRPOConfig, *, home: torch.device) -> Reference:
     """Picks the cheapest exact reference for a policy that was just loaded.
 
-    It is the policy with adapters off if there are some, else a frozen copy, which lives on the
-    device ``home`` unless ``cfg.reference`` names another.
+    It is the policy with adapters off, or as ``cfg.adapter_dir`` has them, if there are some; else
+    a frozen copy, which lives on the device ``home`` unless ``cfg.reference`` names another.
     """
     if get_adapter_params(policy):
-        return AdapterReference(policy)
+        keep_start = cfg.adapter_dir is not None and cfg.reference.policy == "start"
+        return AdapterReference(policy, keep_start=keep_start)
     device = torch.device(cfg.reference.device or home)
     dtype = training.get_dtype(cfg.reference.dtype or cfg.dtype, device=device)
     return FrozenReference(policy, dtype=dtype, device=device)

@@ -183,7 +183,8 @@ def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> Transfo
     if not base:
         with contextlib.suppress(ValueError):  # before the first one
             trained = checkpoints.newest()
-    print(f"Weights: {trained or cfg.checkpointer.checkpoint_dir}")
+    start = " with ".join(filter(None, [cfg.checkpointer.checkpoint_dir, cfg.adapter_dir]))
+    print(f"Weights: {trained or start}")
     if trained is not None:
         checkpoints.check_policy(trained)
     model = build_policy(cfg, checkpoints.base_weights(), device=device)

@@ -64,6 +64,7 @@ COMMON = {
     "sampling.stop_strings": ["abc", 5, [3], [""], [None], [["a"]], {"a": 1}, None],
     "rollout.engine": "word", "rollout.max_rows": "count?", "rollout.merge_adapters": "word",
     "rollout.cuda_graphs": "flag", "rollout.deadline": "positive?",
+    "adapter_dir": "path?", "reference.policy": "word",
     "reference.dtype": "word?", "reference.device": "word?",
     "distributed.sharding": "word", "distributed.replicas": "count",
     "distributed.cpu_offload": "flag", "distributed.defer_gradients": "word",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import peft_adapter
 from fork_server import environment, fork_server
 from runs import (
     DISTRIBUTED,
@@ -49,6 +50,8 @@ def reward_raise(prompts, completions, trainer_state, **columns):
         raise Broken("the reward of rank 1 is broken")
     return reward_length(prompts, completions)
 """
+# Of the adapter that the runs with LoRA begin from.
+PEFT = dict(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "up_proj"])
 NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 
 
@@ -69,6 +72,18 @@ def settings(folder: Path, config: str, *more: str, reward: str = "length") -> l
     if config == LORA:  # fused SGD has no form for sharded parameters
         overrides.append("optimizer.fused=false")
     return [*overrides, *more]
+
+
+def from_adapter(folder: Path) -> list[str]:
+    """Overrides with which a run begins from PEFT's adapter, and has it for its reference."""
+    tiny_overrides(LORA, folder)  # makes the base, which is the same in all folders
+    peft_adapter(folder / "llama", folder / "sft", **PEFT)
+    more = ["model.lora_rank=4", "model.lora_alpha=8", "loss.kl_coeff=0.5"]
+    return [
+        *more,
+        "model.lora_attn_modules=[q_proj,k_proj,v_proj]",
+        f"adapter_dir={folder / 'sft'}",
+    ]
 
 
 def run(folder: Path, config: str, *more: str, ranks: int, **env: str) -> None:
@@ -151,6 +166,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4", "seed=1"]
     if config == QLORA:  # QDoRA
         objective += ["model.use_dora=True", "optimizer.fused=False"]
+    if config == LORA:
+        objective += from_adapter(tmp_path)
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, ["batch_size=2", *more]) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
@@ -160,6 +177,9 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     expected = weights(one / "out" / "step_000002")
     base = load_file(one / "llama" / "model.safetensors")
     assert max((expected[n] - base[n]).abs().max() for n in base) > 1e-3
+    if config == LORA:  # the reference is what the run began with
+        kl = [record["kl"] for record in metrics(one / "out") if "kl" in record]
+        assert abs(kl[0]) < 1e-6 < 1e-4 < kl[1]
     for name in VARIANTS[config]:
         out = tmp_path / name / "out"
         assert completions(out) == completions(one / "out"), name
@@ -202,7 +222,9 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
     adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-3", "batch_size=2", "grpo_samples=4"]
     adam += ["optimizer.eps=1e-3"]  # below it, Adam turns rounding noise into full steps
     adam += ["num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=null", *NO_EVALUATION]
-    dropout = ["model.lora_dropout=0.5"] if config == LORA else []
+    dropout = []
+    if config == LORA:
+        dropout, adam = ["model.lora_dropout=0.5"], adam + from_adapter(tmp_path)
     out = tmp_path / "out"
     run(tmp_path, config, *adam, *dropout, ranks=2)
     whole = weights(out / "step_000003")

@@ -45,7 +45,7 @@ from torchtune_grpo.parallel import on_first_rank
 log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
-CONFIG_FILE = "run_config.json"
+RUN_CONFIG_FILE = "run_config.json"
 REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's name on the hub
 
 
@@ -298,9 +298,9 @@ class Checkpoints:
         with (folder / STATE_FILE).open("wb") as file:
             torch.save({**training_state, "adapter": adapter}, file)
         text = json.dumps(self._run_config, indent=2)
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        (folder / RUN_CONFIG_FILE).write_text(text, encoding="utf-8")
         for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
-            path.chmod((folder / CONFIG_FILE).stat().st_mode)
+            path.chmod((folder / RUN_CONFIG_FILE).stat().st_mode)
         return folder
 
     def _save_peft(self, model: nn.Module, adapter: dict[str, Tensor], folder: Path) -> None:
@@ -422,7 +422,7 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def _config_of(checkpoint: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
     return config
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from torchtune_grpo.checkpoint._adapter import adapter_files
 from torchtune_grpo.checkpoint._checksums import describe_file, sha256_of
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.parallel import world_size
@@ -21,6 +22,7 @@ FIXED = {
     "tokenizer": "the policy learned its tokens",
     "checkpointer.model_type": "it says how the weights are stored",
     "checkpointer.checkpoint_files": "training started from them",
+    "adapter_dir": "training started from it",
     "seed": "it decides the order of the prompts",
     "dataset": "it decides which prompts come next",
     "batch_size * ranks": "it decides which prompts come next",
@@ -53,6 +55,9 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]
         flat[f"checkpointer.checkpoint_files.{number}"] = str(path)
         if os.environ.get(FULL_DIGEST):
             flat[f"checkpointer.checkpoint_files.{number}{_SHA256}"] = sha256_of(path)
+    if (folder := flat.pop("adapter_dir", None)) is not None:
+        for number, path in enumerate(adapter_files(folder)):
+            flat[f"adapter_dir.{number}"] = str(path)
     flat["batch_size * ranks"] = cfg.batch_size * world_size()
     return {key: _described(value) if _why_fixed(key) else value for key, value in flat.items()}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.checkpoint._run_config import HYPERPARAMETERS
-from torchtune_grpo.parallel import rank
+from torchtune_grpo.parallel import rank, sharded_like
 
 _OF_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
 
@@ -87,8 +87,7 @@ def _like_parameter(
     """Shards a whole state tensor like its parameter, and quantizes it if the optimizer does."""
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    value = distribute_tensor(value.to(parameter.device), mesh, placements)
+    value = sharded_like(parameter, value)
     if hasattr(optimizer, "_new_buffer"):  # torchao's low-bit optimizers
         buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
         buffer.to_local().copy_(value.to_local())

@@ -1,0 +1,206 @@
+"""A run that begins from an adapter begins as PEFT computes base and adapter."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from checkpoints import TOKENS, peft_adapter
+from policies import build_policy as random_policy
+from runs import tiny_overrides
+from safetensors.torch import load_file, save_file
+from torchtune.modules.peft import get_adapter_params
+from trajectories import make_groups
+from transformers import AutoModelForCausalLM
+
+from torchtune_grpo.checkpoint import Checkpoints, adapter_settings
+from torchtune_grpo.command_line import load_config
+from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
+from torchtune_grpo.policy import build_policy
+from torchtune_grpo.read_config import check_checkpoint_files, read_config
+from torchtune_grpo.reference import AdapterReference
+
+LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"
+TARGETS = {
+    "attention": ["q_proj", "k_proj", "o_proj"],
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "half an MLP": ["v_proj", "gate_proj"],
+}
+
+
+def base_and_config(config, folder, *more):
+    """A tiny base, and the config of a run from it."""
+    overrides = [*tiny_overrides(config, folder), "dtype=fp32", *more]
+    return folder / config.partition("3")[0].partition("2")[0], load_config(config, overrides)
+
+
+def built(cfg, folder):
+    """The policy that a run begins with."""
+    wanted = adapter_settings(folder)
+    if "lora_rank" in cfg.model:
+        cfg.model.update(wanted if "apply_lora_to_output" in cfg.model else without_output(wanted))
+    cfg.adapter_dir = str(folder)
+    settings = read_config(cfg)
+    check_checkpoint_files(settings)
+    weights = Checkpoints.of_run(settings).base_weights()
+    return build_policy(settings, weights, device=torch.device("cpu")).eval()
+
+
+def without_output(wanted):
+    assert wanted["apply_lora_to_output"] is False
+    return {key: value for key, value in wanted.items() if key != "apply_lora_to_output"}
+
+
+@pytest.mark.parametrize("config", [LORA, QWEN, FULL])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(r=4, lora_alpha=6, target_modules=TARGETS["all"]),
+        dict(r=8, lora_alpha=16, target_modules=TARGETS["attention"], use_rslora=True),
+        dict(r=4, lora_alpha=8, target_modules=TARGETS["attention"], use_dora=True),
+        dict(r=4, lora_alpha=8, target_modules=TARGETS["half an MLP"]),
+    ],
+    ids=["lora", "rslora", "dora", "half an MLP"],
+)
+@torch.no_grad()
+def test_the_policy_begins_as_peft_has_it(tmp_path, config, settings):
+    base, cfg = base_and_config(config, tmp_path)
+    expected = peft_adapter(base, tmp_path / "adapter", **settings)
+    if config == QWEN and "use_dora" in settings:
+        with pytest.raises(ValueError, match="DoRA scales the bias of a layer, PEFT's does not"):
+            built(cfg, tmp_path / "adapter")
+        return
+    torch.testing.assert_close(
+        built(cfg, tmp_path / "adapter")(TOKENS), expected, atol=2e-4, rtol=1e-4
+    )
+    bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert (bare(TOKENS).logits - expected).abs().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base, the config of a run from it, and an adapter."""
+    folder = tmp_path_factory.mktemp("made")
+    base, cfg = base_and_config(LORA, folder)
+    peft_adapter(base, folder / "adapter", r=4, lora_alpha=8, target_modules=TARGETS["all"])
+    return folder, cfg
+
+
+SAYS = (
+    r"adapter_dir=\S+: adapter_config.json says {}, which is not computed here; merge the adapter"
+)
+SETTINGS = {
+    "rank_pattern={'q_proj': 8}": dict(rank_pattern={"q_proj": 8}),
+    "alpha_pattern={'q_proj': 8}": dict(alpha_pattern={"q_proj": 8}),
+    "modules_to_save=['lm_head']": dict(modules_to_save=["lm_head"]),
+    "layers_to_transform=[0]": dict(layers_to_transform=[0]),
+    "fan_in_fan_out=True": dict(fan_in_fan_out=True),
+    "something_new=1": dict(something_new=1),
+    "peft_type='LOHA'": dict(peft_type="LOHA"),
+    "bias='all'": dict(bias="all"),
+    "init_lora_weights='pissa_niter_4'": dict(init_lora_weights="pissa_niter_4"),
+}
+
+
+@pytest.mark.parametrize("told", SETTINGS)
+def test_what_is_not_computed_is_refused_by_name(made, tmp_path, told):
+    folder, _ = made
+    config = json.loads((folder / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | SETTINGS[told]))
+    (tmp_path / "adapter_model.safetensors").symlink_to(
+        folder / "adapter/adapter_model.safetensors"
+    )
+    with pytest.raises(ValueError, match=SAYS.format(re.escape(told))):
+        adapter_settings(tmp_path)
+
+
+WEIGHTS = {
+    "holds base_model.model.model.embed_tokens.lora_embedding_A, which is no LoRA or DoRA": dict(
+        add="base_model.model.model.embed_tokens.lora_embedding_A"
+    ),
+    "its weights are incomplete, as to layers.1.mlp.w2.lora_b.weight": dict(
+        drop="base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    ),
+    r"adapts a layers.7.mlp.w1 of \[256, 256\], and the model's is none": dict(
+        rename=("layers.1.mlp.gate_proj", "layers.7.mlp.gate_proj")
+    ),
+    r"adapts a layers.0.attn.q_proj of \[256, 64\], and the model's is of \[256, 256\]": dict(
+        narrow="base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("told", WEIGHTS)
+def test_weights_that_the_model_has_no_place_for_are_refused(made, tmp_path, told):
+    folder, cfg = made
+    weights = load_file(folder / "adapter/adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").symlink_to(folder / "adapter/adapter_config.json")
+    match WEIGHTS[told]:
+        case {"add": name}:
+            weights[name] = torch.zeros(4, 4)
+        case {"drop": name}:
+            del weights[name]
+        case {"rename": (old, new)}:
+            weights = {name.replace(old, new): value for name, value in weights.items()}
+        case {"narrow": name}:
+            weights[name] = weights[name][:, :64].contiguous()
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"adapter_dir=\S+: .*{told}"):
+        built(cfg, tmp_path)
+
+
+OVERRIDES = {
+    "model.lora_rank=16: adapter_dir={dir} has 4; set it to that.": "model.lora_rank=16",
+    "model.lora_alpha=9.0: adapter_dir={dir} has 8.0; set it to that.": "model.lora_alpha=9",
+    "model.use_dora=True: adapter_dir={dir} has False; set it to that.": "model.use_dora=true",
+    "model.lora_attn_modules=['v_proj']: adapter_dir={dir} has ['q_proj', 'k_proj', 'v_proj', "
+    "'output_proj']; set it to that.": "model.lora_attn_modules=[v_proj]",
+    "model.apply_lora_to_mlp=False: adapter_dir={dir} has True; set it to that.": (
+        "model.apply_lora_to_mlp=false"
+    ),
+    "adapter_dir={base}/adapter: the weights in checkpointer.checkpoint_dir={base} hold this": (
+        "adapter_dir={base}/adapter"
+    ),
+    "adapter_dir={base}: holds no adapter; name a folder with": "adapter_dir={base}",
+    "reference.policy=base: adapter_dir is merged into a model without adapters": (
+        "model=torchtune.models.llama3_2.llama3_2 reference.policy=base "
+        "~model.lora_attn_modules ~model.apply_lora_to_mlp ~model.lora_rank ~model.lora_alpha "
+        "~model.lora_dropout"
+    ),
+}
+
+
+@pytest.mark.parametrize("told", OVERRIDES)
+def test_a_model_that_does_not_fit_is_refused_by_key(made, tmp_path, told):
+    folder, _ = made
+    base, places = tmp_path / "base", {"dir": folder / "adapter", "base": tmp_path / "base"}
+    shutil.copytree(folder / "llama", base)
+    if "hold this" in told:  # as in a folder that a run has left
+        shutil.copytree(folder / "adapter", base / "adapter")
+        (base / "run_config.json").touch()
+    more = ["lora_rank=4", "lora_alpha=8", "lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]"]
+    overrides = [f"adapter_dir={folder}/adapter", *(f"model.{text}" for text in more)]
+    overrides += OVERRIDES[told].format(**places).split()
+    overrides.append(f"checkpointer.checkpoint_dir={base}")
+    cfg = load_config(LORA, [*tiny_overrides(LORA, folder), *overrides])
+    with pytest.raises(ValueError, match=re.escape(told.format(**places))):
+        check_checkpoint_files(read_config(cfg))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@torch.no_grad()
+def test_the_reference_is_the_policy_as_it_was_and_leaves_no_trace(kind):
+    model = random_policy(kind)
+    trajectory = make_groups([3, 5], [4, 9, 2, 7])
+    parts = micro_batches(trajectory, group_size=2, pack=True, rows=2)
+    before = trajectory_logprobs(model, parts, temperature=0.7)
+    reference = AdapterReference(model, keep_start=True)
+    for parameter in get_adapter_params(model).values():
+        parameter.add_(0.3 * torch.randn(parameter.shape))
+    now = {name: value.clone() for name, value in model.state_dict().items()}
+    after = trajectory_logprobs(model, parts, temperature=0.7)
+    assert (after - before).abs().max() > 0.1
+    assert reference.logprobs(parts, temperature=0.7).equal(before)
+    assert all(value.equal(now[name]) for name, value in model.state_dict().items())
+    assert trajectory_logprobs(model, parts, temperature=0.7).equal(after)
