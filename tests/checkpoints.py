@@ -121,7 +121,7 @@ def peft_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:
                 parameter.normal_(std=0.2)
             elif "magnitude" in name:
                 parameter.mul_(1 + torch.rand(parameter.shape))
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_embedding_layers=False)
         return model(TOKENS).logits
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import TOKENS, peft_adapter
+from hf_models import hf_folder
 from policies import build_policy as random_policy
 from runs import tiny_overrides
 from safetensors.torch import load_file, save_file
@@ -14,9 +15,16 @@ from torchtune.modules.peft import get_adapter_params
 from trajectories import make_groups
 from transformers import AutoModelForCausalLM
 
-from torchtune_grpo.checkpoint import Checkpoints, adapter_settings
+from torchtune_grpo.checkpoint import (
+    Checkpoints,
+    adapter_settings,
+    check_adapter,
+    merge_adapter,
+    read_adapter,
+)
 from torchtune_grpo.command_line import load_config
 from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
+from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import AdapterReference
@@ -78,6 +86,32 @@ def test_the_policy_begins_as_peft_has_it(tmp_path, config, settings):
     assert (bare(TOKENS).logits - expected).abs().max() > 0.1
 
 
+FROM_FOLDER = {
+    "qwen2": dict(target_modules=TARGETS["all"], use_dora=True),  # with biases
+    "qwen3_untied": dict(target_modules=[*TARGETS["attention"], "lm_head"]),
+    "llama3": dict(target_modules="all-linear"),
+}
+
+
+@pytest.mark.parametrize("name", FROM_FOLDER)
+@torch.no_grad()
+def test_a_model_from_its_folder_begins_as_peft_has_it(tmp_path, name):
+    base, adapter = hf_folder(name, tmp_path / name), tmp_path / "adapter"
+    expected = peft_adapter(base, adapter, r=4, lora_alpha=8, **FROM_FOLDER[name])
+    settings = adapter_settings(adapter)
+    hf_config = json.loads((base / "config.json").read_text())
+    start = read_adapter(adapter, hf_config=hf_config, model_type=None)
+    weights = HFCheckpointer(str(base), str(tmp_path)).load_checkpoint()["model"]
+    model = lora_hf_model(str(base), **settings)
+    check_adapter(adapter, model)
+    model.load_state_dict(weights | start)
+    torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
+    model = hf_model(str(base))
+    check_adapter(adapter, model)
+    model.load_state_dict(merge_adapter(weights, start, settings))
+    torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A base, the config of a run from it, and an adapter."""
@@ -118,6 +152,10 @@ def test_what_is_not_computed_is_refused_by_name(made, tmp_path, told):
 WEIGHTS = {
     "holds base_model.model.model.embed_tokens.lora_embedding_A, which is no LoRA or DoRA": dict(
         add="base_model.model.model.embed_tokens.lora_embedding_A"
+    ),
+    # as PEFT saves what it adapts an output projection of
+    "holds base_model.model.lm_head.base_layer.weight, which is no LoRA or DoRA": dict(
+        add="base_model.model.lm_head.base_layer.weight"
     ),
     "its weights are incomplete, as to layers.1.mlp.w2.lora_b.weight": dict(
         drop="base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
