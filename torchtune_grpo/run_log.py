@@ -19,6 +19,8 @@ from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
 
+METRICS_FILE = "metrics.jsonl"
+
 
 class _SilentLogger:
     """Stands for the metric logger on all ranks but the first."""
@@ -80,7 +82,7 @@ class RunLog:
     def __init__(self, folder: Path, *, num_completions: int) -> None:
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = folder / "metrics.jsonl"
+        self._metrics = folder / METRICS_FILE
         self._completions = folder / "completions.jsonl"
         self._num_completions = num_completions
         self._num_tokens = 0.0  # of the first rank's record

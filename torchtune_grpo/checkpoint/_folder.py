@@ -7,6 +7,7 @@ A checkpoint is a folder ``step_<n>``, written atomically:
         adapter/adapter_model.safetensors, adapter_config.json    LoRA or DoRA in PEFT's format
         training_state.pt                                what resuming needs
         run_config.json                                  the config it was written under
+        README.md                                        a model card
         SHA256SUMS                                       of all these
 """
 
@@ -27,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune import config, training, utils
 
+from torchtune_grpo.checkpoint._base_files import REPO_ID_FILE, keep_base_files
 from torchtune_grpo.checkpoint._checksums import find_damage, sync, write_sums
 from torchtune_grpo.checkpoint._claim import STAGING, delete
 from torchtune_grpo.checkpoint._export import (
@@ -36,17 +38,18 @@ from torchtune_grpo.checkpoint._export import (
     peft_config,
     peft_state,
 )
+from torchtune_grpo.checkpoint._model_card import model_card
 from torchtune_grpo.checkpoint._run_config import POLICY, changed_keys, refuse_changes, run_config
 from torchtune_grpo.checkpoint._whole_state import full_state, later_bytes, optimizer_state
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.parallel import on_first_rank
+from torchtune_grpo.run_log import METRICS_FILE, read_jsonl
 
 log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
 RUN_CONFIG_FILE = "run_config.json"
-REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's name on the hub
 
 
 class CheckpointError(RuntimeError):
@@ -292,9 +295,21 @@ class Checkpoints:
             merged = merged_state(model, state) if adapter else dict(state)
             with _quiet():  # of files that are about to be renamed
                 self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
-            _remove_what_only_the_base_is(folder)
+        base = Path(self._cfg.checkpoint_dir)
+        keep_base_files(base, folder)
         if adapter and fits_peft(model, self._cfg.get("model_type")):
             self._save_peft(model, adapter, folder / "adapter")
+        card = model_card(
+            self._run_config,
+            self._evaluations(until=epoch),
+            base=_hub_name(base) or str(base),
+            is_on_hub=_hub_name(base) is not None,
+            step=epoch,
+            folder=name,
+            has_weights=not (adapter and self._adapter_only),
+            has_adapter=(folder / "adapter").exists(),
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
         with (folder / STATE_FILE).open("wb") as file:
             torch.save({**training_state, "adapter": adapter}, file)
         text = json.dumps(self._run_config, indent=2)
@@ -305,15 +320,18 @@ class Checkpoints:
 
     def _save_peft(self, model: nn.Module, adapter: dict[str, Tensor], folder: Path) -> None:
         base = Path(self._cfg.checkpoint_dir)
-        hf_config = json.loads((base / "config.json").read_text())
-        name = str(base)
-        if (base / REPO_ID_FILE).is_file():
-            name = json.loads((base / REPO_ID_FILE).read_text())["repo_id"]
-        tensors = peft_state(adapter, hf_config=hf_config, model_type=self._cfg.get("model_type"))
-        settings = peft_config(model, base_model=name)
+        hf_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        model_type = self._cfg.get("model_type")
+        tensors = peft_state(adapter, hf_config=hf_config, model_type=model_type)
+        settings = peft_config(model, base_model=_hub_name(base) or str(base))
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+
+    def _evaluations(self, *, until: int) -> list[dict[str, Any]]:
+        file = self._folder / METRICS_FILE
+        records = read_jsonl(file) if file.exists() else []
+        return [record for record in records if record["step"] <= until]
 
 
 def set_aside_previous_run(cfg: GRPOConfig) -> None:
@@ -356,11 +374,10 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _remove_what_only_the_base_is(folder: Path) -> None:
-    """Of what torchtune copies beside the new weights: the base's adapter, and its name."""
-    shutil.rmtree(folder / "adapter", ignore_errors=True)
-    for name in ("adapter_config.json", REPO_ID_FILE):
-        (folder / name).unlink(missing_ok=True)
+def _hub_name(folder: Path) -> str | None:
+    """The name on the hub of a model that `tune download` has fetched."""
+    file = folder / REPO_ID_FILE
+    return json.loads(file.read_text(encoding="utf-8"))["repo_id"] if file.is_file() else None
 
 
 def _publish(folder: Path, target: Path) -> None:
