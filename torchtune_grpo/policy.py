@@ -14,11 +14,11 @@ from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo.checkpoint import adapter_settings, merge_adapter, read_adapter
 from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import attend_in_segments
 from torchtune_grpo.memory import fits_every_rank
+from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter
 from torchtune_grpo.parallel import world_size
 
 log = utils.get_logger("INFO")

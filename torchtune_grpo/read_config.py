@@ -24,7 +24,7 @@ from torchtune.training.checkpointing._utils import ModelType
 
 from torchtune_grpo._config_table import component_keys, read_table
 from torchtune_grpo._import_path import extend_import_path
-from torchtune_grpo.checkpoint import RUN_CONFIG_FILE, adapter_files, check_adapter
+from torchtune_grpo.checkpoint import RUN_CONFIG_FILE
 from torchtune_grpo.components import (
     FLOAT32_MAX,
     check_arguments,
@@ -35,7 +35,7 @@ from torchtune_grpo.components import (
 from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.lr_schedule import make_lr_scheduler
-from torchtune_grpo.models import HalfRotation
+from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
 from torchtune_grpo.policy import empty_model
 
 log = utils.get_logger("INFO")

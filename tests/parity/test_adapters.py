@@ -15,16 +15,18 @@ from torchtune.modules.peft import get_adapter_params
 from trajectories import make_groups
 from transformers import AutoModelForCausalLM
 
-from torchtune_grpo.checkpoint import (
-    Checkpoints,
+from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.command_line import load_config
+from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
+from torchtune_grpo.models import (
+    HFCheckpointer,
     adapter_settings,
     check_adapter,
+    hf_model,
+    lora_hf_model,
     merge_adapter,
     read_adapter,
 )
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
-from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import AdapterReference
@@ -102,8 +104,10 @@ def test_a_model_from_its_folder_begins_as_peft_has_it(tmp_path, name):
     hf_config = json.loads((base / "config.json").read_text())
     start = read_adapter(adapter, hf_config=hf_config, model_type=None)
     weights = HFCheckpointer(str(base), str(tmp_path)).load_checkpoint()["model"]
-    model = lora_hf_model(str(base), **settings)
+    model = lora_hf_model(str(base), adapter_dir=str(adapter))
     check_adapter(adapter, model)
+    with pytest.raises(ValueError, match="model.lora_rank=8: adapter_dir=.* has 4; set it to that"):
+        check_adapter(adapter, lora_hf_model(str(base), adapter_dir=str(adapter), lora_rank=8))
     model.load_state_dict(weights | start)
     torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
     model = hf_model(str(base))

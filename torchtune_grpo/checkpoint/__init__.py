@@ -1,12 +1,5 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
-from torchtune_grpo.checkpoint._adapter import (
-    adapter_files,
-    adapter_settings,
-    check_adapter,
-    merge_adapter,
-    read_adapter,
-)
 from torchtune_grpo.checkpoint._claim import claim_output_dir, write_error
 from torchtune_grpo.checkpoint._folder import (
     RUN_CONFIG_FILE,
@@ -20,13 +13,8 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "RUN_CONFIG_FILE",
-    "adapter_files",
-    "adapter_settings",
-    "check_adapter",
     "claim_output_dir",
-    "merge_adapter",
     "optimizer_state",
-    "read_adapter",
     "restore_optimizer",
     "set_aside_previous_run",
     "write_error",

@@ -31,17 +31,17 @@ from torchtune import config, training, utils
 from torchtune_grpo.checkpoint._base_files import REPO_ID_FILE, keep_base_files
 from torchtune_grpo.checkpoint._checksums import find_damage, sync, write_sums
 from torchtune_grpo.checkpoint._claim import STAGING, delete
-from torchtune_grpo.checkpoint._export import (
+from torchtune_grpo.checkpoint._model_card import model_card
+from torchtune_grpo.checkpoint._run_config import POLICY, changed_keys, refuse_changes, run_config
+from torchtune_grpo.checkpoint._whole_state import full_state, later_bytes, optimizer_state
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.models import (
     adapter_names,
     fits_peft,
     merged_state,
     peft_config,
     peft_state,
 )
-from torchtune_grpo.checkpoint._model_card import model_card
-from torchtune_grpo.checkpoint._run_config import POLICY, changed_keys, refuse_changes, run_config
-from torchtune_grpo.checkpoint._whole_state import full_state, later_bytes, optimizer_state
-from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.parallel import on_first_rank
 from torchtune_grpo.run_log import METRICS_FILE, read_jsonl

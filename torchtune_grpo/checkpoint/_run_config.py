@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.checkpoint._adapter import adapter_files
 from torchtune_grpo.checkpoint._checksums import describe_file, sha256_of
 from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.models import adapter_files
 from torchtune_grpo.parallel import world_size
 
 # Key -> why it must stay; it stands for all keys below it. Everything else may change.

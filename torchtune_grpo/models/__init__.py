@@ -1,6 +1,23 @@
-"""A model from its folder, as the hub has it: builders, weights and tokenizer, by config.json."""
+"""A model from its folder, as the hub has it: builders, weights and tokenizer, by config.json.
 
+And adapters and merged weights in the forms that PEFT and transformers load.
+"""
+
+from torchtune_grpo.models._adapter import (
+    adapter_files,
+    adapter_settings,
+    check_adapter,
+    merge_adapter,
+    read_adapter,
+)
 from torchtune_grpo.models._build import hf_model, lora_hf_model
+from torchtune_grpo.models._export import (
+    adapter_names,
+    fits_peft,
+    merged_state,
+    peft_config,
+    peft_state,
+)
 from torchtune_grpo.models._modules import HalfRotation, NormFirstAttention, PlainBiasDoRALinear
 from torchtune_grpo.models._tokenizer import HFTokenizer, hf_tokenizer
 from torchtune_grpo.models._weights import HFCheckpointer
@@ -11,7 +28,17 @@ __all__ = [
     "HalfRotation",
     "NormFirstAttention",
     "PlainBiasDoRALinear",
+    "adapter_files",
+    "adapter_names",
+    "adapter_settings",
+    "check_adapter",
+    "fits_peft",
     "hf_model",
     "hf_tokenizer",
     "lora_hf_model",
+    "merge_adapter",
+    "merged_state",
+    "peft_config",
+    "peft_state",
+    "read_adapter",
 ]

@@ -25,9 +25,18 @@ from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_pos
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 
+from torchtune_grpo.models._adapter import adapter_settings
 from torchtune_grpo.models._architecture import Architecture, read_architecture
 from torchtune_grpo.models._modules import HalfRotation, NormFirstAttention, PlainBiasDoRALinear
 
+_LORA: dict[str, Any] = {
+    "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "apply_lora_to_output": False,
+    "lora_rank": 32,
+    "lora_alpha": 64,
+    "use_dora": False,
+}
 # (name, inputs, outputs, bias) -> the layer
 Linear = Callable[[str, int, int, bool], nn.Module]
 
@@ -51,40 +60,57 @@ def hf_model(model_dir: str) -> TransformerDecoder:
 
 def lora_hf_model(
     model_dir: str,
-    lora_attn_modules: Sequence[LORA_ATTN_MODULES] = ("q_proj", "k_proj", "v_proj", "output_proj"),
-    apply_lora_to_mlp: bool = True,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 32,
-    lora_alpha: float = 64,
+    lora_attn_modules: Sequence[LORA_ATTN_MODULES] | None = None,
+    apply_lora_to_mlp: bool | None = None,
+    apply_lora_to_output: bool | None = None,
+    lora_rank: int | None = None,
+    lora_alpha: float | None = None,
     lora_dropout: float = 0.0,
-    use_dora: bool = False,
+    use_dora: bool | None = None,
     quantize_base: bool = False,
+    adapter_dir: str | None = None,
 ) -> TransformerDecoder:
     """The same with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
 
+    What is None is the adapter's in ``adapter_dir``; without one, it is LoRA of rank 32 and alpha
+    64 on all linear layers but the output projection.
+
     Args:
         model_dir (str): as :func:`hf_model` takes it.
-        lora_attn_modules (Sequence[LORA_ATTN_MODULES]): the attention's layers with an adapter.
-        apply_lora_to_mlp (bool): adapters in the feed-forward layers.
-        apply_lora_to_output (bool): one for the output projection, if it is not tied.
-        lora_rank (int): of all adapters.
-        lora_alpha (float): adapters are scaled by ``lora_alpha / lora_rank``.
+        lora_attn_modules (Sequence[LORA_ATTN_MODULES] | None): the attention's layers with an
+            adapter.
+        apply_lora_to_mlp (bool | None): adapters in the feed-forward layers.
+        apply_lora_to_output (bool | None): one for the output projection, if it is not tied.
+        lora_rank (int | None): of all adapters.
+        lora_alpha (float | None): adapters are scaled by ``lora_alpha / lora_rank``.
         lora_dropout (float): of the adapters' inputs.
-        use_dora (bool): DoRA, as PEFT computes it.
+        use_dora (bool | None): DoRA, as PEFT computes it.
+        adapter_dir (str | None): folder of the adapter that training begins from; its weights are
+            loaded by the config's key of this name.
         quantize_base (bool): all but embeddings and output projection in 4 bits (NF4).
 
     Raises:
         ValueError: as :func:`hf_model`, and for an adapter that the model has no layer for.
     """
+    given = {
+        "lora_attn_modules": lora_attn_modules,
+        "apply_lora_to_mlp": apply_lora_to_mlp,
+        "apply_lora_to_output": apply_lora_to_output,
+        "lora_rank": lora_rank,
+        "lora_alpha": lora_alpha,
+        "use_dora": use_dora,
+    }
+    start = _LORA if adapter_dir is None else adapter_settings(adapter_dir)
+    lora = start | {name: value for name, value in given.items() if value is not None}
     architecture = read_architecture(model_dir)
-    if architecture.tied and apply_lora_to_output:
+    if architecture.tied and lora["apply_lora_to_output"]:
         raise ValueError(
             "apply_lora_to_output=True: the model's output projection is its embedding; set it to "
             "false."
         )
-    adapted = {*lora_attn_modules}
-    adapted |= {"w1", "w2", "w3"} if apply_lora_to_mlp else set()
-    adapted |= {"output"} if apply_lora_to_output else set()
+    adapted = {*lora["lora_attn_modules"]}
+    adapted |= {"w1", "w2", "w3"} if lora["apply_lora_to_mlp"] else set()
+    adapted |= {"output"} if lora["apply_lora_to_output"] else set()
     if not adapted:
         raise ValueError("lora_attn_modules=[]: no layer has an adapter; name some of them.")
 
@@ -96,12 +122,12 @@ def lora_hf_model(
                 f"has {outputs} x {inputs}; set it to false."
             )
         if name in adapted:
-            kind = PlainBiasDoRALinear if use_dora else LoRALinear
+            kind = PlainBiasDoRALinear if lora["use_dora"] else LoRALinear
             return kind(
                 inputs,
                 outputs,
-                rank=lora_rank,
-                alpha=lora_alpha,
+                rank=lora["lora_rank"],
+                alpha=lora["lora_alpha"],
                 dropout=lora_dropout,
                 use_bias=bias,
                 quantize_base=quantized,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,13 @@ from torchtune import training
 
 from torchtune_grpo.models._architecture import Architecture, read_architecture
 from torchtune_grpo.models._build import hf_model
+from torchtune_grpo.models._export import LINEAR_NAMES
 
-# Of the folder, what is copied beside the new weights: settings, tokenizer, licence.
-_COPIED = re.compile(r".*\.(json|jinja|txt|model)|(LICEN[CS]E|NOTICE|USE_POLICY).*", re.IGNORECASE)
-_OF_THE_BASE = re.compile(r".*\.index\.json|(original_repo_id|adapter_config|run_config)\.json")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # torchtune's name of a module in a layer, and Hugging Face's.
-LAYER_NAMES = {
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.output_proj": "self_attn.o_proj",
+_LAYER_NAMES = LINEAR_NAMES | {
     "attn.q_norm": "self_attn.q_norm",
     "attn.k_norm": "self_attn.k_norm",
-    "mlp.w1": "mlp.gate_proj",
-    "mlp.w2": "mlp.down_proj",
-    "mlp.w3": "mlp.up_proj",
     "sa_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
@@ -51,7 +41,7 @@ def hf_name(name: str, architecture: Architecture) -> str:
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     if layer is None:
         return f"{_TOP_NAMES[module]}.{leaf}"
-    names = LAYER_NAMES | (_GEMMA_NORMS if architecture.is_gemma else {})
+    names = _LAYER_NAMES | (_GEMMA_NORMS if architecture.is_gemma else {})
     return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
 
 
@@ -118,7 +108,7 @@ class HFCheckpointer:
                 yield from torch.load(path, map_location="cpu", weights_only=True).items()
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
-        """Writes weights in torchtune's names, and what else the folder holds, to ``epoch_<n>``."""
+        """Writes weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
         architecture = read_architecture(self._dir)
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,10 +116,7 @@ class HFCheckpointer:
             hf_name(name, architecture): value.contiguous()
             for name, value in state_dict[training.MODEL_KEY].items()
         }
-        for path in sorted(self._dir.iterdir()):
-            if _COPIED.fullmatch(path.name) and not _OF_THE_BASE.fullmatch(path.name):
-                shutil.copyfile(path, folder / path.name)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((self._dir / "config.json").read_text(encoding="utf-8"))
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

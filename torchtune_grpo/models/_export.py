@@ -16,7 +16,8 @@ log = utils.get_logger("INFO")
 _UNPERMUTED = ("QWEN2", None)  # None: models of torchtune_grpo.models
 _PEFT_UNSUPPORTED = ("PHI3_MINI", "PHI4")
 
-PEFT_NAMES = {
+# torchtune's name of a linear module in a layer, and Hugging Face's.
+LINEAR_NAMES = {
     "attn.q_proj": "self_attn.q_proj",
     "attn.k_proj": "self_attn.k_proj",
     "attn.v_proj": "self_attn.v_proj",
@@ -100,7 +101,7 @@ def peft_config(model: nn.Module, *, base_model: str) -> dict[str, Any]:
     """The ``adapter_config.json`` that PEFT needs to load a model's adapters."""
     modules = adapter_modules(model)
     rank, alpha = rank_and_alpha(modules)
-    leaves = {PEFT_NAMES[re.sub(r"^layers\.\d+\.", "", name)].split(".")[-1] for name in modules}
+    leaves = {LINEAR_NAMES[re.sub(r"^layers\.\d+\.", "", name)].split(".")[-1] for name in modules}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,7 +130,7 @@ def peft_state(
         assert match is not None, name
         layer, module, leaf = match.groups()
         prefix = f"base_model.model.model.{layer}" if layer else "base_model.model."
-        result[f"{prefix}{PEFT_NAMES[module]}.{PEFT_LEAVES[leaf]}"] = value.contiguous()
+        result[f"{prefix}{LINEAR_NAMES[module]}.{PEFT_LEAVES[leaf]}"] = value.contiguous()
     return result
 
 

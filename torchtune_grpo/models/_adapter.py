@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchtune.modules.peft import get_merged_lora_ckpt
 
-from torchtune_grpo.checkpoint._export import (
+from torchtune_grpo.errors import ConfigError
+from torchtune_grpo.models._export import (
+    LINEAR_NAMES,
     PEFT_LEAVES,
-    PEFT_NAMES,
     adapter_modules,
     has_own_rows,
     rank_and_alpha,
@@ -24,7 +25,6 @@ from torchtune_grpo.checkpoint._export import (
     rows_to_tune,
     scales_bias,
 )
-from torchtune_grpo.errors import ConfigError
 
 CONFIG_FILE = "adapter_config.json"
 _TORCHTUNES = "adapter_model.pt"  # its names and order of rows; exact where its PEFT form is not
@@ -192,7 +192,7 @@ def _tensors(folder: str | Path) -> dict[str, Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if file.name == _TORCHTUNES:
         return tensors
-    modules = {theirs: ours for ours, theirs in PEFT_NAMES.items()}
+    modules = {theirs: ours for ours, theirs in LINEAR_NAMES.items()}
     leaves = {theirs: ours for ours, theirs in PEFT_LEAVES.items()}
     result = {}
     for name, value in tensors.items():
