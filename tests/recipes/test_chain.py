@@ -1,70 +1,161 @@
-"""What a run leaves is what the next one starts from."""
+"""What a run leaves is what the next one starts from: SFT, GRPO, GRPO again, full, SFT, GRPO."""
 
 import json
+import shutil
 
+import pytest
 import torch
+from checkpoints import TINY, TOKENS
 from peft import PeftModel
-from runs import run_tiny, tiny_overrides
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from runs import metrics, run_tiny, tiny_overrides, tune
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.checkpoint._checksums import find_damage
+from torchtune_grpo.command_line import load_config
+from torchtune_grpo.policy import build_policy
+from torchtune_grpo.read_config import read_config
+from torchtune_grpo.tiny._tokenizer import write_tokenizer
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
-QUICK = ["num_steps=1", "dtype=fp32", "eval_dataset=null", "grpo_samples=4", "batch_size=2"]
+QUICK = ["num_steps=1", "dtype=fp32", "grpo_samples=4", "batch_size=2"]
+NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 SPREAD = "rewards=[{_component_: my_rewards.length}]"
+ADAPTERS = ["model.lora_rank=4", "model.lora_alpha=12", "model.lora_attn_modules=[q_proj,k_proj]"]
 
 
-def run_on(base, folder, config=LORA, *more):
-    """A run in a folder, from the weights that another one has left."""
+def weights_of(folder):
+    """Overrides: begin from the weights in a folder."""
+    file = next(folder.glob("model*.safetensors")).name
+    return [f"checkpointer.checkpoint_dir={folder}", f"checkpointer.checkpoint_files=[{file}]"]
+
+
+def grpo(base, folder, config, *more):
+    """One step of ours from a folder's weights."""
     folder.mkdir(exist_ok=True)
     (folder / "my_rewards.py").write_text(
         "def length(prompts, completions, **columns):\n"
         "    return [float(len(c) % 7) for c in completions]\n"
     )
-    start = []
-    if base is not None:
-        file = next(base.glob("model-*.safetensors")).name
-        start = [f"checkpointer.checkpoint_dir={base}", f"checkpointer.checkpoint_files=[{file}]"]
     sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler=null"]
     if config == LORA:
-        sgd.append("optimizer.fused=false")
-    run_tiny(config, folder, *QUICK, SPREAD, *sgd, *start, *more)
+        sgd += ["optimizer.fused=false", *ADAPTERS]
+    run_tiny(config, folder, *QUICK, SPREAD, *sgd, *weights_of(base), *more)
     return folder / "out" / "step_000001"
 
 
-def logits(model):
-    tokens = torch.arange(40, 60)[None]
-    with torch.no_grad():
-        return model(tokens).logits
+def sft(base, folder, *more):
+    """Two steps of torchtune's own LoRA recipe from a folder's weights."""
+    folder.mkdir()
+    rows = [{"instruction": f"{n} plus 2?", "output": str(n + 2)} for n in range(8)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    model = TINY | {"_component_": "torchtune.models.llama3_2.lora_llama3_2"}
+    overrides = [f"model.{key}={value}" for key, value in model.items()]
+    overrides += [*ADAPTERS, "device=cpu", "dtype=fp32", "optimizer.fused=false", "shuffle=false"]
+    overrides += ["batch_size=2", "gradient_accumulation_steps=1", "max_steps_per_epoch=2"]
+    overrides += ["optimizer.lr=0.02", "lr_scheduler.num_warmup_steps=1", f"output_dir={folder}"]
+    overrides += ["dataset.source=json", f"dataset.data_files={folder / 'rows.json'}"]
+    overrides += [f"tokenizer.path={base / 'original/tokenizer.model'}", *weights_of(base), *more]
+    overrides.append(f"tokenizer.special_tokens_path={base / 'special_tokens.json'}")
+    config = ["--config", "llama3_2/1B_lora_single_device"]
+    tune("run", "lora_finetune_single_device", *config, *overrides, cwd=folder)
+    return folder / "epoch_0"
 
 
-def test_each_run_starts_from_what_the_one_before_has_left(tmp_path):
-    """LoRA, LoRA, full and LoRA again; each folder loads in transformers, alone or with PEFT."""
-    (tmp_path / "1").mkdir()
-    tiny_overrides(LORA, tmp_path / "1")  # makes the base
-    (tmp_path / "1/llama/original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
-    first = run_on(None, tmp_path / "1")
-    second = run_on(first, tmp_path / "2")
-    third = run_on(second, tmp_path / "3", FULL)
-    fourth = run_on(third, tmp_path / "4")
-    for base, folder, adapted in (
-        (first, second, True),
-        (second, third, False),
-        (third, fourth, True),
-    ):
-        assert not (folder / "adapter_config.json").exists()
-        assert (folder / "adapter").exists() == adapted
-        merged = logits(AutoModelForCausalLM.from_pretrained(folder))
-        assert not torch.equal(merged, logits(AutoModelForCausalLM.from_pretrained(base)))
-        if adapted:
-            model = AutoModelForCausalLM.from_pretrained(base)
-            model = PeftModel.from_pretrained(model, folder / "adapter")
-            torch.testing.assert_close(logits(model), merged, atol=1e-4, rtol=0)
-    bases = [json.loads((f / "adapter/adapter_config.json").read_text()) for f in (first, second)]
-    assert [b["base_model_name_or_path"] for b in bases] == ["meta-llama/Tiny", str(first)]
-    modes = {oct(path.stat().st_mode) for path in fourth.rglob("*") if path.is_file()}
-    assert modes == {oct((fourth / "config.json").stat().st_mode)} != {"0o100600"}
-    adapters = [load_file(f / "adapter" / "adapter_model.safetensors") for f in (first, second)]
-    assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+@torch.no_grad()
+def logits(folder, adapter=None):
+    """What transformers, or PEFT, makes of a folder's weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    return model(TOKENS).logits
+
+
+@torch.no_grad()
+def policy_logits(base, adapter):
+    """What the policy of a run says that begins from an adapter."""
+    overrides = [*tiny_overrides(LORA, base.parent), "dtype=fp32", *ADAPTERS, *weights_of(base)]
+    cfg = read_config(load_config(LORA, [*overrides, f"adapter_dir={adapter}"]))
+    weights = Checkpoints.of_run(cfg).base_weights()
+    return build_policy(cfg, weights, device=torch.device("cpu")).eval()(TOKENS)
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model as it is downloaded, with what does not belong to others made of it."""
+    tiny_overrides(LORA, tmp_path)
+    folder = tmp_path / "llama"
+    write_tokenizer(folder, [], TINY["vocab_size"])
+    for place in ("original", "additional_chat_templates"):
+        (folder / place).mkdir()
+    shutil.copy(folder / "tokenizer.model", folder / "original")
+    (folder / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 263]}')
+    kept = ["chat_template.jinja", "LICENSE.txt", "additional_chat_templates/tools.jinja"]
+    for name in [*kept, ".gitattributes", "README.md", "original/params.json", "weights.gguf"]:
+        (folder / name).write_text("of the base")
+    return folder
+
+
+FILES = {
+    *("LICENSE.txt", "README.md", "SHA256SUMS", "additional_chat_templates/tools.jinja"),
+    *("chat_template.jinja", "config.json", "generation_config.json", "original/tokenizer.model"),
+    *("run_config.json", "special_tokens.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "training_state.pt"),
+}
+WHOLE = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+ADAPTER = {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+
+
+def check_stands_alone(folder, *, files):
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == files
+    assert find_damage(folder) is None
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: ") and "of the base" not in card
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("3 + 4").input_ids) == "3 + 4"
+    modes = {oct(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+    assert modes == {oct((folder / "config.json").stat().st_mode)} != {"0o100600"}
+
+
+def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
+    taught = sft(base, tmp_path / "sft")
+    alone = [*NO_EVALUATION, "save_adapter_weights_only=true"]
+    first = grpo(base, tmp_path / "1", LORA, f"adapter_dir={taught}", *alone)
+    second = grpo(base, tmp_path / "2", LORA, f"adapter_dir={first}", *NO_EVALUATION)
+    third = grpo(second, tmp_path / "3", LORA, "eval_dataset.num_samples=2")
+    fourth = grpo(third, tmp_path / "4", FULL, *NO_EVALUATION)
+    last = grpo(sft(fourth, tmp_path / "sft_again"), tmp_path / "5", LORA, *NO_EVALUATION)
+
+    check_stands_alone(first, files=FILES | ADAPTER)
+    for folder in (second, third, last):
+        check_stands_alone(folder, files=FILES | WHOLE | ADAPTER)
+    check_stands_alone(fourth, files=FILES | WHOLE)
+    seen = [logits(base), logits(base, taught), logits(base, first / "adapter")]
+    seen += map(logits, (second, third, fourth, last))
+    for one, other in zip(seen, seen[1:]):
+        assert (one - other).abs().max() > 1e-3
+    close(policy_logits(base, taught), seen[1])  # which is what the first run began with
+    for folder in (first, second):  # and what it compared itself with
+        assert abs(metrics(folder.parent)[0]["kl"]) < 1e-6
+    close(logits(base, second / "adapter"), seen[3])
+    close(logits(second, third / "adapter"), seen[4])
+    bases = [
+        json.loads((f / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+        for f in (first, third)
+    ]
+    assert bases == ["meta-llama/Tiny", str(second)]
+    cards = [(f / "README.md").read_text() for f in (first, third)]
+    assert "\nbase_model: meta-llama/Tiny\n" in cards[0] and "adapter_model.pt" in cards[0]
+    assert "base_model:" not in cards[1] and f"Base model: `{second}`" in cards[1]
+    assert "Accuracy" not in cards[0]
+    accuracies = [r["eval/accuracy"] for r in metrics(third.parent) if "eval/accuracy" in r]
+    told = "Accuracy on held-out prompts: {:.3f} after step 0, {:.3f} after step 1."
+    assert told.format(*accuracies) in cards[1]
 
 
 def test_an_adapter_that_would_not_be_read_is_refused(tmp_path):
