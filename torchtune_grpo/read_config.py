@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from torchtune.training.checkpointing._utils import ModelType
 
 from torchtune_grpo._config_table import component_keys, read_table
 from torchtune_grpo._import_path import extend_import_path
-from torchtune_grpo.checkpoint import RUN_CONFIG_FILE
+from torchtune_grpo.checkpoint import RUN_CONFIG_FILE, hub_name
 from torchtune_grpo.components import (
     FLOAT32_MAX,
     check_arguments,
@@ -413,13 +414,20 @@ def _check_model(settings: GRPOConfig, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_adapter(adapter_dir: str, model: nn.Module, *, base: Path) -> None:
-    place, base = adapter_files(adapter_dir)[0].parent.resolve(), base.resolve()
+    file, base = adapter_files(adapter_dir)[0].resolve(), base.resolve()
+    place, here = file.parent, hub_name(base)
     if place == base or (base in place.parents and (base / RUN_CONFIG_FILE).is_file()):
         raise ValueError(
             f"adapter_dir={adapter_dir}: the weights in checkpointer.checkpoint_dir={base} hold "
             "this adapter already; set it to null, or give the base that it was trained on."
         )
     check_adapter(adapter_dir, model)
+    theirs = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if theirs and here and theirs != here and not Path(theirs).exists():
+        told = (
+            f"adapter_dir={adapter_dir}: was trained on {theirs}, and checkpointer.checkpoint_dir="
+        )
+        utils.log_rank_zero(log, f"{told}{base} holds {here}.", level=logging.WARNING)
 
 
 def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -> None:

@@ -1,6 +1,7 @@
 """A run that begins from an adapter begins as PEFT computes base and adapter."""
 
 import json
+import logging
 import re
 import shutil
 
@@ -228,6 +229,25 @@ def test_a_model_that_does_not_fit_is_refused_by_key(made, tmp_path, told):
     cfg = load_config(LORA, [*tiny_overrides(LORA, folder), *overrides])
     with pytest.raises(ValueError, match=re.escape(told.format(**places))):
         check_checkpoint_files(read_config(cfg))
+
+
+def test_another_base_by_name_is_a_warning(made, tmp_path, caplog, monkeypatch):
+    folder, cfg = made
+    monkeypatch.setattr(logging.getLogger("torchtune_grpo.read_config"), "propagate", True)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(folder / "llama", base)
+    shutil.copytree(folder / "adapter", adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for theirs in ("meta-llama/Tiny", "meta-llama/Tiny-Instruct"):
+        config["base_model_name_or_path"] = theirs
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        (base / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
+        cfg.checkpointer.checkpoint_dir = str(base)
+        built(cfg, adapter)
+    (said,) = [line for line in caplog.messages if "was trained on" in line]
+    assert (
+        "was trained on meta-llama/Tiny-Instruct, and" in said and "holds meta-llama/Tiny." in said
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

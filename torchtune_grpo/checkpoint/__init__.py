@@ -1,5 +1,6 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
+from torchtune_grpo.checkpoint._base_files import hub_name
 from torchtune_grpo.checkpoint._claim import claim_output_dir, write_error
 from torchtune_grpo.checkpoint._folder import (
     RUN_CONFIG_FILE,
@@ -14,6 +15,7 @@ __all__ = [
     "Checkpoints",
     "RUN_CONFIG_FILE",
     "claim_output_dir",
+    "hub_name",
     "optimizer_state",
     "restore_optimizer",
     "set_aside_previous_run",

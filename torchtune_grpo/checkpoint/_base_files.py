@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +18,12 @@ _OF_THE_BASE = re.compile(
 )
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?")
 _BELOW = ("original/tokenizer.model", "additional_chat_templates/*")  # torchtune reads the first
+
+
+def hub_name(base: Path) -> str | None:
+    """The name on the hub of a model that `tune download` has fetched."""
+    file = base / REPO_ID_FILE
+    return json.loads(file.read_text(encoding="utf-8"))["repo_id"] if file.is_file() else None
 
 
 def keep_base_files(base: Path, folder: Path) -> None:

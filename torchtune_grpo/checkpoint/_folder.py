@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune import config, training, utils
 
-from torchtune_grpo.checkpoint._base_files import REPO_ID_FILE, keep_base_files
+from torchtune_grpo.checkpoint._base_files import hub_name, keep_base_files
 from torchtune_grpo.checkpoint._checksums import find_damage, sync, write_sums
 from torchtune_grpo.checkpoint._claim import STAGING, delete
 from torchtune_grpo.checkpoint._model_card import model_card
@@ -302,8 +302,8 @@ class Checkpoints:
         card = model_card(
             self._run_config,
             self._evaluations(until=epoch),
-            base=_hub_name(base) or str(base),
-            is_on_hub=_hub_name(base) is not None,
+            base=hub_name(base) or str(base),
+            is_on_hub=hub_name(base) is not None,
             step=epoch,
             folder=name,
             has_weights=not (adapter and self._adapter_only),
@@ -323,7 +323,7 @@ class Checkpoints:
         hf_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
         model_type = self._cfg.get("model_type")
         tensors = peft_state(adapter, hf_config=hf_config, model_type=model_type)
-        settings = peft_config(model, base_model=_hub_name(base) or str(base))
+        settings = peft_config(model, base_model=hub_name(base) or str(base))
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
@@ -372,12 +372,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _hub_name(folder: Path) -> str | None:
-    """The name on the hub of a model that `tune download` has fetched."""
-    file = folder / REPO_ID_FILE
-    return json.loads(file.read_text(encoding="utf-8"))["repo_id"] if file.is_file() else None
 
 
 def _publish(folder: Path, target: Path) -> None:

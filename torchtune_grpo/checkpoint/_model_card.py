@@ -81,7 +81,7 @@ def model_card(
     shown = {
         key: config[key] for name in _KEYS for key in config if f"{key}.".startswith(f"{name}.")
     }
-    adapter = [value for key, value in config.items() if key.startswith("adapter_dir.")]
+    has_start = any(key.startswith("adapter_dir.") for key in config)
     more = f"\n`adapter/` holds the same as PEFT's adapter of `{base}`.\n" if has_adapter else ""
     return _HEAD.format(
         library="transformers" if has_weights else "peft",
@@ -89,7 +89,7 @@ def model_card(
         title=base.rstrip("/").rpartition("/")[2],
         base=base,
         step=step,
-        start=f"Training began from an adapter of it: {', '.join(adapter)}. " if adapter else "",
+        start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
         accuracy=_accuracy(evaluations),
         code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base),
         more=more if has_weights else "",

@@ -78,7 +78,7 @@ def adapter_settings(folder: str | Path) -> dict[str, Any]:
     file, _ = adapter_files(folder)
     given = json.loads(file.read_text(encoding="utf-8"))
     _refuse_unsupported(folder, given)
-    tensors, rank = _tensors(folder), int(given["r"])
+    tensors, rank = _tensors(folder), given.get("r")
     ranks = {len(value) for name, value in tensors.items() if name.endswith("lora_a.weight")}
     if ranks != {rank}:
         raise ValueError(f"adapter_dir={folder}: {file.name} says r={rank}, the weights {ranks}.")
@@ -88,7 +88,7 @@ def adapter_settings(folder: str | Path) -> dict[str, Any]:
     if expected != tensors.keys():
         odd = min(expected ^ tensors.keys())
         raise ValueError(f"adapter_dir={folder}: its weights are incomplete, as to {odd}.")
-    alpha = float(given["lora_alpha"])
+    alpha = float(given.get("lora_alpha", 8))  # PEFT's default
     if given.get("use_rslora"):
         alpha *= math.sqrt(rank)
     return {
