@@ -99,7 +99,7 @@ class NonFiniteGuard:
             "loss": loss.item(),
             "grad_norm": grad_norm.item(),
             "parameters": nonfinite_gradients(model),
-            "prompts": trajectory.prompts,
+            "prompts": [*map(str, trajectory.prompts)],
             "completions": trajectory.completions,
             "columns": trajectory.columns,
             **{name: tensor.detach().cpu() for name, tensor in trajectory.tensors().items()},

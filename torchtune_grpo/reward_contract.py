@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -39,6 +39,23 @@ Score = float | None | BaseException
 
 class ContractError(ValueError):
     """A reward returned what no reward may return."""
+
+
+class Prompt(str):
+    """A prompt as rewards of texts see it: its last message. It knows all of them.
+
+    Args:
+        text (str): of the last message.
+        messages (Sequence[Mapping[str, Any]]): all, ``{"role": ..., "content": ...}`` each, the
+            system's included.
+    """
+
+    messages: list[dict[str, Any]]
+
+    def __new__(cls, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.messages = [*map(dict, messages)]
+        return prompt
 
 
 @dataclass(frozen=True)

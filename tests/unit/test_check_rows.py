@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", DEFAULT / "gsm8k"))
 HUMANEVAL = Path(os.environ.get("TORCHTUNE_GRPO_HUMANEVAL", DEFAULT / "humaneval"))
 SHIPPED = "torchtune_grpo.rewards."
 MATH = SHIPPED + "math_correctness_reward"
+MATH_NODE = {"_component_": MATH}
 COSINE = {"_component_": SHIPPED + "CosineLengthReward", "max_length": 9}
 SYMBOLIC = {"_component_": SHIPPED + "SymbolicMathReward"}
 CODE = {"_component_": SHIPPED + "CodeReward"}
@@ -209,16 +211,25 @@ def test_rewards_of_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "staticmethod" in str(fault(isolated, *rows))
 
 
-def test_rows_are_counted_before_long_prompts_are_left_out(llama3_tokenizer: Any) -> None:
-    rows = [
-        {"prompt": "a very long prompt", "answer": "1"},
-        {"prompt": "short", "answer": "2"},
-        {"prompt": "tiny", "answer": "none"},
-    ]
+def test_rows_without_a_gold_are_left_out_unless_they_are_the_most(
+    llama3_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are counted as they stand in the data, whatever was left out before."""
+    golds = {"a very long prompt": "1", "b": "2", "c": "none", "d": None, "e": "3"}
+    rows = [{"prompt": prompt, "answer": gold} for prompt, gold in golds.items()]
     data = RLDataset(llama3_tokenizer, rows=rows, chat=False, max_prompt_tokens=8)
-    assert data.row_numbers == [1, 2]
-    with pytest.raises(ValueError, match="1 of 2 rows.*: row 2: answer='none'"):
-        RewardSet.from_config([{"_component_": MATH}]).check_data(data, key="dataset")
+    with caplog.at_level(logging.INFO):
+        RewardSet.from_config([MATH_NODE, COSINE]).check_data(data, key="dataset")
+    assert data.row_numbers == [1, 4]
+    assert [(item["index"], item["prompt"]) for item in data] == [(0, "b"), (1, "e")]
+    assert caplog.messages[1:] == [
+        "dataset: the reward 'math_correctness_reward' can score no answer to 2 of 4 rows (counted "
+        "from 0): row 2: answer='none' does not state one number; row 3: answer=None is neither "
+        "text nor a number. They are left out."
+    ]
+    most = RLDataset(llama3_tokenizer, rows=rows[1:4], chat=False)
+    with pytest.raises(ValueError, match="2 of 3 rows .*: row 1: answer='none'.*Correct or remove"):
+        RewardSet.from_config([MATH_NODE]).check_data(most, key="dataset")
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="set TORCHTUNE_GRPO_GSM8K to GSM8K's folder")
@@ -232,7 +243,7 @@ def test_every_gold_of_gsm8k_fast(llama3_tokenizer: Any) -> None:
         )
     ]
     assert len(rows) == 8792
-    rewards = RewardSet.from_config([{"_component_": MATH}, COSINE, SYMBOLIC])
+    rewards = RewardSet.from_config([MATH_NODE, COSINE, SYMBOLIC])
     start = time.perf_counter()
     rewards.check_data(Items(*rows), key="dataset")
     assert time.perf_counter() - start < 5  # 0.6 s by itself, for three rewards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,16 @@ def test_a_file_holds_the_split_that_is_asked_for(llama3_tokenizer: Any, gsm8k_f
 
 
 @pytest.mark.parametrize("answer", ["72", "so it is ####72", "#### ", "#### ,"])
-def test_an_answer_without_gold_names_its_row(
-    llama3_tokenizer: Any, tmp_path: Path, answer: str
+def test_an_answer_without_gold_is_left_out(
+    llama3_tokenizer: Any, tmp_path: Path, answer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS, {"question": "q", "answer": answer}])
-    with pytest.raises(ValueError, match="^row 2 .*####"):
-        load(llama3_tokenizer, path)
+    bad = {"question": "q", "answer": answer}
+    with caplog.at_level(logging.INFO):
+        data = load(llama3_tokenizer, write_jsonl(tmp_path / "bad.jsonl", [*ROWS, bad]))
+    assert data.row_numbers == [0, 1]
+    assert "1 that cannot be used (row 2: its answer does not end in '#### '" in caplog.text
+    with pytest.raises(ValueError, match="of 3 rows, 1 can be used: 2 .*first row 1: .*####"):
+        load(llama3_tokenizer, write_jsonl(tmp_path / "worse.jsonl", [ROWS[0], bad, bad]))
 
 
 def test_other_data_is_refused_with_its_columns(llama3_tokenizer: Any, tmp_path: Path) -> None:

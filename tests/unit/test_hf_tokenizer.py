@@ -233,7 +233,7 @@ def test_what_is_wrong_is_named(folders: dict[str, Path], tmp_path: Path) -> Non
     gemma = hf_tokenizer(str(folders["gemma"]))
     with pytest.raises(ValueError, match="^system_prompt: .*System role not supp.*prompt_template"):
         PromptEncoder(gemma, system_prompt="Be brief.")
-    with pytest.raises(ValueError, match="refuses it: .*must alternate"):
+    with pytest.raises(ValueError, match="that the chat format refuses: .*must alternate"):
         PromptEncoder(gemma)([{"role": "user", "content": "a"}] * 2)
     silent = hf_tokenizer(str(folders["qwen3"]), {"chat_template": "{{ messages[-1].content }}"})
     with pytest.raises(ValueError, match="^system_prompt: .*leaves it out"):

@@ -1,6 +1,7 @@
 """How rewards are called: TRL's keywords, chat messages, async rewards, and what failures cost."""
 
 import asyncio
+import copy
 import math
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchtune_grpo.advantages import AGGREGATIONS, reward_advantages
+from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.rewards import Reward, RewardFailure, RewardSet, TrainerState
 
 STATE = TrainerState(global_step=3, max_steps=10)
@@ -83,6 +85,32 @@ def test_chat_gives_messages():
     score(Reward("r", spy, chat=True), n=1)
     assert seen["prompts"] == [[{"role": "user", "content": "p0"}]]
     assert seen["completions"] == [[{"role": "assistant", "content": "c0"}]]
+
+
+def test_chat_gives_all_messages_and_text_the_last(llama3_tokenizer):
+    """From the data set's row through the rollout; each call has messages of its own."""
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    turns.append({"role": "user", "content": "Sure?"})
+    rows = [{"prompt": turns}, {"prompt": "2+2?"}]
+    data = RLDataset(llama3_tokenizer, rows=rows, system_prompt="Be brief.")
+    batch = collate_prompts([*data])
+    seen = {}
+
+    def spy(prompts, completions, **columns):
+        seen["chat"] = copy.deepcopy(prompts)
+        prompts[0].clear()
+        return [0.0] * len(prompts)
+
+    def text(prompts, completions, **columns):
+        seen["text"] = prompts
+        return [0.0] * len(prompts)
+
+    rewards = RewardSet([Reward("a", spy, chat=True), Reward("b", text)])
+    for _ in range(2):
+        rewards(prompts=batch.prompts, completions=["3", "4"], columns=batch.columns)
+        system = {"role": "system", "content": "Be brief."}
+        assert seen["chat"] == [[system, *turns], [system, {"role": "user", "content": "2+2?"}]]
+        assert seen["text"] == ["Sure?", "2+2?"] and {*map(type, seen["text"])} == {str}
 
 
 def test_async_rewards_wait_side_by_side():

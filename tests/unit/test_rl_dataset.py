@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import logging
 import pickle
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
 from torchtune import config
@@ -167,40 +169,110 @@ def test_columns_with_names_of_reward_arguments_are_refused(
 # Rows
 
 
-@pytest.mark.parametrize("value", [None, 7, ["1+1?"], True])
-def test_a_prompt_that_is_no_text_names_its_row(llama3_tokenizer: Any, value: Any) -> None:
-    with pytest.raises(ValueError, match="^row 1: .*'prompt'.*not text"):
-        make(llama3_tokenizer, [{"prompt": "ok"}, {"prompt": value}])
+LOST = "\ud83d"  # half of a surrogate pair, as "\\ud83d" in a JSON file
+BAD_ROWS = [
+    ({"prompt": None}, "1 whose 'prompt' is null (row 1)"),
+    ({"prompt": 7}, "1 whose 'prompt' is no text (int) (row 1: 7)"),
+    ({"prompt": True}, "1 whose 'prompt' is no text (bool) (row 1: True)"),
+    ({"prompt": " \n"}, "1 whose 'prompt' is blank (row 1)"),
+    ({"prompt": f"a{LOST}"}, "1 whose 'prompt' is no valid Unicode (row 1: a\\ud83d)"),
+    (None, "1 that have no columns (row 1: None)"),
+]
+ILL_FORMED: list[tuple[list[Any], str]] = [
+    ([], "there are none"),
+    (["1+1?"], "message 0 is '1+1?'"),
+    ([{"content": "1+1?"}], "message 0 has the role None, which is none of system, user,"),
+    ([{"role": "bot", "content": "1+1?"}], "message 0 has the role 'bot'"),
+    ([{"role": "user", "content": None}], "the content of message 0 is null"),
+    (
+        [{"role": "user", "content": [{"type": "text"}]}],
+        "the content of message 0 is no text (list): [{'type",
+    ),
+    ([{"role": "user", "content": " "}], "the content of message 0 is blank"),
+    ([{"role": r, "content": "a"} for r in ("user", "assistant")], "the last one is the assis"),
+    ([{"role": "system", "content": "a"}], "the last one is the system's"),
+]
+BAD_ROWS += [
+    ({"prompt": value}, f"1 with ill-formed messages (row 1: {said}") for value, said in ILL_FORMED
+]
 
 
-def test_a_blank_prompt_names_its_row(llama3_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="^row 1: .*blank"):
-        make(llama3_tokenizer, [{"prompt": "ok"}, {"prompt": " \n"}])
+@pytest.mark.parametrize(("row", "said"), BAD_ROWS)
+def test_rows_without_a_prompt_are_left_out_and_told(
+    llama3_tokenizer: Any, caplog: pytest.LogCaptureFixture, row: Any, said: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = make(llama3_tokenizer, [{"prompt": "a"}, row, {"prompt": "b"}])
+    assert [item["prompt"] for item in data] == ["a", "b"] and data.row_numbers == [0, 2]
+    (record,) = caplog.records
+    start = "RLDataset, rows: 2 of 3 rows are used. Left out (rows count from 0): "
+    assert record.getMessage().startswith(start + said)
+
+
+def test_one_line_counts_the_rows_of_each_kind(
+    llama3_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    texts = ["", "long " * 9, "ok", None, " ", "longer " * 9, None, "good"]
+    rows = [{"prompt": text} for text in texts]
+    data = make(llama3_tokenizer, rows, chat=False, max_prompt_tokens=9)
+    assert [item["prompt"] for item in data] == ["ok", "good"] and data.row_numbers == [2, 7]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "RLDataset, rows: 2 of 8 rows are used. Left out (rows count from 0): 2 whose 'prompt' is "
+        "blank (first row 0); 2 longer than max_prompt_tokens=9 (first row 1: 46 tokens); "
+        "2 whose 'prompt' is null (first row 3)."
+    )
+
+
+def test_nothing_left_is_an_error(llama3_tokenizer: Any) -> None:
+    for rows, said in [
+        ([{"prompt": None}, {"prompt": ""}], "of 2 rows, 0 can be used: 1 whose 'prompt' is null"),
+        ([], "holds no rows"),
+        ([None], "of 1 rows, 0 can be used: 1 that have no columns"),
+    ]:
+        with pytest.raises(ValueError, match=f"^rows: {said}"):
+            make(llama3_tokenizer, rows)
+
+
+def test_a_blank_prompt_in_a_template_is_blank(llama3_tokenizer: Any) -> None:
+    rows = [{"prompt": "", "unit": ""}, {"prompt": "a", "unit": ""}, {"prompt": "b", "unit": None}]
+    data = make(llama3_tokenizer, rows, prompt_template="Solve: {prompt} {unit}")
+    assert [item["prompt"] for item in data] == ["Solve: a "]
 
 
 def test_rows_with_different_columns_are_refused(llama3_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="^row 1 .*answer.*row 0"):
+    with pytest.raises(ValueError, match="^row 1 .*answer.*before it have"):
         make(llama3_tokenizer, [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
 
 
-def test_a_transform_makes_the_rows_and_its_errors_name_them(llama3_tokenizer: Any) -> None:
+def test_a_transform_makes_the_rows_and_may_refuse_some(llama3_tokenizer: Any) -> None:
     def to_row(row: Any) -> dict[str, Any]:
         if row["level"] == 3:
             raise ValueError("level 3 is too hard")
         return {"prompt": row["prompt"].upper(), "twice": 2 * row["level"]}
 
-    data = make(llama3_tokenizer, [{"prompt": "go", "level": 2}], transform=to_row)
-    assert (data[0]["prompt"], data[0]["columns"]) == ("GO", {"twice": 4})
-    with pytest.raises(ValueError, match="^row 1 .*too hard"):
-        make(llama3_tokenizer, transform=to_row)
+    data = make(llama3_tokenizer, transform=to_row)
+    assert [(item["prompt"], item["columns"]["twice"]) for item in data] == [
+        ("1+1?", 2),
+        ("2+3?", 2),
+    ]
+    said = (
+        "^rows: of 3 rows, 1 can be used: 2 that cannot be used .first row 1: level 3 is too hard"
+    )
+    with pytest.raises(ValueError, match=said):  # as it is likely to be the transform's fault
+        make(llama3_tokenizer, [ROWS[0], ROWS[1], ROWS[1]], transform=to_row)
 
 
-def test_num_samples_takes_the_first_rows(llama3_tokenizer: Any) -> None:
+def test_num_samples_takes_the_first_usable_rows(llama3_tokenizer: Any) -> None:
     assert [item["prompt"] for item in make(llama3_tokenizer, num_samples=2)] == [
         "1+1?",
         "twelve times twelve?",
     ]
     assert len(make(llama3_tokenizer, num_samples=99)) == 3
+    assert make(llama3_tokenizer, [{**ROWS[0], "prompt": ""}, *ROWS], num_samples=1)[0][
+        "columns"
+    ] == {"answer": "2", "level": 1}
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
@@ -235,7 +307,8 @@ def test_long_prompts_are_left_out_with_one_line(
     assert [item["columns"]["answer"] for item in data] == ["2", "5"]
     assert data.max_prompt_length == 5
     assert [record.getMessage() for record in caplog.records] == [
-        "RLDataset keeps 2 of 3 prompts; 1 are longer than max_prompt_tokens=5 (up to 21 tokens)."
+        "RLDataset, rows: 2 of 3 rows are used. Left out (rows count from 0): 1 longer than "
+        "max_prompt_tokens=5 (row 1: 21 tokens)."
     ]
     caplog.clear()
     assert len(make(llama3_tokenizer, chat=False, max_prompt_tokens=21)) == 3
@@ -271,19 +344,154 @@ def jsonl_file(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("file_format", ["json", "csv", "parquet"])
-def test_files_of_every_format_give_the_same_rows(
-    llama3_tokenizer: Any, tmp_path: Path, jsonl_file: str, file_format: str
+def write(folder: Path, name: str, rows: Any) -> str:
+    """Writes rows in the format that the name says."""
+    table, path = datasets.Dataset.from_list(rows), folder / name.removesuffix(".gz")
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".txt":
+        path.write_text("".join(row["prompt"] + "\n" for row in rows))
+    elif path.suffix == ".arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.data.schema) as out:
+            out.write_table(table.data.table)
+    elif path.suffix == ".tsv":
+        table.to_csv(path, sep="\t")
+    else:
+        {".csv": table.to_csv, ".jsonl": table.to_json, ".parquet": table.to_parquet}[path.suffix](
+            str(path)
+        )
+    if name.endswith(".gz"):
+        (folder / name).write_bytes(gzip.compress(path.read_bytes()))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "parquet", "arrow", "txt"])
+def test_a_file_is_known_by_its_name(
+    llama3_tokenizer: Any, tmp_path: Path, ending: str, packed: str
 ) -> None:
+    """The rows are what the file holds; CSV has no types, so that its numbers are read as such."""
+    rows = [{"prompt": f"{n} + ü?", "answer": n, "other": "None"} for n in (1, 2, 30)]
+    if ending == "txt":
+        rows = [{"prompt": row["prompt"]} for row in rows]
+    path = write(tmp_path, f"my.rows.{ending}{packed}", rows)
+    options = {"prompt_column": "text"} if ending == "txt" else {}
+    expected = [*make(llama3_tokenizer, rows)]
+    assert [*RLDataset(llama3_tokenizer, source=path, **options)] == expected
+    (second,) = RLDataset(llama3_tokenizer, source=path, split="any[1:2]", **options)
+    assert second["prompt"] == rows[1]["prompt"]
+    file_format = {"jsonl": "json", "tsv": "csv", "txt": "text"}.get(ending, ending)
+    old = RLDataset(llama3_tokenizer, source=file_format, data_files=path, **options)
+    assert [*old] == expected
+
+
+def test_values_are_those_of_the_file(llama3_tokenizer: Any, tmp_path: Path) -> None:
+    """Of JSON all, which `datasets` would not give; of CSV the texts."""
+    rows = [
+        {"prompt": "a", "gold": "2024-01-02", "n": 3, "big": 10**30, "tags": ["x", 1]},
+        {"prompt": "b", "gold": "2024-01-03", "n": 2.5, "big": 0, "tags": {"y": None}},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\ufeff" + "\n".join(json.dumps(row) for row in rows) + "\n\n")
+    data = RLDataset(llama3_tokenizer, source=str(path))
+    assert [{"prompt": item["prompt"], **item["columns"]} for item in data] == rows
+    assert type(data[0]["columns"]["n"]) is int
+    path.write_text('{"prompt": "a"}\n{"prompt": 5}\n{"prompt": "b", "answer": 1}\n')
+    data = RLDataset(llama3_tokenizer, source=str(path))
+    assert [item["columns"]["answer"] for item in data] == [None, 1]
+    csv = tmp_path / "rows.csv"
+    csv.write_text('prompt,answer\n"NA, or\nnull",nan\nNone,3\nx,\n')
+    items = [
+        (item["prompt"], item["columns"]["answer"])
+        for item in RLDataset(llama3_tokenizer, source=str(csv))
+    ]
+    assert items == [("NA, or\nnull", "nan"), ("None", "3"), ("x", "")]
+
+
+def test_data_sets_of_the_library(llama3_tokenizer: Any, tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
-    path = str(tmp_path / f"rows.{file_format}")
-    if file_format == "csv":
-        # A CSV file has no types; this column would be read as numbers.
-        table = table.remove_columns("answer")
-    {"json": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[file_format](path)
-    rows = [{**row} for row in table]
-    data = RLDataset(llama3_tokenizer, source=file_format, data_files=path)
-    assert list(data) == list(make(llama3_tokenizer, rows))
+    splits = datasets.DatasetDict({"train": table, "test": table.select([1])})
+    table.save_to_disk(tmp_path / "one")
+    splits.save_to_disk(tmp_path / "splits")
+    expected = [*make(llama3_tokenizer)]
+    for source in (table, splits, str(tmp_path / "one"), str(tmp_path / "splits")):
+        assert [*RLDataset(llama3_tokenizer, source=source)] == expected
+        second = RLDataset(llama3_tokenizer, source=source, split="train[1:2]")
+        assert [item["prompt"] for item in second] == ["twelve times twelve?"]
+    assert [*make(llama3_tokenizer, table)] == expected
+    for source in (splits, str(tmp_path / "splits")):
+        (item,) = RLDataset(llama3_tokenizer, source=source, split="test")
+        assert item["columns"]["answer"] == "144"
+        both = RLDataset(llama3_tokenizer, source=source, split="train[50%:]+test")
+        assert [item["columns"]["answer"] for item in both] == ["5", "144"]
+        with pytest.raises(ValueError, match="^split='tset': .*train"):
+            RLDataset(llama3_tokenizer, source=source, split="tset")
+    with pytest.raises(ValueError, match="^encoding='x': unknown key"):
+        RLDataset(llama3_tokenizer, source=table, encoding="x")
+
+
+# Messages
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+TURNS = chat(("user", "1+1?"), ("assistant", "2"), ("user", "Sure?"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_messages_are_prompts(llama3_tokenizer: Any, tmp_path: Path, ending: str) -> None:
+    """Also beside texts, where a file can hold both, and with keys that other messages lack."""
+    own = chat(("system", "Be long."), ("user", "2+2?"))
+    rows = [{"prompt": TURNS, "answer": "2"}, {"prompt": own, "answer": "4"}]
+    rows[0]["prompt"] = [{**TURNS[0], "name": "Ann"}, *TURNS[1:]]
+    source = write(tmp_path, f"rows.{ending}", rows)
+    data = RLDataset(llama3_tokenizer, source=source, system_prompt="Be brief.", prefill="So")
+    assert [item["prompt"] for item in data] == ["Sure?", "2+2?"]
+    assert data[0]["prompt"].messages == chat(("system", "Be brief.")) + rows[0]["prompt"]
+    assert data[1]["prompt"].messages == own
+    shown = [llama3_tokenizer.decode(item["tokens"], False, False) for item in data]
+    assert (
+        shown[0]
+        == "<|begin_of_text|>"
+        + "".join(
+            f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
+            for role, text in [
+                ("system", "Be brief."),
+                *((turn["role"], turn["content"]) for turn in TURNS),
+            ]
+        )
+        + "<|start_header_id|>assistant<|end_header_id|>\n\nSo"
+    )
+    assert "Be long." in shown[1] and "Be brief." not in shown[1]
+
+
+def test_a_text_knows_the_messages_that_it_stands_for(llama3_tokenizer: Any) -> None:
+    data = make(llama3_tokenizer, [{"prompt": "1+1?"}], system_prompt="Be brief.")
+    prompt = pickle.loads(pickle.dumps(data[0]["prompt"]))
+    assert prompt == "1+1?" and isinstance(prompt, str)
+    assert prompt.messages == chat(("system", "Be brief."), ("user", "1+1?"))
+    prompt.messages.clear()
+    assert data[0]["prompt"].messages
+
+
+def test_messages_need_the_chat_format_and_no_template(
+    llama3_tokenizer: Any, mistral_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "1+1?"}, {"prompt": TURNS}]
+    with pytest.raises(ValueError, match="^prompt_template='Q: {prompt}': takes texts, .* row 1"):
+        make(llama3_tokenizer, rows, prompt_template="Q: {prompt}")
+    assert len(make(llama3_tokenizer, rows, prompt_template="{prompt}")) == 2
+    with pytest.raises(ValueError, match="1 of messages, for which chat=False has no form"):
+        make(llama3_tokenizer, rows[1:], chat=False)
+    caplog.set_level(logging.INFO)
+    system = {"prompt": chat(("system", "Be brief."), ("user", "1+1?"))}
+    assert len(make(mistral_tokenizer, [*rows, system])) == 2
+    assert "1 that the chat format refuses (row 2: System prompts are not" in caplog.text
+
+
+# Configs
 
 
 def test_a_config_reaches_the_class(llama3_tokenizer: Any, jsonl_file: str) -> None:
@@ -346,10 +554,12 @@ def test_local_files_need_no_network_and_print_nothing(
         ({"data_files": "LATIN"}, "is not in UTF-8. Set encoding"),
         ({"data_files": "ROWS", "field": "none"}, "cannot be loaded: "),
         ({"data_files": "/nowhere/*.jsonl"}, "data_files='/nowhere/.*jsonl': matches no file"),
-        ({"data_files": "/tmp/"}, "data_files='/tmp/': is a folder.* data_files='/tmp/"),
+        ({"data_files": "/tmp/"}, r"data_files='/tmp/': is a folder.* '/tmp/\*.json'"),
         ({"data_files": "ROWS", "source": "csv"}, "source='csv': .* is json. Set .*source=json"),
-        ({"data_files": "ROWS", "source": "jsonl"}, "source='jsonl': is no format. .*source=json"),
-        ({"source": "my.csv"}, "source=csv and data_files=my.csv"),
+        ({"source": "my.csv"}, "source='my.csv': not found"),
+        ({"source": "my.jsonl.gz"}, "source='my.jsonl.gz': not found"),
+        ({"data_files": "ROWS", "source": "my.csv"}, "source='my.csv': is a file, .* Remove one"),
+        ({"source": 5}, "source=5: is neither a path, nor a name on the hub"),
         ({"data_files": "ROWS", "source": "parquet", "split": "x"}, "source='parquet': .* is json"),
     ],
 )

@@ -14,7 +14,8 @@ class PromptBatch:
     Attributes:
         tokens (list[list[int]]): B lists of token ids.
         indices (list[int]): B positions in the data set (``dataset[indices[b]]`` is prompt b).
-        prompts (list[str]): B texts as rewards see them, without special tokens.
+        prompts (list[str]): B texts as rewards see them, without special tokens; those of a
+            data set know all messages (:class:`~torchtune_grpo.reward_contract.Prompt`).
         columns (dict[str, list]): every other column of the data set, B values each.
     """
 

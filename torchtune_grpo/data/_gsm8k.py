@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
+from torchtune_grpo.data._load import source_kind
 from torchtune_grpo.data._rl_dataset import GSM8K_MARK, RLDataset, check_keys
 from torchtune_grpo.plain import shortened
 
@@ -58,7 +59,7 @@ def gsm8k_dataset(
         tokenizer,
         source=source,
         split=split,
-        name=name if data_files is None else None,
+        name=name if data_files is None and source_kind(source) == "hub" else None,
         data_files=data_files,
         transform=_to_row,
         system_prompt=system_prompt,

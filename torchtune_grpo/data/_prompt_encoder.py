@@ -16,6 +16,7 @@ from typing import Any
 
 from torchtune.data import Message
 
+from torchtune_grpo.data._bad_rows import BadRow
 from torchtune_grpo.models import HFTokenizer
 
 # Any two texts would do that share no tokens.
@@ -85,19 +86,19 @@ class PromptEncoder:
             prompt: text, or messages ``{"role": ..., "content": ...}``.
 
         Raises:
-            ValueError: if messages are to be plain text, or the chat format has no place for one.
+            BadRow: if messages are to be plain text, or the chat format has no place for one.
         """
         if not self._chat:
             if not isinstance(prompt, str):
-                raise ValueError("messages have no plain text; set chat=True")
+                raise BadRow("of messages, for which chat=False has no form")
             return self._plain_tokens(prompt)
         messages = self.messages(prompt)
-        if self._is_hf:
-            return self._template_tokens(messages)
         try:
+            if self._is_hf:
+                return self._template_tokens(messages)
             tokens = self._chat_tokens(messages)
         except (KeyError, ValueError) as error:
-            raise ValueError(f"the tokenizer's prompt template refuses it: {error}") from error
+            raise BadRow("that the chat format refuses", str(error)) from error
         return tokens[: len(tokens) - self._num_closing] + self._prefill_tokens
 
     def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

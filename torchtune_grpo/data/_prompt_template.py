@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from torchtune_grpo.data._conversation import read_messages, read_text
 from torchtune_grpo.plain import shortened
 
 _BRACES_HINT = "Write literal braces as {{ and }}."
@@ -37,8 +38,9 @@ class RowTemplate:
             raise ValueError(
                 f"prompt_template={template!r}: cannot be read: {error}. {_BRACES_HINT}"
             ) from error
-        # Literal text, the column whose value follows it, and what that value may be.
-        self._parts: list[tuple[str, str | None, tuple[type, ...]]] = []
+        self._template = template
+        # Literal text, the column whose value follows it, and whether that is the prompt.
+        self._parts: list[tuple[str, str | None, bool]] = []
         for literal, field, spec, conversion in fields:
             if spec or conversion:
                 raise ValueError(
@@ -47,11 +49,11 @@ class RowTemplate:
                 )
             if field == "prompt":
                 column = known_column("prompt_column", prompt_column or "prompt", names, hint)
-                self._parts.append((literal, column, (str,)))
+                self._parts.append((literal, column, True))
             else:
                 if field is not None:
                     known_column("prompt_template", field, ["prompt", *names], _BRACES_HINT)
-                self._parts.append((literal, field, (str, int, float)))
+                self._parts.append((literal, field, False))
         if all(column is None for _, column, _ in self._parts):
             raise ValueError(
                 f"prompt_template={template!r}: has no placeholder, so all prompts would "
@@ -64,26 +66,28 @@ class RowTemplate:
                 f"prompt_template={template!r}. Remove one of the two keys."
             )
 
-    def render(self, row: Mapping[str, Any], index: int) -> str:
-        """Returns the prompt of a row.
+    def render(self, row: Mapping[str, Any], number: int) -> str | list[dict[str, Any]]:
+        """Returns the prompt of a row: text, or messages where the template is one column.
 
         Raises:
-            ValueError: naming the row by its index, if a value is no text or the prompt is blank.
+            BadRow: if a value is no text, or no messages.
+            ValueError: if messages stand where the template has room for a text.
         """
         texts = []
-        for literal, column, types in self._parts:
+        for literal, column, is_prompt in self._parts:
             value = "" if column is None else row[column]
-            if not isinstance(value, types):
+            value = value.tolist() if hasattr(value, "tolist") else value  # of arrays
+            if isinstance(value, (list, tuple)):
+                if len(self._parts) == 1 and not literal:
+                    return read_messages(value)
                 raise ValueError(
-                    f"row {index}: the prompt's column {column!r} holds "
-                    f"{shortened(repr(value))} ({type(value).__name__}), not text. Correct or "
-                    "remove the row, or choose another prompt_column."
+                    f"prompt_template={self._template!r}: takes texts, but in row {number} the "
+                    f"column {column!r} is a list: {shortened(repr(value))}. Remove it."
                 )
+            if column is not None and (is_prompt or not isinstance(value, (str, int, float))):
+                read_text(value, f"whose {column!r}")
             texts.append(f"{literal}{value}")
-        prompt = "".join(texts)
-        if not prompt.strip():
-            raise ValueError(f"row {index}: the prompt is blank. Correct or remove the row.")
-        return prompt
+        return read_text("".join(texts), "whose prompt")
 
 
 def known_column(key: str, name: str, names: Collection[str], hint: str = "") -> str:

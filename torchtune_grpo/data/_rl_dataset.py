@@ -4,81 +4,103 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import datasets
 from torch.utils.data import Dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo.components import check_arguments
-from torchtune_grpo.data._load import FILE_FORMATS, load_rows, loader_keys
+from torchtune_grpo.data._bad_rows import BadRow, LeftOut
+from torchtune_grpo.data._load import described, load_rows, loader_keys, source_kind
 from torchtune_grpo.data._prompt_encoder import PromptEncoder
 from torchtune_grpo.data._prompt_template import RowTemplate, known_column
-from torchtune_grpo.plain import shortened
-from torchtune_grpo.reward_contract import GIVEN
+from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.reward_contract import GIVEN, Prompt
 
 Row = Mapping[str, Any]
 GSM8K_MARK = "#### "  # between a worked answer and the gold
+_REFUSED = "that cannot be used"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A usable row: its number in the data as read, and what becomes of it."""
+
+    number: int
+    prompt: str | list[dict[str, Any]]
+    tokens: array[int]
+    columns: dict[str, Any]
 
 
 class RLDataset(Dataset[dict[str, Any]]):
     """Prompts to sample from, and the columns by which rewards judge the samples.
 
-    Rows come from ``datasets.load_dataset`` or from ``rows``. Each becomes
-    ``{"index": int, "tokens": list[int], "prompt": str, "columns": dict[str, Any]}``: its position
-    here, the prompt's tokens (prefill included), the prompt's text, and the other columns.
+    Rows come from ``source`` or from ``rows``. Each becomes
+    ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``: its
+    position here, the prompt's tokens (prefill included), the prompt's text, which knows the
+    messages that it stands for, and the other columns.
+
+    A prompt is a text, or a list of messages ``{"role": ..., "content": ...}`` with the roles
+    system, user, assistant and tool, of which the last is to be answered.
 
     All prompts are tokenized when the data set is made, so that faulty rows show before training
-    and ``max_prompt_length`` is known.
+    and ``max_prompt_length`` is known. Rows that cannot be used are left out and counted in the
+    log: those whose prompt is empty, null, too long or neither text nor messages, and those that
+    the transform or the chat format refuses. No other row is changed.
 
     Example in a config::
 
         dataset:
           _component_: torchtune_grpo.data.RLDataset
-          source: json
-          data_files: problems.jsonl
+          source: problems.jsonl
           prompt_column: problem
           columns: {answer: final_answer}
 
     Args:
-        tokenizer: a torchtune model tokenizer.
-        source: data set on the Hugging Face hub, or json (jsonl too), csv or parquet together with
-            ``data_files``.
+        tokenizer: a torchtune model tokenizer, or one of ``torchtune_grpo.models.hf_tokenizer``.
+        source: a local file, whose name says its format (.jsonl, .json, .csv, .tsv, .parquet,
+            .arrow, .txt, and .gz of these); a folder written by ``Dataset.save_to_disk``; a data
+            set on the Hugging Face hub; from Python also a ``datasets.Dataset`` or
+            ``DatasetDict``. Or the name of a format (json, csv, parquet, arrow, text), together
+            with ``data_files``.
         rows: the rows themselves, instead of ``source``.
         transform: makes each row into the one that is used. For use from Python.
         prompt_column: holds the prompt; ``prompt`` unless given. Not among an item's columns unless
             named in ``columns``.
         columns: reward's name of a column -> its name in the data set. Other columns keep theirs;
             one whose name is taken by a renamed column is left out.
-        system_prompt: text of the system message; with ``chat: False`` it stands above the prompt.
+        system_prompt: text of the system message, unless the prompt has one of its own; with
+            ``chat: False`` it stands above the prompt.
         prompt_template: text of the user message: ``{prompt}`` for the prompt column, any other
-            column by its name; ``{{`` and ``}}`` for literal braces.
-        chat: True for the tokenizer's chat format, with an assistant turn opened at the end; False
+            column by its name; ``{{`` and ``}}`` for literal braces. Not for lists of messages.
+        chat: True for the model's chat format, with an assistant turn opened at the end; False
             for plain text, which is what a base model expects.
         prefill: text that every response begins with. Part of ``tokens``, not of ``prompt``.
         max_prompt_tokens: longer prompts are left out. None keeps all.
-        num_samples: use only this many rows from the start. None uses all.
+        num_samples: use only so many rows, the first usable ones. None uses all.
         split: the split to load, slices such as ``train[:100]`` included.
         **load_dataset_kwargs: for ``datasets.load_dataset``: ``name``, ``data_files`` and so on.
 
     Attributes:
         prefill (str): what graders see in front of what was sampled: as given, behind the think
             block that the model's chat template opens, if it does.
-        max_prompt_length (int): length of the longest prompt in tokens.
-        row_numbers (list[int]): each prompt's row in the data as read, from 0.
 
     Raises:
-        ValueError: if a key does not fit the data or the tokenizer; the message names the key.
+        ValueError: if a key does not fit the data or the tokenizer, or no row can be used; the
+            message names the key.
     """
 
     def __init__(
         self,
         tokenizer: ModelTokenizer,
         *,
-        source: str | None = None,
-        rows: Sequence[Row] | None = None,
+        source: str | datasets.Dataset | datasets.DatasetDict | None = None,
+        rows: Iterable[Row] | None = None,
         transform: Callable[[Row], Row] | None = None,
         prompt_column: str | None = None,
         columns: Mapping[str, str] | None = None,
@@ -102,6 +124,11 @@ class RLDataset(Dataset[dict[str, Any]]):
         }
         parameters = inspect.signature(RLDataset, eval_str=True).parameters
         check_arguments(given, parameters)
+        load_dataset_kwargs = {
+            key: value
+            for key, value in load_dataset_kwargs.items()
+            if value is not None or key not in ("name", "data_files")
+        }
         check_keys(RLDataset, load_dataset_kwargs, source=source)
         if not (transform is None or callable(transform)):
             raise ValueError(
@@ -110,42 +137,79 @@ class RLDataset(Dataset[dict[str, Any]]):
             )
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
-        encoder = PromptEncoder(
+        if (source is None) == (rows is None):
+            raise ValueError(f"source={source!r}: give either source or rows, and not both.")
+        self._encoder = PromptEncoder(
             tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
         )
-        self.prefill = encoder.prefill
-        rows = _read_rows(source, rows, split, num_samples, load_dataset_kwargs)
-        if transform is not None:
-            rows = _transform_rows(rows, transform)
-        names = _check_same_columns(rows)
-        template = RowTemplate(
-            prompt_template, prompt_column=prompt_column, names=names, hint=_gsm8k_hint(rows[0])
-        )
+        self.prefill = self._encoder.prefill
         self._prompt_column = prompt_column or "prompt"
-        self._encoder, self._template = encoder, template
-        sources = _column_sources(names, self._prompt_column, columns or {})
-
-        prompts = [template.render(row, index) for index, row in enumerate(rows)]
-        # Machine integers: lists of Python ones take nine times the memory.
-        tokens = [array("i", encoder(prompt)) for prompt in prompts]
-        kept = self.row_numbers = _rows_within([len(row) for row in tokens], max_prompt_tokens)
-        self._tokens = [tokens[i] for i in kept]
-        self._prompts = [prompts[i] for i in kept]
-        self._columns = [{name: rows[i][key] for name, key in sources.items()} for i in kept]
-        self.max_prompt_length = max(map(len, self._tokens))
+        self._entries: list[_Entry] = []
+        if source is not None:
+            rows = load_rows(source, split=split, **load_dataset_kwargs)
+        left_out, too_long, template = LeftOut(), list[int](), None
+        for number, row in _transformed(rows or (), transform, left_out):
+            if len(self._entries) == num_samples:
+                break
+            if template is None:
+                template = self._template = RowTemplate(
+                    prompt_template,
+                    prompt_column=prompt_column,
+                    names=[*row],
+                    hint=_gsm8k_hint(row),
+                )
+                sources = _column_sources([*row], self._prompt_column, columns or {})
+            try:
+                prompt = template.render(row, number)
+                # Machine integers: lists of Python ones take nine times the memory.
+                tokens = array("i", self._encoder(prompt))
+                if len(tokens) > (max_prompt_tokens or len(tokens)):
+                    too_long.append(len(tokens))
+                    kind = f"longer than max_prompt_tokens={max_prompt_tokens}"
+                    raise BadRow(kind, f"{len(tokens)} tokens")
+            except BadRow as fault:
+                left_out.add(number, fault)
+            else:
+                values = {name: row[column] for name, column in sources.items()}
+                self._entries.append(_Entry(number, prompt, tokens, values))
+        where = described(source, load_dataset_kwargs.get("data_files")) if source else "rows"
+        if too_long and len(too_long) == left_out.count() and not self._entries:
+            shortest = min(too_long)
+            raise ValueError(
+                f"max_prompt_tokens={max_prompt_tokens}: leaves none of the {len(too_long)} "
+                f"prompts, which have {shortest} to {max(too_long)} tokens. Set it to {shortest} "
+                "or more."
+            )
+        _check_left_out(left_out, used=len(self._entries), where=where)
         _check_tokenizer_limit(tokenizer, self.max_prompt_length)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._entries)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         position = range(len(self))[index]
+        entry = self._entries[position]
+        messages = self._encoder.messages(entry.prompt)
         return {
             "index": position,
-            "tokens": self._tokens[position].tolist(),
-            "prompt": self._prompts[position],
-            "columns": dict(self._columns[position]),
+            "tokens": entry.tokens.tolist(),
+            "prompt": Prompt(messages[-1]["content"], messages),
+            "columns": dict(entry.columns),
         }
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Length of the longest prompt in tokens."""
+        return max(len(entry.tokens) for entry in self._entries)
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """Each prompt's row in the data as read, from 0."""
+        return [entry.number for entry in self._entries]
+
+    def leave_out(self, positions: Collection[int]) -> None:
+        """Removes prompts; those behind them move up."""
+        self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of a prompt that is not in the data, in the form of those that are.
@@ -166,7 +230,7 @@ def check_keys(
     component: Callable[..., Any],
     given: Mapping[str, Any],
     *,
-    source: str | None,
+    source: Any,
     fixed: Collection[str] = (),
 ) -> None:
     """Checks the keys that a data set's component does not name itself, but passes on.
@@ -174,7 +238,7 @@ def check_keys(
     Args:
         component: RLDataset, or a function that makes one.
         given: the keys and their values.
-        source: where the rows come from; None for nowhere.
+        source: as RLDataset takes it.
         fixed: those of RLDataset's keys that the component sets itself.
 
     Raises:
@@ -185,8 +249,8 @@ def check_keys(
     own = inspect.signature(component).parameters
     names = {**own, **inspect.signature(RLDataset).parameters}
     takes = [n for n, p in names.items() if p.kind is p.KEYWORD_ONLY and n not in fixed]
-    known = {*takes, *(loader_keys(source) if source is not None else ())}
-    is_open = source is not None and source not in FILE_FORMATS
+    known = {*takes, *loader_keys(source)}
+    is_open = source_kind(source) == "hub"
     for key, value in given.items():
         cutoff = 0.8 if is_open else 0.6
         near = next(iter(get_close_matches(key, {*known, *fixed}, n=1, cutoff=cutoff)), None)
@@ -205,48 +269,53 @@ def check_keys(
         raise ValueError(f"{key}={shortened(repr(value))}: {remedy}")
 
 
+def _transformed(
+    rows: Iterable[Row], transform: Callable[[Row], Row] | None, left_out: LeftOut
+) -> Iterator[tuple[int, Row]]:
+    """Numbers and rows, all of the same columns; what is no row is left out."""
+    names = None
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            left_out.add(number, BadRow("that have no columns", shortened(repr(row))))
+            continue
+        if transform is not None:
+            try:
+                row = transform(row)
+            except (KeyError, ValueError) as error:
+                said = describe(error) if isinstance(error, KeyError) else str(error)
+                left_out.add(number, BadRow(_REFUSED, said))
+                continue
+        names = names or row.keys()
+        if row.keys() != names:
+            raise ValueError(
+                f"row {number} has the columns {sorted(row)}, those before it have "
+                f"{sorted(names)}. Give every row the same columns."
+            )
+        yield number, row
+
+
+def _check_left_out(left_out: LeftOut, *, used: int, where: str) -> None:
+    """Tells in the log what is left out; raises a ValueError where that is all, or too much."""
+    total = used + left_out.count()
+    if total == 0:
+        raise ValueError(f"{where}: holds no rows. Give one row or more.")
+    if not used or 2 * left_out.count(_REFUSED) > total:
+        raise ValueError(
+            f"{where}: of {total} rows, {used} can be used: {left_out}. Correct the rows, or the "
+            "keys that read them."
+        )
+    if used < total:
+        log_rank_zero(
+            get_logger("INFO"),
+            f"RLDataset, {where}: {used} of {total} rows are used. Left out (rows count from 0): "
+            f"{left_out}.",
+        )
+
+
 def _gsm8k_hint(row: Row) -> str:
     if "question" in row and GSM8K_MARK in str(row.get("answer")):
         return "These are GSM8K's: use torchtune_grpo.data.gsm8k_dataset."
     return ""
-
-
-def _read_rows(
-    source: str | None,
-    rows: Sequence[Row] | None,
-    split: str,
-    num_samples: int | None,
-    load_dataset_kwargs: dict[str, Any],
-) -> list[Row]:
-    if (source is None) == (rows is None):
-        raise ValueError(f"source={source!r}: give either source or rows, and not both.")
-    if source is not None:
-        rows = load_rows(source, split=split, num_samples=num_samples, **load_dataset_kwargs)
-    read = list(rows or [])[:num_samples]
-    if not read:
-        raise ValueError(f"source={source!r}: holds no rows. Give one row or more.")
-    return read
-
-
-def _transform_rows(rows: list[Row], transform: Callable[[Row], Row]) -> list[Row]:
-    transformed = []
-    for index, row in enumerate(rows):
-        try:
-            transformed.append(transform(row))
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"row {index} cannot be used: {error}") from error
-    return transformed
-
-
-def _check_same_columns(rows: Sequence[Row]) -> list[str]:
-    for index, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            raise ValueError(
-                f"row {index} has the columns {sorted(row)}, row 0 has "
-                f"{sorted(rows[0])}. "
-                "Give every row the same columns."
-            )
-    return list(rows[0])
 
 
 def _column_sources(
@@ -263,25 +332,6 @@ def _column_sources(
                 f"that name. Rename it: columns={{other_name: {sources[name]}}}."
             )
     return sources
-
-
-def _rows_within(lengths: list[int], max_prompt_tokens: int | None) -> list[int]:
-    if max_prompt_tokens is None:
-        return list(range(len(lengths)))
-    kept = [i for i, length in enumerate(lengths) if length <= max_prompt_tokens]
-    shortest, longest = min(lengths), max(lengths)
-    if not kept:
-        raise ValueError(
-            f"max_prompt_tokens={max_prompt_tokens}: leaves none of the {len(lengths)} "
-            f"prompts, which have {shortest} to {longest} tokens. Set it to {shortest} or more."
-        )
-    if len(kept) < len(lengths):
-        log_rank_zero(
-            get_logger("INFO"),
-            f"RLDataset keeps {len(kept)} of {len(lengths)} prompts; {len(lengths) - len(kept)} "
-            f"are longer than max_prompt_tokens={max_prompt_tokens} (up to {longest} tokens).",
-        )
-    return kept
 
 
 def _check_positive(key: str, value: int | None) -> None:

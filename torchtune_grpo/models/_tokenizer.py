@@ -29,6 +29,9 @@ def hf_tokenizer(
 ) -> HFTokenizer:
     """The tokenizer of a model's folder, as transformers reads it, with the model's chat template.
 
+    Prompts are those that the template writes, with Llama 3's dates and Qwen 2.5's default system
+    message, which torchtune's own tokenizers leave out (docs/data.md).
+
     Some templates write today's date. Here it is always 26 July 2024, so that prompts are the same
     in each run; Llama 3's takes another as ``chat_template_kwargs={date_string: ...}``.
 
@@ -146,7 +149,7 @@ class HFTokenizer:
             )
         except Exception as error:  # templates are programs
             said = shortened(describe(error), 200)
-            raise ValueError(f"the chat template refuses it: {said}") from error
+            raise ValueError(f"chat template: {said}") from error
         return str(text)
 
     def _dateless_template(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import inspect
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_grpo.reward_contract import ContractError, RewardNotes, Score, check_returned
+from torchtune_grpo.reward_contract import ContractError, Prompt, RewardNotes, Score, check_returned
 from torchtune_grpo.rewards._reward import Reward, bound_arguments
 
 _CLOSE_SECONDS = 5.0
@@ -59,15 +60,23 @@ class Calls:
         if self.completion_ids is not None:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
         if reward.chat:
-            own["prompts"] = [_message("user", text) for text in own["prompts"]]
+            own["prompts"] = [_messages(prompt) for prompt in own["prompts"]]
             own["completions"] = [_message("assistant", text) for text in own["completions"]]
+        else:
+            own["prompts"] = [*map(str, own["prompts"])]
         if self.trainer_state is not None:
             own |= {"trainer_state": self.trainer_state, **notes.functions()}
         return own
 
 
-def _message(role: str, text: str) -> list[dict[str, str]]:
+def _message(role: str, text: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text}]
+
+
+def _messages(prompt: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, Prompt):
+        return copy.deepcopy(prompt.messages)
+    return _message("user", prompt)
 
 
 def is_async(reward: Reward) -> bool:

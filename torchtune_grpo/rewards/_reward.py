@@ -10,15 +10,13 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.plain import describe
 from torchtune_grpo.reward_contract import GIVEN
 
 # reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None];
 # None says that the reward does not apply to a completion. It is the interface of TRL's trainer.
 # An async one gives that to await.
 RewardFunction = Callable[..., Any]
-
-_SHOWN_ROWS = 3  # of many bad ones
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -156,24 +154,24 @@ def check_columns(reward: Reward, columns: Iterable[str], *, data: str = "datase
             )
 
 
-def check_rows(
-    reward: Reward, rows: Sequence[Mapping[str, Any]], *, numbers: Sequence[int], data: str
-) -> None:
+def row_faults(reward: Reward, rows: Sequence[Mapping[str, Any]], *, data: str) -> dict[int, str]:
     """Asks a reward that has ``check_row`` what is wrong with each row's columns.
 
     Args:
         reward (Reward): whose ``check_row`` gets the values of its parameters by name, those that
             the config has fixed included, and returns a text, or None for a row that can be scored.
         rows (Sequence[Mapping[str, Any]]): n rows' columns, all of the same names.
-        numbers (Sequence[int]): n numbers of rows, for the error.
         data (str): the data set's key in the config.
 
+    Returns:
+        Position among the rows -> what is wrong there.
+
     Raises:
-        ValueError: naming the first bad rows, what is wrong with them, and the remedy.
+        ValueError: if ``check_row`` needs a column that there is not.
     """
     check = _said(reward, "check_row", None)
     if check is None:
-        return
+        return {}
     call = declared_call(reward)
     fixed = call.keywords if isinstance(call, partial) else {}
     given, wanted = {*rows[0], *fixed}, keyword_parameters(check)
@@ -186,23 +184,15 @@ def check_rows(
         )
     names = given if takes_any_keyword(check) else given & wanted.keys()
     faults: dict[int, str] = {}
-    for number, row in zip(numbers, rows, strict=True):
+    for position, row in enumerate(rows):
         values = {**row, **fixed}
         try:
             fault = check(**{name: values[name] for name in names})
         except Exception as error:  # as in json.loads(answer)
             fault = describe(error)
         if fault is not None:
-            faults[number] = str(fault)
-    if faults:
-        first = list(faults.items())[:_SHOWN_ROWS]
-        listed = "; ".join(f"row {number}: {shortened(fault, 200)}" for number, fault in first)
-        more = "; ..." if len(faults) > len(first) else ""
-        raise ValueError(
-            f"{data}: the reward {reward.name!r} can score no answer to {len(faults)} of "
-            f"{len(rows)} rows (counted from 0): {listed}{more}. Correct or remove these rows, "
-            f"name another column in {data}.columns, or use another reward."
-        )
+            faults[position] = str(fault)
+    return faults
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from torchtune.utils import get_logger
 from torchtune_grpo.advantages import total_reward
 from torchtune_grpo.interrupt import breakable
 from torchtune_grpo.parallel import gather_over_ranks, rank
-from torchtune_grpo.plain import describe, visible
+from torchtune_grpo.plain import describe, shortened, visible
 from torchtune_grpo.reward_contract import ContractError, TrainerState
 from torchtune_grpo.rewards._calling import (
     AsyncRewards,
@@ -28,12 +28,14 @@ from torchtune_grpo.rewards._reward import (
     Reward,
     check_columns,
     check_reward,
-    check_rows,
     check_shaping,
+    row_faults,
 )
 from torchtune_grpo.rewards._reward_config import rewards_from_config
 
 log = get_logger("INFO")
+
+_SHOWN_ROWS = 3  # of many bad ones
 
 
 class RewardFailure(RuntimeError):
@@ -143,21 +145,40 @@ class RewardSet:
                 check_columns(reward, given)
 
     def check_data(self, dataset: Any, *, key: str) -> None:
-        """Checks every row of a data set, and calls no reward.
+        """Leaves out the rows of a data set that a reward cannot score any answer to.
+
+        No reward is called.
 
         Args:
             dataset (Any): an :class:`~torchtune_grpo.data.RLDataset`, or what has its items.
-            key (str): of the data set in the config, for the error.
+            key (str): of the data set in the config, for the log and the error.
 
         Raises:
-            ValueError: if a column that a reward needs is missing, or rows hold what one cannot
-                score any answer with; it names them.
+            ValueError: if a column that a reward needs is missing; if more than half of the rows
+                would have to be left out, or some, and the data set has no ``leave_out``. It names
+                the first of them.
         """
-        rows = [dataset[index]["columns"] for index in range(len(dataset))]
-        numbers = getattr(dataset, "row_numbers", range(len(rows)))
         for reward in self.rewards:
+            rows = [dataset[index]["columns"] for index in range(len(dataset))]
             check_columns(reward, rows[0], data=key)
-            check_rows(reward, rows, numbers=numbers, data=key)
+            faults = row_faults(reward, rows, data=key)
+            if not faults:
+                continue
+            numbers = getattr(dataset, "row_numbers", range(len(rows)))
+            first = [f"row {numbers[i]}: {shortened(said, 200)}" for i, said in faults.items()]
+            told = (
+                f"{key}: the reward {reward.name!r} can score no answer to {len(faults)} of "
+                f"{len(rows)} rows (counted from 0): {'; '.join(first[:_SHOWN_ROWS])}"
+                f"{'; ...' if len(first) > _SHOWN_ROWS else ''}."
+            )
+            if 2 * len(faults) > len(rows) or not hasattr(dataset, "leave_out"):
+                raise ValueError(
+                    f"{told} Correct or remove these rows, name another column in {key}.columns, "
+                    "or use another reward."
+                )
+            dataset.leave_out(faults.keys())
+            if rank() == 0:
+                log.info(f"{told} They are left out.")
 
     def __call__(
         self,
