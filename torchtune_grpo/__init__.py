@@ -2,3 +2,14 @@
 
 # Nothing is imported here: `import torch` loads this module through the plugin hook.
 __version__ = "0.1.0"
+TYPE_CHECKING = False  # typing's own is an import; type checkers know the name
+if TYPE_CHECKING:
+    from torchtune_grpo.api import GRPO as GRPO
+
+
+def __getattr__(name: str) -> object:
+    if name == "GRPO":
+        from torchtune_grpo.api import GRPO
+
+        return GRPO
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,6 +77,8 @@ class Interrupts:
         self._breaks = False  # the handler may raise
         self._told = False  # the next signal is another rank's, handed on
         self._random_state = torch.get_rng_state()
+        # What a second Ctrl-C does.
+        self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)
 
     @property
     def exit_code(self) -> int:
@@ -159,7 +161,7 @@ class Interrupts:
             # Of torchrun, a second Ctrl-C arrives as SIGTERM; a scheduler may repeat its own.
             if signal.SIGINT in (number, self.signal):
                 _say("")
-                os._exit(128 + number)
+                self.leave(number)
         if self._breaks:
             self._breaks = False
             raise Interrupted

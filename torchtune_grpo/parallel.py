@@ -57,7 +57,7 @@ class DistributedConfig:
 
 
 def init_process_group(device: torch.device) -> None:
-    """Joins the ranks that torchrun has started, if it has; ``device`` is this rank's.
+    """Joins the ranks that torchrun has started, if it has, once; ``device`` is this rank's.
 
     The kernel kills a rank whose torchrun is gone (Linux): nobody else would end it.
     """
@@ -66,7 +66,7 @@ def init_process_group(device: torch.device) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != launcher:
             sys.exit("torchrun is gone")
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not _is_distributed():
         # CPU tensors (metrics, random states) go over gloo, whatever the device is.
         own = training.get_distributed_backend(device.type)
         dist.init_process_group("gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}")

@@ -1,7 +1,7 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
 from torchtune_grpo.checkpoint._base_files import hub_name
-from torchtune_grpo.checkpoint._claim import claim_output_dir, write_error
+from torchtune_grpo.checkpoint._claim import claim_output_dir, release_output_dir, write_error
 from torchtune_grpo.checkpoint._folder import (
     RUN_CONFIG_FILE,
     CheckpointError,
@@ -17,6 +17,7 @@ __all__ = [
     "claim_output_dir",
     "hub_name",
     "optimizer_state",
+    "release_output_dir",
     "restore_optimizer",
     "set_aside_previous_run",
     "write_error",

@@ -49,6 +49,14 @@ def claim_output_dir(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+def release_output_dir(folder: Path) -> None:
+    """Lets other processes have a folder again; one that this process does not have stays so."""
+    file = _claimed.pop(folder.resolve(), None)
+    if file is not None:
+        file.truncate(0)
+        file.close()
+
+
 def delete(folder: Path) -> None:
     """Deletes a folder; killed meanwhile, it leaves none of that name, nor half of one."""
     hidden = folder.with_name(f"{DELETED}{folder.name}")

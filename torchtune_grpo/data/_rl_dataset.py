@@ -137,6 +137,8 @@ class RLDataset(Dataset[dict[str, Any]]):
             )
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
+        self._tokenizer = tokenizer
+        self._form: dict[str, Any] = given | {"source": None, "transform": transform}
         if (source is None) == (rows is None):
             raise ValueError(f"source={source!r}: give either source or rows, and not both.")
         self._encoder = PromptEncoder(
@@ -210,6 +212,10 @@ class RLDataset(Dataset[dict[str, Any]]):
     def leave_out(self, positions: Collection[int]) -> None:
         """Removes prompts; those behind them move up."""
         self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
+
+    def with_rows(self, rows: Iterable[Row]) -> RLDataset:
+        """A data set of other rows, in the form of these."""
+        return RLDataset(self._tokenizer, rows=rows, **self._form)
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of a prompt that is not in the data, in the form of those that are.

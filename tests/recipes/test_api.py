@@ -1,0 +1,187 @@
+"""``torchtune_grpo.GRPO`` in real processes: a script and its `tune run`, Ctrl-C, ranks."""
+
+import torch
+from runs import RECIPE, metrics, run, run_ranks, tune
+
+CONFIG = "tiny_arithmetic_grpo"
+COMMON = """
+import asyncio, json, os, re, signal, sys, threading
+import random as dice
+
+from torchtune_grpo import GRPO
+
+rows = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(6) for b in range(6)]
+dice.Random(0).shuffle(rows)
+train, held_out = rows[:30], rows[30:]
+TINY = dict(
+    config="tiny_arithmetic_grpo", prepare_warmup_steps=0, num_steps=3, batch_size=2,
+    grpo_samples=4, max_generated_tokens=8, eval_samples=1, optimizer={"lr": 0.01},
+    dataset_prefill="<think>",
+)
+
+
+def varied(prompts, completions, answer, **columns):
+    counts = [len(set(re.sub("[ab]", "", text))) for text in completions]
+    return [float(n % 5 + a) for n, a in zip(counts, answer)]
+
+"""
+
+SAME = (
+    COMMON
+    + """
+async def judged(prompts, completions, **columns):
+    await asyncio.sleep(0.01)
+    return [0.5 * (len(c) % 3) for c in completions]
+
+
+async def main():  # as in a notebook, a loop runs in the main thread
+    given = dict(data=train, eval_data=held_out, rewards=[(varied, 0.5), judged], **TINY)
+    run = GRPO(output_dir="out", **given)
+    before = run.evaluate()
+    assert run.train().name == "step_000003"
+    after = run.metrics[-1]
+    assert run.evaluate() == {name: after[name] for name in before} != before
+    assert run.evaluate(held_out[:2]) != run.evaluate()
+    one, two = run.generate("1+2="), run.generate(["1+2=", "5+5="], num_samples=2)
+    assert one == two[0][:1] and one[0].startswith("<think>")
+    assert [len(texts) for texts in two] == [2, 2] and two[0][0] != two[0][1]
+    assert run.generate("1+2=", seed=1) != one
+    greedy = run.generate("1+2=", num_samples=2, temperature=0)
+    assert greedy[0] == greedy[1]
+    other = GRPO(output_dir="other", **given)  # beside it
+    other.train()
+    anew = GRPO(output_dir="out", **given)
+    try:
+        run.train()
+    except RuntimeError as error:
+        assert "another has begun" in str(error)
+    anew.train()
+    anew.close()
+
+
+asyncio.run(main())
+"""
+)
+
+
+def untimed(folder):
+    timed = ("time", "per_second")
+    return [{k: v for k, v in r.items() if not any(w in k for w in timed)} for r in metrics(folder)]
+
+
+def test_python_and_tune_run_take_the_same_steps(tmp_path):
+    """Also twice in a process, in the same folder and in another; evaluating changes nothing."""
+    (tmp_path / "mine.py").write_text(SAME)
+    done = run("mine.py", cwd=tmp_path)
+    assert "Traceback" not in done.err
+    tune("run", RECIPE, "--config", "out/config.yaml", "output_dir=tuned", cwd=tmp_path)
+    whole = untimed(tmp_path / "out" / "previous_runs" / "1")
+    assert [record["step"] for record in whole] == [0, 1, 2, 3, 3]
+    assert len({record["reward"] for record in whole if "reward" in record}) == 3
+    for folder in ("other", "out", "tuned"):
+        assert untimed(tmp_path / folder) == whole, folder
+        name = "step_000003/training_state.pt"
+        ours, theirs = torch.load(tmp_path / folder / name), torch.load(tmp_path / "tuned" / name)
+        assert str(ours) == str(theirs)
+
+
+STOPPED = (
+    COMMON
+    + """
+class Varied:
+    calls = 0
+
+    def __call__(self, prompts, completions, answer, **columns):
+        Varied.calls += 1
+        if Varied.calls in STOPS:
+            os.kill(os.getpid(), signal.SIGINT)
+        return varied(prompts, completions, answer)
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for folder, STOPS in (("whole", ()), ("stopped", (2, 4, 6))):
+    Varied.calls, stops = 0, 0
+    with GRPO(data=train, eval_data=held_out, rewards=[Varied], output_dir=folder, **TINY) as run:
+        while True:
+            try:
+                run.train()
+                break
+            except KeyboardInterrupt:
+                stops += 1
+                assert len(run.generate("1+1=")) == 1
+    assert stops == len(STOPS)
+    assert open(f"{folder}/.lock").read() == ""
+"""
+)
+
+
+def test_after_ctrl_c_the_object_goes_on_where_it_was(tmp_path):
+    (tmp_path / "mine.py").write_text(STOPPED)
+    done = run("mine.py", cwd=tmp_path)
+    assert done.err.count("Ctrl-C again") == 3
+    assert "rewards[0] (Varied) is no function; for `tune run`, move it" in done.err
+    whole, stopped = untimed(tmp_path / "whole"), untimed(tmp_path / "stopped")
+    assert whole == stopped and [record["step"] for record in whole] == [0, 1, 2, 3, 3]
+
+
+BAD = (
+    COMMON
+    + """
+def told(**given):
+    try:
+        GRPO(output_dir="out", **{**TINY, **given}).train()
+    except ValueError as error:
+        return str(error).splitlines()
+
+
+assert told() is None
+assert told(nm_steps=3, loss_kl_coeff=-1, optimizer_lr="fast", data=[], rewards=[3]) == [
+    "data: holds no rows.",
+    "rewards[0]=3: is no reward; give a list of functions, (function, weight) pairs, dotpaths or "
+    "nodes of a config.",
+    "nm_steps: unknown key. Did you mean num_steps? `python -m torchtune_grpo.config` lists the "
+    "keys.",
+    "optimizer_lr='fast': not of type float | torch.Tensor; correct it.",
+    "loss_kl_coeff=-1: give 0 or more. It is: Weight of the KL penalty (beta); 0 trains without a "
+    "reference.",
+]
+needs = told(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
+assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
+assert told(config="nope")[0].startswith("config=nope: no such file")
+"""
+)
+
+
+def test_all_that_is_wrong_is_told_at_once_with_the_names_that_were_given(tmp_path):
+    (tmp_path / "mine.py").write_text(BAD)
+    run("mine.py", cwd=tmp_path)
+
+
+RANKS = (
+    COMMON
+    + """
+TINY |= {"batch_size": 1, "num_steps": 1}
+for folder in ("out", "again"):
+    run = GRPO(data=train, eval_data=held_out, rewards=[varied], output_dir=folder, **TINY)
+    run.train()
+    print(run.evaluate(), run.evaluate(held_out[:3]), run.generate("1+1=", num_samples=2))
+"""
+)
+
+
+def test_every_rank_calls_the_same(tmp_path):
+    (tmp_path / "mine.py").write_text(RANKS)
+    mine = tmp_path / "mine.py"
+    first, second = run_ranks("--config", CONFIG, ranks=2, cwd=tmp_path, recipe=mine)
+    said = [line for line in first.out.splitlines() if line.startswith("{")]
+    assert len(said) == 2 and said[0] == said[1]
+    assert said == [line for line in second.out.splitlines() if line.startswith("{")]
+    assert untimed(tmp_path / "out") == untimed(tmp_path / "again")
+
+
+def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
+    code = (
+        "import sys; before = {*sys.modules}; import torchtune_grpo; print({*sys.modules} - before)"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    assert run("mine.py", cwd=tmp_path, fresh=True).out == "{'torchtune_grpo'}\n"

@@ -1,0 +1,235 @@
+"""Keyword arguments -> a config: which key a name means, and data as a node."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchtune_grpo._api_rewards import dotpath
+from torchtune_grpo._config_table import component_keys
+from torchtune_grpo.components import component_parameters
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.data._load import _format_of
+from torchtune_grpo.errors import Problems
+from torchtune_grpo.plain import describe, shortened
+
+RLDATASET = "torchtune_grpo.data.RLDataset"
+_FORM = ("prompt_column", "columns", "system_prompt", "prompt_template", "chat", "prefill")
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Arguments:
+    """What a caller gives, put into a config; mistakes are noted, with names as they were given.
+
+    Args:
+        cfg (DictConfig): is changed.
+    """
+
+    cfg: DictConfig
+    problems: Problems = field(default_factory=Problems)
+    _written: dict[str, str] = field(default_factory=dict)  # key -> as the caller calls it
+
+    def set_keys(self, given: Mapping[str, Any]) -> None:
+        """Sets keys: ``loss_kl_coeff=0.0``, ``loss={"kl_coeff": 0.0}``, ``loss=MyLoss``."""
+        own = {field.name for field in dataclasses.fields(GRPOConfig)}
+        for name, value in sorted(given.items(), key=lambda item: item[0] not in own):
+            with self.problems.noted():
+                key = name if name in own else self._key(name)
+                self.put(key, value, written=name)
+
+    def put(self, key: str, value: Any, *, written: str, whole: bool = False) -> None:
+        """Sets one key; of a node, only what is given, unless it is a ``whole`` one.
+
+        Raises:
+            ValueError: if the value cannot stand in a config.
+        """
+        self._written[key] = written
+        now = OmegaConf.select(self.cfg, key, throw_on_missing=False)
+        plain = _plain(value, written)
+        try:
+            if isinstance(now, DictConfig) and isinstance(plain, Mapping):
+                same = plain.get("_component_", now.get("_component_")) == now.get("_component_")
+                merge = same and not whole
+                OmegaConf.update(self.cfg, key, plain, merge=merge, force_add=True)
+                return
+            if isinstance(now, DictConfig) and isinstance(plain, str) and "_component_" in now:
+                key += "._component_"
+            OmegaConf.update(self.cfg, key, plain, merge=False, force_add=True)
+        except OmegaConfBaseException as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"{written}={shortened(repr(value))}: {why}.") from error
+
+    def form_alike(self, key: str, other: str) -> None:
+        """Gives one data set the form of another's prompts, where it is not given its own."""
+        like, node = self.cfg[key], self.cfg.get(other)
+        if isinstance(node, DictConfig) and like.get("_component_") == node.get("_component_"):
+            for name in _FORM:
+                if name in like and name not in node:
+                    node[name] = like[name]
+
+    def told(self, problems: Iterable[str]) -> list[str]:
+        """Problems of a config with its keys as the caller calls them."""
+        longest_first = sorted(self._written.items(), key=lambda item: -len(item[0]))
+        told = []
+        for problem in problems:
+            for key, written in longest_first:
+                rest = problem.removeprefix(key)
+                if rest != problem and rest[:1] in tuple("=:.[ "):
+                    problem = written + rest
+                    break
+            told.append(problem)
+        return told
+
+    def _key(self, name: str) -> str:
+        """The key below a node that a name means.
+
+        Raises:
+            ValueError: if there is none, or several; it names the nearest.
+        """
+        known: dict[str, list[str]] = {}
+        open_ended = []
+        for node in self._nodes():
+            names, is_open = self._arguments(node)
+            for argument in names:
+                known.setdefault(f"{node}_{argument}", []).append(f"{node}.{argument}")
+            if is_open and name.startswith(f"{node}_"):
+                open_ended.append(f"{node}.{name.removeprefix(f'{node}_')}")
+        found = known.get(name) or sorted(open_ended, key=len)[-1:]
+        if len(found) > 1:
+            as_dicts = " or ".join(
+                "{}={{{!r}: ...}}".format(*key.split(".", 1)) for key in sorted(found)
+            )
+            raise ValueError(f"{name}: may be {' or '.join(sorted(found))}; give {as_dicts}.")
+        if found:
+            return found[0]
+        keys = [f.name for f in dataclasses.fields(GRPOConfig)]
+        near = difflib.get_close_matches(name, [*keys, *known, "data", "eval_data", "config"], n=1)
+        raise ValueError(
+            f"{name}: unknown key."
+            + (f" Did you mean {near[0]}?" if near else "")
+            + " `python -m torchtune_grpo.config` lists the keys."
+        )
+
+    def _nodes(self) -> list[str]:
+        hints = typing.get_type_hints(GRPOConfig)
+        tables = {name for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+        return sorted(component_keys(GRPOConfig) | tables)
+
+    def _arguments(self, node: str) -> tuple[set[str], bool]:
+        """The keys below a node, and whether it takes any other."""
+        hint = typing.get_type_hints(GRPOConfig)[node]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            return {field.name for field in dataclasses.fields(hint)}, False
+        there = OmegaConf.select(self.cfg, node, throw_on_missing=False)
+        if not isinstance(there, DictConfig):
+            return set(), False
+        parameters = component_parameters(there.get("_component_")) or {}
+        named = {n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+        is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        return named | {str(name) for name in there if name != "_component_"}, is_open
+
+
+def _plain(value: Any, written: str) -> Any:
+    """A value as a config holds it: classes and functions by their dotpath.
+
+    Raises:
+        ValueError: for one that no config can hold.
+    """
+    if isinstance(value, (DictConfig, ListConfig)):
+        return OmegaConf.to_container(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{written}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{written}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if callable(value):
+        path = dotpath(value)
+        if path is None:
+            raise ValueError(
+                f"{written}={shortened(repr(value))}: a config cannot name it; move it into a "
+                "module, and import it from there."
+            )
+        return path
+    if hasattr(value, "item"):  # numpy's numbers
+        return value.item()
+    raise ValueError(f"{written}={shortened(repr(value))}: a config cannot hold it.")
+
+
+def data_node(data: Any, written: str) -> tuple[dict[str, Any], Sequence[Row] | None]:
+    """Data as a node of a config, and rows that have to be written where it says ``data_files``.
+
+    Raises:
+        ValueError: if it is nothing that can be read.
+    """
+    node: dict[str, Any] = {"_component_": RLDATASET}
+    if isinstance(data, (Mapping, DictConfig)) and "_component_" in data:
+        return _plain(data, written), None
+    if isinstance(data, (str, Path)):
+        path = Path(data)
+        if (path / "dataset_info.json").is_file():
+            return node | {"source": "parquet"}, list(datasets.load_from_disk(path))
+        if path.is_file() or _format_of(str(path)) is not None:
+            kind = _format_of(str(path))
+            if kind is None:
+                raise ValueError(f"{written}={str(data)!r}: its name ends in no known format.")
+            return node | {"source": kind, "data_files": str(path.absolute())}, None
+        return node | {"source": str(path.absolute()) if path.is_dir() else str(data)}, None
+    return node | {"source": "parquet"}, rows_of(data, written)
+
+
+def rows_of(data: Any, written: str) -> Sequence[Row]:
+    """Rows in memory, all with the same columns.
+
+    Raises:
+        ValueError: if they are none.
+    """
+    if isinstance(data, datasets.Dataset):
+        return list(data)
+    what = f"{written}={shortened(repr(data))}"
+    if isinstance(data, datasets.DatasetDict):
+        raise ValueError(f"{what}: give one of its splits, {', '.join(data)}.")
+    if not isinstance(data, (list, tuple)):
+        raise ValueError(
+            f"{what}: is no data; give a list of dicts, a datasets.Dataset, the path of a file or "
+            "of a saved data set, a name on the hub, or a node of a config with _component_."
+        )
+    if not data:
+        raise ValueError(f"{written}: holds no rows.")
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping) or row.keys() != data[0].keys():
+            raise ValueError(
+                f"{written}: row {number} is {shortened(repr(row))}; give dicts with the same keys."
+            )
+    return data
+
+
+def write_rows(rows: Sequence[Row], path: Path, written: str) -> None:
+    """Writes rows in a format that keeps their types.
+
+    Raises:
+        ValueError: if a column cannot be stored.
+    """
+    for name in rows[0]:
+        try:
+            pyarrow.array([row[name] for row in rows])
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise ValueError(f"{written}: the column {name!r}: {describe(error)}") from error
+    table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(table, path)
