@@ -135,6 +135,7 @@ if __name__ == "__main__":
     import torchtune._cli.tune
     import torchtune.models  # noqa: F401
     import torchtune.training  # noqa: F401
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
     assert threading.active_count() == 1  # threads do not survive a fork
     gc.freeze()

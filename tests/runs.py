@@ -9,7 +9,10 @@ from typing import Any
 
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from fork_server import TIMEOUT, environment, fork_server
+from hf_models import hf_folder
+from hf_tokenizers import write_tokenizer
 from torch.distributed import TCPStore
+from transformers import AutoTokenizer
 
 from torchtune_grpo._plugin import config_files, recipes_folder
 
@@ -132,14 +135,60 @@ def write_humaneval(path: Path, rows: int = 12) -> Path:
     return path
 
 
+# Weights that NF4 takes have a multiple of 16,384 elements.
+QUANTIZABLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+# Config -> the model and the tokenizer of its folder.
+FROM_FOLDER = {
+    "hf_lora_grpo": ("gemma3", "gemma3"),
+    "hf_qlora_grpo": ("qwen2_untied", "deepseek_r1_distill"),
+    "hf_full_grpo": ("qwen2", "qwen2_5"),
+    "qwen3_0_6B_lora_grpo": ("qwen3", "qwen3"),
+    "qwen3_1_7B_lora_grpo": ("qwen3", "qwen3"),
+    "qwen3_4B_qlora_grpo": ("qwen3", "qwen3"),
+    "smollm2_1_7B_lora_grpo": ("llama2", "smollm2"),
+    "llama3_1_8B_qlora_grpo": ("llama3", "llama3_2"),
+}
+
+
 def tiny_overrides(config: str, folder: Path) -> list[str]:
     """Command-line overrides that make a shipped config run in seconds on a CPU."""
+    overrides: dict[str, Any] = {
+        "output_dir": folder / "out",
+        "device": "cpu",
+        "num_steps": 2,
+        "max_generated_tokens": 12,
+    }
+    code = "code" in config
+    data = (write_humaneval if code else write_gsm8k)(folder / "rows.jsonl")
+    for node in ("dataset", "eval_dataset"):
+        overrides |= {
+            f"{node}.source": "json",
+            f"{node}.data_files": data,
+            f"{node}.system_prompt": "null",
+        }
+        if code:
+            overrides[f"{node}.split"] = "test"  # a dozen rows are too few for slices
+    of_model = _tiny_folder if config in FROM_FOLDER else _tiny_builder
+    return [f"{key}={value}" for key, value in (of_model(config, folder) | overrides).items()]
+
+
+def _tiny_folder(config: str, folder: Path) -> dict[str, Any]:
+    """A model's folder as the hub has it."""
+    model, tokenizer = FROM_FOLDER[config]
+    model_dir = folder / "model"
+    shape = QUANTIZABLE if "qlora" in config else {}
+    if not model_dir.exists():
+        eos = AutoTokenizer.from_pretrained(write_tokenizer(model_dir, tokenizer)).eos_token_id
+        hf_folder(model, model_dir, vocab_size=384, eos_token_id=[eos, 0], **shape)
+    return {"model_dir": model_dir}
+
+
+def _tiny_builder(config: str, folder: Path) -> dict[str, Any]:
+    """A builder of torchtune's and a checkpoint for it."""
     qwen = config.startswith("qwen")
     checkpoint = folder / ("qwen" if qwen else "llama")
     if not checkpoint.exists():
         (qwen_checkpoint if qwen else llama_checkpoint)(checkpoint)
-    code = "code" in config
-    data = (write_humaneval if code else write_gsm8k)(folder / "rows.jsonl")
     lora = "full" not in config
     builder = "torchtune.models." + ("qwen2." if qwen else "llama3_2.")
     model = {"_component_": builder + ("lora_" if lora else "") + ("qwen2" if qwen else "llama3_2")}
@@ -154,23 +203,10 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
     if qwen:
         tokenizer["merges_file"] = checkpoint / "merges.txt"
     overrides |= {f"tokenizer.{key}": value for key, value in tokenizer.items()}
-    for node in ("dataset", "eval_dataset"):
-        overrides |= {
-            f"{node}.source": "json",
-            f"{node}.data_files": data,
-            f"{node}.system_prompt": "null",
-        }
-        if code:
-            overrides[f"{node}.split"] = "test"  # a dozen rows are too few for slices
-    overrides |= {
+    return overrides | {
         "checkpointer.checkpoint_dir": checkpoint,
         "checkpointer.checkpoint_files": "[model.safetensors]",
-        "output_dir": folder / "out",
-        "device": "cpu",
-        "num_steps": 2,
-        "max_generated_tokens": 12,
     }
-    return [f"{key}={value}" for key, value in overrides.items()]
 
 
 def run_tiny(config: str, folder: Path, *more: str, **settings: Any) -> Result:

@@ -95,7 +95,7 @@ def _read(
         with problems.noted():
             if name not in cfg or OmegaConf.is_missing(cfg, name):
                 if f.default is MISSING:
-                    raise ValueError(f"{prefix}{name}: missing from the config.{_meaning(f)}")
+                    raise ValueError(_missing(f, prefix))
             elif not dataclasses.is_dataclass(hints[name]):
                 value = _converted(prefix, f, cfg[name], hints[name])
                 _check_range(f, value, prefix)
@@ -110,6 +110,16 @@ def _read(
                 )
     needed = {name for name, f in fields.items() if f.default is MISSING}
     return table(**values) if needed <= values.keys() else None
+
+
+def missing_keys(table: type, cfg: DictConfig) -> list[str]:
+    """A sentence for each key at the top whose value is still ``???``."""
+    return [_missing(f) for f in dataclasses.fields(table) if OmegaConf.is_missing(cfg, f.name)]
+
+
+def _missing(f: dataclasses.Field[Any], prefix: str = "") -> str:
+    name = prefix + f.name
+    return f"{name}: missing from the config; give {name}=<value>.{_meaning(f)}"
 
 
 def _did_you_mean(

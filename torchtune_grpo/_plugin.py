@@ -89,16 +89,27 @@ def add_recipes(registry: ModuleType) -> None:
 def resolve_names_in_validate(validate: ModuleType) -> None:
     """Let `tune validate` take our configs by name; of all subcommands it alone knows only paths.
 
+    It has no way to give a value that a config leaves to the command line (`???`), and says so.
+
     Args:
         validate: the module `torchtune._cli.validate`.
     """
+    from omegaconf.errors import MissingMandatoryValue
+
     stock = validate.Validate._validate_cmd
 
     @functools.wraps(stock)
     def _validate_cmd(self: Any, args: Any) -> None:
-        if not args.config.is_file():
-            args.config = config_files().get(str(args.config), args.config)
-        stock(self, args)
+        name = args.config
+        if not name.is_file():
+            args.config = config_files().get(str(name), name)
+        try:
+            stock(self, args)
+        except MissingMandatoryValue as error:
+            self._parser.error(
+                f"{error.full_key}: missing from the config; `python -m torchtune_grpo.config "
+                f"{name} {error.full_key}=<value>` checks it with a value."
+            )
 
     validate.Validate._validate_cmd = _validate_cmd
 

@@ -17,7 +17,7 @@ from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import ConfigError, Problems, told_in_one_line
 from torchtune_grpo.load_data import load_data
 from torchtune_grpo.loss import make_loss
-from torchtune_grpo.read_config import check_checkpoint_files, examine, without_effect
+from torchtune_grpo.read_config import by_model_dir, check_checkpoint_files, examine, without_effect
 from torchtune_grpo.rewards import RewardSet
 
 
@@ -43,6 +43,7 @@ def check_config(
     except Exception:
         if not problems:  # of which this is a consequence
             raise
+    problems = Problems(by_model_dir(settings, problem) for problem in problems)
     by_key = {re.split("[=:]", problem)[0]: problem for problem in reversed(problems)}
     return list(by_key.values())[::-1], remarks  # what is wrong in itself fails in use, too
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from torch import nn
 from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
@@ -23,7 +23,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._utils import ModelType
 
-from torchtune_grpo._config_table import component_keys, read_table
+from torchtune_grpo._config_table import component_keys, missing_keys, read_table
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.checkpoint import RUN_CONFIG_FILE, hub_name
 from torchtune_grpo.components import (
@@ -72,6 +72,11 @@ def examine(cfg: DictConfig, table: type[T], problems: Problems) -> T | None:
     try:
         cfg = DictConfig(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
+        if isinstance(error, InterpolationToMissingValueError) and (
+            missing := missing_keys(table, cfg)
+        ):
+            problems += missing
+            return None
         key = (error.full_key or "the config").replace("[", ".").replace("]", "")
         problems.append(f"{key}: {str(error.msg).splitlines()[0]}; correct the ${{...}}.")
         return None
@@ -301,7 +306,17 @@ def check_checkpoint_files(settings: GRPOConfig) -> None:
     with problems.noted():
         optimizer = instantiate("optimizer", settings.optimizer, [nn.Parameter(torch.zeros(2, 2))])
         make_lr_scheduler(settings, optimizer)
+    problems[:] = [by_model_dir(settings, problem) for problem in problems]
     problems.raise_any()
+
+
+def by_model_dir(settings: GRPOConfig, problem: str) -> str:
+    """The same sentence, but of the key ``model_dir`` where a node has its folder from there."""
+    key, _, rest = problem.partition("=")
+    name = key.rpartition(".")[2]
+    if name in ("checkpoint_dir", "model_dir") and rest.startswith(f"{settings.model_dir}:"):
+        return f"model_dir={rest}"
+    return problem
 
 
 def _check_files(settings: GRPOConfig) -> dict[str, Any]:
@@ -316,9 +331,14 @@ def _check_files(settings: GRPOConfig) -> dict[str, Any]:
         names = []
     else:
         names = _checkpoint_files(node.checkpoint_files, download)
-    for name in [*names, "config.json"]:
+    present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"checkpointer.checkpoint_dir={folder}: holds no config.json, but {present}; "
+            f"{download}."
+        )
+    for name in names:
         if not (folder / name).is_file():
-            present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
             raise ValueError(
                 f"checkpointer.checkpoint_files: {folder / name} is missing; the folder holds "
                 f"{present}. Name the files that are there; {download}."

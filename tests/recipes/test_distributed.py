@@ -29,7 +29,7 @@ from runs import (
 from safetensors.torch import load_file
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
-QLORA = "llama3_2_1B_qlora_grpo"
+QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "qwen3_0_6B_lora_grpo"
 
 MY_REWARDS = """
 import os, signal
@@ -69,15 +69,19 @@ def settings(folder: Path, config: str, *more: str, reward: str = "length") -> l
         "log_completions=99",
         "eval_dataset.num_samples=5",  # ranks get different numbers of prompts
     ]
-    if config == LORA:  # fused SGD has no form for sharded parameters
+    if config in (LORA, QWEN3):  # fused SGD has no form for sharded parameters
         overrides.append("optimizer.fused=false")
     return [*overrides, *more]
 
 
-def from_adapter(folder: Path) -> list[str]:
+def base_weights(folder: Path) -> Path:
+    return next(folder.glob("*/model.safetensors"))
+
+
+def from_adapter(folder: Path, config: str) -> list[str]:
     """Overrides with which a run begins from PEFT's adapter, and has it for its reference."""
-    tiny_overrides(LORA, folder)  # makes the base, which is the same in all folders
-    peft_adapter(folder / "llama", folder / "sft", **PEFT)
+    tiny_overrides(config, folder)  # makes the base, which is the same in all folders
+    peft_adapter(base_weights(folder).parent, folder / "sft", **PEFT)
     more = ["model.lora_rank=4", "model.lora_alpha=8", "loss.kl_coeff=0.5"]
     return [
         *more,
@@ -116,7 +120,7 @@ def run_torchrun(folder: Path, config: str, *more: str, reward: str):
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("model-*.safetensors")))
+    return load_file(next(folder.glob("model*.safetensors")))
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -130,7 +134,7 @@ def completions(folder: Path) -> list[tuple]:
 
 
 VARIANTS = {
-    LORA: {
+    QWEN3: {
         "replicated": [],  # by torchrun
         # two micro-batches: gradients wait for the last one
         "sharded": [
@@ -166,8 +170,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4", "seed=1"]
     if config == QLORA:  # QDoRA
         objective += ["model.use_dora=True", "optimizer.fused=False"]
-    if config == LORA:
-        objective += from_adapter(tmp_path)
+    if config == QWEN3:
+        objective += from_adapter(tmp_path, config)
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, ["batch_size=2", *more]) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
@@ -175,9 +179,9 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
         start(tmp_path / name, config, *objective, *more, ranks=ranks)
     one = tmp_path / "one"
     expected = weights(one / "out" / "step_000002")
-    base = load_file(one / "llama" / "model.safetensors")
+    base = load_file(base_weights(one))
     assert max((expected[n] - base[n]).abs().max() for n in base) > 1e-3
-    if config == LORA:  # the reference is what the run began with
+    if config == QWEN3:  # the reference is what the run began with
         kl = [record["kl"] for record in metrics(one / "out") if "kl" in record]
         assert abs(kl[0]) < 1e-6 < 1e-4 < kl[1]
     for name in VARIANTS[config]:
@@ -224,7 +228,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
     adam += ["num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=null", *NO_EVALUATION]
     dropout = []
     if config == LORA:
-        dropout, adam = ["model.lora_dropout=0.5"], adam + from_adapter(tmp_path)
+        dropout, adam = ["model.lora_dropout=0.5"], adam + from_adapter(tmp_path, config)
     out = tmp_path / "out"
     run(tmp_path, config, *adam, *dropout, ranks=2)
     whole = weights(out / "step_000003")

@@ -26,7 +26,7 @@ REPO = Path(__file__).parents[2]
 RECIPES = (RECIPE, DISTRIBUTED)
 CONFIG = "tiny_arithmetic_grpo"
 CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
-SOME = CONFIGS[1:3]  # a command for each takes its time
+SOME = ["llama3_2_1B_full_grpo", "qwen3_4B_qlora_grpo"]  # a command for each takes its time
 
 # Times what the plugin adds to `import torch`: loading the entry point and calling it. It takes the
 # processor's time, which depends less on what else the machine is doing than the wall's.
@@ -73,6 +73,7 @@ def session(workspace: Path) -> dict[str, Result]:
         "tune cat my_config.yaml",
         "tune validate my_config.yaml",
         f"tune validate {CONFIGS[0]}",
+        "tune validate hf_lora_grpo",
         "tune validate no_such_config",
         "tune validate llama3_2/1B_full",
         *(f"tune validate {name}" for name in SOME),
@@ -127,6 +128,15 @@ def test_cat_sorts_and_prints_other_files_as_before(
 def test_validate_takes_a_name_or_a_path(session: dict[str, Result], config: str) -> None:
     result = session[f"tune validate {config}"]
     assert (result.code, result.out) == (0, "Config is well-formed!\n"), result.err
+
+
+def test_validate_says_what_a_config_leaves_to_the_command_line(
+    session: dict[str, Result],
+) -> None:
+    result = session["tune validate hf_lora_grpo"]
+    assert (result.code, result.out) == (2, "")
+    assert "error: model_dir: missing" in result.err.splitlines()[-1]
+    assert "torchtune_grpo.config hf_lora_grpo model_dir=<value>" in result.err
 
 
 def test_validate_prefers_an_existing_path_to_a_name(session: dict[str, Result]) -> None:

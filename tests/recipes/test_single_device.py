@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import EAGER, copy_recipe, metrics, run_tiny, tiny_overrides, tune
+from runs import EAGER, FROM_FOLDER, copy_recipe, metrics, run_tiny, tiny_overrides, tune
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from torchtune_grpo.models import HFCheckpointer, hf_tokenizer
 
 CONFIGS = sorted(
     p.stem for p in (Path(__file__).parents[2] / "recipes/configs").glob("*_grpo.yaml")
@@ -23,13 +26,19 @@ sampling/sampling_logp_difference/mean
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("model-*.safetensors")))
+    return load_file(next(folder.glob("model*.safetensors")))
 
 
 @pytest.mark.parametrize("config", HUB_CONFIGS)
 def test_shipped_config_runs_two_steps(tmp_path, config):
-    """Only model, checkpoint, data and device are made tiny; all metrics come and are finite."""
-    run_tiny(config, tmp_path)
+    """Only model, checkpoint, data and device are made tiny; all metrics come and are finite.
+
+    What is saved of a model from its folder is such a folder, for transformers and for a next run.
+    """
+    if config in FROM_FOLDER:
+        run_tiny(config, tmp_path, "batch_size=2", **EAGER)
+    else:
+        run_tiny(config, tmp_path)
     records = metrics(tmp_path / "out")
     steps = [record for record in records if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2]
@@ -46,6 +55,14 @@ def test_shipped_config_runs_two_steps(tmp_path, config):
     assert {"step", "prompt", "completion", "reward", "rewards", "advantage"} <= record.keys()
     logged = next((tmp_path / "out" / "logs").glob("log_*.txt")).read_text()
     assert "reward:" in logged and "eval/accuracy:" in logged
+    if config in FROM_FOLDER:
+        _, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(loading.values())
+        base, saved = (hf_tokenizer(str(each)) for each in (tmp_path / "model", folder))
+        assert saved.stop_tokens == base.stop_tokens and len(base.stop_tokens) == 2
+        prompt = [{"role": "user", "content": "2 plus 2?"}]
+        assert saved.chat_text(prompt) == base.chat_text(prompt)
+        HFCheckpointer(str(folder), str(tmp_path)).load_checkpoint()
 
 
 LENGTH_REWARD = """
@@ -151,7 +168,7 @@ def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
     assert 0 < steps[0]["kl"] < 1e-2  # bf16 rounding of the reference, and nothing else
 
 
-@pytest.mark.parametrize("config", ["llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"])
+@pytest.mark.parametrize("config", ["qwen3_0_6B_lora_grpo", "llama3_2_1B_full_grpo"])
 def test_resume_continues_where_the_run_stopped(tmp_path, config):
     """4 steps at once equal 2 steps and, resumed, 2 more: weights to the last bit, and the log.
 

@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from runs import tiny_overrides
 
 from torchtune_grpo._config_table import markdown_tables
+from torchtune_grpo.check_config import check_config
+from torchtune_grpo.command_line import load_config
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.read_config import (
     check_checkpoint_files,
@@ -222,7 +224,34 @@ def test_settings_with_effect_are_not_warned_of(changes):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configs_are_valid_and_use_what_is_shipped(path):
-    assert without_effect(read_config(OmegaConf.load(path))) == []
+    cfg = OmegaConf.load(path)
+    if OmegaConf.is_missing(cfg, "model_dir"):
+        cfg.model_dir = "/tmp/model"
+    assert without_effect(read_config(cfg)) == []
+
+
+def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
+    """One line, which names ``model_dir`` and not the nodes that have it from there."""
+
+    def mistakes(*overrides):
+        return check_config(load_config("hf_lora_grpo", ["device=cpu", *overrides]))[0]
+
+    (problem,) = mistakes()
+    assert problem.startswith("model_dir: missing from the config; give model_dir=<value>.")
+    none, empty = tmp_path / "none", tmp_path / "empty"
+    (problem,) = mistakes(f"model_dir={none}")
+    assert problem.startswith(f"model_dir={none}: no such folder; `tune download <model> ")
+    empty.mkdir()
+    (problem,) = mistakes(f"model_dir={empty}")
+    assert problem.startswith(f"model_dir={empty}: holds no model.safetensors")
+    (empty / "model.safetensors").touch()
+    (problem,) = mistakes(f"model_dir={empty}")
+    assert problem.startswith(f"model_dir={empty}: holds no config.json, but model.safetensors;")
+    (empty / "config.json").write_text('{"model_type": "mixtral"}')
+    (problem,) = mistakes(f"model_dir={empty}")
+    assert problem.startswith(f"model_dir={empty}: config.json says model_type='mixtral'; known ")
+    of_node = mistakes(f"model_dir={empty}", f"checkpointer.checkpoint_dir={none}")
+    assert of_node[0].startswith(f"checkpointer.checkpoint_dir={none}: no such folder; ")
 
 
 def test_the_table_in_the_docs_is_the_one_in_the_code():
