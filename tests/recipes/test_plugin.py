@@ -28,16 +28,6 @@ CONFIG = "tiny_arithmetic_grpo"
 CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
 SOME = ["llama3_2_1B_full_grpo", "qwen3_4B_qlora_grpo"]  # a command for each takes its time
 
-# Times what the plugin adds to `import torch`: loading the entry point and calling it. It takes the
-# processor's time, which depends less on what else the machine is doing than the wall's.
-STOPWATCH = """
-import time, torch
-start = time.process_time()
-from torchtune_grpo._plugin import autoload
-autoload()
-print(time.process_time() - start)
-"""
-
 
 def listed(out: str) -> dict[str, list[str]]:
     """What `tune ls` printed: the names of the configs, by recipe."""
@@ -223,6 +213,7 @@ def test_module_works_where_the_hook_is_turned_off(
     done = run("both.py", cwd=workspace, fresh=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     stock, _, ours = done.out.partition("and ours\n")
     assert RECIPE not in listed(stock)
+    assert listed(ours) == listed(stock) | dict.fromkeys(RECIPES, CONFIGS)
     assert ours == session["tune ls"].out
 
 
@@ -246,20 +237,15 @@ def test_torch_survives_a_broken_wrapt(tmp_path: Path) -> None:
     assert result == Result(0, "True\n", "")
 
 
-def test_hook_imports_neither_torch_nor_torchtune(tmp_path: Path) -> None:
+def test_hook_imports_nothing_else_than_wrapt(tmp_path: Path) -> None:
+    """So that every `import torch` pays for no more; benchmarks/import_hook.py times it."""
     code = (
-        "import sys; from torchtune_grpo._plugin import autoload; autoload();"
-        "print({'torch', 'torchtune', 'omegaconf'} & set(sys.modules), 'wrapt' in sys.modules)"
+        "import sys; before = set(sys.modules)\n"
+        "from torchtune_grpo._plugin import autoload; autoload()\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - sys.stdlib_module_names))"
     )
-    assert run_python("-c", code, cwd=tmp_path) == Result(0, "set() True\n", "")
-
-
-def test_hook_adds_less_than_20_ms_to_import_torch(tmp_path: Path) -> None:
-    runs = [
-        run_python("-c", STOPWATCH, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-        for _ in range(3)
-    ]
-    assert min(float(run.out) for run in runs) < 0.020
+    assert run_python("-c", code, cwd=tmp_path) == Result(0, "torchtune_grpo wrapt\n", "")
 
 
 def test_a_hook_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +304,9 @@ def files_below(folder: Path) -> set[str]:
     return {str(name) for name in names if "__pycache__" not in name.parts}
 
 
-def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> None:
+def test_installing_adds_recipes_and_uninstalling_leaves_nothing(
+    tmp_path: Path, session: dict[str, Result]
+) -> None:
     python, site_packages = make_venv_without_us(tmp_path)
     source = tmp_path / "source"  # building leaves files behind, which must not be in the repo
     source.mkdir()
@@ -327,10 +315,14 @@ def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> Non
     for name in ("torchtune_grpo", "recipes"):
         shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def run_there(*arguments: str) -> Result:
+    def run_there(*arguments: str) -> str:
         result = run_python(*arguments, cwd=tmp_path, python=python, PYTHONPATH="")
         assert result.code == 0, result.err
-        return result
+        return result.out
+
+    def hooks() -> str:
+        code = "import importlib.metadata as m; print(*m.entry_points(name='torchtune_grpo'))"
+        return run_there("-c", code).strip()
 
     def pip(*arguments: str) -> None:
         options = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python)
@@ -338,15 +330,15 @@ def test_install_and_uninstall_leave_stock_tune_as_it_was(tmp_path: Path) -> Non
         assert result.code == 0, result.err
 
     empty = files_below(site_packages)
-    before = run_there(str(TUNE), "ls")
-    assert RECIPE not in listed(before.out)
+    assert not hooks()  # so that it is stock `tune`
 
-    pip("install", "--no-deps", "--no-build-isolation", "--no-index", str(source))
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--no-compile")
+    pip("install", *options, str(source))
     installed = site_packages / "torchtune_grpo"
     recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
     assert files_below(installed) == files_below(REPO / "torchtune_grpo") | recipes
-    after = run_there(str(TUNE), "ls")
-    assert listed(after.out) == listed(before.out) | dict.fromkeys(RECIPES, CONFIGS)
+    assert run_there(str(TUNE), "ls") == session["tune ls"].out
 
     pip("uninstall", "--yes", "torchtune-grpo")
     assert files_below(site_packages) == empty
+    assert not hooks()
