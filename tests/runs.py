@@ -136,12 +136,12 @@ def write_humaneval(path: Path, rows: int = 12) -> Path:
 
 
 # Weights that NF4 takes have a multiple of 16,384 elements.
-QUANTIZABLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+QUANTIZABLE = {"hidden_size": 512, "intermediate_size": 128}
 # Config -> the model and the tokenizer of its folder.
 FROM_FOLDER = {
-    "hf_lora_grpo": ("gemma3", "gemma3"),
-    "hf_qlora_grpo": ("qwen2_untied", "deepseek_r1_distill"),
-    "hf_full_grpo": ("qwen2", "qwen2_5"),
+    "hf_lora_grpo": ("qwen3", "qwen3"),
+    "hf_qlora_grpo": ("gemma3", "gemma3"),
+    "hf_full_grpo": ("qwen2", "deepseek_r1_distill"),
     "qwen3_0_6B_lora_grpo": ("qwen3", "qwen3"),
     "qwen3_1_7B_lora_grpo": ("qwen3", "qwen3"),
     "qwen3_4B_qlora_grpo": ("qwen3", "qwen3"),

@@ -29,7 +29,7 @@ from runs import (
 from safetensors.torch import load_file
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
-QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "qwen3_0_6B_lora_grpo"
+QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "hf_lora_grpo"
 
 MY_REWARDS = """
 import os, signal
@@ -82,12 +82,11 @@ def from_adapter(folder: Path, config: str) -> list[str]:
     """Overrides with which a run begins from PEFT's adapter, and has it for its reference."""
     tiny_overrides(config, folder)  # makes the base, which is the same in all folders
     peft_adapter(base_weights(folder).parent, folder / "sft", **PEFT)
-    more = ["model.lora_rank=4", "model.lora_alpha=8", "loss.kl_coeff=0.5"]
-    return [
-        *more,
-        "model.lora_attn_modules=[q_proj,k_proj,v_proj]",
-        f"adapter_dir={folder / 'sft'}",
-    ]
+    more = ["loss.kl_coeff=0.5", f"adapter_dir={folder / 'sft'}"]
+    if config == LORA:  # the other's builder reads them off the adapter
+        more += ["model.lora_rank=4", "model.lora_alpha=8"]
+        more += ["model.lora_attn_modules=[q_proj,k_proj,v_proj]"]
+    return more
 
 
 def run(folder: Path, config: str, *more: str, ranks: int, **env: str) -> None:
