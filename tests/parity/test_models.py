@@ -135,6 +135,9 @@ REFUSED = {
     "num_experts": dict(num_experts=8),
     "quantization_config": dict(quantization_config={"quant_method": "awq"}),
     "attention_dropout": dict(attention_dropout=0.1),
+    "final_logit_softcapping": dict(final_logit_softcapping=30.0),
+    "partial_rotary_factor": dict(partial_rotary_factor=0.5),
+    "use_bidirectional_attention": dict(use_bidirectional_attention=True),
 }
 
 
