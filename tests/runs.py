@@ -179,7 +179,9 @@ def _tiny_folder(config: str, folder: Path) -> dict[str, Any]:
     shape = QUANTIZABLE if "qlora" in config else {}
     if not model_dir.exists():
         eos = AutoTokenizer.from_pretrained(write_tokenizer(model_dir, tokenizer)).eos_token_id
-        hf_folder(model, model_dir, vocab_size=384, eos_token_id=[eos, 0], **shape)
+        hf_folder(model, model_dir, vocab_size=384, eos_token_id=eos, **shape)
+        ends = {"eos_token_id": [eos, 0]}  # more than config.json has, as the hub's folders
+        (model_dir / "generation_config.json").write_text(json.dumps(ends))
     return {"model_dir": model_dir}
 
 
