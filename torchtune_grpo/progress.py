@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torchtune import utils
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_grpo.metrics import LearningWatch
@@ -16,12 +16,15 @@ from torchtune_grpo.rollout import Progress
 
 log = utils.get_logger("INFO")
 
+# And it has ipywidgets; without them there are lines.
+_IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+
 # At 80 columns there is room for all of it in a run of 1,000 steps.
 _FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
 
 
 def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
-    """A bar on the first rank's terminal; without one it shows nothing."""
+    """A bar on the first rank's terminal, or in a notebook; elsewhere it shows nothing."""
     return tqdm(
         desc=title,
         total=total,
@@ -29,7 +32,7 @@ def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> An
         leave=leave,
         bar_format=_FORMAT,
         dynamic_ncols=True,
-        disable=None if rank() == 0 else True,
+        disable=rank() > 0 or (False if _IN_NOTEBOOK else None),
     )
 
 
