@@ -21,7 +21,6 @@ from torchtune_grpo._api_rewards import dotpath
 from torchtune_grpo._config_table import component_keys
 from torchtune_grpo.components import component_parameters
 from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.data._load import _format_of
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.plain import describe, shortened
 
@@ -172,25 +171,18 @@ def _plain(value: Any, written: str) -> Any:
 
 
 def data_node(data: Any, written: str) -> tuple[dict[str, Any], Sequence[Row] | None]:
-    """Data as a node of a config, and rows that have to be written where it says ``data_files``.
+    """Data as a node of a config, and rows that have to be written for its ``source``.
 
     Raises:
         ValueError: if it is nothing that can be read.
     """
-    node: dict[str, Any] = {"_component_": RLDATASET}
     if isinstance(data, (Mapping, DictConfig)) and "_component_" in data:
         return _plain(data, written), None
     if isinstance(data, (str, Path)):
         path = Path(data)
-        if (path / "dataset_info.json").is_file():
-            return node | {"source": "parquet"}, list(datasets.load_from_disk(path))
-        if path.is_file() or _format_of(str(path)) is not None:
-            kind = _format_of(str(path))
-            if kind is None:
-                raise ValueError(f"{written}={str(data)!r}: its name ends in no known format.")
-            return node | {"source": kind, "data_files": str(path.absolute())}, None
-        return node | {"source": str(path.absolute()) if path.is_dir() else str(data)}, None
-    return node | {"source": "parquet"}, rows_of(data, written)
+        source = str(path.absolute() if path.exists() else data)
+        return {"_component_": RLDATASET, "source": source}, None
+    return {"_component_": RLDATASET}, rows_of(data, written)
 
 
 def rows_of(data: Any, written: str) -> Sequence[Row]:

@@ -25,7 +25,6 @@ from torchtune_grpo.check_config import check_config
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
 from torchtune_grpo.command_line import load_config
 from torchtune_grpo.data import RLDataset, collate_prompts
-from torchtune_grpo.data._load import load_rows
 from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import ConfigError, Problems, problems_in
 from torchtune_grpo.evaluation import Evaluator
@@ -140,7 +139,7 @@ class GRPO:
         problems, folder = Problems(self._arguments.problems), self._held.folder
         files = {key: folder / f"{name}.parquet" for key, (name, _) in rows.items()}
         for key, file in files.items():
-            self.config[key].data_files = str(file)
+            self.config[key].source = str(file)
         for reward in self._given:
             reward.register()
         extend_import_path(folder)
@@ -242,14 +241,9 @@ class GRPO:
             return evaluator(recipe._engine, state=recipe._trainer_state)
 
     def _evaluator_of(self, recipe: GRPOFullFinetuneRecipe, data: Any) -> Evaluator:
-        if isinstance(data, (str, Path)):
-            node, rows = data_node(data, "data")
-            if rows is None:
-                del node["_component_"]
-                rows = load_rows(split="train", num_samples=None, **node)
-        else:
-            rows = rows_of(data, "data")
-        dataset: RLDataset = recipe._dataset.with_rows(rows)
+        source = str(data) if isinstance(data, (str, Path)) else None
+        rows = rows_of(data, "data") if source is None else None
+        dataset: RLDataset = recipe._dataset.alike(source=source, rows=rows)
         recipe._rewards.check_data(dataset, key="data")
         check_lengths(recipe.cfg, longest_prompts={"data": dataset.max_prompt_length})
         return Evaluator(

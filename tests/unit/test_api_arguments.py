@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from torchtune_grpo._api_config import Arguments, data_node, rows_of, write_rows
+from torchtune_grpo._api_config import RLDATASET, Arguments, data_node, rows_of, write_rows
 from torchtune_grpo._api_rewards import GivenReward, dotpath, reward_nodes
 from torchtune_grpo.command_line import load_config
 from torchtune_grpo.errors import Problems
@@ -106,15 +106,12 @@ def test_problems_are_told_with_the_names_that_were_given(arguments):
 def test_data_is_a_node_or_rows(tmp_path):
     rows = [{"prompt": "a", "answer": 1.5}, {"prompt": "b", "answer": math.inf}]
     held = datasets.Dataset.from_list(rows)
-    for given in (rows, tuple(rows), held, held.shuffle(seed=0).sort("prompt")):
+    for given in (rows, tuple(rows), held, held.sort("prompt", reverse=True).sort("prompt")):
         node, found = data_node(given, "data")
-        assert node["source"] == "parquet" and [*map(dict, found)] == rows
-    held.save_to_disk(tmp_path / "saved")
-    assert [*map(dict, data_node(tmp_path / "saved", "data")[1])] == rows
+        assert node == {"_component_": RLDATASET} and [*map(dict, found)] == rows
     (tmp_path / "rows.jsonl").write_text("{}")
-    node, found = data_node(str(tmp_path / "rows.jsonl"), "data")
-    assert (node["source"], node["data_files"]) == ("json", str(tmp_path / "rows.jsonl"))
-    assert data_node("some/name", "data")[0]["source"] == "some/name" and found is None
+    for given in (str(tmp_path / "rows.jsonl"), tmp_path / "rows.jsonl", "some/name"):
+        assert data_node(given, "data") == ({"_component_": RLDATASET, "source": str(given)}, None)
     own = {"_component_": "my.data", "n": 3}
     assert data_node(own, "data") == (own, None)
     for wrong, said in (

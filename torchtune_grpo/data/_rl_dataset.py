@@ -138,7 +138,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         _check_positive("max_prompt_tokens", max_prompt_tokens)
         _check_positive("num_samples", num_samples)
         self._tokenizer = tokenizer
-        self._form: dict[str, Any] = given | {"source": None, "transform": transform}
+        self._form: dict[str, Any] = given | {"transform": transform}
         if (source is None) == (rows is None):
             raise ValueError(f"source={source!r}: give either source or rows, and not both.")
         self._encoder = PromptEncoder(
@@ -213,9 +213,11 @@ class RLDataset(Dataset[dict[str, Any]]):
         """Removes prompts; those behind them move up."""
         self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
 
-    def with_rows(self, rows: Iterable[Row]) -> RLDataset:
+    def alike(
+        self, *, source: str | datasets.Dataset | None = None, rows: Iterable[Row] | None = None
+    ) -> RLDataset:
         """A data set of other rows, in the form of these."""
-        return RLDataset(self._tokenizer, rows=rows, **self._form)
+        return RLDataset(self._tokenizer, **self._form | {"source": source, "rows": rows})
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of a prompt that is not in the data, in the form of those that are.
