@@ -24,15 +24,15 @@ from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.check_config import check_config
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
 from torchtune_grpo.command_line import load_config
-from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.data import RLDataset
 from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import ConfigError, Problems, problems_in
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.interrupt import Interrupted
 from torchtune_grpo.read_config import check_lengths
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.rollout import roll_out
 from torchtune_grpo.run_log import read_jsonl
+from torchtune_grpo.sample import generate, items_of
 
 log = utils.get_logger("INFO")
 
@@ -290,22 +290,17 @@ class GRPO:
         params = recipe.cfg.sampling_params
         if temperature is not None:
             params = params.greedy if temperature == 0 else replace(params, temperature=temperature)
-        tokens = [recipe._dataset.encode(prompt) for prompt in asked]
-        check_lengths(recipe.cfg, longest_prompts={"prompts": max(map(len, tokens))})
-        items = [
-            {"index": i, "tokens": ids, "prompt": prompt, "columns": {}}
-            for i, (ids, prompt) in enumerate(zip(tokens, asked, strict=True))
-        ]
+        items = items_of(asked, recipe._dataset)
+        check_lengths(recipe.cfg, longest_prompts={"prompts": max(len(i["tokens"]) for i in items)})
         recipe._model.eval()
-        rows = roll_out(
+        rows = generate(
             recipe._engine,
-            collate_prompts(items),
+            items,
             tokenizer=recipe._tokenizer,
-            group_size=num_samples,
             params=params,
+            group_size=num_samples,
             prefill=recipe._dataset.prefill,
             seed=recipe.seed if seed is None else seed,
-            step=0,
         )
         starts = range(0, rows.num_rows, num_samples)
         texts = [rows.completions[i : i + num_samples] for i in starts]

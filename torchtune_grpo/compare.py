@@ -49,11 +49,11 @@ def compared(cfg: GRPOConfig, *, num_prompts: int) -> list[str]:
         rows = generate(
             load_policy(cfg, device=device, base=base),
             items,
-            cfg,
             tokenizer=tokenizer,
             params=cfg.sampling_params.greedy,
             group_size=1,
             prefill=dataset.prefill,
+            seed=cfg.seed,
         )
         scores = score(cfg, rows)
         verdicts = scores.scores[:, scores.names.index(cfg.eval_reward or scores.names[0])]

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -26,7 +27,6 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
-from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.command_line import load_config
@@ -40,7 +40,7 @@ from torchtune_grpo.plain import visible
 from torchtune_grpo.policy import build_policy, empty_model
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.rewards import RewardScores, RewardSet
-from torchtune_grpo.rollout import SamplingParams, make_engine, roll_out
+from torchtune_grpo.rollout import RolloutEngine, SamplingParams, make_engine, roll_out
 from torchtune_grpo.threads import limit_threads
 from torchtune_grpo.trajectory import Trajectory
 
@@ -99,25 +99,33 @@ def open_run(cfg: GRPOConfig) -> tuple[torch.device, Any]:
     return device, instantiate("tokenizer", cfg.tokenizer)
 
 
+def items_of(prompts: Sequence[Any], dataset: RLDataset) -> list[dict[str, Any]]:
+    """Prompts that are not in a data set as items of it."""
+    return [
+        {"index": i, "tokens": dataset.encode(prompt), "prompt": prompt, "columns": {}}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
 def generate(
-    model: TransformerDecoder,
+    engine: RolloutEngine,
     items: list[dict[str, Any]],
-    cfg: GRPOConfig,
     *,
     tokenizer: Any,
     params: SamplingParams,
     group_size: int,
     prefill: str,
+    seed: int,
 ) -> Trajectory:
     """A policy's answers to items of a data set, ``group_size`` to each."""
     return roll_out(
-        make_engine(model.eval(), cfg.rollout),
+        engine,
         collate_prompts(items),
         tokenizer=tokenizer,
         group_size=group_size,
         params=params,
         prefill=prefill,
-        seed=cfg.seed,
+        seed=seed,
         step=0,
     )
 
@@ -141,19 +149,16 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
     dataset = _dataset(cfg, tokenizer, rows=1 if args.prompts else args.num_prompts)
     items = [dataset[i] for i in range(min(args.num_prompts, len(dataset)))]
     if args.prompts:
-        items = [
-            {"index": i, "tokens": dataset.encode(prompt), "prompt": prompt, "columns": {}}
-            for i, prompt in enumerate(args.prompts)
-        ]
+        items = items_of(args.prompts, dataset)
     group_size = args.samples or cfg.grpo_samples
     rows = generate(
         load_policy(cfg, device=device, base=args.base),
         items,
-        cfg,
         tokenizer=tokenizer,
         params=cfg.sampling_params,
         group_size=group_size,
         prefill=dataset.prefill,
+        seed=cfg.seed,
     )
     rewards = [""] * rows.num_rows
     if not args.prompts:
@@ -176,8 +181,8 @@ def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
     return instantiate("dataset", cfg.dataset, tokenizer, **limit)
 
 
-def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> TransformerDecoder:
-    """The policy with a run's newest weights, or with ``base`` those that it started from."""
+def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> RolloutEngine:
+    """Samples from a run's newest weights, or with ``base`` from those that it started from."""
     checkpoints = Checkpoints.of_run(cfg)
     trained = None
     if not base:
@@ -190,7 +195,7 @@ def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> Transfo
     model = build_policy(cfg, checkpoints.base_weights(), device=device)
     if trained is not None:
         checkpoints.restore(model, trained)
-    return model
+    return make_engine(model.eval(), cfg.rollout)
 
 
 if __name__ == "__main__":
