@@ -96,8 +96,11 @@ def test_control_text_in_data_stays_text(folders: dict[str, Path], name: str) ->
 
 def test_turns_are_marked_by_tokens_that_are_not_special(folders: dict[str, Path]) -> None:
     """DeepSeek's are; the tags of thinking are words of a prompt, and white space is no mark."""
-    deepseek = hf_tokenizer(str(folders["deepseek_r1_distill"])).special_tokens
+    folder = str(folders["deepseek_r1_distill"])
+    deepseek = hf_tokenizer(folder).special_tokens
     assert {"<｜User｜>", "<｜Assistant｜>"} < deepseek.keys() and "<think>" not in deepseek
+    thinks = hf_tokenizer(folder, {"chat_template": "<think>{{ messages[0].content }}</think>"})
+    assert {*thinks.special_tokens} == {*FAMILIES["deepseek_r1_distill"].special}
     assert {*hf_tokenizer(str(folders["gemma3"])).special_tokens} == {*FAMILIES["gemma3"].special}
 
 

@@ -70,6 +70,25 @@ def test_qwen_chat_is_the_published_format(
     )
 
 
+def test_messages_are_turns(
+    llama3_tokenizer: Any, qwen2_tokenizer: Any, mistral_tokenizer: Any
+) -> None:
+    turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "Sure?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    for tokenizer, written in [
+        (llama3_tokenizer, llama3_tokens(llama3_tokenizer, *turns, open_turn="So")),
+        (qwen2_tokenizer, chatml_tokens(qwen2_tokenizer, *turns, open_turn="So")),
+    ]:
+        assert PromptEncoder(tokenizer, prefill="So")(messages) == written
+        assert PromptEncoder(tokenizer, prefill="So", system_prompt="No.")(messages) == written
+    dialogue = [Message(role=role, content=text) for role, text in [*turns[1:], ("assistant", "")]]
+    written, _ = mistral_tokenizer.tokenize_messages(dialogue)
+    assert PromptEncoder(mistral_tokenizer)(messages[1:]) == written[:-1]
+    assert written.count(mistral_tokenizer.eos_id) == 2
+    with pytest.raises(ValueError, match="that the chat format refuses: System prompts are not"):
+        PromptEncoder(mistral_tokenizer)(messages)
+
+
 @pytest.mark.parametrize("empty", [None, ""])
 def test_no_system_prompt_makes_no_system_message(llama3_tokenizer: Any, empty: str | None) -> None:
     encoder = PromptEncoder(llama3_tokenizer, system_prompt=empty)

@@ -38,8 +38,8 @@ def gsm8k_dataset(
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        source: data set on the hub with GSM8K's columns ``question`` and ``answer``; json or
-            parquet together with ``data_files``.
+        source: data set on the hub with GSM8K's columns ``question`` and ``answer``, or whatever
+            RLDataset takes: the path of a file, for instance.
         name: configuration of the hub data set. Files have none, so ``data_files`` overrides it.
         split: ``train`` (7,473 problems) or ``test`` (1,319).
         data_files: path of local files with the problems of ``split``.

@@ -35,8 +35,8 @@ def humaneval_dataset(
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        source: data set on the hub with HumanEval's columns; json or parquet together with
-            ``data_files``.
+        source: data set on the hub with HumanEval's columns, or whatever RLDataset takes: the path
+            of a file (jsonl, also gzipped), for instance.
         split: HumanEval has only ``test``; slices are allowed.
         data_files: path of local files (jsonl, also gzipped) with the problems of ``split``.
         system_prompt: asks for one fenced block of Python by default.

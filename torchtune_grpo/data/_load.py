@@ -234,7 +234,10 @@ def _read_json(paths: Sequence[str], kwargs: Mapping[str, Any]) -> list[Any]:
                 rows += [_json_object(x, n, path) for n, x in enumerate(lines, 1) if x.strip()]
     names = dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row)
     return [
-        {name: row.get(name) for name in names} if isinstance(row, dict) else row for row in rows
+        {name: row.get(name) for name in names}
+        if isinstance(row, dict) and row.keys() != names.keys()
+        else row
+        for row in rows
     ]
 
 

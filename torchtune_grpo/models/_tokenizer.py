@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from difflib import get_close_matches
 from inspect import signature
@@ -173,22 +174,22 @@ class HFTokenizer:
                 raise ValueError(f"{where}: the chat template has no such variable.{meant}")
 
     def _control_tokens(self) -> dict[str, int]:
-        """The special tokens, and others with which the template marks turns (as DeepSeek's do)."""
-        added = {token: id_ for id_, token in self._hf.added_tokens_decoder.items()}
+        """The special tokens, and others with which the template marks turns (as DeepSeek's do).
+
+        Not the tags of thinking: they end no turn, and templates look for them in messages.
+        """
         turns = ""
-        if self._template is not None:
-            try:
+        for roles in (("user", "assistant", "user"), ("user",)):  # some take single questions
+            with suppress(ValueError):
                 turns = self.chat_text(
-                    [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
-                    add_generation_prompt=False,
+                    [{"role": role, "content": "a"} for role in roles], add_generation_prompt=False
                 )
-            except ValueError:  # a template for single questions
-                turns = self.chat_text([{"role": "user", "content": "a"}])
+                break
         written = {*self.encode(turns, add_bos=False, add_eos=False)}
         return {
             token.content: id_
-            for token, id_ in added.items()
-            if id_ != self._cut_id
+            for id_, token in self._hf.added_tokens_decoder.items()
+            if token.content not in (self.CUT, "<think>", "</think>")
             and (token.special or (id_ in written and not token.content.isspace()))
         }
 
