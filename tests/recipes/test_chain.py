@@ -1,4 +1,4 @@
-"""What a run leaves is what the next one starts from: SFT, GRPO, GRPO again, full, SFT, GRPO."""
+"""What a run leaves is what the next one starts from: SFT, GRPO of all kinds, SFT, GRPO."""
 
 import json
 import shutil
@@ -18,6 +18,7 @@ from torchtune_grpo.read_config import read_config
 from torchtune_grpo.tiny._tokenizer import write_tokenizer
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
+FROM_FOLDER = "hf_full_grpo"
 QUICK = ["num_steps=1", "dtype=fp32", "grpo_samples=4", "batch_size=2"]
 NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 SPREAD = "rewards=[{_component_: my_rewards.length}]"
@@ -41,7 +42,8 @@ def grpo(base, folder, config, *more):
     sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler=null"]
     if config == LORA:
         sgd += ["optimizer.fused=false", *ADAPTERS]
-    run_tiny(config, folder, *QUICK, SPREAD, *sgd, *weights_of(base), *more)
+    start = [f"model_dir={base}"] if config == FROM_FOLDER else weights_of(base)
+    run_tiny(config, folder, *QUICK, SPREAD, *sgd, *start, *more)
     return folder / "out" / "step_000001"
 
 
@@ -96,7 +98,8 @@ def base(tmp_path):
     shutil.copy(folder / "tokenizer.model", folder / "original")
     (folder / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": [257, 263]}')
-    kept = ["chat_template.jinja", "LICENSE.txt", "additional_chat_templates/tools.jinja"]
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<|eot_id|>")
+    kept = ["LICENSE.txt", "additional_chat_templates/tools.jinja"]
     for name in [*kept, ".gitattributes", "README.md", "original/params.json", "weights.gguf"]:
         (folder / name).write_text("of the base")
     return folder
@@ -130,16 +133,18 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     second = grpo(base, tmp_path / "2", LORA, f"adapter_dir={first}", *NO_EVALUATION)
     third = grpo(second, tmp_path / "3", LORA, "eval_dataset.num_samples=2")
     fourth = grpo(third, tmp_path / "4", FULL, *NO_EVALUATION)
-    last = grpo(sft(fourth, tmp_path / "sft_again"), tmp_path / "5", LORA, *NO_EVALUATION)
+    fifth = grpo(sft(fourth, tmp_path / "sft_again"), tmp_path / "5", LORA, *NO_EVALUATION)
+    last = grpo(fifth, tmp_path / "6", FROM_FOLDER, *NO_EVALUATION)
 
     check_stands_alone(first, files=FILES | ADAPTER)
-    for folder in (second, third, last):
+    for folder in (second, third, fifth):
         check_stands_alone(folder, files=FILES | WHOLE | ADAPTER)
     check_stands_alone(fourth, files=FILES | WHOLE)
+    check_stands_alone(last, files=FILES | {"model.safetensors"})
     merged = tmp_path / "sft/merged"  # where PEFT finds no adapter
     shutil.copytree(taught, merged, ignore=shutil.ignore_patterns("adapter*"))
     seen = [logits(base), logits(merged), logits(base, first / "adapter")]
-    seen += map(logits, (second, third, fourth, last))
+    seen += map(logits, (second, third, fourth, fifth, last))
     for one, other in zip(seen, seen[1:]):
         assert (one - other).abs().max() > 1e-3
     close(policy_logits(base, taught), seen[1])  # which is what the first run began with
