@@ -1,10 +1,12 @@
-"""Starts scripts in processes that have imported what `tune` imports, which takes seconds.
+"""Starts scripts in processes that have imported what a run imports, which takes seconds.
 
 As a script, this is the server: it forks itself for each process of a request. A forked process has
-its own folder, arguments, environment and files, and ends as any interpreter does; only what an
-import reads from the environment is as the server found it.
+its own folder, arguments, environment and files. Two things are not as in any interpreter: what an
+import reads from the environment is as the server found it, and a process that ends well, or by
+`sys.exit`, does not take the modules apart, which would touch, and so copy, all of their memory.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -104,6 +106,14 @@ def execute(arguments: list[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def end_quickly() -> None:
+    """Called at exit behind all others; by then threads have been waited for."""
+    gc.collect()  # whose finalizers may have something to say
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 def next_request() -> dict:
     """Forks for each process of each request; returns what it is asked to be in the forked one."""
     replies = os.fdopen(os.dup(1), "w")
@@ -131,15 +141,30 @@ def wait_for(children: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
+    exit_code = 0
+    atexit.register(end_quickly)  # the first one is called last
     import datasets  # noqa: F401
     import torchtune._cli.tune
-    import torchtune.models  # noqa: F401
-    import torchtune.training  # noqa: F401
+    import torchtune.models.llama3_2
+    import torchtune.models.qwen2_5
+    import torchtune.training.metric_logging  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
+    import torchtune_grpo._plugin
+
+    recipe = torchtune_grpo._plugin.recipes_folder() / "grpo_full_finetune.py"
+    runpy.run_path(str(recipe), run_name="imports")
     assert threading.active_count() == 1  # threads do not survive a fork
+    gc.collect()
     gc.freeze()
     request = next_request()
     arguments = request.pop("arguments")
     become(**request)
-    execute(arguments)
+    try:
+        execute(arguments)
+    except SystemExit as end:
+        exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except BaseException:
+        atexit.unregister(end_quickly)
+        raise
