@@ -6,6 +6,7 @@ done again when the run is resumed, with the same samples. An update and a save 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -41,6 +42,7 @@ def exit_on_signals() -> None:
         raise SystemExit(128 + number)
 
     _install(leave)
+    atexit.register(_install, signal.SIG_DFL)  # no exit any more, only a traceback
 
 
 def is_interrupted() -> bool:
