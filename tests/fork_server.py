@@ -41,6 +41,7 @@ class ForkServer:
             text=True,
             start_new_session=True,
         )
+        self.pid = self._process.pid
 
     def run(
         self, *arguments: str, cwd: Path, envs: Sequence[dict[str, str]]
@@ -61,7 +62,7 @@ class ForkServer:
                 {"arguments": arguments, "cwd": str(cwd), "env": env, "files": pair}
                 for env, pair in zip(envs, files, strict=True)
             ]
-            timer = threading.Timer(TIMEOUT, os.killpg, (self._process.pid, signal.SIGKILL))
+            timer = threading.Timer(TIMEOUT, os.killpg, (self.pid, signal.SIGKILL))
             timer.start()
             print(json.dumps(request), file=self._process.stdin, flush=True)
             reply = self._process.stdout.readline()

@@ -4,12 +4,12 @@ import os
 import time
 from pathlib import Path
 
-# What other tests of this process have started, and keep running.
+# What tests of this process may have started, and keep running.
 _KEPT = ("multiprocessing.resource_tracker", "fork_server.py")
 
 
 def children(*, of: int | None = None) -> dict[int, str]:
-    """A process's children, zombies too: id -> state and command line."""
+    """A process's children, or this one's, zombies too: id -> state and command line."""
     parent = os.getpid() if of is None else of
     found = {}
     for entry in Path("/proc").iterdir():
@@ -17,7 +17,7 @@ def children(*, of: int | None = None) -> dict[int, str]:
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if int(fields[1]) == parent and not any(kept in command for kept in _KEPT):
+                if int(fields[1]) == parent and (of or not any(kept in command for kept in _KEPT)):
                     found[int(entry.name)] = f"{fields[0]} {command}"
             except OSError:
                 continue

@@ -1,8 +1,13 @@
 """Runs the real ``tune`` command on shipped configs, with only model, checkpoint and data tiny."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from fork_server import TIMEOUT, environment, fork_server
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
+from processes import children
 from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
@@ -89,6 +95,22 @@ def run_ranks(
     said = "".join(each.out[-1000:] + each.err[-3000:] for each in done)
     assert not check or all(each.code == 0 for each in done), said
     return done
+
+
+@contextmanager
+def in_background(function: Callable, *arguments: object, **settings: Any) -> Iterator[Future]:
+    """Calls :func:`tune`, for instance; gives the Future of what it returns.
+
+    What still runs when the block is left, is killed. There can be no other run meanwhile.
+    """
+    server = fork_server().pid
+    with ThreadPoolExecutor() as pool:
+        try:
+            yield pool.submit(function, *arguments, **settings)
+        finally:
+            for process in children(of=server):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
 
 def run_python(*arguments: str, cwd: Path, python: str = sys.executable, **env: str) -> Result:

@@ -1,13 +1,14 @@
 """Ctrl-C and SIGTERM at chosen moments, sent for real to real runs, and what resumes from them."""
 
+import os
 import signal
-import subprocess
 
 import pytest
 import torch
-from fork_server import environment
+from fork_server import fork_server
 from processes import children, is_alive, wait_until
-from runs import DISTRIBUTED, RECIPE, TUNE, metrics, run_ranks, tune
+from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
+from runs import run as run_script
 
 from torchtune_grpo.run_log import read_jsonl
 
@@ -222,23 +223,26 @@ def test_before_the_first_step_there_is_nothing_to_save(folder):
     assert not (folder / "out" / "metrics.jsonl").exists()
 
 
+def test_one_that_comes_at_the_very_end_is_not_told(folder):
+    """As torchrun's to the other ranks, when the first has ended."""
+    (folder / "ends.py").write_text(
+        "import atexit, os, signal\n"
+        "from torchtune_grpo.interrupt import exit_on_signals\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+        "exit_on_signals()\n"
+    )
+    assert run_script("ends.py", cwd=folder, check=False) == Result(-signal.SIGTERM, "", "")
+
+
 def test_torchrun_hands_it_on(folder):
     more = [*QUICK, *TWO, "num_steps=9999", "eval_dataset=null", "eval_every_n_steps=null"]
-    launcher = subprocess.Popen(
-        [TUNE, "run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more],
-        cwd=folder,
-        env=environment(PYTHONPATH=str(folder)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    launch = ["run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more]
     out = folder / "out"
-    try:
+    with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:
         assert wait_until(lambda: (out / "metrics.jsonl").exists(), 90)
-        ranks = [*children(of=launcher.pid)]
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(25) == 143  # torchrun kills after 30 s
-    finally:
-        launcher.kill()
-        launcher.wait()
+        (launcher,) = children(of=fork_server().pid)
+        ranks = [*children(of=launcher)]
+        os.kill(launcher, signal.SIGTERM)
+        assert done.result(25).code == 143  # torchrun kills after 30 s
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
     assert steps(out) == [metrics(out)[-1]["step"]]
