@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fork_server import environment
+from fork_server import environment, fork_server
 from processes import children, is_alive, wait_until
-from runs import DISTRIBUTED, RECIPE, TUNE, metrics, run, tune
+from runs import DISTRIBUTED, RECIPE, TUNE, in_background, metrics, run, tune
 from safetensors.torch import load_file, save_file
 
 from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
@@ -99,18 +99,15 @@ def test_another_base_model_of_the_same_name_and_size_is_refused(tmp_path):
     assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "started from" in said
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [str(TUNE), "run", *command, "--config", CONFIG, *QUICK, "num_steps=9999"],
-        cwd=folder,
+def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
+    more = ["num_steps=9999", "keep_last_n_checkpoints=2"]
+    first = subprocess.Popen(
+        [str(TUNE), "run", RECIPE, "--config", CONFIG, *QUICK, *more],
+        cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-
-
-def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
-    first = start(tmp_path, RECIPE, "keep_last_n_checkpoints=2")
     out = tmp_path / "out"
     try:
         assert wait_until(lambda: (out / "step_000002").exists(), 60)
@@ -128,16 +125,13 @@ def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
-    launcher = start(tmp_path, "--nproc_per_node", "2", DISTRIBUTED)
-    try:
+    launch = ["run", "--nproc_per_node", "1", DISTRIBUTED, "--config", CONFIG, *QUICK]
+    with in_background(tune, *launch, "num_steps=9999", cwd=tmp_path, check=False):
         assert wait_until(lambda: (tmp_path / "out" / "step_000001").exists(), 90)
-        ranks = [*children(of=launcher.pid)]
-        assert len(ranks) == 2
+        (launcher,) = children(of=fork_server().pid)
+        (rank,) = children(of=launcher)
+    try:  # the launcher is killed
+        assert wait_until(lambda: not is_alive(rank), 5)
     finally:
-        launcher.send_signal(signal.SIGKILL)
-        launcher.wait()
-    try:
-        assert wait_until(lambda: not any(map(is_alive, ranks)), 5)
-    finally:
-        for rank in filter(is_alive, ranks):
+        if is_alive(rank):
             os.kill(rank, signal.SIGKILL)
