@@ -39,7 +39,7 @@ def kill_points(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         prepare()
-        return _fork(lambda: (limit(), action()))
+        return run_forked(lambda: (limit(), action()))
 
     number = 0
     while code_of(partial(_die_at, number, folder)) == _KILLED:
@@ -53,7 +53,7 @@ def kill_points(
     yield "nowhere"
 
 
-def _fork(action: Callable[[], object]) -> int:
+def run_forked(action: Callable[[], object]) -> int:
     """The exit code of a forked process that calls ``action``; fails if that raises."""
     if (child := os.fork()) == 0:
         try:
