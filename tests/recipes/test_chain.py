@@ -75,10 +75,16 @@ def logits(folder, adapter=None):
 
 
 @torch.no_grad()
-def policy_logits(base, adapter):
-    """What the policy of a run says that begins from an adapter."""
-    overrides = [*tiny_overrides(LORA, base.parent), "dtype=fp32", *ADAPTERS, *weights_of(base)]
-    cfg = read_config(load_config(LORA, [*overrides, f"adapter_dir={adapter}"]))
+def policy_logits(base, adapter, *, by_folder):
+    """What the policy of a run says that begins from an adapter, built by model_dir or not."""
+    if by_folder:
+        overrides = [f"model_dir={base}", "device=cpu", "model.adapter_dir=${adapter_dir}"]
+        names = ("attn_modules", "rank", "alpha")
+        overrides += [*(f"model.lora_{name}=null" for name in names), "model.use_dora=null"]
+    else:
+        overrides = [*tiny_overrides(LORA, base.parent), *ADAPTERS, *weights_of(base)]
+    config = "hf_lora_grpo" if by_folder else LORA
+    cfg = read_config(load_config(config, [*overrides, f"adapter_dir={adapter}", "dtype=fp32"]))
     weights = Checkpoints.of_run(cfg).base_weights()
     return build_policy(cfg, weights, device=torch.device("cpu")).eval()(TOKENS)
 
@@ -147,7 +153,8 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     seen += map(logits, (second, third, fourth, fifth, last))
     for one, other in zip(seen, seen[1:]):
         assert (one - other).abs().max() > 1e-3
-    close(policy_logits(base, taught), seen[1])  # which is what the first run began with
+    for by_folder in (False, True):  # what the first run began with
+        close(policy_logits(base, taught, by_folder=by_folder), seen[1])
     for folder in (first, second):  # and what it compared itself with
         assert abs(metrics(folder.parent)[0]["kl"]) < 1e-6
     close(logits(base, second / "adapter"), seen[3])
