@@ -1,10 +1,9 @@
 """What glibc does with freed memory, in a process of its own: its settings cannot be undone."""
 
 import platform
-import subprocess
-import sys
 
 import pytest
+from runs import run
 
 COUNT = """
 import ctypes
@@ -35,9 +34,10 @@ show()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc for its own figures")
-def test_the_heap_stays_and_large_blocks_beyond_it_are_returned():
-    done = subprocess.run([sys.executable, "-c", COUNT], check=True, capture_output=True, text=True)
-    arena, mapped = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+def test_the_heap_stays_and_large_blocks_beyond_it_are_returned(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT)
+    lines = run("count.py", cwd=tmp_path).out.splitlines()
+    arena, mapped = zip(*(map(int, line.split()) for line in lines), strict=True)
     assert arena[0] >= 448 * 2**20
     assert set(arena) == {arena[0]}  # neither grown nor given back
     assert mapped[1] == mapped[0]  # what fits is not mapped
