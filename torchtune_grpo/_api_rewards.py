@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.plain import describe, shortened
 
-_MODULE = "grpo_reward_"  # and the reward's number
+_MODULE = "grpo_reward_"
 _EXAMPLE = "give a list of functions, (function, weight) pairs, dotpaths or nodes of a config"
 
 
@@ -44,42 +45,63 @@ def dotpath(thing: Any) -> str | None:
 
 @dataclass(frozen=True)
 class GivenReward:
-    """A reward that only this process knows, the ``number``-th of its run."""
+    """A reward that no other process can import.
 
-    number: int
+    Args:
+        key (str): where it stands in the config.
+        thing (Any): what is called.
+        text (str | None): a module that has it, too, if one can be written.
+        why (str): why none can.
+    """
+
+    key: str
     thing: Any
+    text: str | None
+    why: str = ""
+
+    @classmethod
+    def of(cls, key: str, thing: Any) -> GivenReward:
+        """With the text, or why there is none."""
+        try:
+            return cls(key, thing, _module_text(thing))
+        except ValueError as error:
+            return cls(key, thing, None, str(error))
 
     @property
     def module(self) -> str:
-        """The name of its module, here and in the run's folder."""
-        return f"{_MODULE}{self.number}"
+        """Its module's name; another text or object has another, whichever run it is of."""
+        return _MODULE + sha256((self.text or str(id(self.thing))).encode()).hexdigest()[:8]
 
     @property
     def name(self) -> str:
         """In that module and in metrics."""
         name = getattr(self.thing, "__name__", type(self.thing).__name__)
-        return name if name.isidentifier() else "reward"
+        return str(name) if name.isidentifier() else "reward"
 
     def register(self) -> None:
-        """Lets this process find the object by its dotpath."""
+        """Lets this process find the object itself by its dotpath."""
         module = ModuleType(self.module)
         setattr(module, self.name, self.thing)
         sys.modules[self.module] = module
 
     def write(self, folder: Path) -> str | None:
-        """Writes its source as a module of the folder; returns why not, if it cannot be."""
-        try:
-            text = _module_text(self.thing)
-        except ValueError as error:
-            return f"rewards[{self.number}] ({self.name}) {error}"
-        (folder / f"{self.module}.py").write_text(text, encoding="utf-8")
+        """Writes its module into the folder; returns what the user has to do if there is none."""
+        if self.text is None:
+            return (
+                f"{self.key} ({self.name}) {self.why}; for `tune run`, move it into a module with "
+                "all that it needs"
+            )
+        (folder / f"{self.module}.py").write_text(self.text, encoding="utf-8")
         return None
 
 
-def delete_written(folder: Path) -> None:
-    """Deletes what :meth:`GivenReward.write` has written for an earlier run."""
-    for path in folder.glob(f"{_MODULE}*.py"):
-        path.unlink()
+def own_folder(path: str) -> Path | None:
+    """The folder of the running script, if a dotpath is found there and not where `tune` looks."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    top = folder / path.partition(".")[0]
+    is_there = top.with_suffix(".py").is_file() or (top / "__init__.py").is_file()
+    return folder if is_there and folder != Path.cwd() else None
 
 
 def reward_nodes(
@@ -92,20 +114,19 @@ def reward_nodes(
         return [], []
     for number, item in enumerate(rewards):
         with problems.noted():
-            node = _node(item, f"rewards[{number}]")
-            thing = node["_component_"]
-            if not isinstance(thing, str):
-                path = dotpath(thing)
-                if path is None:
-                    own = GivenReward(number, thing)
+            node = _node(item, key := f"rewards[{number}]")
+            if not isinstance(node["_component_"], str):
+                thing = node["_component_"]
+                node["_component_"] = dotpath(thing)
+                if node["_component_"] is None:
+                    own = GivenReward.of(key, thing)
                     given.append(own)
-                    path = f"{own.module}.{own.name}"
-                    if node.get("isolation") == "process":
+                    node["_component_"] = f"{own.module}.{own.name}"
+                    if own.text is None and node.get("isolation") == "process":
                         raise ValueError(
-                            f"rewards[{number}].isolation=process: the processes cannot import "
-                            f"{own.name}; move it into a module, and import it from there."
+                            f"{key}.isolation=process: other processes cannot import {own.name}, "
+                            f"which {own.why}; move it into a module, and import it from there."
                         )
-                node["_component_"] = path
             nodes.append(node)
     return nodes, given
 

@@ -19,7 +19,7 @@ from torchtune import utils
 
 from torchtune_grpo import parallel
 from torchtune_grpo._api_config import Arguments, Row, data_node, rows_of, write_rows
-from torchtune_grpo._api_rewards import GivenReward, delete_written, reward_nodes
+from torchtune_grpo._api_rewards import GivenReward, own_folder, reward_nodes
 from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.check_config import check_config
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
@@ -145,15 +145,14 @@ class GRPO:
         extend_import_path(folder)
         if os.environ.get("RANK", "0") != "0":
             return  # the first rank checks and writes; the others meet it in the recipe
-        unwritten: list[str] = []
+        notes: list[str] = []
         with problems.noted():
             try:
                 claim_output_dir(folder)
                 for key, (name, found) in rows.items():
                     with problems.noted():
                         write_rows(found, files[key], name)
-                delete_written(folder)
-                unwritten += filter(None, (reward.write(folder) for reward in self._given))
+                notes += [note for reward in self._given if (note := reward.write(folder))]
             except OSError as error:
                 raise ValueError(f"output_dir={folder}: cannot be written to: {error}.") from error
         found_wrong, remarks = check_config(self.config)
@@ -173,10 +172,14 @@ class GRPO:
         GRPO._open[folder] = self
         file = folder / "config.yaml"
         text = _HEADER.format(file=file)
-        for why in unwritten:
-            move = f"{why}; for `tune run`, move it into a module with all that it needs."
-            log.warning(move)
-            text += f"# But {move}\n"
+        for node in self.config.rewards:
+            if (own := own_folder(node._component_)) is not None:
+                notes.append(
+                    f"{node._component_} is in {own}; for `tune run`, set PYTHONPATH={own}"
+                )
+        for note in notes:
+            log.warning(note)
+            text += f"# But {note}.\n"
         file.write_text(f"{text}\n{OmegaConf.to_yaml(self.config)}", encoding="utf-8")
 
     @property

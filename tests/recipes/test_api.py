@@ -55,8 +55,13 @@ async def main():  # as in a notebook, a loop runs in the main thread
         run.train()
     except RuntimeError as error:
         assert "another has begun" in str(error)
+    else:
+        raise AssertionError("two runs in one folder")
     anew.train()
+    said = anew.generate("1+2=")
     anew.close()
+    with GRPO(config="out/config.yaml", resume_from_checkpoint=True) as trained:
+        assert trained.generate("1+2=") == said
 
 
 asyncio.run(main())
@@ -74,7 +79,7 @@ def test_python_and_tune_run_take_the_same_steps(tmp_path):
     (tmp_path / "mine.py").write_text(SAME)
     done = run("mine.py", cwd=tmp_path)
     assert "Traceback" not in done.err
-    tune("run", RECIPE, "--config", "out/config.yaml", "output_dir=tuned", cwd=tmp_path)
+    tune("run", RECIPE, "--config", "other/config.yaml", "output_dir=tuned", cwd=tmp_path)
     whole = untimed(tmp_path / "out" / "previous_runs" / "1")
     assert [record["step"] for record in whole] == [0, 1, 2, 3, 3]
     assert len({record["reward"] for record in whole if "reward" in record}) == 3
@@ -99,7 +104,7 @@ class Varied:
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for folder, STOPS in (("whole", ()), ("stopped", (2, 4, 6))):
+for folder, STOPS in (("whole", ()), ("stopped", (4, 6, 9))):
     Varied.calls, stops = 0, 0
     with GRPO(data=train, eval_data=held_out, rewards=[Varied], output_dir=folder, **TINY) as run:
         while True:
@@ -120,6 +125,7 @@ def test_after_ctrl_c_the_object_goes_on_where_it_was(tmp_path):
     done = run("mine.py", cwd=tmp_path)
     assert done.err.count("Ctrl-C again") == 3
     assert "rewards[0] (Varied) is no function; for `tune run`, move it" in done.err
+    assert not (tmp_path / "stopped" / "previous_runs").exists()  # it did not begin anew
     whole, stopped = untimed(tmp_path / "whole"), untimed(tmp_path / "stopped")
     assert whole == stopped and [record["step"] for record in whole] == [0, 1, 2, 3, 3]
 

@@ -1,7 +1,9 @@
 """What is given to GRPO as Python values -> keys, nodes and files; and what is said of mistakes."""
 
+import linecache
 import math
 import re
+import sys
 from functools import partial
 
 import datasets
@@ -11,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from torchtune_grpo._api_config import RLDATASET, Arguments, data_node, rows_of, write_rows
-from torchtune_grpo._api_rewards import GivenReward, dotpath, reward_nodes
+from torchtune_grpo._api_rewards import GivenReward, dotpath, own_folder, reward_nodes
 from torchtune_grpo.command_line import load_config
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.loss import GRPOLoss
@@ -106,7 +108,7 @@ def test_problems_are_told_with_the_names_that_were_given(arguments):
 def test_data_is_a_node_or_rows(tmp_path):
     rows = [{"prompt": "a", "answer": 1.5}, {"prompt": "b", "answer": math.inf}]
     held = datasets.Dataset.from_list(rows)
-    for given in (rows, tuple(rows), held, held.sort("prompt", reverse=True).sort("prompt")):
+    for given in (rows, tuple(rows), held, held.select([1, 0]).select([1, 0])):
         node, found = data_node(given, "data")
         assert node == {"_component_": RLDATASET} and [*map(dict, found)] == rows
     (tmp_path / "rows.jsonl").write_text("{}")
@@ -135,8 +137,9 @@ def test_what_can_be_imported_is_named_by_its_shortest_dotpath():
         assert dotpath(hidden) is None
 
 
-def local(source, name="reward"):
+def cell(source, name="reward"):
     """A function as a notebook's cell defines one."""
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
     space = {"__name__": "__main__", "math": math, "np": numpy, "sqrt": math.sqrt, "LIMIT": 3}
     exec(compile(source, "<cell>", "exec"), space)
     return space[name]
@@ -146,7 +149,7 @@ def test_rewards_are_nodes_and_some_are_ours_alone():
     def around(prompts, completions, **columns):
         return [LIMIT for _ in completions]
 
-    own = local("def reward(prompts, completions, **columns): return [0.0] * len(completions)")
+    own = cell("def reward(prompts, completions, **columns): return [0.0] * len(completions)")
     problems = Problems()
     nodes, given = reward_nodes(
         [
@@ -164,18 +167,36 @@ def test_rewards_are_nodes_and_some_are_ours_alone():
     path = "torchtune_grpo.rewards.math_correctness_reward"
     assert nodes == [
         {"_component_": path},
-        {"_component_": "grpo_reward_1.reward", "weight": 0.5},
+        {"_component_": f"{given[0].module}.reward", "weight": 0.5},
         {"_component_": "my.reward"},
         {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 3},
         {"_component_": path, "x": 1},
-        {"_component_": "grpo_reward_5.reward"},
-        {"_component_": "grpo_reward_6.around"},
+        {"_component_": f"{given[1].module}.reward"},
+        {"_component_": f"{given[2].module}.around"},
     ]
-    assert [each.number for each in given] == [1, 5, 6]
-    reward_nodes([3, {"weight": 1}, {"_component_": own, "isolation": "process"}], problems)
-    assert [problem[:10] for problem in problems] == ["rewards[0]", "rewards[1]", "rewards[2]"]
+    assert len({each.module for each in given}) == 3
+    assert [each.key for each in given] == ["rewards[1]", "rewards[5]", "rewards[6]"]
+    apart = [{"_component_": thing, "isolation": "process"} for thing in (own, around)]
+    reward_nodes([3, {"weight": 1}, *apart], problems)
+    assert [problem[:10] for problem in problems] == ["rewards[0]", "rewards[1]", "rewards[3]"]
     reward_nodes(own, problems)
     assert "is no such list" in problems[-1]
+
+
+def test_one_text_has_one_module_in_every_run(tmp_path):
+    known = {}
+    for number, source in enumerate((WHOLE, WHOLE, WHOLE.replace("2", "3"))):
+        given = GivenReward.of(f"rewards[{number}]", cell(source))
+        known.setdefault(given.module, []).append(number)
+    assert [*known.values()] == [[0, 1], [2]]
+
+
+def test_a_module_beside_the_script_is_not_where_tune_looks(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "script.py"))
+    assert own_folder("mine.reward") == tmp_path and own_folder("other.reward") is None
+    monkeypatch.chdir(tmp_path)
+    assert own_folder("mine.reward") is None
 
 
 # A comprehension is a function of its own in Python 3.11, whose names are not the function's.
@@ -183,24 +204,22 @@ WHOLE = '''
 def reward(prompts: list[str], completions, scale=math.pi, **columns):
     """Of its own."""
     def inner(text):
-        return np.float64(sqrt(len(text)))
+        return np.float64(sqrt(len(text)) * 2)
     return [float(inner(c) * scale) for c in completions]
 '''
 
 
 def test_a_reward_that_needs_only_imports_is_written_as_a_module(tmp_path, monkeypatch):
-    import linecache
-
     for source in (WHOLE, "async " + WHOLE.strip()):
-        linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
-        reward = local(source)
-        assert GivenReward(0, reward).write(tmp_path) is None
-        text = (tmp_path / "grpo_reward_0.py").read_text()
+        reward = cell(source)
+        given = GivenReward.of("rewards[0]", reward)
+        assert given.write(tmp_path) is None
+        text = (tmp_path / f"{given.module}.py").read_text()
         assert "import math\nimport numpy as np\nfrom math import sqrt\n" in text
         space = {}
         exec(text, space)
         if not source.startswith("async"):
-            assert space["reward"](None, ["abcd"]) == reward(None, ["abcd"]) == [2 * math.pi]
+            assert space["reward"](None, ["abcd"]) == reward(None, ["abcd"]) == [4 * math.pi]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +237,5 @@ def test_a_reward_that_needs_only_imports_is_written_as_a_module(tmp_path, monke
     ],
 )
 def test_what_else_a_reward_needs_is_said(tmp_path, source, why):
-    import linecache
-
-    linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
-    said = GivenReward(2, local(source)).write(tmp_path)
+    said = GivenReward.of("rewards[2]", cell(source)).write(tmp_path)
     assert said.startswith("rewards[2] (") and why in said and not list(tmp_path.iterdir())
