@@ -155,7 +155,7 @@ class GRPO:
                 notes += [note for reward in self._given if (note := reward.write(folder))]
             except OSError as error:
                 raise ValueError(f"output_dir={folder}: cannot be written to: {error}.") from error
-        found_wrong, remarks = check_config(self.config)
+        found_wrong, _ = check_config(self.config)
         problems += self._arguments.told(found_wrong)
         with problems.noted():
             find_device(str(self.config.get("device", "cuda")))

@@ -1,7 +1,13 @@
 """``torchtune_grpo.GRPO`` in real processes: a script and its `tune run`, Ctrl-C, ranks."""
 
+import re
+from pathlib import Path
+
 import torch
+from hf_models import hf_folder
+from hf_tokenizers import write_tokenizer
 from runs import RECIPE, metrics, run, run_ranks, tune
+from transformers import AutoTokenizer
 
 CONFIG = "tiny_arithmetic_grpo"
 COMMON = """
@@ -183,6 +189,33 @@ def test_every_rank_calls_the_same(tmp_path):
     assert len(said) == 2 and said[0] == said[1]
     assert said == [line for line in second.out.splitlines() if line.startswith("{")]
     assert untimed(tmp_path / "out") == untimed(tmp_path / "again")
+
+
+GIVEN = """
+rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
+held_out = rows[:2]
+
+def my_reward(prompts, completions, answer, **columns):
+    return [float(len(set(text)) % 5) for text in completions]
+"""
+MESSAGES = """
+roles = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
+assert run.generate(roles)[0] != run.generate("What is 3 + 4?")[0]
+"""
+
+
+def test_the_example_of_the_readme(tmp_path):
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(
+        r"```python\n(from torchtune_grpo import GRPO\n.*?)```", page, re.DOTALL
+    )
+    small = "num_steps=1, device='cpu', max_generated_tokens=8, batch_size=2, grpo_samples=2"
+    (tmp_path / "mine.py").write_text(GIVEN + example.replace("num_steps=100", small) + MESSAGES)
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "Qwen3-0.6B", "qwen3"))
+    ends = [tokenizer.eos_token_id, 0]
+    hf_folder("qwen3", tmp_path / "Qwen3-0.6B", vocab_size=384, eos_token_id=ends)
+    run("mine.py", cwd=tmp_path)
+    assert (tmp_path / "out" / "step_000001" / "adapter").is_dir()
 
 
 def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
