@@ -71,6 +71,9 @@ def test_calculator_notes_reach_no_prompt(llama3_tokenizer: Any, gsm8k_file: str
 def test_a_file_holds_the_split_that_is_asked_for(llama3_tokenizer: Any, gsm8k_file: str) -> None:
     assert len(load(llama3_tokenizer, gsm8k_file, split="test")) == 2
     assert len(load(llama3_tokenizer, gsm8k_file, split="test[:1]")) == 1
+    assert [*gsm8k_dataset(llama3_tokenizer, source=gsm8k_file, split="test")] == [
+        *load(llama3_tokenizer, gsm8k_file)
+    ]
 
 
 @pytest.mark.parametrize("answer", ["72", "so it is ####72", "#### ", "#### ,"])

@@ -43,6 +43,7 @@ def test_slices_leave_problems_for_evaluation(llama3_tokenizer, humaneval_file):
     second = humaneval_dataset(llama3_tokenizer, split="test[1:]", **node)
     ids = [data[0]["columns"]["task_id"] for data in (first, second)]
     assert ids == ["Test/0", "Test/1"] and len(first) == len(second) == 1
+    assert len(humaneval_dataset(llama3_tokenizer, source=humaneval_file)) == 2
 
 
 def test_other_data_is_refused(llama3_tokenizer, tmp_path):
