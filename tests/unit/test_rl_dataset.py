@@ -426,6 +426,8 @@ def test_data_sets_of_the_library(llama3_tokenizer: Any, tmp_path: Path) -> None
         assert [item["columns"]["answer"] for item in both] == ["5", "144"]
         with pytest.raises(ValueError, match="^split='tset': .*train"):
             RLDataset(llama3_tokenizer, source=source, split="tset")
+    with pytest.raises(ValueError, match="^source=Dataset: holds no rows"):
+        RLDataset(llama3_tokenizer, source=table.select([]))
     with pytest.raises(ValueError, match="^encoding='x': unknown key"):
         RLDataset(llama3_tokenizer, source=table, encoding="x")
 

@@ -102,6 +102,8 @@ def described(source: Any, data_files: Any = None) -> str:
     """Where rows come from, in terms of the config."""
     if data_files:
         return f"data_files={data_files!r}"
+    if source is None:
+        return "rows"
     return f"source={source!r}" if isinstance(source, str) else f"source={type(source).__name__}"
 
 

@@ -174,7 +174,7 @@ class RLDataset(Dataset[dict[str, Any]]):
             else:
                 values = {name: row[column] for name, column in sources.items()}
                 self._entries.append(_Entry(number, prompt, tokens, values))
-        where = described(source, load_dataset_kwargs.get("data_files")) if source else "rows"
+        where = described(source, load_dataset_kwargs.get("data_files"))
         if too_long and len(too_long) == left_out.count() and not self._entries:
             shortest = min(too_long)
             raise ValueError(
