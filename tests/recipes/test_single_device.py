@@ -75,7 +75,8 @@ def run_variant(folder: Path, *more: str, config: str = "llama3_2_1B_lora_grpo",
     """A run in fp32 whose reward, a user's own file, always has spread, so that weights move."""
     (folder / "my_rewards.py").write_text(LENGTH_REWARD)
     reward = "rewards=[{_component_: my_rewards.reward_length}]"
-    base = ("dtype=fp32", "lr_scheduler.num_warmup_steps=0", "optimizer.lr=1e-2")
+    base = ("dtype=fp32", "lr_scheduler.num_warmup_steps=0", "optimizer.lr=1e-2", "batch_size=2")
+    base += ("grpo_samples=4", "eval_dataset.num_samples=4")
     return run_tiny(config, folder, *base, reward, *more, **settings)
 
 
