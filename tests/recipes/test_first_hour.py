@@ -6,6 +6,7 @@ import pytest
 from runs import RECIPE, run, run_tiny, tiny_overrides, tune
 
 CONFIG = "llama3_2_1B_lora_grpo"
+SHORT = ["num_steps=1", "batch_size=2", "grpo_samples=4"]
 MISTAKES = {
     "device=cuda": r"device=cuda: torch .* finds no GPU here",
     "rewards.0.weight=much": r"rewards\[0\] \(correctness\).weight is 'much'; give a number",
@@ -88,7 +89,7 @@ def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
 def test_keys_that_follow_from_others_need_no_second_override(tmp_path):
     """12 rows in passes of at most 5, and no evaluation without its data set."""
     run_tiny(CONFIG, tmp_path, "batch_size=3", "grpo_samples=4", "forward_batch_size=5")
-    run_tiny(CONFIG, tmp_path, "eval_dataset=null", "num_steps=1")
+    run_tiny(CONFIG, tmp_path, "eval_dataset=null", *SHORT)
 
 
 def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
@@ -111,8 +112,8 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
     assert f"Traceback: {file}" in done.err and "ContractError" in file.read_text()
     done = run_tiny(CONFIG, tmp_path, *reward, check=False, TORCHTUNE_GRPO_TRACEBACK="1")
     assert "Traceback (most recent call last)" in done.err
-    done = run_tiny(CONFIG, tmp_path, "optimizer=my_parts.Late", check=False)
+    done = run_tiny(CONFIG, tmp_path, "optimizer=my_parts.Late", *SHORT, check=False)
     assert "in step\n    raise KeyError('my bug')" in done.err
     assert done.err.endswith("Error: KeyError: 'my bug'\n")
-    run_tiny(CONFIG, tmp_path)
+    run_tiny(CONFIG, tmp_path, *SHORT)
     assert not file.exists()
