@@ -325,9 +325,7 @@ def test_installing_adds_recipes_and_uninstalling_leaves_nothing(
         return run_there("-c", code).strip()
 
     def pip(*arguments: str) -> None:
-        options = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python)
-        result = run_python(*options, *arguments, cwd=tmp_path)
-        assert result.code == 0, result.err
+        run_there("-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
     empty = files_below(site_packages)
     assert not hooks()  # so that it is stock `tune`
