@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -158,6 +159,7 @@ if __name__ == "__main__":
     assert threading.active_count() == 1  # threads do not survive a fork
     gc.collect()
     gc.freeze()
+    weakref.finalize._registry.clear()  # at exit, torch would take its operators apart
     request = next_request()
     arguments = request.pop("arguments")
     become(**request)
