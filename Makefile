@@ -46,7 +46,7 @@ demo: $(STAMP)
 	@echo
 	@echo "Now try:"
 	@echo '  $(BIN)/python -m torchtune_grpo.sample --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR) --samples 4 "What is 3 + 4?"'
-	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.tiny.lora_tiny_llama3_2 optimizer.lr=3e-3'
+	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.models.lora_hf_model optimizer.lr=3e-3'
 	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
 
 clean:

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "optimizer.lr=3e-3"]
+LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=3e-3"]
 
 
 def run(seed: int, overrides: list[str], folder: Path) -> dict[str, float]:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 CONFIG = Path(__file__).parents[1] / "recipes" / "configs" / "tiny_arithmetic_grpo.yaml"
 RECIPE = "grpo_full_finetune_distributed"
-MODELS = {"full": "tiny_llama3_2", "lora": "lora_tiny_llama3_2"}
+MODELS = {"full": "hf_model", "lora": "lora_hf_model"}
 MOVES = ("gather", "reduce", "scatter", "broadcast", "alltoall", "all_to_all", "send", "recv")
 BIN = Path(sys.executable).parent
 
@@ -113,12 +113,10 @@ def count(folder: Path, overrides: list[str]) -> None:
 
 def settings(args, folder: Path, *, ranks: int, model: str, sharding: str) -> list[str]:
     """Overrides of the demo's config."""
-    checkpoint = args.work_dir / "tiny_llama"
-    nodes = ("prepare", "tokenizer", "checkpointer")
     return [
         f"output_dir={folder}",
-        *(f"{node}.checkpoint_dir={checkpoint}" for node in nodes),
-        f"model=torchtune_grpo.tiny.{MODELS[model]}",
+        f"model_dir={args.work_dir / 'tiny_llama'}",
+        f"model=torchtune_grpo.models.{MODELS[model]}",
         f"distributed.sharding={sharding}",
         f"batch_size={args.prompts // ranks}",
         f"num_steps={args.steps}",

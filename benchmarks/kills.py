@@ -40,10 +40,9 @@ grpo_samples=4 forward_batch_size=8 max_generated_tokens=12 eval_dataset=null
 eval_every_n_steps=null optimizer.lr=1e-3 dataset.num_samples=64 log_completions=99
 """.split()
 SETTINGS.append("rewards=[{_component_: kills.reward_length}]")  # groups differ, weights move
-LORA = ["model=torchtune_grpo.tiny.lora_tiny_llama3_2", "model.lora_dropout=0.5"]
+LORA = ["model=torchtune_grpo.models.lora_hf_model", "model.lora_dropout=0.5"]
 MODELS = {"full": [], "lora": LORA}
 TIMED = re.compile("time/|^step_time$|tokens_per_second$")
-NODES = ("prepare", "tokenizer", "checkpointer")
 
 
 def reward_length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -53,7 +52,7 @@ def reward_length(prompts: list[str], completions: list[str], **columns: Any) ->
 
 def start(output: Path, *overrides: str) -> int:
     """A run in a forked process, which has its imports already; returns its id."""
-    base = [f"{node}.checkpoint_dir={output.parent / 'tiny_llama'}" for node in NODES]
+    base = f"model_dir={output.parent / 'tiny_llama'}"
     config = str(config_files()["tiny_arithmetic_grpo"])
     if (child := os.fork()) > 0:
         return child
@@ -61,7 +60,7 @@ def start(output: Path, *overrides: str) -> int:
         log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1), os.dup2(log, 2)
         script = str(recipes_folder() / "grpo_full_finetune.py")
-        sys.argv = [script, "--config", config, f"output_dir={output}", *SETTINGS, *base]
+        sys.argv = [script, "--config", config, f"output_dir={output}", *SETTINGS, base]
         sys.argv += overrides
         with contextlib.suppress(SystemExit):
             runpy.run_path(script, run_name="__main__")
@@ -102,7 +101,7 @@ def outcome(output: Path) -> dict[str, Any]:
     state = torch.load(folder / "training_state.pt", weights_only=True)
     assert read_jsonl(output / "metrics.jsonl")[-1]["grad_norm"] > 0
     return {
-        "weights": [path.read_bytes() for path in sorted(folder.glob("model-*.safetensors"))],
+        "weights": [path.read_bytes() for path in sorted(folder.glob("model*.safetensors"))],
         "state": dict(leaves(state)),
         "metrics": [
             {name: value for name, value in record.items() if not TIMED.search(name)}

@@ -50,12 +50,9 @@ def train(name: str, args: argparse.Namespace) -> Path:
     folder = args.work_dir / name.replace(" ", "_").replace(",", "")
     if any(folder.glob("step_*")):
         return folder
-    checkpoint = args.work_dir / "tiny_llama"
     command = [Path(sys.executable).parent / "tune", "run", *launch, "--config", CONFIG]
     command += [f"output_dir={folder}", f"seed={args.seed}", *overrides]
-    command += [
-        f"{node}.checkpoint_dir={checkpoint}" for node in ("prepare", "tokenizer", "checkpointer")
-    ]
+    command += [f"model_dir={args.work_dir / 'tiny_llama'}"]
     command += [f"log_completions={PROMPTS * SAMPLES}"]  # all, to see the first that differs
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
@@ -75,7 +72,7 @@ def completions(folder: Path) -> dict[int, list[tuple[str, str]]]:
 def weight_gap(folder: Path, first: Path) -> float:
     """The largest difference of a weight in the two runs' checkpoints."""
     mine, theirs = (
-        load_file(next(run.glob("step_*/model-*.safetensors"))) for run in (folder, first)
+        load_file(next(run.glob("step_*/model*.safetensors"))) for run in (folder, first)
     )
     return max((mine[name] - theirs[name]).abs().max().item() for name in theirs)
 

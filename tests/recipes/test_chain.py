@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import TINY, TOKENS
+from hf_tokenizers import write_tokenizer
 from peft import PeftModel
 from runs import metrics, run_tiny, tiny_overrides, tune
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +16,6 @@ from torchtune_grpo.checkpoint._checksums import find_damage
 from torchtune_grpo.command_line import load_config
 from torchtune_grpo.policy import build_policy
 from torchtune_grpo.read_config import read_config
-from torchtune_grpo.tiny._tokenizer import write_tokenizer
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
@@ -98,7 +98,7 @@ def base(tmp_path):
     """A model as it is downloaded, with what does not belong to others made of it."""
     tiny_overrides(LORA, tmp_path)
     folder = tmp_path / "llama"
-    write_tokenizer(folder, [], TINY["vocab_size"])
+    write_tokenizer(folder, "smollm2")
     for place in ("original", "additional_chat_templates"):
         (folder / place).mkdir()
     shutil.copy(folder / "tokenizer.model", folder / "original")

@@ -16,7 +16,7 @@ CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
 prepare.warmup_steps=0 num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
 max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 eval_samples=0
-eval_every_n_steps=2 output_dir=out model=torchtune_grpo.tiny.lora_tiny_llama3_2
+eval_every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
 model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
 """.split()
 ISOLATED = "{_component_: apart.isolated, isolation: process, timeout: 99}"
@@ -31,7 +31,7 @@ from collections import Counter
 
 import torch
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.tiny import tiny_tokenizer
+from torchtune_grpo.models import hf_tokenizer
 
 passed = Counter()
 PLACE, COUNT, SIGNAL, RANK = (os.environ.get("MOMENT", "nowhere:0:0") + ":0").split(":")[:4]
@@ -55,9 +55,9 @@ def hang():
     while True:
         time.sleep(99)
 
-def tokenizer(checkpoint_dir):
+def tokenizer(model_dir):
     at("setup")
-    made = tiny_tokenizer(checkpoint_dir)
+    made = hf_tokenizer(model_dir)
     class Tokenizer(type(made)):
         @property
         def stop_tokens(self):  # read when a rollout begins

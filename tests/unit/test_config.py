@@ -48,7 +48,7 @@ def test_defaults_and_numbers_are_read():
 
 
 LORA_1B = "torchtune.models.llama3_2.lora_llama3_2_1b"
-NO_ARGUMENTS = "torchtune_grpo.tiny.tiny_llama3_2"
+NO_ARGUMENTS = "torchtune.models.qwen2_5.qwen2_5_0_5b"
 ADAM_8BIT = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-6}
 BAD = [
     ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),

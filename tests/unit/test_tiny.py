@@ -1,25 +1,17 @@
-"""The embedded default loads in torchtune and in transformers alike, and is made safely."""
+"""The embedded default loads in transformers, too, and is made safely."""
 
 import multiprocessing
-import os
 
 import pytest
 import torch
 from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune import training
-from torchtune.training import FullModelHFCheckpointer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtune_grpo.tiny import (
-    _warmup,
-    lora_tiny_llama3_2,
-    make_tiny_checkpoint,
-    prepare,
-    tiny_llama3_2,
-    tiny_tokenizer,
-)
-from torchtune_grpo.tiny._model import VOCAB_SIZE
+from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer, lora_hf_model
+from torchtune_grpo.tiny import _warmup, make_tiny_checkpoint, prepare
 from torchtune_grpo.tiny._warmup import completion_log_probs, warm_up
+
+VOCAB_SIZE = 448
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +20,23 @@ def folder(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_torchtune_and_transformers_give_the_same_logits(folder, tmp_path):
-    checkpointer = FullModelHFCheckpointer(
-        str(folder), ["model.safetensors"], "LLAMA3_2", str(tmp_path / "out")
-    )
-    model = tiny_llama3_2()
-    model.load_state_dict(checkpointer.load_checkpoint()[training.MODEL_KEY])
+def test_transformers_gives_the_same_logits(folder, tmp_path):
+    model = hf_model(str(folder))
+    model.load_state_dict(HFCheckpointer(str(folder), str(tmp_path)).load_checkpoint()["model"])
     other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(60).view(2, 30) * 7 % VOCAB_SIZE
     torch.testing.assert_close(other(tokens).logits, model(tokens), atol=1e-4, rtol=0)
-    missing, unexpected = lora_tiny_llama3_2().load_state_dict(model.state_dict(), strict=False)
-    assert not unexpected and all("lora" in name for name in missing)
 
 
 def test_tokenizer_round_trips_any_text_and_keeps_digits_apart(folder):
-    tokenizer = tiny_tokenizer(folder)
+    tokenizer = hf_tokenizer(str(folder))
+    assert tokenizer.vocab_size == VOCAB_SIZE
     for text in ("12+34=46\n</think>\n<answer>46</answer>", "Größe 漢字 \U0001f600", ""):
         ids = tokenizer.encode(text, add_bos=False, add_eos=False)
         assert tokenizer.decode(ids) == text
-        assert max(ids, default=0) < VOCAB_SIZE
+        assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == ids
     assert len(tokenizer.encode("1234", add_bos=False, add_eos=False)) == 4
-    assert max(tokenizer.special_tokens.values()) < VOCAB_SIZE
+    assert len(tokenizer.encode(" think", add_bos=False, add_eos=False)) <= 2
 
 
 def test_prepare_keeps_what_is_there_and_refuses_other_settings(tmp_path):
@@ -77,32 +65,19 @@ def test_several_processes_may_prepare_at_once(tmp_path):
     assert files[0] == files[1] == (tmp_path / "m" / "config.json").stat().st_ino
 
 
-@pytest.mark.parametrize("before", [None, "a folder"])
-def test_the_tokenizer_is_not_cached_and_the_setting_stays(folder, tmp_path, monkeypatch, before):
-    """tiktoken would cache it by its path, and give an old one where a folder was made anew."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    if before is not None:
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", before)
-    tiny_tokenizer(folder)
-    assert os.environ.get("TIKTOKEN_CACHE_DIR") == before
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_same_seed_gives_the_same_weights(folder, tmp_path):
     again = make_tiny_checkpoint(tmp_path / "again", warmup_steps=0)
     other = make_tiny_checkpoint(tmp_path / "other", warmup_steps=0, seed=1)
-    bytes_of = lambda path: (path / "model.safetensors").read_bytes()  # noqa: E731
-    assert bytes_of(again) == bytes_of(folder) != bytes_of(other)
+    for name, depends in {"model.safetensors": True, "tokenizer.json": False}.items():
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+        assert ((other / name).read_bytes() != (folder / name).read_bytes()) == depends
 
 
 def test_warm_up_teaches(folder, monkeypatch):
     """Thirty steps raise the likelihood of worked answers, whatever the machine's speed."""
     monkeypatch.setattr(_warmup, "NUM_PROBLEMS", 500)
     torch.manual_seed(0)
-    tokenizer, model = tiny_tokenizer(folder), tiny_llama3_2()
+    tokenizer, model = hf_tokenizer(str(folder)), hf_model(str(folder))
     torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
     answer = tokenizer.encode("2+3=5\n5+4=9</think>", add_bos=False, add_eos=False)
     example = [(tokenizer.encode("What is 2 + 3 + 4?", add_eos=False), answer)]
@@ -113,8 +88,8 @@ def test_warm_up_teaches(folder, monkeypatch):
 
 def test_the_shape_can_be_quantized(folder):
     """Every weight of the base is a whole number of NF4's blocks, and so are their scales."""
-    model = lora_tiny_llama3_2(quantize_base=True)
+    model = lora_hf_model(str(folder), quantize_base=True)
     quantized = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
     assert len(quantized) == 2 * 7  # q, k, v, output, and the three of the MLP
-    model.load_state_dict(tiny_llama3_2().state_dict(), strict=False)
+    model.load_state_dict(hf_model(str(folder)).state_dict(), strict=False)
     assert model(torch.arange(8)[None]).isfinite().all()

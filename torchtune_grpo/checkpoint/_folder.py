@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step_<n>``, written atomically:
 
     step_000020/
-        model-*.safetensors, config.json, tokenizer ...  merged weights, as transformers loads them
+        model*.safetensors, config.json, tokenizer ...  merged weights, as transformers loads them
         adapter/adapter_model.safetensors, adapter_config.json    LoRA or DoRA in PEFT's format
         training_state.pt                                what resuming needs
         run_config.json                                  the config it was written under

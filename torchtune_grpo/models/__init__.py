@@ -20,7 +20,7 @@ from torchtune_grpo.models._export import (
 )
 from torchtune_grpo.models._modules import HalfRotation, NormFirstAttention, PlainBiasDoRALinear
 from torchtune_grpo.models._tokenizer import HFTokenizer, hf_tokenizer
-from torchtune_grpo.models._weights import HFCheckpointer
+from torchtune_grpo.models._weights import HFCheckpointer, hf_state
 
 __all__ = [
     "HFCheckpointer",
@@ -34,6 +34,7 @@ __all__ = [
     "check_adapter",
     "fits_peft",
     "hf_model",
+    "hf_state",
     "hf_tokenizer",
     "lora_hf_model",
     "merge_adapter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ def hf_name(name: str, architecture: Architecture) -> str:
         return f"{_TOP_NAMES[module]}.{leaf}"
     names = _LAYER_NAMES | (_GEMMA_NORMS if architecture.is_gemma else {})
     return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
+
+
+def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
+    """A state dict of a folder's model in Hugging Face's names, given torchtune's."""
+    architecture = read_architecture(model_dir)
+    return {hf_name(name, architecture): value.contiguous() for name, value in state_dict.items()}
 
 
 class HFCheckpointer:
@@ -109,13 +115,9 @@ class HFCheckpointer:
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
         """Writes weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
-        architecture = read_architecture(self._dir)
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {
-            hf_name(name, architecture): value.contiguous()
-            for name, value in state_dict[training.MODEL_KEY].items()
-        }
+        weights = hf_state(state_dict[training.MODEL_KEY], self._dir)
         config = json.loads((self._dir / "config.json").read_text(encoding="utf-8"))
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype

@@ -1,31 +1,27 @@
-"""Makes the tiny model's tokenizer: byte-level BPE in tiktoken's and Hugging Face's formats."""
+"""Makes the tiny model's tokenizer: byte-level BPE in which each digit is a token of its own."""
 
 from __future__ import annotations
 
-import base64
 import json
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import regex
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from tokenizers.trainers import BpeTrainer
 from torchtune.models.llama3._tokenizer import CL100K_PATTERN
-from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 
 _SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
     "<|finetune_right_pad_id|>",
-    "<|step_id|>",
     "<|start_header_id|>",
     "<|end_header_id|>",
-    "<|eom_id|>",
     "<|eot_id|>",
-    "<|python_tag|>",
-    "<|image|>",
 )
-
-# Llama 3's chat format, as torchtune's Llama3Tokenizer writes it.
+# Llama 3's chat format.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
@@ -34,101 +30,43 @@ _CHAT_TEMPLATE = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
-Merge = tuple[bytes, bytes]
 
-
-def train_merges(texts: Iterable[str], max_merges: int) -> list[Merge]:
-    """Learns byte-pair merges (Sennrich et al. 2016, arXiv:1508.07909) inside words.
-
-    Chunks with a digit are left alone, so every digit stays a token of its own.
-
-    Returns at most ``max_merges``, the first learnt first; fewer if every word is one token.
-    """
-    counts = Counter(chunk for text in texts for chunk in regex.findall(CL100K_PATTERN, text))
-    words = {
-        chunk: [bytes([byte]) for byte in chunk.encode()]
-        for chunk in counts
-        if not any(map(str.isdigit, chunk))
-    }
-    merges: list[Merge] = []
-    while len(merges) < max_merges:
-        pairs: Counter[Merge] = Counter()
-        for chunk, parts in words.items():
-            for pair in zip(parts[:-1], parts[1:], strict=True):
-                pairs[pair] += counts[chunk]
-        if not pairs:
-            break
-        # Ties go to the greater pair, so the result does not depend on the order of the texts.
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merges.append(best)
-        words = {chunk: _merge(parts, best) for chunk, parts in words.items()}
-    return merges
-
-
-def _merge(parts: list[bytes], pair: Merge) -> list[bytes]:
-    merged: list[bytes] = []
-    for part in parts:
-        if merged and (merged[-1], part) == pair:
-            merged[-1] += part
-        else:
-            merged.append(part)
-    return merged
-
-
-def write_tokenizer(folder: Path, merges: list[Merge], vocab_size: int) -> None:
-    """Writes ``tokenizer.model`` (tiktoken), ``tokenizer.json`` and ``tokenizer_config.json``.
+def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> dict[str, int | None]:
+    """Trains on texts, and writes ``tokenizer.json`` and ``tokenizer_config.json``.
 
     Reserved special tokens fill up to ``vocab_size``, as in Llama 3, so that each of the model's
     output rows stands for a token.
+
+    Returns:
+        dict[str, int | None]: ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
     """
-    tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    (folder / "tokenizer.model").write_text("".join(lines))
-    num_reserved = vocab_size - len(tokens) - len(_SPECIAL_TOKENS)
-    assert num_reserved >= 0, "the merges do not fit into the vocabulary"
-    reserved = [f"<|reserved_special_token_{i}|>" for i in range(num_reserved)]
-    special = dict(zip([*_SPECIAL_TOKENS, *reserved], range(len(tokens), vocab_size), strict=True))
-    _write_json(folder / "tokenizer.json", _hugging_face_tokenizer(tokens, merges, special))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    tokenizer = Tokenizer(BPE())
+    words = Split(Regex(CL100K_PATTERN), behavior="isolated")
+    digits = Digits(individual_digits=True)
+    bytes_ = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([words, digits, bytes_])
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - len(_SPECIAL_TOKENS),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    free = vocab_size - len(_SPECIAL_TOKENS) - tokenizer.get_vocab_size()
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(free)]
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in (*_SPECIAL_TOKENS, *reserved)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|eot_id|>",
         "pad_token": "<|finetune_right_pad_id|>",
+    }
+    config = special | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": _CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _hugging_face_tokenizer(
-    tokens: list[bytes], merges: list[Merge], special: dict[str, int]
-) -> dict[str, object]:
-    letters = bytes_to_unicode()
-
-    def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    split = {"type": "Split", "pattern": {"Regex": CL100K_PATTERN}, "behavior": "Isolated"}
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": index, "content": name, "special": True, **flags}
-            for name, index in special.items()
-        ],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{**split, "invert": False}, {**byte_level, "use_regex": False}],
-        },
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {spell(token): rank for rank, token in enumerate(tokens)},
-            "merges": [f"{spell(left)} {spell(right)}" for left, right in merges],
-        },
-    }
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return {f"{name}_id": tokenizer.token_to_id(text) for name, text in special.items()}

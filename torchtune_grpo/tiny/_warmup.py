@@ -80,7 +80,7 @@ def _examples(
 
     def example(item: dict[str, Any], completion: str) -> Example:
         ids = tokenizer.encode(completion, add_bos=False, add_eos=False)
-        return item["tokens"], [*ids, tokenizer.eot_id]
+        return item["tokens"], [*ids, tokenizer.eos_id]
 
     worked = [example(item, worked_completion(item["columns"])) for item in items]
     return worked, [example(item, guessed_completion(item["columns"])) for item in items]
