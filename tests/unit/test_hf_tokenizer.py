@@ -164,7 +164,8 @@ def test_text_survives_and_unknown_ids_have_one(folders: dict[str, Path], name: 
 
 
 def test_stop_tokens_are_those_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    own = hf_tokenizer(str(folders["gemma3"])).eos_id
+    tokenizer = hf_tokenizer(str(folders["gemma3"]))
+    own, turn_end = tokenizer.eos_id, tokenizer.special_tokens["<end_of_turn>"]
     for settings, expected in [
         ({}, [own]),
         ({"config.json": {"eos_token_id": 7}}, [7, own]),
@@ -176,7 +177,21 @@ def test_stop_tokens_are_those_of_the_folder(folders: dict[str, Path], tmp_path:
         write_tokenizer(folder, "gemma3")
         for name, content in settings.items():
             (folder / name).write_text(json.dumps(content))
-        assert hf_tokenizer(str(folder)).stop_tokens == sorted({*expected, own})
+        assert hf_tokenizer(str(folder)).stop_tokens == sorted({*expected, own, turn_end})
+
+
+def test_what_ends_a_turn_of_the_template_ends_a_response(tmp_path: Path) -> None:
+    """Llama 3.2's tokenizer alone may name <|end_of_text|>, with which no reply ends."""
+    for name, eos, turn_end in [
+        ("llama3_2", "<|end_of_text|>", "<|eot_id|>"),
+        ("qwen3", "<|endoftext|>", "<|im_end|>"),
+        ("gemma3", "<eos>", "<end_of_turn>"),
+    ]:
+        file = write_tokenizer(tmp_path / name, name) / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos}))
+        tokenizer = hf_tokenizer(str(tmp_path / name))
+        ends = {tokenizer.special_tokens[text] for text in (eos, turn_end)}
+        assert {*tokenizer.stop_tokens} == ends
 
 
 def test_a_tokenizer_can_be_copied(folders: dict[str, Path]) -> None:

@@ -60,7 +60,8 @@ class HFTokenizer:
         eos_id (int | None): of the end of text.
         pad_id (int): of padding, or else the end of text.
         stop_tokens (list[int]): those that end a response: of ``generation_config.json``, or else
-            ``config.json``, and ``eos_id``.
+            ``config.json``; ``eos_id``; and the one that closes the assistant's turn in the chat
+            template.
         special_tokens (dict[str, int]): control tokens by their text.
         vocab_size (int): the number of tokens; a model may have more rows.
         max_seq_len (int | None): as given.
@@ -86,7 +87,12 @@ class HFTokenizer:
 
         self.bos_id, self.eos_id = self._hf.bos_token_id, self._hf.eos_token_id
         self._adds_bos = backend.encode("a").ids[:1] == [self.bos_id]
-        self.stop_tokens = sorted({*_end_ids(model_dir), self.eos_id} - {None})
+        self._template_kwargs = chat_template_kwargs
+        self._template = self._dateless_template()
+        self._check_template_kwargs()
+        self.special_tokens = self._control_tokens()
+        ends = {*_end_ids(model_dir), self.eos_id, self._turn_end()}
+        self.stop_tokens = sorted(ends - {None})
         if not self.stop_tokens:
             raise ValueError(
                 f"{self._where}: names no token that ends a text. Write its id into "
@@ -94,10 +100,6 @@ class HFTokenizer:
             )
         pad_id = self._hf.pad_token_id
         self.pad_id: int = self.stop_tokens[0] if pad_id is None else pad_id
-        self._template_kwargs = chat_template_kwargs
-        self._template = self._dateless_template()
-        self._check_template_kwargs()
-        self.special_tokens = self._control_tokens()
 
     @property
     def has_chat_template(self) -> bool:
@@ -192,6 +194,16 @@ class HFTokenizer:
             if token.content not in (self.CUT, "<think>", "</think>")
             and (token.special or (id_ in written and not token.content.isspace()))
         }
+
+    def _turn_end(self) -> int | None:
+        """The control token with which the template closes an assistant's turn, if there is one."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self.CUT}]
+        behind = ""
+        with suppress(ValueError):  # some take single questions
+            text = self.chat_text(turns, add_generation_prompt=False)
+            behind = text.partition(self.CUT)[2]
+        first = self.encode(behind, add_bos=False, add_eos=False)[:1]
+        return next((token for token in first if token in self.special_tokens.values()), None)
 
 
 def _load(model_dir: str) -> Any:
