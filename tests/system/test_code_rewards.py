@@ -23,17 +23,18 @@ LIMITS = Limits(seconds=0.7)
 
 
 @pytest.fixture(scope="module", params=FENCES)
-def sandbox(request):
+def sandbox(request, tmp_path_factory):
     """One sandbox for all programs, so that one of them could harm the next."""
-    files, processes = set(os.listdir(tempfile.gettempdir())), set(children())
+    folder, before = tmp_path_factory.mktemp("tmp"), tempfile.tempdir
+    tempfile.tempdir, processes = str(folder), set(children())
     sandbox = CodeSandbox(LIMITS, namespaces=request.param == "namespaces")
     if request.param == "namespaces" and "of their own" not in sandbox.confinement():
         pytest.skip("the kernel refuses namespaces here")
     yield sandbox
     sandbox.close()
+    tempfile.tempdir = before
     assert set(children()) == processes
-    left = {n for n in set(os.listdir(tempfile.gettempdir())) - files if "torchtune_grpo" in n}
-    assert not left
+    assert not os.listdir(folder)
 
 
 def judge(sandbox, code, *, test=TEST, setup="", entry_point="solve"):
