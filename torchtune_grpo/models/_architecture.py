@@ -156,16 +156,17 @@ def _layer_kinds(hf: Any) -> list[str]:
     layers = hf.num_hidden_layers
     if getattr(hf, "layer_types", None):
         return list(hf.layer_types)
-    if hf.model_type == "mistral" and hf.sliding_window is not None:
-        return ["sliding_attention"] * layers
-    return ["full_attention"] * layers
+    every = getattr(hf, "sliding_window_pattern", layers + 1)  # of old versions' Gemma
+    if getattr(hf, "sliding_window", None) is None or not getattr(hf, "use_sliding_window", True):
+        every = 1
+    return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
 
 
 def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
     """``rope_type``, ``rope_theta`` and so on of a kind of layer."""
     parameters = getattr(hf, "rope_parameters", None)
     if parameters is None:  # before transformers 5
-        parameters = dict(hf.rope_scaling or {})
+        parameters = dict(getattr(hf, "rope_scaling", None) or {})
         if kind == "sliding_attention" and hasattr(hf, "rope_local_base_freq"):
             parameters = {"rope_theta": hf.rope_local_base_freq}
         parameters.setdefault("rope_theta", hf.rope_theta)
