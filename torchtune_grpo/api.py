@@ -29,7 +29,7 @@ from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import ConfigError, Problems, problems_in
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.interrupt import Interrupted
-from torchtune_grpo.read_config import check_lengths
+from torchtune_grpo.read_config import check_lengths, check_vocabulary
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.run_log import read_jsonl
 from torchtune_grpo.sample import generate, items_of
@@ -249,6 +249,7 @@ class GRPO:
         dataset: RLDataset = recipe._dataset.alike(source=source, rows=rows)
         recipe._rewards.check_data(dataset, key="data")
         check_lengths(recipe.cfg, longest_prompts={"data": dataset.max_prompt_length})
+        check_vocabulary(recipe.cfg, highest_tokens={"data": dataset.highest_token})
         return Evaluator(
             dataset=dataset,
             tokenizer=recipe._tokenizer,
@@ -295,6 +296,8 @@ class GRPO:
             params = params.greedy if temperature == 0 else replace(params, temperature=temperature)
         items = items_of(asked, recipe._dataset)
         check_lengths(recipe.cfg, longest_prompts={"prompts": max(len(i["tokens"]) for i in items)})
+        highest = max(max(item["tokens"], default=0) for item in items)
+        check_vocabulary(recipe.cfg, highest_tokens={"prompts": highest})
         recipe._model.eval()
         rows = generate(
             recipe._engine,

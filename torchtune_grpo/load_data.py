@@ -8,7 +8,7 @@ from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.errors import Problems
-from torchtune_grpo.read_config import check_lengths
+from torchtune_grpo.read_config import check_lengths, check_vocabulary
 from torchtune_grpo.rewards import RewardSet
 
 
@@ -19,7 +19,7 @@ def load_data(
 
     Raises:
         ConfigError: where one cannot be read, lacks what a reward needs, or holds prompts that with
-            their responses are too long for the model.
+            their responses are too long for the model, or tokens that it lacks.
     """
     problems, data = Problems(), {}
     for name in ("dataset", "eval_dataset"):
@@ -31,5 +31,7 @@ def load_data(
                     rewards.check_data(data[name], key=name)
     with problems.noted():
         check_lengths(cfg, longest_prompts={name: d.max_prompt_length for name, d in data.items()})
+    with problems.noted():
+        check_vocabulary(cfg, highest_tokens={name: d.highest_token for name, d in data.items()})
     problems.raise_any()
     return data

@@ -1,11 +1,13 @@
-"""What anyone's values are in a JSON file, and anyone's texts on a terminal. No torch here."""
+"""Anyone's values and files in JSON, and anyone's texts on a terminal. No torch here."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # All but newline and tab of C0 and C1, which hold the terminal's commands; what turns the direction
@@ -37,6 +39,22 @@ def describe(error: BaseException, *, frames: int = 0) -> str:
     except BaseException:  # its own attributes raise
         lines = [type(error).__name__]
     return visible("".join(lines).strip())
+
+
+def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
+    """The JSON object in a file of the folder that the config's ``key`` names.
+
+    Raises:
+        ValueError: if it holds none.
+    """
+    try:
+        content = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+        said = type(content).__name__
+    except ValueError as error:
+        content, said = None, str(error)
+    if not isinstance(content, dict):
+        raise ValueError(f"{key}={folder}: {name} is no JSON object ({said}). Fetch it again.")
+    return content
 
 
 def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:

@@ -37,6 +37,7 @@ from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectio
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
+from torchtune_grpo.plain import read_json
 from torchtune_grpo.policy import empty_model
 
 log = utils.get_logger("INFO")
@@ -347,8 +348,7 @@ def _check_files(settings: GRPOConfig) -> dict[str, Any]:
         path = settings.tokenizer.get(name)
         if path is not None and not Path(path).is_file():
             raise ValueError(f"tokenizer.{name}={path}: no such file; {download}.")
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
+    return read_json(folder, "config.json", key="checkpointer.checkpoint_dir")
 
 
 def _checkpoint_files(files: Any, download: str) -> list[str]:
@@ -448,6 +448,21 @@ def _check_adapter(adapter_dir: str, model: nn.Module, *, base: Path) -> None:
             f"adapter_dir={adapter_dir}: was trained on {theirs}, and checkpointer.checkpoint_dir="
         )
         utils.log_rank_zero(log, f"{told}{base} holds {here}.", level=logging.WARNING)
+
+
+def check_vocabulary(settings: GRPOConfig, *, highest_tokens: Mapping[str, int]) -> None:
+    """Raises a ValueError if a prompt has a token that the model has no embedding for.
+
+    ``highest_tokens`` has the highest id of each data set, by its key.
+    """
+    size = empty_model(settings).tok_embeddings.num_embeddings
+    for name, highest in highest_tokens.items():
+        if highest >= size:
+            raise ValueError(
+                f"tokenizer: writes prompts of {name} with the token {highest}, but the model's "
+                f"vocabulary has {size} tokens. Give the model's own tokenizer, or resize the "
+                "model's embeddings with transformers (resize_token_embeddings)."
+            )
 
 
 def check_lengths(settings: GRPOConfig, *, longest_prompts: Mapping[str, int]) -> None:

@@ -71,8 +71,10 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
         elif "magnitude" in key:
             parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
     cfg = {"_component_": "torchtune_grpo.models.HFCheckpointer", "checkpoint_dir": str(base)}
+    cfg["max_shard_size"] = "50KB"
     checkpoints = Checkpoints(OmegaConf.create(cfg), output_dir=tmp_path / "out")
     folder = checkpoints.save(model, {}, step=1)
+    assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
 
     expected = model(TOKENS)
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -165,6 +167,10 @@ def test_a_sliding_window_is_the_context(tmp_path):
             lambda state: state.update({"model.norm.weight": torch.ones(2)}),
             r"model.norm.weight is \[2\], not \[48\]",
         ),
+        (  # with which transformers computes, whatever tie_word_embeddings says
+            lambda state: state.update({"lm_head.weight": torch.ones(VOCAB, 48)}),
+            "tie_word_embeddings=true, but lm_head.weight differs",
+        ),
     ],
 )
 def test_weights_that_are_not_the_models_are_named(tmp_path, change, match):
@@ -174,3 +180,32 @@ def test_weights_that_are_not_the_models_are_named(tmp_path, change, match):
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=match):
         HFCheckpointer(str(folder), str(folder / "out")).load_checkpoint()
+
+
+@pytest.mark.parametrize(
+    "file, content, match",
+    [
+        ("config.json", "{", "^model_dir=.*: config.json is no JSON object"),
+        ("config.json", "[]", "^model_dir=.*: config.json is no JSON object"),
+        (
+            "config.json",
+            '{"model_type": "llama", "hidden_size": null}',
+            "^model_dir=.*: transformers refuses its config.json: .*'hidden_size'",
+        ),
+        ("model.safetensors", "version https://git-lfs", r"model.safetensors \(.* cannot be read"),
+        ("model.safetensors.index.json", "{}", "model.safetensors.index.json has no weight_map"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, content, match):
+    folder = hf_folder("qwen3", tmp_path)
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=match):
+        HFCheckpointer(str(folder), str(folder / "out")).load_checkpoint()
+
+
+def test_a_spare_head_that_is_the_embedding_is_ignored(tmp_path):
+    folder = hf_folder("qwen3", tmp_path)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    load(folder)

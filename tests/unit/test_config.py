@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hf_models import hf_folder
+from hf_tokenizers import write_tokenizer
 from omegaconf import OmegaConf
 from runs import tiny_overrides
 
@@ -252,6 +254,25 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     assert problem.startswith(f"model_dir={empty}: config.json says model_type='mixtral'; known ")
     of_node = mistakes(f"model_dir={empty}", f"checkpointer.checkpoint_dir={none}")
     assert of_node[0].startswith(f"checkpointer.checkpoint_dir={none}: no such folder; ")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    """By the tokens that prompts have; those that none has do no harm."""
+    folder = write_tokenizer(hf_folder("qwen3", tmp_path / "model", vocab_size=350), "qwen3")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+2?"}\n')
+
+    def mistakes(**dataset):
+        node = {"_component_": "torchtune_grpo.data.RLDataset", "source": str(rows), **dataset}
+        cfg = load_config("hf_lora_grpo", ["device=cpu", f"model_dir={folder}"])
+        cfg |= {"dataset": node, "eval_dataset": None, "eval_every_n_steps": None}
+        cfg |= {"output_dir": str(tmp_path / "out"), "max_generated_tokens": 8}
+        cfg.rewards = [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
+        return check_config(cfg)[0]
+
+    assert mistakes() == []
+    (problem,) = mistakes(prefill="</think>")
+    assert problem.startswith("tokenizer: writes prompts of dataset with the token 350, but the ")
 
 
 def test_the_table_in_the_docs_is_the_one_in_the_code():

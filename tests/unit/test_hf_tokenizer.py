@@ -236,6 +236,15 @@ def test_what_is_wrong_is_named(folders: dict[str, Path], tmp_path: Path) -> Non
     broken = write_tokenizer(tmp_path / "broken", "qwen3")
     (broken / "generation_config.json").write_text("[]")
     refused(broken, "^model_dir=.*: generation_config.json is no JSON object")
+    (broken / "generation_config.json").write_text('{"eos_token_id": ["<|im_end|>"]}')
+    refused(broken, "^model_dir=.*: generation_config.json says eos_token_id=.*no id of a token")
+    templates = [{"name": name, "template": name} for name in ("rag", "tool_use")]
+    named = write_tokenizer(tmp_path / "named", "qwen3", has_template=False)
+    settings = json.loads((named / "tokenizer_config.json").read_text())
+    (named / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": templates})
+    )
+    refused(named, "^model_dir=.*: has the chat templates rag, tool_use.*{chat_template: rag}")
     for kwargs, message in [
         ({"enable_thinkng": False}, "enable_thinkng=False: .*Did you mean enable_thinking"),
         ({"add_generation_prompt": False}, "add_generation_prompt=False: .*Remove it"),

@@ -205,6 +205,11 @@ class RLDataset(Dataset[dict[str, Any]]):
         return max(len(entry.tokens) for entry in self._entries)
 
     @property
+    def highest_token(self) -> int:
+        """The highest token id of all prompts."""
+        return max(max(entry.tokens, default=0) for entry in self._entries)
+
+    @property
     def row_numbers(self) -> list[int]:
         """Each prompt's row in the data as read, from 0."""
         return [entry.number for entry in self._entries]

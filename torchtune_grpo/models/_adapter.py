@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from torchtune_grpo.models._export import (
     rows_to_tune,
     scales_bias,
 )
+from torchtune_grpo.plain import read_json
 
 CONFIG_FILE = "adapter_config.json"
 _TORCHTUNES = "adapter_model.pt"  # its names and order of rows; exact where its PEFT form is not
@@ -76,9 +76,10 @@ def adapter_settings(folder: str | Path) -> dict[str, Any]:
         ValueError: if there is none, or it holds what torchtune's modules cannot compute.
     """
     file, _ = adapter_files(folder)
-    given = json.loads(file.read_text(encoding="utf-8"))
+    given = read_json(file.parent, file.name, key="adapter_dir")
     _refuse_unsupported(folder, given)
-    tensors, rank = _tensors(folder), given.get("r")
+    tensors = _tensors(folder)
+    rank: Any = given.get("r")
     ranks = {len(value) for name, value in tensors.items() if name.endswith("lora_a.weight")}
     if ranks != {rank}:
         raise ValueError(f"adapter_dir={folder}: {file.name} says r={rank}, the weights {ranks}.")

@@ -6,7 +6,6 @@ implementation of the model does not read are ignored, as there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchtune_grpo.plain import describe, read_json, shortened
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 GEMMA3 = "gemma3_text"
@@ -94,13 +95,12 @@ def read_architecture(model_dir: str | Path) -> Architecture:
             f"model_dir={model_dir}: holds no config.json; name the folder of a model, as `tune "
             "download <model> --output-dir <folder>` makes it."
         )
-    with file.open(encoding="utf-8") as stream:
-        given = json.load(stream)
+    given = read_json(model_dir, file.name, key="model_dir")
 
     def refuse(key: str, value: Any, remedy: str) -> None:
         raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
 
-    kind = given.get("model_type")
+    kind: Any = given.get("model_type")
     if kind not in SUPPORTED:
         refuse("model_type", kind, f"known are {', '.join(SUPPORTED)}")
     for name in given.get("architectures") or ():
@@ -108,7 +108,14 @@ def read_architecture(model_dir: str | Path) -> Architecture:
             refuse("architectures", name, "only a causal language model can be trained")
     from transformers import AutoConfig  # which takes a second
 
-    hf = AutoConfig.from_pretrained(str(model_dir))
+    try:
+        hf = AutoConfig.from_pretrained(str(model_dir))
+    except Exception as error:  # of any kind: each key is checked by another validator
+        said = shortened(describe(error), 300)
+        raise ValueError(
+            f"model_dir={model_dir}: transformers refuses its config.json: {said}. Fetch the model "
+            "again, or correct the key."
+        ) from error
     for key, harmless in _WITHOUT_EFFECT.items():
         value = getattr(hf, key, given.get(key))
         if value is not None and value not in harmless:

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.plain import describe, read_json, shortened
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # The date that Llama 3.2's template itself falls back on.
@@ -159,7 +159,14 @@ class HFTokenizer:
         names = {k: v for k, v in self._template_kwargs.items() if k in ("chat_template", "tools")}
         if self._hf.chat_template is None and "chat_template" not in names:
             return None
-        template = self._hf.get_chat_template(**names)
+        try:
+            template = self._hf.get_chat_template(**names)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._where}: has the chat templates {', '.join(self._hf.chat_template)}, and "
+                "none is the default. Name one, as in chat_template_kwargs={chat_template: "
+                f"{min(self._hf.chat_template)}}}."
+            ) from error
         return _NOW.sub(lambda match: json.dumps(_TODAY.strftime(match[2])), template)
 
     def _check_template_kwargs(self) -> None:
@@ -243,14 +250,14 @@ def _load(model_dir: str) -> Any:
 
 def _end_ids(model_dir: str) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        path = Path(model_dir) / name
-        if path.is_file():
-            try:
-                ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (AttributeError, ValueError) as error:
+        if (Path(model_dir) / name).is_file():
+            given = read_json(model_dir, name, key="model_dir").get("eos_token_id")
+            ids: list[Any] = given if isinstance(given, list) else [given]
+            if not all(type(token) is int for token in ids if given is not None):
                 raise ValueError(
-                    f"model_dir={model_dir}: {name} is no JSON object ({error}). Fetch it again."
-                ) from error
-            if ids is not None:
-                return ids if isinstance(ids, list) else [ids]
+                    f"model_dir={model_dir}: {name} says eos_token_id={given!r}, which is no id of "
+                    "a token. Write the number of the one that ends a text."
+                )
+            if given is not None:
+                return ids
     return []

@@ -17,6 +17,7 @@ from torchtune import training
 from torchtune_grpo.models._architecture import Architecture, read_architecture
 from torchtune_grpo.models._build import hf_model
 from torchtune_grpo.models._export import LINEAR_NAMES
+from torchtune_grpo.plain import describe, read_json, shortened
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # torchtune's name of a module in a layer, and Hugging Face's.
@@ -59,6 +60,7 @@ class HFCheckpointer:
             and the tokenizer's files.
         output_dir (str): where :meth:`save_checkpoint` writes.
         checkpoint_files (Sequence[str] | None): of the weights; None = those that there are.
+        max_shard_size (int | str): of a file that is written, in bytes, or as in "5GB".
 
     Raises:
         ValueError: if the folder holds no weights, or not all.
@@ -69,8 +71,10 @@ class HFCheckpointer:
         checkpoint_dir: str,
         output_dir: str,
         checkpoint_files: Sequence[str] | None = None,
+        max_shard_size: int | str = "5GB",
     ) -> None:
         self._dir, self._output_dir = Path(checkpoint_dir), Path(output_dir)
+        self._max_shard_size = max_shard_size
         names = checkpoint_files or _weight_files(self._dir)
         self._checkpoint_paths = [self._dir / name for name in names]
         for path in self._checkpoint_paths:
@@ -90,13 +94,15 @@ class HFCheckpointer:
         with torch.device("meta"):
             expected = hf_model(str(self._dir)).state_dict()
         names = {hf_name(name, architecture): name for name in expected}
-        state, problems = {}, []
+        state, problems, spare_head = {}, [], None
         for name, value in self._tensors():
             if name in names:
                 state[names[name]] = value
                 if value.shape != (shape := expected[names[name]].shape):
                     problems.append(f"{name} is {list(value.shape)}, not {list(shape)}")
-            elif not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"):
+            elif name == "lm_head.weight":
+                spare_head = value
+            elif not name.endswith("rotary_emb.inv_freq"):
                 problems.append(f"{name} is unknown")
         problems += [f"{name} is missing" for name in names if names[name] not in state]
         if problems:
@@ -104,14 +110,29 @@ class HFCheckpointer:
                 f"checkpoint_dir={self._dir}: its weights are not those of its config.json: "
                 f"{'; '.join(problems[:3])} ({len(problems)} differ). Fetch the model again."
             )
+        if spare_head is not None and not torch.equal(spare_head, state["tok_embeddings.weight"]):
+            raise ValueError(
+                f"checkpoint_dir={self._dir}: config.json says tie_word_embeddings=true, but "
+                "lm_head.weight differs from the embeddings, and transformers computes with it. "
+                "Set tie_word_embeddings to false there, or remove lm_head.weight."
+            )
         return {training.MODEL_KEY: state}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for path in self._checkpoint_paths:
-            if path.suffix == ".safetensors":
-                yield from load_file(path).items()
-            else:
-                yield from torch.load(path, map_location="cpu", weights_only=True).items()
+            try:
+                if path.suffix == ".safetensors":
+                    tensors = load_file(path)
+                else:
+                    tensors = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # of any kind: each format has its own
+                said = shortened(describe(error), 300)
+                raise ValueError(
+                    f"checkpoint_dir={self._dir}: {path.name} ({path.stat().st_size} bytes) cannot "
+                    f"be read: {said}. Fetch it again; a file of some 130 bytes only points to "
+                    "what `git lfs pull` fetches."
+                ) from error
+            yield from tensors.items()
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
         """Writes weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
@@ -122,7 +143,7 @@ class HFCheckpointer:
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shards = split_torch_state_dict_into_shards(weights)
+        shards = split_torch_state_dict_into_shards(weights, max_shard_size=self._max_shard_size)
         for file, names in shards.filename_to_tensors.items():
             save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})
         if shards.is_sharded:
@@ -134,8 +155,12 @@ def _weight_files(folder: Path) -> list[str]:
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return sorted(set(files))
+            content = read_json(folder, index.name, key="checkpoint_dir")
+            if not content.get("weight_map"):
+                raise ValueError(
+                    f"checkpoint_dir={folder}: {index.name} has no weight_map. Fetch it again."
+                )
+            return sorted(set(content["weight_map"].values()))
         if (folder / name).is_file():
             return [name]
     raise ValueError(
