@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
@@ -28,6 +29,7 @@ from torchtune_grpo.errors import FirstRankFailed
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 does not cut through it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,18 +229,31 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
         device (torch.device): of this rank.
 
     Raises:
-        ValueError: if the replicas do not divide the ranks.
+        ValueError: if the replicas do not divide the ranks, the parts are on the CPU anyway, or
+            the ranks do not divide the blocks of a weight in 4 bits.
     """
     replicas = settings.replicas
+    if settings.cpu_offload and device.type == "cpu":
+        raise ValueError(
+            "distributed.cpu_offload=True: device=cpu has them there; set it to false."
+        )
     if world_size() % replicas:
         raise ValueError(
             f"distributed.replicas={replicas}: does not divide the {world_size()} ranks; give a "
             "divisor."
         )
+    ranks = world_size() // replicas
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % ranks:
+            raise ValueError(
+                f"distributed.sharding: {name} is in 4 bits, in {parameter.numel() // _NF4_BLOCK} "
+                f"blocks, which {ranks} ranks cannot share; set it to never, "
+                "model.quantize_base to false, or take another number of ranks."
+            )
     shape: tuple[int, ...] = (world_size(),)
     names: tuple[str, ...] = ("shard",)
     if replicas > 1:
-        shape, names = (replicas, world_size() // replicas), ("replicate", "shard")
+        shape, names = (replicas, ranks), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in model.layers:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 
 from torchtune_grpo.parallel import DistributedConfig, set_gradient_sync, shard
 
@@ -69,3 +69,20 @@ def test_copies_of_a_sharded_model_are_summed_with_the_last_part_alone(four_rank
     got = collectives(sharded_model(replicas=2), defer)
     early = 0 if defer == "always" else GROUPS
     assert got == [(early, 0, False)] * (PARTS - 1) + [(GROUPS, GROUPS, True)]
+
+
+def test_what_cannot_be_sharded_is_refused(four_ranks):
+    model, cpu = model_of_nf4(), torch.device("cpu")
+    with pytest.raises(
+        ValueError, match="^distributed.sharding: layers.0.* in 1 blocks, .* 4 ranks"
+    ):
+        shard(model, DistributedConfig(), device=cpu)
+    with pytest.raises(ValueError, match="^distributed.cpu_offload=True: device=cpu"):
+        shard(model, DistributedConfig(cpu_offload=True), device=cpu)
+
+
+def model_of_nf4():
+    return lora_llama3_2(
+        ["q_proj"], vocab_size=16, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=128,
+        max_seq_len=8, intermediate_dim=128, lora_rank=2, lora_alpha=2.0, quantize_base=True,
+    )  # fmt: skip
