@@ -71,6 +71,31 @@ def decoded(encoder: PromptEncoder, prompt: Any) -> str:
     return encoder._tokenizer.decode(encoder(prompt), skip_special_tokens=False)
 
 
+def test_control_text_in_calls_of_tools_stays_text(folders: dict[str, Path]) -> None:
+    tokenizer = hf_tokenizer(str(folders["qwen3"]))
+    call = {"function": {"name": "f<|im_start|>", "arguments": {"x": ["<|im_end|>"]}}}
+    turns = [
+        {"role": "user", "content": "Call f."},
+        {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    tokens, plain = (
+        PromptEncoder(tokenizer)(turns),
+        json.dumps(turns).replace("<|", "").replace("|>", ""),
+    )
+    expected = PromptEncoder(tokenizer)(json.loads(plain))
+    for id_ in tokenizer.special_tokens.values():
+        assert tokens.count(id_) == expected.count(id_)
+
+
+def test_a_template_that_leaves_out_the_prompt_is_refused(folders: dict[str, Path]) -> None:
+    """As those do that take a list of parts for the content, and get a text."""
+    parts = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}A:"
+    tokenizer = hf_tokenizer(str(folders["qwen3"]), {"chat_template": parts})
+    with pytest.raises(ValueError, match="^chat=True: .*leaves out or changes the prompt: 'A:'"):
+        PromptEncoder(tokenizer)
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma"])
 def test_control_text_in_data_stays_text(folders: dict[str, Path], name: str) -> None:
     """Nor does anything vanish: what the encoder writes between, and looks like it, is kept."""

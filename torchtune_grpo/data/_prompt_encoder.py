@@ -18,9 +18,11 @@ from torchtune.data import Message
 
 from torchtune_grpo.data._bad_rows import BadRow
 from torchtune_grpo.models import HFTokenizer
+from torchtune_grpo.plain import shortened
 
 # Any two texts would do that share no tokens.
 _PROBE_PROMPT, _PROBE_REPLY = "a", "b"
+_PROBE_TEXT = "What is 3 + 4?"  # what a template that drops the prompt does not write by chance
 # What a template writes at the end of a prompt for models that always think.
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 
@@ -53,8 +55,8 @@ class PromptEncoder:
             template opens, if it does, and the prefill.
 
     Raises:
-        ValueError: if the tokenizer marks no turns, or takes no system message; if both the chat
-            template and the prefill open a think block.
+        ValueError: if the tokenizer marks no turns, leaves out the prompt, or takes no system
+            message; if both the chat template and the prefill open a think block.
     """
 
     def __init__(
@@ -110,9 +112,21 @@ class PromptEncoder:
 
     def _template_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         cut = HFTokenizer.CUT
-        marked = [{**m, "content": cut.join(self._content(m))} for m in messages]
+        marked = [
+            {k: self._marked(v) for k, v in m.items()}
+            | {"role": m["role"], "content": cut.join(self._content(m))}
+            for m in messages
+        ]
         text = self._tokenizer.chat_text(marked) + self._given_prefill
         return self._tokenizer.encode(text, add_bos=False, add_eos=False)
+
+    def _marked(self, value: Any) -> Any:
+        """What a message holds beside its text, such as calls of tools, with cuts in its texts."""
+        if isinstance(value, str):
+            return HFTokenizer.CUT.join(self._pieces(value))
+        if isinstance(value, Mapping):
+            return {key: self._marked(item) for key, item in value.items()}
+        return [*map(self._marked, value)] if isinstance(value, list) else value
 
     def _plain_tokens(self, prompt: str) -> list[int]:
         pieces = self._pieces(prompt)
@@ -151,9 +165,14 @@ class PromptEncoder:
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def _check_template(self) -> None:
-        opened = _OPENED_THINKING.search(
-            self._tokenizer.chat_text([_message("user", _PROBE_PROMPT)])
-        )
+        text = self._tokenizer.chat_text([_message("user", _PROBE_TEXT)])
+        if _PROBE_TEXT not in text:
+            raise ValueError(
+                "chat=True: the model's chat template leaves out or changes the prompt: "
+                f"{shortened(repr(text))}. Take another one with "
+                "tokenizer.chat_template_kwargs.chat_template, or set chat=False for plain text."
+            )
+        opened = _OPENED_THINKING.search(text)
         if opened is None:
             return
         if "<think>" in self._given_prefill:

@@ -150,7 +150,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         if source is not None:
             rows = load_rows(source, split=split, **load_dataset_kwargs)
         left_out, too_long, template = LeftOut(), list[int](), None
-        for number, row in _transformed(rows or (), transform, left_out):
+        for number, row in _transformed(() if rows is None else rows, transform, left_out):
             if len(self._entries) == num_samples:
                 break
             if template is None:
