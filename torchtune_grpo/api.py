@@ -130,6 +130,7 @@ class GRPO:
                 if found is not None:
                     rows[key] = (name, found)
                 self._arguments.put(key, node, written=name, whole=True)
+        problems.raise_any()  # or the config's own data would be read, from the hub
         if given["data"] is not None and given["eval_data"] is None:
             self.config.eval_dataset = None  # of another task
         return rows

@@ -245,6 +245,7 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
     ranks = world_size() // replicas
     for name, parameter in model.named_parameters():
         if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % ranks:
+            name = name.replace("_checkpoint_wrapped_module.", "")
             raise ValueError(
                 f"distributed.sharding: {name} is in 4 bits, in {parameter.numel() // _NF4_BLOCK} "
                 f"blocks, which {ranks} ranks cannot share; set it to never, "

@@ -12,10 +12,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from torchtune_grpo import GRPO
 from torchtune_grpo._api_config import RLDATASET, Arguments, data_node, rows_of, write_rows
 from torchtune_grpo._api_rewards import GivenReward, dotpath, own_folder, reward_nodes
 from torchtune_grpo.command_line import load_config
-from torchtune_grpo.errors import Problems
+from torchtune_grpo.errors import ConfigError, Problems
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rewards import CodeReward, math_correctness_reward
 from torchtune_grpo.rollout import roll_out
@@ -240,3 +241,10 @@ def test_a_reward_that_needs_only_imports_is_written_as_a_module(tmp_path, monke
 def test_what_else_a_reward_needs_is_said(tmp_path, source, why):
     said = GivenReward.of("rewards[2]", cell(source)).write(tmp_path)
     assert said.startswith("rewards[2] (") and why in said and not list(tmp_path.iterdir())
+
+
+def test_data_that_is_none_is_told_without_reading_the_configs(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        GRPO(model_dir=tmp_path, data=5, rewards=[len], output_dir=tmp_path / "out")
+    assert [each.partition(";")[0] for each in error.value.problems] == ["data=5: is no data"]
+    assert not (tmp_path / "out").exists()
