@@ -1,5 +1,7 @@
 """Rewards in processes of their own: real endless loops, real crashes, real kills."""
 
+import os
+import signal
 import threading
 import time
 
@@ -143,6 +145,20 @@ def test_use_after_close(make):
         assert children()
         rewards.close()
         assert not children()
+
+
+def test_after_ctrl_c_no_worker_is_lost(make):
+    """Also the idle one, which the next call would ask first."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        rewards = make(workers=2, timeout=60)
+        score(rewards, "1", "1")
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            score(rewards, "sleep")
+        assert score(rewards, "1", "2", "3").scores[:, 0].tolist() == [1, 2, 3]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_workers_run_side_by_side_and_keep_their_state(make):

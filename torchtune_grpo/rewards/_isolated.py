@@ -75,13 +75,11 @@ class IsolatedReward:
             {name: [values[row]] for name, values in columns.items()} | given
             for row in range(len(completions))
         ]
-        with ThreadPoolExecutor(len(self._workers), self._thread_names) as threads:
-            try:
-                answers = list(threads.map(self._ask, requests))
-            except KeyboardInterrupt:  # the threads are waited for
-                for worker in self._workers:
-                    worker.give_up()
-                raise
+        try:
+            answers = self._ask_all(requests)
+        except KeyboardInterrupt:  # what idle workers have was cut off, too
+            self.close()
+            raise
         if log_extra is not None and log_metric is not None:
             noted = {name for answer in answers for name in answer.get("extra", ())}
             for name in sorted(noted):
@@ -95,6 +93,15 @@ class IsolatedReward:
         """Ends all workers; the next call starts new ones."""
         for worker in self._workers:
             worker.close()
+
+    def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(len(self._workers), self._thread_names) as threads:
+            try:
+                return list(threads.map(self._ask, requests))
+            except KeyboardInterrupt:  # the threads are waited for
+                for worker in self._workers:
+                    worker.give_up()
+                raise
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         worker = self._idle.get()
