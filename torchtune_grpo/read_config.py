@@ -206,11 +206,25 @@ def contradictions(settings: GRPOConfig) -> list[str]:
             and Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve()
         ),
     }
+    for key, folder in (
+        ("checkpointer.checkpoint_dir", checkpoint_dir),
+        ("adapter_dir", settings.adapter_dir),
+    ):
+        cases[
+            f"{key}={folder}: is a checkpoint in output_dir={settings.output_dir}, from where a "
+            "new run moves it; give another output_dir."
+        ] = isinstance(folder, str) and _is_checkpoint_in(settings.output_dir, folder)
     for number, reward in enumerate(settings.rewards):
         weight = reward.get("weight") if isinstance(reward, DictConfig) else None
         is_large = isinstance(weight, (int, float)) and abs(weight) > FLOAT32_MAX
         cases[f"rewards[{number}].weight={weight}: beyond float32; give less."] = is_large
     return problems + [sentence for sentence, holds in cases.items() if holds]
+
+
+def _is_checkpoint_in(output_dir: str, folder: str) -> bool:
+    """Whether a folder is a checkpoint of a run in ``output_dir``, or lies in one."""
+    home, path = Path(output_dir).resolve(), Path(folder).resolve()
+    return any(p.parent == home and p.name.startswith("step_") for p in (path, *path.parents))
 
 
 def check_device(name: str, device: str, *, probe: bool) -> None:

@@ -79,6 +79,8 @@ BAD = [
     ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "Multiply batch_size"),
     ({"forward_token_budget": 2000}, "forward_token_budget=2000", "set one of them to null"),
     ({"output_dir": "/tmp/Llama-3.2-1B-Instruct"}, "output_dir=", "another folder"),
+    ({"output_dir": "o", "adapter_dir": "o/step_2/adapter"}, "adapter_dir=o/step_2", "another out"),
+    ({"output_dir": "o", "checkpointer__checkpoint_dir": "o/step_2"}, "_dir=o/step_2", "another"),
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
     ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
