@@ -155,6 +155,8 @@ def _plain(value: Any, written: str) -> Any:
         return [_plain(item, f"{written}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
+    if hasattr(value, "tolist"):  # numpy's numbers, of which some are Python's, too, and arrays
+        return _plain(value.tolist(), written)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if callable(value):
@@ -165,8 +167,6 @@ def _plain(value: Any, written: str) -> Any:
                 "module, and import it from there."
             )
         return path
-    if hasattr(value, "item"):  # numpy's numbers
-        return value.item()
     raise ValueError(f"{written}={shortened(repr(value))}: a config cannot hold it.")
 
 
@@ -204,9 +204,14 @@ def rows_of(data: Any, written: str) -> Sequence[Row]:
     if not data:
         raise ValueError(f"{written}: holds no rows.")
     for number, row in enumerate(data):
-        if not isinstance(row, Mapping) or row.keys() != data[0].keys():
+        if (
+            not isinstance(row, Mapping)
+            or row.keys() != data[0].keys()
+            or not all(isinstance(name, str) for name in row)
+        ):
             raise ValueError(
-                f"{written}: row {number} is {shortened(repr(row))}; give dicts with the same keys."
+                f"{written}: row {number} is {shortened(repr(row))}; "
+                "give dicts with the same keys, all of them texts."
             )
     return data
 
@@ -220,8 +225,12 @@ def write_rows(rows: Sequence[Row], path: Path, written: str) -> None:
     for name in rows[0]:
         try:
             pyarrow.array([row[name] for row in rows])
-        except (pyarrow.ArrowException, OverflowError) as error:
+        except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
             raise ValueError(f"{written}: the column {name!r}: {describe(error)}") from error
     table = pyarrow.Table.from_pylist([dict(row) for row in rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(table, path)
+    try:
+        pyarrow.parquet.write_table(table, path)
+    except pyarrow.ArrowException as error:  # an empty dict, say; it names the column
+        path.unlink(missing_ok=True)
+        raise ValueError(f"{written}: {describe(error)}") from error

@@ -141,7 +141,7 @@ BAD = (
     + """
 def told(**given):
     try:
-        GRPO(output_dir="out", **{**TINY, **given}).train()
+        GRPO(**{"output_dir": "out", **TINY, **given}).train()
     except ValueError as error:
         return str(error).splitlines()
 
@@ -160,6 +160,21 @@ assert told(nm_steps=3, loss_kl_coeff=-1, optimizer_lr="fast", data=[], rewards=
 needs = told(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
 assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
 assert told(config="nope")[0].startswith("config=nope: no such file")
+assert told(config=None) == ["config=None: name a shipped config, or a file."]
+assert told(output_dir="") == ["output_dir=: name a folder."]
+
+bad = dict(data=[{"prompt": "other", "answer": 1}] * 30, rewards=[varied], num_steps=-1)
+run = GRPO(data=train, rewards=[varied], output_dir="mine", **TINY)
+assert len(told(**bad, output_dir="mine")) == 1
+os.makedirs("elsewhere")
+os.chdir("elsewhere")  # nor does that change the run
+assert run.train().exists() and not os.listdir()
+os.chdir("..")
+assert "other" not in open("mine/completions.jsonl").read()
+assert not os.path.exists("mine/new_data.parquet")
+assert len(run.generate(f"{n}+1=" for n in range(3))) == 3
+run.close()
+assert len(told(**bad, output_dir="mine")) == 1 and open("mine/.lock").read() == ""
 """
 )
 

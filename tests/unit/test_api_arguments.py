@@ -53,6 +53,8 @@ def names_a_table(mode, *, mode_names=()):
         ({"eval_dataset_sep": ";"}, "eval_dataset.sep", ";"),  # for what takes any key
         ({"dataset_split": "a", "dataset": "torchtune_grpo.data.RLDataset"}, "dataset.split", "a"),
         ({"optimizer_lr": numpy.float32(0.5)}, "optimizer.lr", 0.5),
+        ({"optimizer_lr": numpy.float64(0.5)}, "optimizer.lr", 0.5),
+        ({"optimizer_betas": numpy.array([0.5, 0.9])}, "optimizer.betas", [0.5, 0.9]),
     ],
 )
 def test_a_name_is_a_key_of_the_config(arguments, given, key, value):
@@ -121,13 +123,21 @@ def test_data_is_a_node_or_rows(tmp_path):
         ([], "data: holds no rows"),
         ([{"a": 1}, {"b": 1}], "row 1 is {'b': 1}; give dicts with the same keys"),
         (["a"], "row 0 is 'a'; give dicts"),
+        ([{1: "a"}], "row 0 is {1: 'a'}; give dicts with the same keys, all of them texts"),
         ({"prompt": ["a"]}, "is no data; give a list of dicts"),
         (datasets.DatasetDict(train=held), "give one of its splits, train"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             rows_of(wrong, "data")
-    with pytest.raises(ValueError, match="data: the column 'answer': .*'x'"):
-        write_rows([rows[0], {"prompt": "b", "answer": "x"}], tmp_path / "x.parquet", "data")
+    for answer, said in (("x", ".*'x'"), ("\ud83d", ".*surrogates")):
+        with pytest.raises(ValueError, match=f"data: the column 'answer': {said}"):
+            write_rows(
+                [{"answer": a} for a in (rows[0]["answer"] if answer == "x" else "y", answer)],
+                tmp_path / "x.parquet",
+                "data",
+            )
+    with pytest.raises(ValueError, match="data: .*'answer'"):
+        write_rows([{"prompt": "b", "answer": {}}], tmp_path / "x.parquet", "data")
 
 
 def test_what_can_be_imported_is_named_by_its_shortest_dotpath():
