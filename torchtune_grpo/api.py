@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import datasets
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import utils
 
 from torchtune_grpo import parallel
@@ -95,8 +97,10 @@ class GRPO:
         **keys: Any,
     ) -> None:
         self._given: list[GivenReward] = []
+        if not isinstance(config, (str, Path)):
+            raise ConfigError([f"config={config!r}: name a shipped config, or a file."])
         try:
-            self._arguments = Arguments(load_config(config))
+            self._arguments = Arguments(load_config(str(config)))
         except ValueError as error:
             raise ConfigError([str(error).replace("--config ", "config=")]) from error
         self._resumes = False
@@ -111,7 +115,7 @@ class GRPO:
         self._arguments.set_keys(keys)
         if isinstance(eval_data, (str, Path, Sequence, datasets.Dataset)):
             self._arguments.form_alike("dataset", "eval_dataset")
-        self._held = _Held(Path(str(self.config.get("output_dir", "."))).resolve())
+        self._held = _Held(_folder(self.config, problems))
         self._end = weakref.finalize(self, self._held.close)
         self._take_folder(rows)
 
@@ -138,9 +142,10 @@ class GRPO:
     def _take_folder(self, rows: Mapping[str, tuple[str, Sequence[Row]]]) -> None:
         """Checks the config, and writes it and what it names into ``output_dir``."""
         problems, folder = Problems(self._arguments.problems), self._held.folder
-        files = {key: folder / f"{name}.parquet" for key, (name, _) in rows.items()}
-        for key, file in files.items():
-            self.config[key].source = str(file)
+        checked = self.config.copy()  # of rows that are not those of the folder's run before
+        for key, (name, _) in rows.items():
+            self.config[key].source = str(folder / f"{name}.parquet")
+            checked[key].source = str(folder / f"new_{name}.parquet")
         for reward in self._given:
             reward.register()
         extend_import_path(folder)
@@ -152,24 +157,28 @@ class GRPO:
                 claim_output_dir(folder)
                 for key, (name, found) in rows.items():
                     with problems.noted():
-                        write_rows(found, files[key], name)
+                        write_rows(found, Path(checked[key].source), name)
                 notes += [note for reward in self._given if (note := reward.write(folder))]
             except OSError as error:
                 raise ValueError(f"output_dir={folder}: cannot be written to: {error}.") from error
-        found_wrong, _ = check_config(self.config)
+        found_wrong, _ = check_config(checked)
         problems += self._arguments.told(found_wrong)
         with problems.noted():
             find_device(str(self.config.get("device", "cuda")))
         other = GRPO._open.get(folder)
         if problems:
             self._end.detach()
-            if other is None:
+            for key in rows:
+                Path(checked[key].source).unlink(missing_ok=True)
+            if other is None or not other._end.alive:
                 release_output_dir(folder)
             by_key = {re.split("[=:]", problem)[0]: problem for problem in reversed(problems)}
             raise ConfigError(list(by_key.values())[::-1])
         if other is not None:
             other._end.detach()  # the folder is ours now
             other._held.drop()
+        for key in rows:
+            Path(checked[key].source).replace(self.config[key].source)
         GRPO._open[folder] = self
         file = folder / "config.yaml"
         text = _HEADER.format(file=file)
@@ -286,8 +295,14 @@ class GRPO:
             ValueError: if there is no prompt, one is too long, or the number is not positive.
         """
         recipe = self._set_up()
-        is_one = isinstance(prompts, str) or isinstance(next(iter(prompts), None), Mapping)
-        asked = [prompts] if is_one else list(prompts)
+        if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+            raise ValueError(
+                f"prompts={prompts}: give a text, a list of messages, or many of them."
+            )
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str)
+        if asked and isinstance(asked[0], Mapping):  # messages
+            asked, is_one = [asked], True
         if not asked or num_samples < 1:
             raise ValueError(
                 f"prompts={asked}, num_samples={num_samples}: give one of each or more."
@@ -358,6 +373,22 @@ class GRPO:
                 recipe.interrupts.leave = _raise_interrupt
             self._held.recipe = recipe
         return self._held.recipe
+
+
+def _folder(cfg: DictConfig, problems: Problems) -> Path:
+    """``output_dir``, which stays the same wherever the process goes.
+
+    Raises:
+        ConfigError: if there is none, with all that is known to be wrong besides.
+    """
+    given = None
+    with suppress(OmegaConfBaseException):
+        given = cfg.output_dir
+    if not isinstance(given, str) or not given:
+        raise ConfigError([*problems, f"output_dir={given}: name a folder."])
+    folder = Path(given).resolve()
+    cfg.output_dir = str(folder)
+    return folder
 
 
 def _raise_interrupt(number: int) -> None:
