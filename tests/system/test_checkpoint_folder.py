@@ -21,6 +21,7 @@ from torchtune_grpo.checkpoint import (
     CheckpointError,
     Checkpoints,
     claim_output_dir,
+    hub_name,
     set_aside_previous_run,
 )
 from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
@@ -333,3 +334,17 @@ def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, again):
         assert checkpoints.newest() == newest
         seen.append(number)
     assert seen[-1] == 30 and len(seen) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"repo_id": "a/b-1.5"}', "a/b-1.5"),
+        ('{"repo_id": "a: b"}', None),
+        ("{}", None),
+        ("", None),
+    ],
+)
+def test_a_name_that_the_hub_cannot_have_is_none(tmp_path, text, name):
+    (tmp_path / "original_repo_id.json").write_text(text)
+    assert hub_name(tmp_path) == name

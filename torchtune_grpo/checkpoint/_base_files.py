@@ -22,8 +22,11 @@ _BELOW = ("original/tokenizer.model", "additional_chat_templates/*")  # torchtun
 
 def hub_name(base: Path) -> str | None:
     """The name on the hub of a model that `tune download` has fetched."""
-    file = base / REPO_ID_FILE
-    return json.loads(file.read_text(encoding="utf-8"))["repo_id"] if file.is_file() else None
+    try:
+        name = json.loads((base / REPO_ID_FILE).read_text(encoding="utf-8"))["repo_id"]
+    except (OSError, ValueError, LookupError, TypeError):  # not written by it
+        return None
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) else None
 
 
 def keep_base_files(base: Path, folder: Path) -> None:
