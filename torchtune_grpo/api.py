@@ -150,7 +150,9 @@ class GRPO:
             reward.register()
         extend_import_path(folder)
         if os.environ.get("RANK", "0") != "0":
-            return  # the first rank checks and writes; the others meet it in the recipe
+            return (
+                self._take_over()
+            )  # the first rank checks and writes; the others meet it in the recipe
         notes: list[str] = []
         with problems.noted():
             try:
@@ -174,12 +176,9 @@ class GRPO:
                 release_output_dir(folder)
             by_key = {re.split("[=:]", problem)[0]: problem for problem in reversed(problems)}
             raise ConfigError(list(by_key.values())[::-1])
-        if other is not None:
-            other._end.detach()  # the folder is ours now
-            other._held.drop()
+        self._take_over()
         for key in rows:
             Path(checked[key].source).replace(self.config[key].source)
-        GRPO._open[folder] = self
         file = folder / "config.yaml"
         text = _HEADER.format(file=file)
         for node in self.config.rewards:
@@ -191,6 +190,14 @@ class GRPO:
             log.warning(note)
             text += f"# But {note}.\n"
         file.write_text(f"{text}\n{OmegaConf.to_yaml(self.config)}", encoding="utf-8")
+
+    def _take_over(self) -> None:
+        """Ends the run that has the folder, if any; it is ours now."""
+        other = GRPO._open.get(self._held.folder)
+        if other is not None:
+            other._end.detach()
+            other._held.drop()
+        GRPO._open[self._held.folder] = self
 
     @property
     def config(self) -> DictConfig:

@@ -192,6 +192,8 @@ for folder in ("out", "again"):
     run = GRPO(data=train, eval_data=held_out, rewards=[varied], output_dir=folder, **TINY)
     run.train()
     print(run.evaluate(), run.evaluate(held_out[:3]), run.generate("1+1=", num_samples=2))
+anew = GRPO(data=train, rewards=[varied], output_dir="again", **TINY)
+assert "closed" in repr(run)
 """
 )
 
