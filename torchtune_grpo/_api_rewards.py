@@ -95,13 +95,16 @@ class GivenReward:
         return None
 
 
-def own_folder(path: str) -> Path | None:
-    """The folder of the running script, if a dotpath is found there and not where `tune` looks."""
+def own_folder(path: str, *beside: Path) -> Path | None:
+    """The folder of the running script, or of a file, where a dotpath is, but not for `tune`."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    folder = Path(script).resolve().parent if script else Path.cwd()
-    top = folder / path.partition(".")[0]
-    is_there = top.with_suffix(".py").is_file() or (top / "__init__.py").is_file()
-    return folder if is_there and folder != Path.cwd() else None
+    for file in (*([Path(script)] if script else []), *beside):
+        folder = file.resolve().parent
+        top = folder / path.partition(".")[0]
+        is_there = top.with_suffix(".py").is_file() or (top / "__init__.py").is_file()
+        if is_there and folder != Path.cwd():
+            return folder
+    return None
 
 
 def reward_nodes(

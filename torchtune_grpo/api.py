@@ -97,6 +97,7 @@ class GRPO:
         **keys: Any,
     ) -> None:
         self._given: list[GivenReward] = []
+        self._file = Path(str(config))
         if not isinstance(config, (str, Path)):
             raise ConfigError([f"config={config!r}: name a shipped config, or a file."])
         try:
@@ -182,7 +183,8 @@ class GRPO:
         file = folder / "config.yaml"
         text = _HEADER.format(file=file)
         for node in self.config.rewards:
-            if (own := own_folder(node._component_)) is not None:
+            own = own_folder(node._component_, self._file)
+            if own not in (None, folder):  # `tune` looks beside the config
                 notes.append(
                     f"{node._component_} is in {own}; for `tune run`, set PYTHONPATH={own}"
                 )

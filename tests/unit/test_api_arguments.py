@@ -207,8 +207,12 @@ def test_a_module_beside_the_script_is_not_where_tune_looks(tmp_path, monkeypatc
     main = sys.modules["__main__"]  # of a worker of xdist, which has no file
     monkeypatch.setattr(main, "__file__", str(tmp_path / "script.py"), raising=False)
     assert own_folder("mine.reward") == tmp_path and own_folder("other.reward") is None
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "beside.py").touch()
+    config = tmp_path / "conf" / "my.yaml"
+    assert own_folder("beside.reward", config) == tmp_path / "conf"
     monkeypatch.chdir(tmp_path)
-    assert own_folder("mine.reward") is None
+    assert own_folder("mine.reward", config) is None
 
 
 # A comprehension is a function of its own in Python 3.11, whose names are not the function's.
