@@ -151,9 +151,8 @@ class GRPO:
             reward.register()
         extend_import_path(folder)
         if os.environ.get("RANK", "0") != "0":
-            return (
-                self._take_over()
-            )  # the first rank checks and writes; the others meet it in the recipe
+            self._take_over()  # the first rank checks and writes; the others meet it in the recipe
+            return
         notes: list[str] = []
         with problems.noted():
             try:
