@@ -275,7 +275,10 @@ def _explain(error: Exception, where: str, split: str, *, is_remote: bool) -> st
     if isinstance(cause, UnicodeError):
         return f"{where}: is not in UTF-8. Set encoding, to latin-1, say."
     if isinstance(error, _NoJsonObject):
-        return f"{where}: {shortened(str(error), 300)}. Correct or remove the line."
+        return (
+            f"{where}: {shortened(str(error), 300)}. Correct or remove the line; if the rows are a "
+            "list in one object, set source=json, data_files and field to the list's name."
+        )
     return f"{where}, split={split!r}: cannot be loaded: {detail}. Correct the file or these keys."
 
 
