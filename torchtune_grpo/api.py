@@ -135,7 +135,6 @@ class GRPO:
                 if found is not None:
                     rows[key] = (name, found)
                 self._arguments.put(key, node, written=name, whole=True)
-        problems.raise_any()  # or the config's own data would be read, from the hub
         if given["data"] is not None and given["eval_data"] is None:
             self.config.eval_dataset = None  # of another task
         return rows
@@ -163,7 +162,9 @@ class GRPO:
                 notes += [note for reward in self._given if (note := reward.write(folder))]
             except OSError as error:
                 raise ValueError(f"output_dir={folder}: cannot be written to: {error}.") from error
-        found_wrong, _ = check_config(checked)
+        # Instead of data that are none, the config's own would be read, from the hub.
+        have_data = not any(problem.startswith(("data", "eval_data")) for problem in problems)
+        found_wrong, _ = check_config(checked, read_data=have_data)
         problems += self._arguments.told(found_wrong)
         with problems.noted():
             find_device(str(self.config.get("device", "cuda")))

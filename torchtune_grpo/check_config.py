@@ -22,11 +22,11 @@ from torchtune_grpo.rewards import RewardSet
 
 
 def check_config(
-    cfg: DictConfig, table: type[GRPOConfig] = GRPOConfig
+    cfg: DictConfig, table: type[GRPOConfig] = GRPOConfig, *, read_data: bool = True
 ) -> tuple[list[str], list[str]]:
     """All that the recipe would refuse, and remarks on what is allowed or cannot be known here.
 
-    Files and data sets are read, and rewards are made but not called.
+    Files and, by default, data sets are read, and rewards are made but not called.
 
     Returns:
         tuple[list[str], list[str]]: mistakes and remarks, a sentence each.
@@ -39,7 +39,7 @@ def check_config(
     with remarks.noted():
         find_device(settings.device)
     try:
-        _check_parts(settings, problems, remarks)
+        _check_parts(settings, problems, remarks, read_data=read_data)
     except Exception:
         if not problems:  # of which this is a consequence
             raise
@@ -48,7 +48,9 @@ def check_config(
     return list(by_key.values())[::-1], remarks  # what is wrong in itself fails in use, too
 
 
-def _check_parts(settings: GRPOConfig, problems: Problems, remarks: list[str]) -> None:
+def _check_parts(
+    settings: GRPOConfig, problems: Problems, remarks: list[str], *, read_data: bool
+) -> None:
     """Makes all that the recipe makes before it loads a model."""
     if settings.prepare is not None and not Path(settings.checkpointer.checkpoint_dir).exists():
         remarks.append("prepare: makes the checkpoint when a run starts; it is not checked.")
@@ -63,7 +65,7 @@ def _check_parts(settings: GRPOConfig, problems: Problems, remarks: list[str]) -
         rewards.check()
     with problems.noted():
         tokenizer = instantiate("tokenizer", settings.tokenizer)
-    if tokenizer is not None:
+    if tokenizer is not None and read_data:
         with problems.noted():
             load_data(settings, tokenizer=tokenizer, rewards=rewards)
     if rewards is not None:

@@ -47,6 +47,20 @@ def test_logits(tmp_path, name):
     torch.testing.assert_close(load(folder)(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_keys_without_a_meaning_and_names_without_a_prefix_are_read_as_there(tmp_path):
+    """transformers' Qwen 2 has no keys for biases, and a model saved without its head no prefix."""
+    folder = hf_folder("qwen2", tmp_path)
+    file, weights = folder / "config.json", folder / "model.safetensors"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"attention_bias": True, "mlp_bias": True})
+    )
+    bare = {name.removeprefix("model."): value for name, value in load_file(weights).items()}
+    save_file(bare, weights, {"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    torch.testing.assert_close(load(folder)(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
 ADAPTED = {
     "llama3": dict(use_dora=True),
     "llama_biases": dict(apply_lora_to_output=True),

@@ -201,7 +201,8 @@ def _tensors(folder: str | Path) -> dict[str, Tensor]:
         if match is None or match[2] not in modules:
             raise ValueError(
                 f"adapter_dir={folder}: {file.name} holds {name}, which is no LoRA or DoRA weight "
-                f"of {', '.join(modules)}; merge the adapter into the base with PEFT "
+                f"of {', '.join(modules)}; if the base has it, save with "
+                "save_embedding_layers=False, or else merge the adapter into the base with PEFT "
                 "(merge_and_unload), and begin from the result."
             )
         result[f"{match[1] or ''}{modules[match[2]]}.{leaves[match[3]]}"] = value

@@ -138,7 +138,8 @@ def read_architecture(model_dir: str | Path) -> Architecture:
             refuse("rope_type", rope, f"known are default, {', '.join(_SCALED)}")
         rotations[name] = _rotation(hf, name, parameters, head_dim=head_dim)
     window = hf.sliding_window if "sliding_attention" in kinds else None
-    attention_bias = bool(getattr(hf, "attention_bias", False))
+    # transformers' Mistral and Qwen 2 read no such keys.
+    attention_bias = kind not in ("mistral", "qwen2") and bool(hf.attention_bias)
     return Architecture(
         model_type=kind,
         vocab_size=hf.vocab_size,
@@ -152,7 +153,7 @@ def read_architecture(model_dir: str | Path) -> Architecture:
         norm_eps=hf.rms_norm_eps,
         qkv_bias=kind == "qwen2" or attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        mlp_bias=kind == "llama" and bool(hf.mlp_bias),
         tied=bool(hf.tie_word_embeddings),
         rotations=tuple(rotations[name] for name in kinds),
     )

@@ -96,6 +96,8 @@ class HFCheckpointer:
         names = {hf_name(name, architecture): name for name in expected}
         state, problems, spare_head = {}, [], None
         for name, value in self._tensors():
+            if f"model.{name}" in names:  # saved without a head
+                name = f"model.{name}"
             if name in names:
                 state[names[name]] = value
                 if value.shape != (shape := expected[names[name]].shape):
