@@ -163,7 +163,7 @@ class GRPO:
             except OSError as error:
                 raise ValueError(f"output_dir={folder}: cannot be written to: {error}.") from error
         # Instead of data that are none, the config's own would be read, from the hub.
-        have_data = not any(problem.startswith(("data", "eval_data")) for problem in problems)
+        have_data = not any(re.match(r"(eval_)?data\b", problem) for problem in problems)
         found_wrong, _ = check_config(checked, read_data=have_data)
         problems += self._arguments.told(found_wrong)
         with problems.noted():

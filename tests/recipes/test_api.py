@@ -159,6 +159,8 @@ assert told(nm_steps=3, loss_kl_coeff=-1, optimizer_lr="fast", data=[], rewards=
 ]
 needs = told(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
 assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
+more = told(databases=3, data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
+assert len(more) == 2 and "needs the column 'answer'" in more[1], more
 assert told(config="nope")[0].startswith("config=nope: no such file")
 assert told(config=None) == ["config=None: name a shipped config, or a file."]
 assert told(output_dir="") == ["output_dir=: name a folder."]
