@@ -1,0 +1,110 @@
+"""Attention of spans and the float32 product: one meaning on every device; on CUDA, one kernel."""
+
+import pytest
+import torch
+from fake_cuda import CUDA, Operations, backward, fake_cuda
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from torchtune_grpo.kernels import Spans, float32_product, varlen_attention
+
+CPU = torch.device("cpu")
+QUERIES, KEYS = [5, 3, 0, 1, 1, 4, 1], [5, 8, 0, 6, 1, 9, 3]
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+def heads(count: int, *, tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, count, SIZE, generator=generator, dtype=torch.float64)
+
+
+def dense(q, k, v):
+    """All parts at once, with a mask over everything; the last query sees all keys of its part."""
+    part_of_query = torch.arange(len(QUERIES)).repeat_interleave(torch.tensor(QUERIES))
+    part_of_key = torch.arange(len(KEYS)).repeat_interleave(torch.tensor(KEYS))
+    query = torch.cat([torch.arange(m - n, m) for n, m in zip(QUERIES, KEYS, strict=True)])
+    key = torch.cat([torch.arange(m) for m in KEYS])
+    seen = (part_of_query[:, None] == part_of_key) & (key <= query[:, None])
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+def test_a_parts_last_query_sees_all_of_its_keys(kv_heads):
+    inputs = [
+        heads(HEADS, tokens=sum(QUERIES), seed=0).requires_grad_(),
+        heads(kv_heads, tokens=sum(KEYS), seed=1).requires_grad_(),
+        heads(kv_heads, tokens=sum(KEYS), seed=2).requires_grad_(),
+    ]
+    probe = heads(HEADS, tokens=sum(QUERIES), seed=3)
+    results = []
+    for out in (varlen_attention(*inputs, Spans.of(QUERIES, KEYS, device=CPU)), dense(*inputs)):
+        results.append([out, *torch.autograd.grad(out, inputs, probe)])
+    torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)
+
+
+def inputs_on_cuda(dtype: torch.dtype) -> list[torch.Tensor]:
+    counts = [(sum(QUERIES), HEADS), (sum(KEYS), KV_HEADS), (sum(KEYS), KV_HEADS)]
+    return [
+        torch.empty(*count, SIZE, dtype=dtype, device=CUDA, requires_grad=True) for count in counts
+    ]
+
+
+def test_on_cuda_there_is_one_kernel_forward_and_one_backward():
+    with fake_cuda():
+        inputs = inputs_on_cuda(torch.bfloat16)
+        spans = Spans.of(QUERIES, KEYS, device=CUDA)
+        with Operations() as count:
+            out = varlen_attention(*inputs, spans)
+            backward([out], [torch.empty_like(out)])
+    assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+    assert count["torch_attn._varlen_attn.default"] == 1
+    assert count["torch_attn._varlen_attn_backward.default"] == 1
+    assert count.total() <= 10, count.counts  # no loop over the parts
+
+
+class Masks(TorchFunctionMode):
+    """Remembers the masks of all attention calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
+            self.seen += [kwargs["attn_mask"]] if kwargs["attn_mask"] is not None else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype, dropout", [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
+def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(dtype, dropout):
+    with fake_cuda(), Masks() as masks:
+        inputs = inputs_on_cuda(dtype)
+        varlen_attention(*inputs, Spans.of(QUERIES, KEYS, device=CUDA), dropout=dropout)
+    assert [tuple(mask.shape) for mask in masks.seen] == [(3, 8), (4, 9)]
+    for mask in masks.seen:
+        assert mask.storage_offset() == 0
+        assert mask.stride(-1) == 1 and mask.stride(0) % 8 == 0
+
+
+def test_products_of_bf16_are_not_rounded_to_it():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 256, generator=generator).bfloat16() for n in (7, 33))
+    exact = x.double() @ weight.double().t()
+    for out in (None, torch.empty(7, 33)):
+        product = float32_product(x, weight, out=out)
+        assert product.dtype == torch.float32
+        assert out is None or product is out
+        torch.testing.assert_close(product.double(), exact, atol=1e-4, rtol=0)
+
+
+def test_on_cuda_the_product_widens_no_factor():
+    with fake_cuda():
+        x, weight = (torch.empty(n, 256, dtype=torch.bfloat16, device=CUDA) for n in (7, 33))
+        with Operations() as count:
+            assert float32_product(x, weight).dtype == torch.float32
+            float32_product(x, weight, out=torch.empty(7, 33, device=CUDA))
+    assert count["aten._to_copy.default"] == 0, count.counts

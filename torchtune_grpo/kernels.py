@@ -1,0 +1,194 @@
+"""What has a kernel of its own on CUDA, each with a twin of the same meaning for all else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# A mask's rows begin at multiples of so many numbers: memory-efficient attention loads 16 bytes at
+# once, and fails on an address that is no multiple of that.
+MASK_ALIGNMENT = 16
+_LARGEST_HEAD = 256  # of flash attention
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The parts of sequences that lie behind each other, for :func:`varlen_attention`.
+
+    Attributes:
+        queries (tuple[int, ...]): [parts] how many queries each part has.
+        keys (tuple[int, ...]): [parts] how many keys, at least as many as queries.
+        query_ends (Tensor): [parts + 1] int32, 0 and where each part's queries end.
+        key_ends (Tensor): [parts + 1] int32.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    query_ends: Tensor
+    key_ends: Tensor
+
+    @classmethod
+    def of(cls, queries: Iterable[int], keys: Iterable[int], *, device: torch.device) -> Spans:
+        """Makes them once for many calls; this is where they are copied to the device.
+
+        Args:
+            queries (Iterable[int]): [parts] how many queries each part has; 0 is allowed.
+            keys (Iterable[int]): [parts] how many keys.
+            device (torch.device): of the queries and keys.
+        """
+        queries, keys = tuple(queries), tuple(keys)
+        assert all(n <= m for n, m in zip(queries, keys, strict=True)), "a query without a key"
+        query_ends, key_ends = (
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+            for counts in (queries, keys)
+        )
+        return cls(queries, keys, query_ends, key_ends)
+
+    def to(self, device: torch.device) -> Spans:
+        """The same spans on another device."""
+        return replace(
+            self, query_ends=self.query_ends.to(device), key_ends=self.key_ends.to(device)
+        )
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention of each part to its own keys; a part's last query sees all of them.
+
+    On CUDA in bf16 or fp16 it is one kernel for all parts, on cards since Ampere. Elsewhere, in
+    float32 and with dropout, there is a call for each part.
+
+    Args:
+        q (Tensor): [Tq, heads, hd] the parts' queries behind each other.
+        k (Tensor): [Tk, kv_heads, hd] their keys; each head is shared by heads / kv_heads queries.
+        v (Tensor): [Tk, kv_heads, hd] their values.
+        spans (Spans): the parts; their sums are Tq and Tk.
+        dropout (float): the share of attention weights to drop.
+
+    Returns:
+        Tensor: [Tq, heads, hd].
+    """
+    if dropout == 0 and has_varlen_kernel(q):
+        call, takes_gqa = _varlen_attn()
+        options: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
+        if not takes_gqa:
+            k, v = (_for_each_head(x, q.shape[1], dim=1) for x in (k, v))
+        longest = max(spans.queries), max(spans.keys)
+        ends = spans.query_ends, spans.key_ends
+        return call(q, k, v, *ends, *longest, window_size=(-1, 0), **options)
+    return _part_by_part(q, k, v, spans, dropout=dropout)
+
+
+def has_varlen_kernel(q: Tensor) -> bool:
+    """Whether torch's variable-length flash attention takes queries [..., hd] like these."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= _LARGEST_HEAD
+        and q.shape[-1] % 8 == 0
+        and _is_since_ampere(q.device)
+    )
+
+
+@cache
+def _is_since_ampere(device: torch.device) -> bool:
+    if torch.version.hip is not None:
+        return False
+    # Without any card the tensor is a fake one, of a test: then the kernel is what is tested.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _varlen_attn() -> tuple[Any, bool]:
+    """torch's function, and whether it takes fewer heads of keys than of queries.
+
+    Imported where it is called, since it brings torch's compiler along, which takes a second.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float) -> Tensor:
+    heads = q.shape[1]
+    longest: dict[int, int] = {}  # by the number of keys before the first query
+    for n, m in zip(spans.queries, spans.keys, strict=True):
+        longest[m - n] = max(n, longest.get(m - n, 0))
+    masks = {before: causal_mask(n, before, like=q) for before, n in longest.items() if before}
+    out = []
+    # cuDNN makes a plan for each new shape, and here nearly all are new: up to a second each.
+    with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
+        parts = (_split(q, spans.queries), _split(k, spans.keys), _split(v, spans.keys))
+        for q_i, k_i, v_i in zip(*parts, strict=True):
+            n, m = q_i.shape[2], k_i.shape[2]
+            out.append(
+                F.scaled_dot_product_attention(
+                    q_i,
+                    _for_each_head(k_i, heads, dim=1),
+                    _for_each_head(v_i, heads, dim=1),
+                    attn_mask=masks[m - n][:n, :m] if m > n > 1 else None,
+                    dropout_p=dropout,
+                    is_causal=m == n,
+                )
+                if n
+                else q_i
+            )
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+def _split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """[T, heads, hd] -> parts [1, heads, n, hd]."""
+    return x.transpose(0, 1)[None].split(list(counts), dim=2)
+
+
+def _for_each_head(x: Tensor, heads: int, *, dim: int) -> Tensor:
+    count = heads // x.shape[dim]
+    return x if count == 1 else x.repeat_interleave(count, dim=dim)
+
+
+def causal_mask(queries: int, before: int, *, like: Tensor) -> Tensor:
+    """What is added to the scores of queries that come behind ``before`` keys.
+
+    Any ``[:n, :before + n]`` of it is the mask of n queries, and as well aligned.
+
+    Returns:
+        Tensor: [queries, before + queries] 0 or -inf, of the dtype and device of ``like``.
+    """
+    mask = like.new_full((queries, aligned(before + queries)), -torch.inf).triu_(before + 1)
+    return mask[:, : before + queries]
+
+
+def aligned(width: int) -> int:
+    """The number of columns to allocate for a mask of so many; the others are sliced off."""
+    return -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT
+
+
+def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``x weight^T`` in float32, whatever the factors' dtype; it is not rounded to that first.
+
+    Args:
+        x (Tensor): [K, D].
+        weight (Tensor): [V, D], of x's dtype.
+        out (Tensor | None): [K, V] float32 to write to.
+
+    Returns:
+        Tensor: [K, V] float32; without gradient.
+    """
+    x, weight = x.detach(), weight.detach()
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        if out is None:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(x.float(), weight.float().t(), out=out)
