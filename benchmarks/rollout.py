@@ -94,10 +94,9 @@ def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
 
 def roll_out_planned(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
     """Rolls out with planned ends, and counts the tokens."""
-    decoder, cache = engine._ready()
-    rollout = GroupRollout(decoder, cache, request, max_rows=max_rows)
-    rollout._said._stop_strings = PlannedEnd(request.params.max_generated_tokens)
-    with torch.no_grad():
+    with torch.no_grad(), engine._current_weights() as (decoder, cache):
+        rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=max_rows)
+        rollout._said._stop_strings = PlannedEnd(request.params.max_generated_tokens)
         samples = rollout.run(end=math.inf)
     return int(samples.lengths.sum())
 

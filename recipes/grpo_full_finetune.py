@@ -127,6 +127,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self.cfg.rollout,
             gather=self.cfg.distributed.gather,
             is_sharded=self._is_sharded,
+            device=self._device,
         )
         self._setup_passes()
         self._optimizer = config.instantiate(

@@ -36,6 +36,7 @@ from torchtune_grpo.rollout import (
     unsupported_reason,
 )
 from torchtune_grpo.rollout._cache import GroupCache
+from torchtune_grpo.rollout._graphs import StepGraphs
 
 STOP = 7
 POLICIES = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
@@ -232,7 +233,7 @@ def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
         sample(native(model, max_rows=7), prompts, decode=text_of, **options), expected
     )
     engine = native(model, max_rows=7)
-    engine._record_step = record_without_host_code
+    engine._graphs = StepGraphs(record_without_host_code)
     assert_same_samples(sample(engine, prompts, decode=text_of, **options), expected)
 
 
@@ -241,8 +242,8 @@ def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
 def test_cuda_graphs_change_nothing():
     model, prompts = build_policy("qwen").cuda(), random_prompts([5, 2, 9, 3, 7])
     options = {"group_size": 4, "max_generated_tokens": 90}
-    expected = sample(native(model, max_rows=7), prompts, **options)
-    got = sample(native(model, max_rows=7, cuda_graphs=True), prompts, **options)
+    expected = sample(native(model, max_rows=7, cuda_graphs="never"), prompts, **options)
+    got = sample(native(model, max_rows=7), prompts, **options)
     assert_same_samples(got, expected)
 
 
@@ -392,16 +393,34 @@ def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
 def test_cache_stays_within_its_bound_and_is_reused():
     model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
     engine = native(model, max_rows=5)
-    bound = engine.cache_bytes(request(prompts, group_size=4, max_generated_tokens=70))
-    positions = 4 * 30 + 8 * 128  # twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128
-    assert bound == 2 * 2 * 2 * 8 * 4 * positions
+    asked = request(prompts, group_size=4, max_generated_tokens=70)
+    bound = engine.cache_bytes(asked)
     sample(engine, prompts, group_size=4, max_generated_tokens=70)
     cache: GroupCache = engine._cache
-    parts = (cache.prompt_keys, cache.prompt_values, cache.keys, cache.values)
-    assert 0 < sum(tensor.nbytes for part in parts for tensor in part) <= bound
-    kept = cache.keys[0].data_ptr()
+    # Twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128.
+    held = 2 * 2 * 2 * 8 * 4 * (4 * 30 + 8 * 128)
+    assert sum(tensor.nbytes for tensor in cache.tensors()) == held
+    # And a step: logits and what they are made into, scores and their softmax, gate and up.
+    assert held < bound <= held + 2**20
+    kept = cache.rows[0].data_ptr()
     sample(engine, prompts[:1], group_size=4, max_generated_tokens=70)
-    assert cache.keys[0].data_ptr() == kept
+    assert cache.rows[0].data_ptr() == kept
+
+
+def test_as_many_rows_as_memory_allows(monkeypatch):
+    model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
+    asked = request(prompts, group_size=4)
+    expected = sample(native(model), prompts, group_size=4)
+    limit = native(model, max_rows=8).cache_bytes(asked)
+    assert native(model).rows_at_once(asked) == 20
+    for share, rows in ((limit + 1, 8), (limit - 1, 4), (0, 1)):  # padded, 5 rows are 8
+        free = round(share / 0.4)
+        monkeypatch.setattr(
+            "torchtune_grpo.rollout._engine.free_bytes", lambda device, free=free: free
+        )
+        engine = native(model)
+        assert engine.rows_at_once(asked) == rows
+        assert_same_samples(engine.generate(asked), expected)
 
 
 def test_interrupted_rollout_leaves_the_next_one_right():

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from torchtune_grpo.kernels import Spans, varlen_attention
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._layout import RowLayout
-from torchtune_grpo.trajectory import length_mask
-
-
-@dataclass
-class RowState:
-    """The live rows of one decoding step, n of them.
-
-    Attributes:
-        tokens (Tensor): [n] the last sampled tokens.
-        at (RowLayout): where the rows are; their counts include that token.
-        prompt_lengths (Tensor): [at.used_slots].
-        prompt_width (int): the longest of them, or more.
-        width (int): the largest count, or more.
-        same_count (int | None): the count of all rows, where it is known to be one.
-    """
-
-    tokens: Tensor
-    at: RowLayout
-    prompt_lengths: Tensor
-    prompt_width: int
-    width: int
-    same_count: int | None
 
 
 class PromptAttention:
@@ -45,31 +20,22 @@ class PromptAttention:
     """
 
     def __init__(self, lengths: list[int], slots: list[int], cache: GroupCache) -> None:
-        ends = list(accumulate(lengths))
-        self.spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-        self._slots = slots
+        device = cache.shape.device
+        parts = list(zip(lengths, slots, strict=True))
         self._cache = cache
+        self._spans = Spans.of(lengths, lengths, device=device)
+        self._fresh = torch.tensor(slots, device=device)
+        of_tokens = [[slot, token] for length, slot in parts for token in range(length)]
+        self._slots, self.positions = torch.tensor(of_tokens).t().to(device)  # [S] each
+        self.ends = self._spans.query_ends[1:] - 1  # [prompts] each one's last token
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [S, heads, hd], k and v [S, kv_heads, hd] of all prompts -> [S, heads, hd]."""
-        keys, values = self._cache.prompt_keys[layer], self._cache.prompt_values[layer]
-        out = torch.empty_like(q)
-        for span, slot in zip(self.spans, self._slots, strict=True):
-            length = span.stop - span.start
-            for cached, new in ((keys, k), (values, v)):
-                cached[slot, :, :length] = new[span].transpose(0, 1)
-                cached[slot, :, length:] = 0  # masked, but it has to be finite
-            out[span] = _causal_attention(q[span], k[span], v[span])
-        return out
-
-
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[S, heads, hd] of one prompt."""
-    repeat = q.shape[1] // k.shape[1]
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, S, hd]
-    if repeat > 1:
-        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """[S, q heads + 2 kv heads, hd] of all prompts -> [S, q heads * hd]."""
+        q, new = _split(heads, self._cache)
+        cached = self._cache.prompts[layer]
+        cached.index_fill_(1, self._fresh, 0)  # what is masked has to be finite as well
+        cached[:, self._slots, :, self.positions] = new
+        return varlen_attention(q, new[:, 0], new[:, 1], self._spans).flatten(1)
 
 
 class GroupAttention:
@@ -79,63 +45,48 @@ class GroupAttention:
     [prompts, group_width] places of which some may be empty; the softmax runs over both parts.
 
     Args:
-        rows (RowState): n rows.
+        at (RowLayout): n rows; the last token of each is the new one.
         cache (GroupCache): holds their prompts and earlier tokens; receives the new ones.
+        width (int): columns of the responses that are read; the longest response, or more.
+        heads (int): of the queries.
     """
 
-    def __init__(self, rows: RowState, cache: GroupCache) -> None:
-        device = rows.tokens.device
-        self._rows = rows
-        self._cache = cache
-        self._row_index = torch.arange(len(rows.tokens), device=device)
-        visible = torch.cat(
-            [
-                length_mask(rows.prompt_lengths[rows.at.slots], rows.prompt_width),
-                length_mask(rows.at.counts, rows.width),
-            ],
-            dim=1,
-        )  # [n, P + C]
-        bias = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
-        self._bias = bias[:, None, None]
+    def __init__(self, at: RowLayout, cache: GroupCache, *, width: int, heads: int) -> None:
+        self.positions = at.positions
+        self._at, self._cache, self._width = at, cache, width
+        self._bias = at.bias[..., : at.prompt_width + width]  # [n, 1, 1, P + C]
+        rows = len(at.rows) * cache.shape.kv_heads
+        shape = (rows, heads // cache.shape.kv_heads, self._bias.shape[-1])
+        self._scores = self._bias.new_empty(shape)  # [n * kv, r, P + C], written by each layer
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [n, heads, hd], k and v [n, kv_heads, hd] of the new tokens -> [n, heads, hd]."""
-        rows, cache = self._rows, self._cache
-        n, heads, head_dim = q.shape
-        prompts, width = rows.at.used_slots, rows.prompt_width
-        prompt_keys, prompt_values = (
-            cached[layer][:prompts, :, :width]
-            for cached in (cache.prompt_keys, cache.prompt_values)
-        )
-        keys, values = cache.keys[layer][:n], cache.values[layer][:n]
-        self._append(keys, k)
-        self._append(values, v)
-        keys, values = keys[:, :, : rows.width], values[:, :, : rows.width]
-        q = q.unflatten(1, (keys.shape[1], -1)) * head_dim**-0.5  # [n, kv, r, hd]
-        over_prompt = self._from_grid(self._to_grid(q) @ prompt_keys.mT)  # [n, kv, r, P]
-        scores = torch.cat([over_prompt, q @ keys.mT], dim=-1)  # [n, kv, r, P + C]
-        probs = (scores + self._bias).softmax(dim=-1, dtype=torch.float32).to(q.dtype)
-        shared = self._from_grid(self._to_grid(probs[..., :width]) @ prompt_values)
-        return (probs[..., width:] @ values + shared).reshape(n, heads, head_dim)
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """[n, q heads + 2 kv heads, hd] of the new tokens -> [n, q heads * hd]."""
+        at, cache, width = self._at, self._cache, self._at.prompt_width
+        n, kv, slots = len(heads), cache.shape.kv_heads, at.used_slots
+        q, new = _split(heads, cache)
+        rows = cache.rows[layer]
+        rows[:, at.places, :, at.last] = new
+        keys, values = rows[:, :n, :, : self._width].flatten(1, 2)  # [n * kv, C, hd]
+        prompt_keys, prompt_values = cache.prompts[layer][:, :slots, :, :width].flatten(1, 2)
 
-    def _append(self, cached: Tensor, new: Tensor) -> None:
-        """Writes [n, kv_heads, hd] behind each row's earlier tokens."""
-        if self._rows.same_count is not None:
-            cached[:, :, self._rows.same_count - 1] = new
-        else:
-            cached[self._row_index, :, self._rows.at.counts - 1] = new
+        q = q.unflatten(1, (kv, -1))[at.gather]  # [cells + n * kv, r, hd]
+        of_grid, of_rows = q.tensor_split((at.cells,))
+        over_prompt = torch.bmm(of_grid.reshape(slots * kv, -1, q.shape[-1]), prompt_keys.mT)
+        over_prompt = over_prompt.view(at.cells, -1, width)  # [cells, r, P]
+        scores = self._scores  # [n * kv, r, P + C]
+        torch.index_select(over_prompt, 0, at.scatter, out=scores[..., :width])
+        torch.bmm(of_rows, keys.mT, out=scores[..., width:])
+        by_row = scores.unflatten(0, (n, kv))
+        torch.add(self._bias, by_row, alpha=cache.shape.head_dim**-0.5, out=by_row)
+        probs = scores.softmax(dim=-1)  # in float32, whatever the scores are
+        shared = probs.unflatten(0, (n, kv))[..., :width][at.gather_grid]  # [cells, r, P]
+        shared = torch.bmm(shared.view(slots * kv, -1, width), prompt_values)
+        out = shared.view(at.cells, -1, q.shape[-1]).index_select(0, at.scatter)  # [n * kv, r, hd]
+        return out.baddbmm_(probs[..., width:], values).view(n, -1)
 
-    def _to_grid(self, x: Tensor) -> Tensor:
-        """[n, kv, r, d] -> [prompts, kv, group_width * r, d], anything in empty places."""
-        at = self._rows.at
-        grid = x if at.grid is None else x[at.grid]
-        grid = grid.unflatten(0, (at.used_slots, at.group_width))
-        return grid.transpose(1, 2).flatten(2, 3)
 
-    def _from_grid(self, x: Tensor) -> Tensor:
-        """[prompts, kv, group_width * r, d] -> [n, kv, r, d]."""
-        at = self._rows.at
-        grid = x.unflatten(2, (at.group_width, -1))
-        if at.grid is None:
-            return grid.transpose(1, 2).flatten(0, 1)
-        return grid[at.slots, :, at.columns]
+def _split(heads: Tensor, cache: GroupCache) -> tuple[Tensor, Tensor]:
+    """[K, q heads + 2 kv heads, hd] -> q [K, q heads, hd], and keys and values [K, 2, kv, hd]."""
+    kv = cache.shape.kv_heads
+    q, both = heads.tensor_split((heads.shape[1] - 2 * kv,), dim=1)
+    return q, both.unflatten(1, (2, kv))

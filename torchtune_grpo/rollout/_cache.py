@@ -33,7 +33,7 @@ class CacheShape:
 
 
 class GroupCache:
-    """Keys and values: of prompts [prompts, kv_heads, P, hd], of responses [rows, kv_heads, C, hd].
+    """Keys and values by layer: of prompts [2, prompts, kv_heads, P, hd], of rows [2, rows, ...].
 
     Responses grow by blocks, one layer at a time, so that growing never holds two caches. What is
     allocated stays for the next rollout.
@@ -46,57 +46,56 @@ class GroupCache:
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
-        self.prompt_keys: list[Tensor] = []
-        self.prompt_values: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.prompts: list[Tensor] = []
+        self.rows: list[Tensor] = []
 
     @classmethod
     def rounded(cls, width: int) -> int:
-        """A response width in whole blocks."""
+        """A width in whole blocks."""
         return -(-width // cls.BLOCK) * cls.BLOCK
 
-    def reserve(self, *, prompts: int, prompt_width: int, rows: int) -> None:
-        """Makes room for so many prompts and rows; what is large enough already is kept."""
-        _grow(self.prompt_keys, self._size(prompts, prompt_width), self.shape, keep=False)
-        _grow(self.prompt_values, self._size(prompts, prompt_width), self.shape, keep=False)
-        _grow(self.keys, self._size(rows, self.BLOCK), self.shape, keep=False)
-        _grow(self.values, self._size(rows, self.BLOCK), self.shape, keep=False)
+    @property
+    def prompt_width(self) -> int:
+        """Tokens of a prompt that there is room for."""
+        return self.prompts[0].shape[3]
 
-    def grow(self, width: int) -> bool:
-        """Makes room for ``width`` response tokens, to the next whole block; True if it had to."""
-        if width <= self.keys[0].shape[2]:
-            return False
-        size = self._size(self.keys[0].shape[0], self.rounded(width))
-        _grow(self.keys, size, self.shape, keep=True)
-        _grow(self.values, size, self.shape, keep=True)
-        return True
+    def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
+        """Makes room for so many prompts and rows; what is large enough already is kept."""
+        _grow(self.prompts, prompts, prompt_width, self.shape, keep=False)
+        _grow(self.rows, rows, self.rounded(width), self.shape, keep=False)
+
+    def grow(self, width: int) -> None:
+        """Makes room for ``width`` response tokens, to the next whole block."""
+        if width > self.rows[0].shape[3]:
+            rows = self.rows[0].shape[1]
+            _grow(self.rows, rows, self.rounded(width), self.shape, keep=True)
+
+    def tensors(self) -> list[Tensor]:
+        """All of it."""
+        return self.prompts + self.rows
 
     def move(self, *, source: int, target: int, length: int) -> None:
         """Copies a row's first ``length`` keys and values to another row's place."""
-        for cache in (*self.keys, *self.values):
-            cache[target, :, :length] = cache[source, :, :length]
+        for cached in self.rows:
+            cached[:, target, :, :length] = cached[:, source, :, :length]
 
     def clear_row(self, row: int) -> None:
         """Zeroes a row: what is masked still has to be finite, since 0 * nan is nan."""
-        for cache in (*self.keys, *self.values):
-            cache[row] = 0
-
-    def _size(self, count: int, width: int) -> tuple[int, int, int, int]:
-        return (count, self.shape.kv_heads, width, self.shape.head_dim)
+        for cached in self.rows:
+            cached[:, row] = 0
 
 
-def _grow(
-    caches: list[Tensor], size: tuple[int, int, int, int], shape: CacheShape, *, keep: bool
-) -> None:
+def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, keep: bool) -> None:
+    none = torch.empty(2, 0, 0, 0, 0)
     if not caches:
-        caches.extend([torch.empty(0, 0, 0, 0)] * shape.layers)
+        caches.extend([none] * shape.layers)
+    size = (2, count, shape.kv_heads, width, shape.head_dim)
     for layer, old in enumerate(caches):
         if all(have >= want for have, want in zip(old.shape, size, strict=True)):
             continue
         if not keep:
-            caches[layer] = old = torch.empty(0, 0, 0, 0)  # freed before the new one is made
+            caches[layer] = old = none  # freed before the new one is made
         new = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         if keep:
-            new[:, :, : old.shape[2]] = old
+            new[:, :, :, : old.shape[3]] = old
         caches[layer] = new

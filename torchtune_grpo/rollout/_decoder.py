@@ -14,20 +14,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
+    RMSNorm,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
 
 from torchtune_grpo.models import NormFirstAttention
-from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention, RowState
+from torchtune_grpo.rollout._attention import GroupAttention, PromptAttention
 from torchtune_grpo.rollout._cache import CacheShape, GroupCache
 from torchtune_grpo.rollout._gather import LayerGather
-from torchtune_grpo.rollout._linear import KINDS, JointLinear, RolloutLinear
-from torchtune_grpo.rollout._rotation import rotation
+from torchtune_grpo.rollout._layout import RowLayout
+from torchtune_grpo.rollout._linear import KINDS, RolloutLinear
+from torchtune_grpo.rollout._rotation import Rotate, Rotation
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
@@ -55,9 +58,10 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
 @dataclass
 class _Layer:
     module: TransformerSelfAttentionLayer
-    qkv: JointLinear
+    rotation: Rotation
+    qkv: RolloutLinear
     out: RolloutLinear
-    gate_up: JointLinear  # the gate alone where there is no "up"
+    gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
 
 
@@ -65,10 +69,13 @@ class NativeDecoder:
     """Runs a model that :func:`unsupported_reason` finds nothing in.
 
     Args:
-        model (TransformerDecoder): the policy; its weights are read, never changed.
+        model (TransformerDecoder): the policy; its weights are read, never changed, but those of
+            q, k, v and of gate and up may be laid side by side; see :class:`RolloutLinear`.
         merge_adapters (bool): see :class:`RolloutLinear`.
         dtype (torch.dtype): what to compute in.
         copy (bool): see :class:`RolloutLinear`.
+        move (bool): see :class:`RolloutLinear`.
+        device (torch.device): where to compute.
     """
 
     def __init__(
@@ -78,35 +85,45 @@ class NativeDecoder:
         merge_adapters: bool,
         dtype: torch.dtype,
         copy: bool = True,
+        move: bool = True,
+        device: torch.device,
     ) -> None:
-        def linear(module: Any) -> RolloutLinear:
-            return RolloutLinear(module, merge=merge_adapters, dtype=dtype, copy=copy)
+        def linear(*modules: Any) -> RolloutLinear:
+            modules = tuple(module for module in modules if module is not None)
+            return RolloutLinear(modules, merge=merge_adapters, dtype=dtype, copy=copy, move=move)
 
-        def join(*modules: Any) -> JointLinear:
-            return JointLinear([linear(module) for module in modules if module is not None])
-
+        attn = model.layers[0].attn
         self.gather: LayerGather | None = None  # of a model that stays sharded
+        self.vocab = model.tok_embeddings.num_embeddings
+        self.heads = attn.num_heads
+        self.dtype = dtype
+        self.device = device
         self._embed = model.tok_embeddings
         self._norm = model.norm
         self._output = linear(model.output)
-        self._dtype = dtype
+        self._rotations: dict[int, Rotation] = {}  # layers mostly share one
+        for layer in model.layers:
+            module = layer.attn.pos_embeddings
+            self._rotations.setdefault(
+                id(module), Rotation(module, head_dim=attn.head_dim, dtype=dtype)
+            )
         self._layers = [
             _Layer(
                 module=layer,
-                qkv=join(layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj),
+                rotation=self._rotations[id(layer.attn.pos_embeddings)],
+                qkv=linear(layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj),
                 out=linear(layer.attn.output_proj),
-                gate_up=join(layer.mlp.w1, layer.mlp.w3),
+                gate_up=linear(layer.mlp.w1, layer.mlp.w3),
                 down=linear(layer.mlp.w2),
             )
             for layer in model.layers
         ]
-        attn = model.layers[0].attn
         self.cache_shape = CacheShape(
             layers=len(self._layers),
             kv_heads=attn.num_kv_heads,
             head_dim=attn.head_dim,
             dtype=dtype,
-            device=next(model.parameters()).device,
+            device=device,
         )
 
     def _gathered_layers(self) -> Iterator[tuple[int, _Layer]]:
@@ -118,91 +135,120 @@ class NativeDecoder:
             with self.gather.layer(index):
                 yield index, layer
 
-    def linears(self) -> Iterator[RolloutLinear | JointLinear]:
+    def linears(self) -> Iterator[RolloutLinear]:
         """All linear layers."""
         for layer in self._layers:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self._output
 
-    def unembed(self, h: Tensor) -> Tensor:
-        """h [K, D] -> logits [K, V], which may be a transposed view."""
-        return self._output(self._norm(h))
+    def reserve(self, positions: int) -> None:
+        """Makes ready for positions 0 to ``positions - 1``."""
+        for rotation in self._rotations.values():
+            rotation.reserve(positions, device=self.device)
 
-    def prefill(self, prompts: list[Tensor], slots: list[int], cache: GroupCache) -> Tensor:
+    def step_bytes(self, tokens: int) -> int:
+        """What a decoding step takes for a row of so many tokens, prompt included."""
+        hidden = 3 * max(sum(layer.gate_up.sizes) for layer in self._layers)
+        return 3 * 4 * self.vocab + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a step reads, which a recorded one has the addresses of."""
+        for linear in self.linears():
+            yield from linear.tensors()
+        for rotation in self._rotations.values():
+            yield from rotation.tensors()
+        yield self._embed.weight
+        for module in (self._norm, *(layer.module for layer in self._layers)):
+            for name, parameter in module.named_parameters():
+                if name.endswith("scale"):
+                    yield parameter
+
+    def prefill(self, prompts: list[list[int]], slots: list[int], cache: GroupCache) -> Tensor:
         """Runs prompts side by side, without padding, and caches their keys and values.
 
         Args:
-            prompts (list[Tensor]): token ids, each [length].
+            prompts (list[list[int]]): token ids.
             slots (list[int]): where in the cache each of them goes.
             cache (GroupCache): with room for them.
 
         Returns:
-            Tensor: [prompts, V] logits of the token behind each prompt.
+            Tensor: [prompts, V] logits of the token behind each prompt, float32.
         """
         attention = PromptAttention([len(prompt) for prompt in prompts], slots, cache)
-        positions = torch.cat([torch.arange(len(p), device=p.device) for p in prompts])
-        h = self._run_layers(torch.cat(prompts), positions, attention)
-        last = torch.tensor([span.stop - 1 for span in attention.spans], device=h.device)
-        return self.unembed(h[last])
+        tokens = torch.tensor([token for prompt in prompts for token in prompt])
+        h = self._run_layers(tokens.to(self.device), attention)
+        return self._unembed(h[attention.ends])
 
-    def decode(self, rows: RowState, cache: GroupCache) -> Tensor:
+    def decode(self, tokens: Tensor, at: RowLayout, cache: GroupCache, *, width: int) -> Tensor:
         """Feeds every live row its last token.
 
         Args:
-            rows (RowState): n rows.
+            tokens (Tensor): [n] these.
+            at (RowLayout): where the rows are, with a bias of at least ``width``.
             cache (GroupCache): holds their prompts and earlier tokens; receives this one.
+            width (int): tokens of the longest response, or more.
 
         Returns:
-            Tensor: [n, V] logits of the next token.
+            Tensor: [n, V] logits of the next token, float32, which may be a transposed view.
         """
-        attention = GroupAttention(rows, cache)
-        positions = rows.prompt_lengths[rows.at.slots] + rows.at.counts - 1  # [n]
-        return self.unembed(self._run_layers(rows.tokens, positions, attention))
+        at.show_last()
+        return self._unembed(
+            self._run_layers(tokens, GroupAttention(at, cache, width=width, heads=self.heads))
+        )
 
-    def _run_layers(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attention: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """tokens [K] at positions [K] -> hidden states [K, D], before the last norm."""
-        h = self._embed(tokens).to(self._dtype)
-        rotations: dict[int, Callable[[Tensor], Tensor]] = {}  # layers mostly share one
+    def _unembed(self, h: Tensor) -> Tensor:
+        return self._output.logits(_norm(self._norm, h))
+
+    def _run_layers(self, tokens: Tensor, attention: GroupAttention | PromptAttention) -> Tensor:
+        """tokens [K] -> hidden states [K, D], before the last norm."""
+        h = self._embed(tokens).to(self.dtype)
+        rotations = {
+            id(rotation): rotation.at(attention.positions) for rotation in self._rotations.values()
+        }
         for index, layer in self._gathered_layers():
-            attn = layer.module.attn
-            key = id(attn.pos_embeddings)
-            if key not in rotations:
-                rotations[key] = rotation(
-                    attn.pos_embeddings, positions, head_dim=attn.head_dim, dtype=self._dtype
-                )
-            h = _run_layer(layer, h, rotate=rotations[key], attend=partial(attention, index))
+            rotate = rotations[id(layer.rotation)]
+            h = _run_layer(layer, h, rotate=rotate, attend=partial(attention, index))
         return h
 
 
 def _run_layer(
-    layer: _Layer,
-    h: Tensor,
-    *,
-    rotate: Callable[[Tensor], Tensor],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    layer: _Layer, h: Tensor, *, rotate: Rotate, attend: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
 
-    ``attend`` takes q [K, heads, hd] and k, v [K, kv_heads, hd], and returns [K, heads, hd].
+    ``attend`` takes queries, keys and values [K, heads + 2 kv heads, hd], and returns
+    [K, heads * hd].
     """
     module, attn = layer.module, layer.module.attn
-    q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in layer.qkv(module.sa_norm(h)))
+    y = layer.qkv(_norm(module.sa_norm, h))
+    heads = (y.contiguous() if y.stride(-1) != 1 else y).unflatten(-1, (-1, attn.head_dim))
+    q, k, _ = heads.split([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], dim=1)
     norm_first = type(attn) is NormFirstAttention
+    if not norm_first:
+        rotate(heads[:, : -attn.num_kv_heads])
+    if attn.q_norm is not None:
+        q.copy_(_norm(attn.q_norm, q))
+        k.copy_(_norm(attn.k_norm, k))
     if norm_first:
-        q, k = attn.q_norm(q), attn.k_norm(k)
-    q, k = rotate(torch.cat([q, k], dim=1)).split([attn.num_heads, attn.num_kv_heads], dim=1)
-    if attn.q_norm is not None and not norm_first:
-        q, k = attn.q_norm(q), attn.k_norm(k)
-    attended = attend(q, k, v)
-    # h comes first: sums take its layout, row by row, which the norms read three times as fast.
-    h = h + module.sa_scale(layer.out(attended.flatten(1)))
-    y, *up = layer.gate_up(module.mlp_norm(h))
-    y = module.mlp.activation(y)
-    if up:
-        y = y * up[0]
-    return h + module.mlp_scale(layer.down(y))
+        rotate(heads[:, : -attn.num_kv_heads])
+    h = _add(module.sa_scale, layer.out, h, attend(heads))
+    x = _norm(module.mlp_norm, h)
+    y = layer.gate_up(x)
+    if len(layer.gate_up.sizes) > 1:
+        gate, up = y.split(layer.gate_up.sizes, dim=-1)
+        y = module.mlp.activation(gate) * up
+    else:
+        y = module.mlp.activation(y)
+    return _add(module.mlp_scale, layer.down, h, y)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    """torchtune's RMSNorm widens to float32 by itself, which keeps torch from its fused kernel."""
+    if type(module) is RMSNorm and module.scale.dtype == x.dtype:
+        return F.rms_norm(x, module.normalized_shape, module.scale, module.eps)
+    return module(x)
+
+
+def _add(scale: nn.Module, linear: RolloutLinear, h: Tensor, x: Tensor) -> Tensor:
+    """h + scale(linear(x)); mostly the scale does nothing."""
+    return linear.add_to(h, x) if type(scale) is nn.Identity else h + scale(linear(x))

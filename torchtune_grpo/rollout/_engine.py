@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,18 +12,22 @@ from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.memory import fits_every_rank, free_bytes
+from torchtune_grpo.rollout._buffers import Buffers
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout._gather import LayerGather, gathered
-from torchtune_grpo.rollout._graphs import StepGraphs, record_cuda_graph
-from torchtune_grpo.rollout._layout import padded_rows
-from torchtune_grpo.rollout._native import GroupRollout, live_rows, prompt_slots
+from torchtune_grpo.rollout._graphs import CudaRecorder, StepGraphs
+from torchtune_grpo.rollout._layout import coarse, padded_rows
+from torchtune_grpo.rollout._native import GroupRollout, prompt_slots
 from torchtune_grpo.rollout._params import RolloutConfig
 from torchtune_grpo.rollout._request import RolloutEngine, RolloutRequest, end_of_rollout
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
+
+# Of the free memory, what a rollout may keep; the update needs the rest.
+_SHARE = 0.4
 
 
 def make_engine(
@@ -31,6 +36,7 @@ def make_engine(
     *,
     gather: str = "auto",
     is_sharded: bool = False,
+    device: torch.device | None = None,
 ) -> RolloutEngine:
     """The engine that the config asks for, or torchtune's for a model that ours does not know.
 
@@ -39,6 +45,7 @@ def make_engine(
         settings (RolloutConfig): the config's keys below ``rollout``.
         gather (str): see :class:`NativeEngine`.
         is_sharded (bool): the model will be sharded over ranks.
+        device (torch.device | None): where to compute; None = where the model is.
 
     Returns:
         RolloutEngine: reads the model's current weights at every call.
@@ -49,7 +56,7 @@ def make_engine(
     if settings.engine == "native":
         reason = unsupported_reason(model)
         if reason is None:
-            return NativeEngine(model, settings, gather=gather)
+            return NativeEngine(model, settings, gather=gather, device=device)
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
     if is_sharded:  # it would gather every layer for every token, in step with the other ranks
         raise ValueError(
@@ -67,48 +74,89 @@ class NativeEngine:
             here, and ``cuda_graphs`` does nothing with gather "layer".
         gather (str): a model that is sharded by then is gathered "once" for a whole rollout, or
             "layer" by layer for every token of all ranks; "auto" decides by memory.
+        device (torch.device | None): where to compute; None = where the model is.
 
     Raises:
         ValueError: if the model is not one that the engine can run.
     """
 
     def __init__(
-        self, model: TransformerDecoder, settings: RolloutConfig, *, gather: str = "auto"
+        self,
+        model: TransformerDecoder,
+        settings: RolloutConfig,
+        *,
+        gather: str = "auto",
+        device: torch.device | None = None,
     ) -> None:
         reason = unsupported_reason(model)
         if reason is not None:
             raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
         self._model, self._settings, self._gather = model, settings, gather
-        self._record_step = record_cuda_graph if settings.cuda_graphs else None
+        self._device = device or next(model.parameters()).device
+        self._graphs: StepGraphs | None = None
+        if settings.cuda_graphs == "auto" and self._device.type == "cuda":
+            self._graphs = StepGraphs(CudaRecorder())
+        self._buffers = Buffers(self._device)
+        self._budget: int | None = None
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
     def cache_bytes(self, request: RolloutRequest) -> int:
-        """The most that the cache of a rollout takes, known before the first token."""
-        decoder, _ = self._ready()
-        rows = live_rows(request, max_rows=self._settings.max_rows)
-        return decoder.cache_shape.bytes(
-            prompts=prompt_slots(request, max_rows=rows),
-            prompt_width=max(map(len, request.prompts)),
-            rows=padded_rows(rows),
-            response_width=GroupCache.rounded(request.params.max_generated_tokens),
+        """The most that a rollout keeps: its cache, and a step's memory, which graphs keep."""
+        return self._bytes(request, rows=self.rows_at_once(request))
+
+    def rows_at_once(self, request: RolloutRequest) -> int:
+        """The rows of a request that are worked on at once.
+
+        As ``max_rows`` says; else as many as fit into a share of the memory that was free when the
+        engine was first asked, so that a run's rollouts are all cut in the same way.
+        """
+        rows = request.num_rows
+        if self._settings.max_rows is not None:
+            return min(self._settings.max_rows, rows)
+        if self._budget is None:
+            self._budget = round(_SHARE * free_bytes(self._device))
+        fits = bisect_right(
+            range(1, rows + 1), self._budget, key=lambda r: self._bytes(request, rows=r)
         )
+        return max(fits, 1)
+
+    def _bytes(self, request: RolloutRequest, *, rows: int) -> int:
+        decoder, _ = self._ready()
+        few_shapes, block = self._graphs is not None, GroupCache.BLOCK
+        longest = request.params.max_generated_tokens
+        prompt_width = GroupCache.rounded(max(map(len, request.prompts)))
+        width = coarse(longest, least=block) if few_shapes else GroupCache.rounded(longest)
+        places = padded_rows(rows, few_shapes=few_shapes)
+        cache = decoder.cache_shape.bytes(
+            prompts=prompt_slots(request, max_rows=rows),
+            prompt_width=prompt_width,
+            rows=places,
+            response_width=width,
+        )
+        return cache + places * decoder.step_bytes(prompt_width + width)
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
         """See :meth:`RolloutEngine.generate`."""
         end = end_of_rollout(self._settings.deadline)
-        record = None if self._by_layer else self._record_step
         with self._current_weights() as (decoder, cache):
-            graphs = None if record is None else StepGraphs(record)
-            rows = self._settings.max_rows
-            return GroupRollout(decoder, cache, request, max_rows=rows, graphs=graphs).run(end=end)
+            return GroupRollout(
+                decoder,
+                cache,
+                self._buffers,
+                request,
+                max_rows=self.rows_at_once(request),
+                graphs=None if self._by_layer else self._graphs,
+            ).run(end=end)
 
     @contextmanager
     def _current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
         with gathered(self._model, layers=not self._by_layer):
             decoder, cache = self._ready()
-            decoder.gather = LayerGather(self._model) if self._by_layer else None
+            decoder.gather = (
+                LayerGather(self._model, device=self._device) if self._by_layer else None
+            )
             for linear in decoder.linears():
                 linear.refresh()
             try:
@@ -123,38 +171,45 @@ class NativeEngine:
     def _by_layer(self) -> bool:
         is_sharded = isinstance(self._model, FSDPModule)
         if is_sharded and self._gather == "auto":
-            device = next(self._model.parameters()).device
-            self._gather = "once" if fits_every_rank(self._model, device=device) else "layer"
+            fits = fits_every_rank(self._model, device=self._device)
+            self._gather = "once" if fits else "layer"
         return is_sharded and self._gather == "layer"
 
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
-            merge = self._settings.merge_adapters
             self._decoder = _make_decoder(
-                self._model, merge_adapters=merge, may_copy=not self._by_layer
+                self._model,
+                merge_adapters=self._settings.merge_adapters,
+                may_copy=not self._by_layer,
+                device=self._device,
             )
             self._cache = GroupCache(self._decoder.cache_shape)
         return self._decoder, self._cache
 
 
 def _make_decoder(
-    model: TransformerDecoder, *, merge_adapters: str, may_copy: bool
+    model: TransformerDecoder, *, merge_adapters: str, may_copy: bool, device: torch.device
 ) -> NativeDecoder:
     """Chooses what to compute in, and whether adapters are merged, by exactness and memory."""
-    parameter = next(p for p in model.parameters() if p.is_floating_point())
     dtype = model.tok_embeddings.weight.dtype
-    free = free_bytes(parameter.device) / 2
+    free = free_bytes(device) / 2
     choices = [(dtype, False)]
-    if dtype == torch.float32 or (parameter.device.type == "cpu" and not _has_fast_bf16()):
+    if dtype == torch.float32 or (device.type == "cpu" and not _has_fast_bf16()):
         choices.insert(0, (torch.float32, True))
     for compute_dtype, merge in choices if may_copy else []:
         if merge_adapters != "auto":
             merge = merge_adapters == "always"
-        decoder = NativeDecoder(model, merge_adapters=merge, dtype=compute_dtype)
+        decoder = NativeDecoder(
+            model,
+            merge_adapters=merge,
+            dtype=compute_dtype,
+            move=not isinstance(model, FSDPModule),
+            device=device,
+        )
         copies = sum(linear.copied_bytes for linear in decoder.linears())
         if copies < free:
             return decoder
-    return NativeDecoder(model, merge_adapters=False, dtype=dtype, copy=False)
+    return NativeDecoder(model, merge_adapters=False, dtype=dtype, copy=False, device=device)
 
 
 def _has_fast_bf16() -> bool:

@@ -38,11 +38,12 @@ class LayerGather:
 
     Args:
         model (TransformerDecoder): sharded by :func:`shard`.
+        device (torch.device): of the computation, which need not be that of the shards.
     """
 
-    def __init__(self, model: TransformerDecoder) -> None:
+    def __init__(self, model: TransformerDecoder, *, device: torch.device) -> None:
         self._layers: list[Any] = list(model.layers)
-        self._device = next(model.parameters()).device
+        self._device = device
 
     def begin_pass(self) -> None:
         """Tells the other ranks that this one is about to run all layers."""

@@ -1,8 +1,8 @@
-"""The rollout's view of a linear layer: plain, LoRA, DoRA or quantized, merged or not."""
+"""The rollout's linear layers: plain, LoRA, DoRA or quantized, merged or not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
+from torchtune_grpo.kernels import float32_product
 from torchtune_grpo.models import PlainBiasDoRALinear
 
 KINDS = (nn.Linear, LoRALinear, DoRALinear, PlainBiasDoRALinear, FrozenNF4Linear, TiedLinear)
@@ -22,166 +23,188 @@ FEW_ROWS = 4
 
 
 class RolloutLinear:
-    """One linear layer of the policy, as the rollout computes it.
+    """Linear layers of the same input, computed as one; often just one layer.
 
-    It refers to the live weight where it can. It owns a copy where the weight has to be merged,
-    dequantized or converted; ``refresh`` brings that copy up to date. An adapter that is not merged
-    is read live.
+    With W their weights above each other, and A and B those of adapters that are not merged,
+
+        y = W x + B (A x)
+
+    where [W; A] is one matrix and B another, scaled and with blocks on its diagonal: two products,
+    however many layers. A weight of another dtype, a quantized or a merged one is a copy, which
+    :meth:`refresh` brings up to date and :meth:`release` frees. Of several layers that need none,
+    the weights move into the common matrix, and the modules' parameters become views of it: no
+    memory is taken twice. Where that cannot be (FSDP owns a sharded model's memory), each layer is
+    a product of its own.
 
     Args:
-        module (Any): a module of one of the types in ``KINDS``.
-        merge (bool): add the adapter to the copy, instead of computing it beside the weight.
+        modules (Sequence[Any]): of the types in ``KINDS``.
+        merge (bool): add the adapters to a copy, instead of computing them beside the weights.
         dtype (torch.dtype): what to compute in.
-        copy (bool): False calls the module as it is, which needs no memory of its own.
+        copy (bool): False calls the modules as they are, which needs no memory of its own.
+        move (bool): whether parameters may become views of the common matrix.
     """
 
-    def __init__(self, module: Any, *, merge: bool, dtype: torch.dtype, copy: bool = True) -> None:
-        self._module = module
+    def __init__(
+        self,
+        modules: Sequence[Any],
+        *,
+        merge: bool,
+        dtype: torch.dtype,
+        copy: bool = True,
+        move: bool = True,
+    ) -> None:
+        self._modules = list(modules)
         self._dtype = dtype
-        self._copy = copy
-        self._adapted = isinstance(module, (LoRALinear, DoRALinear))
-        self._merged = self._adapted and merge
-        self._weight: Tensor | None = None
-        self._scale: Tensor | None = None  # [out] of an unmerged DoRA layer
-
-    @property
-    def _live_weight(self) -> Tensor:
-        if isinstance(self._module, TiedLinear):
-            return self._module.tied_module.weight
-        return self._module.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[out], in the dtype of the computation."""
-        bias = getattr(self._module, "bias", None)
-        return None if bias is None else bias.to(self._dtype)
-
-    @property
-    def owns_copy(self) -> bool:
-        """Whether the weight is copied, by :meth:`refresh`."""
-        live = self._live_weight
-        return self._copy and (
-            self._merged or isinstance(live, NF4Tensor) or live.dtype != self._dtype
+        self._calls_modules = not copy
+        adapted = [isinstance(module, (LoRALinear, DoRALinear)) for module in modules]
+        self._merges = merge
+        self._ranks = [
+            len(m.lora_a.weight) if a and not merge else 0
+            for m, a in zip(modules, adapted, strict=True)
+        ]
+        self.sizes = [len(_live(module)) for module in modules]
+        self._copies = copy and any(
+            (merge and a) or isinstance(_live(m), NF4Tensor) or _live(m).dtype != dtype
+            for m, a in zip(modules, adapted, strict=True)
         )
-
-    @property
-    def is_plain_copy(self) -> bool:
-        """Whether a copy of the weight (and a bias) is all that there is to compute with."""
-        return self.owns_copy and (self._merged or not self._adapted)
-
-    @property
-    def out_features(self) -> int:
-        """Number of outputs."""
-        return self._live_weight.shape[0]
-
-    def empty_weight(self, outputs: int) -> Tensor:
-        """[outputs, in], for a copy of this weight or of several."""
-        live = self._live_weight
-        return torch.empty(outputs, live.shape[1], dtype=self._dtype, device=live.device)
+        self._moves = move and copy and len(modules) > 1 and not self._copies
+        self._weight: Tensor | None = None  # [out + ranks, in], or [out, in] of a single layer
+        self._a: Tensor | None = None  # [ranks, in], the end of the weight or by itself
+        self._b: Tensor | None = None  # [out, ranks]
+        self._bias: Tensor | None = None  # [out], for the end of the weight 0
+        self._scale: Tensor | None = None  # [out] of DoRA layers that are not merged
+        self._late_bias: Tensor | None = None  # [out], behind the scale
 
     @property
     def copied_bytes(self) -> int:
-        """Size of the copy."""
-        return self._live_weight.numel() * self._dtype.itemsize if self.owns_copy else 0
+        """Size of the copies of weights."""
+        return self._numel * self._dtype.itemsize if self._copies else 0
+
+    @property
+    def _numel(self) -> int:
+        return sum(_live(module).numel() for module in self._modules)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is read, which a recorded step has the addresses of."""
+        for held in (self._weight, self._a, self._b, self._bias, self._scale, self._late_bias):
+            if held is not None:
+                yield held
+        if self._weight is None:
+            yield from (_live(module) for module in self._modules)
 
     @torch.no_grad()
-    def refresh(self, *, into: Tensor | None = None) -> None:
-        """Makes the copy anew from the current weights, in memory of its own or the given one."""
-        if not self._copy:
+    def refresh(self) -> None:
+        """Makes what is copied anew from the current weights."""
+        if self._calls_modules:
             return
-        module, weight = self._module, self._live_weight.detach()
-        if isinstance(weight, NF4Tensor):
-            weight = weight.get_original_weight()
-        is_dora = isinstance(module, DoRALinear)
-        if self._merged or is_dora:
-            # In float32 or better, so that the sum is rounded once.
-            whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + _delta(module)
-            scale = module.magnitude / whole.norm(dim=1) if is_dora else None  # [out]
-            if self._merged:
-                weight = whole if scale is None else whole.mul_(scale[:, None])
-            elif scale is not None:
-                self._scale = scale.to(self._dtype)
-        if not self.owns_copy:
+        out, rank = sum(self.sizes), sum(self._ranks)
+        like = _live(self._modules[0])
+        inputs, device = like.shape[1], like.device
+
+        def held(old: Tensor | None, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype, device=device) if old is None else old
+
+        if self._copies or self._moves:
+            self._weight = weight = held(self._weight, out + rank, inputs)
+            self._a = weight[out:]
+            for module, rows in zip(self._modules, weight.split([*self.sizes, rank]), strict=False):
+                if self._copies:
+                    rows.copy_(_whole(module, merge=self._merges))
+                elif module.weight.data_ptr() != rows.data_ptr():
+                    rows.copy_(module.weight)
+                    module.weight.data = rows
+        elif rank:
+            self._a = held(self._a, rank, inputs)
+        self._refresh_adapters(held)
+        self._refresh_biases(held)
+
+    def _refresh_adapters(self, held: Any) -> None:
+        out, rank = sum(self.sizes), sum(self._ranks)
+        if not rank:
             return
-        if into is not None:
-            self._weight = into
-        elif self._weight is None:
-            self._weight = self.empty_weight(len(weight))
-        self._weight.copy_(weight)
+        assert self._a is not None
+        self._b = held(self._b, out, rank)
+        row = column = 0
+        for module, size, r in zip(self._modules, self.sizes, self._ranks, strict=True):
+            if r:
+                self._a[column : column + r].copy_(module.lora_a.weight)
+                b = module.lora_b.weight
+                scaled = _scaling(module) * b.to(torch.promote_types(b.dtype, torch.float32))
+                self._b[row : row + size, column : column + r].copy_(scaled)
+            row, column = row + size, column + r
+        if any(r and isinstance(m, DoRALinear) for m, r in zip(self._modules, self._ranks)):
+            self._scale = held(self._scale, out)
+            for module, part in zip(self._modules, self._scale.split(self.sizes), strict=True):
+                part.copy_(_dora_scale(module))
+
+    def _refresh_biases(self, held: Any) -> None:
+        biases = [getattr(module, "bias", None) for module in self._modules]
+        if all(bias is None for bias in biases):
+            return
+        out = sum(self.sizes)
+        if self._scale is None:
+            rows = out if self._weight is None else len(self._weight)
+            bias = self._bias = held(self._bias, rows)
+        else:
+            bias = self._late_bias = held(self._late_bias, out)
+        for module, value, part in zip(self._modules, biases, bias.split(self.sizes), strict=False):
+            if value is None:
+                continue
+            # torchtune scales the bias as well: its base_out, bias included, is multiplied.
+            scales_bias = self._scale is not None and type(module) is DoRALinear
+            part.copy_(_dora_scale(module) * value if scales_bias else value)
 
     def release(self) -> None:
-        """Frees the copy, which the next refresh makes again."""
-        self._weight = None
+        """Frees copies of weights, which the next refresh makes again."""
+        if self._copies:
+            self._weight = self._a = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [K, in] -> [K, out]; the result may be a transposed view."""
-        if not self._copy:
-            return self._module(x)
-        weight = self._live_weight if self._weight is None else self._weight
-        out = _linear(x, weight, None if self._scale is not None else self.bias)
-        if not self._adapted or self._merged:
-            return out
-        module = self._module
-        branch = _linear(_linear(x, module.lora_a.weight), module.lora_b.weight)
-        if self._scale is None:
-            return out + (module.alpha / module.rank) * branch
-        out = (out + module.scaling * branch) * self._scale
-        if self.bias is None:
-            return out
-        # torchtune scales the bias as well: its base_out, bias included, is multiplied.
-        scales_bias = type(module) is DoRALinear
-        return out + (self._scale * self.bias if scales_bias else self.bias)
+        """x [K, in] -> [K, out] of all layers beside each other; it may be a transposed view."""
+        if self._calls_modules:
+            return torch.cat([module(x) for module in self._modules], dim=-1)
+        out = sum(self.sizes)
+        if self._weight is not None:
+            y = _product(x, self._weight, self._bias)
+            y, a = y[:, :out], y[:, out:]
+        else:
+            y = torch.cat([_product(x, _live(m)) for m in self._modules], dim=-1)
+            y = y if self._bias is None else y + self._bias
+            a = x if self._a is None else _product(x, self._a)
+        if self._b is not None:
+            y = _add_product(y, a, self._b)
+        if self._scale is not None:
+            y = y * self._scale
+        return y if self._late_bias is None else y + self._late_bias
+
+    def add_to(self, h: Tensor, x: Tensor) -> Tensor:
+        """h [K, out] + the layer of x [K, in]; on CUDA in h's memory."""
+        if self._calls_modules or self._scale is not None or self._bias is not None:
+            return h + self(x)
+        assert len(self._modules) == 1
+        weight = _live(self._modules[0]) if self._weight is None else self._weight[: self.sizes[0]]
+        h = _add_product(h, x, weight)
+        if self._a is None or self._b is None:
+            return h
+        return _add_product(h, _product(x, self._a), self._b)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [K, in] -> [K, out] in float32, not rounded on the way where that can be."""
+        if self._calls_modules or self._scale is not None:
+            return self(x).float()
+        weight = _live(self._modules[0]) if self._weight is None else self._weight[: self.sizes[0]]
+        y = float32_product(x, weight)
+        if self._a is not None and self._b is not None:
+            y += float32_product(_product(x, self._a), self._b)
+        return y if self._bias is None else y + self._bias[: self.sizes[0]]
 
 
-class JointLinear:
-    """Linear layers of the same input, as one product where they own their weights.
-
-    Args:
-        parts (Sequence[RolloutLinear]): the layers.
-    """
-
-    def __init__(self, parts: Sequence[RolloutLinear]) -> None:
-        self._parts = list(parts)
-        alike = len({part.bias is None for part in parts}) == 1
-        self._joined = alike and all(part.is_plain_copy for part in parts)
-        self._sizes = [part.out_features for part in parts]
-        self._weight: Tensor | None = None  # [sum of outputs, in]
-        self._bias: Tensor | None = None
-
-    @property
-    def copied_bytes(self) -> int:
-        """Size of the copies."""
-        return sum(part.copied_bytes for part in self._parts)
-
-    def refresh(self) -> None:
-        """Makes the copies anew from the current weights."""
-        if not self._joined:
-            for part in self._parts:
-                part.refresh()
-            return
-        if self._weight is None:
-            self._weight = self._parts[0].empty_weight(sum(self._sizes))
-        for part, rows in zip(self._parts, self._weight.split(self._sizes), strict=True):
-            part.refresh(into=rows)
-        biases = [part.bias for part in self._parts]
-        self._bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
-
-    def release(self) -> None:
-        """Frees the copies, which the next refresh makes again."""
-        self._weight = None
-        for part in self._parts:
-            part.release()
-
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """x [K, in] -> [K, out] of each layer; they may be views of one another's memory."""
-        if self._weight is None:
-            return [part(x) for part in self._parts]
-        return _linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+def _live(module: Any) -> Tensor:
+    return module.tied_module.weight if isinstance(module, TiedLinear) else module.weight
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T on a CPU as (W x^T)^T, which MKL computes up to twice as fast for few rows."""
-    weight = weight.to(x.dtype)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T; on a CPU as (W x^T)^T, which MKL computes up to twice as fast for few rows."""
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = len(x)
@@ -191,8 +214,43 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
+def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """y + x W^T; on CUDA into y's memory."""
+    if x.device.type != "cpu":
+        return y.addmm_(x, weight.t())
+    return y + _product(x, weight)  # y comes first: sums take its layout
+
+
+def _whole(module: Any, *, merge: bool) -> Tensor:
+    """A weight [out, in] with what is merged, in float32 at least: a sum is rounded once."""
+    weight = _live(module).detach()
+    if isinstance(weight, NF4Tensor):
+        weight = weight.get_original_weight()
+    if not merge or not isinstance(module, (LoRALinear, DoRALinear)):
+        return weight
+    whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + _delta(module)
+    return whole * _magnitude_over(module, whole) if isinstance(module, DoRALinear) else whole
+
+
+def _dora_scale(module: Any) -> Tensor:
+    """[out] magnitude / norm of an unmerged DoRA layer; 1 of any other one."""
+    weight = _live(module)
+    if not isinstance(module, DoRALinear):
+        return weight.new_ones(len(weight))
+    base = _whole(module, merge=False)
+    whole = base.to(torch.promote_types(base.dtype, torch.float32)) + _delta(module)
+    return _magnitude_over(module, whole)[:, 0]
+
+
+def _magnitude_over(module: DoRALinear, whole: Tensor) -> Tensor:
+    return (module.magnitude / whole.norm(dim=1))[:, None]
+
+
 def _delta(module: LoRALinear | DoRALinear) -> Tensor:
-    scale = module.scaling if isinstance(module, DoRALinear) else module.alpha / module.rank
     a, b = module.lora_a.weight, module.lora_b.weight
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return scale * (b.to(dtype) @ a.to(dtype))
+    return _scaling(module) * (b.to(dtype) @ a.to(dtype))
+
+
+def _scaling(module: LoRALinear | DoRALinear) -> float:
+    return module.scaling if isinstance(module, DoRALinear) else module.alpha / module.rank

@@ -9,16 +9,17 @@ from __future__ import annotations
 import heapq
 import time
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from torchtune_grpo.interrupt import is_interrupted
-from torchtune_grpo.rollout._attention import RowState
+from torchtune_grpo.rollout._buffers import Buffers
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
 from torchtune_grpo.rollout._graphs import StepGraphs
-from torchtune_grpo.rollout._layout import RowLayout
+from torchtune_grpo.rollout._layout import RowLayout, coarse, padded_rows
 from torchtune_grpo.rollout._request import Progress, RolloutRequest
 from torchtune_grpo.rollout._transcript import Transcript
 from torchtune_grpo.trajectory import Samples
@@ -39,8 +40,9 @@ class GroupRollout:
     Args:
         decoder (NativeDecoder): the policy.
         cache (GroupCache): empty or left by an earlier rollout.
+        buffers (Buffers): all else that has the size of the request.
         request (RolloutRequest): N rows.
-        max_rows (int | None): most live rows; None = N.
+        max_rows (int): most live rows.
         graphs (StepGraphs | None): records decoding steps and replays them.
     """
 
@@ -48,13 +50,15 @@ class GroupRollout:
         self,
         decoder: NativeDecoder,
         cache: GroupCache,
+        buffers: Buffers,
         request: RolloutRequest,
         *,
-        max_rows: int | None,
+        max_rows: int,
         graphs: StepGraphs | None = None,
     ) -> None:
-        device = decoder.cache_shape.device
+        device = decoder.device
         self._decoder, self._cache, self._request, self._graphs = decoder, cache, request, graphs
+        self._buffers = buffers
         self._device = device
         self._group_size = request.group_size
         self._prompt_lengths = [len(prompt) for prompt in request.prompts]
@@ -67,30 +71,37 @@ class GroupRollout:
         self._waiting = list(range(rows))[::-1]
         self._live: list[int] = []  # the row in each place of the cache
         self._counts: dict[int, int] = {}  # tokens of each live row
-        self._max_rows = live_rows(request, max_rows=max_rows)
+        self._max_rows = max_rows
 
-        slots = prompt_slots(request, max_rows=self._max_rows)
+        slots = prompt_slots(request, max_rows=max_rows)
         self._free_slots = list(range(slots))
         self._slot: dict[int, int] = {}  # of each prompt in the cache
         self._rows_left: dict[int, int] = {}  # of each prompt in the cache: rows not yet ended
-        self._slot_lengths = torch.zeros(slots, dtype=torch.long, device=device)
         self._first_logits: dict[int, Tensor] = {}  # [V] behind each prompt with waiting rows
 
         self._at = RowLayout(
-            max_rows=self._max_rows,
+            buffers,
+            kv_heads=cache.shape.kv_heads,
             slots=slots,
             group_size=request.group_size,
             nobody=rows,
-            fixed_grid=graphs is not None,
-            device=device,
+            few_shapes=graphs is not None,
+            dtype=decoder.dtype,
         )
-        places = self._at.max_places
-        self._said = Transcript(request, places=places, device=device)
-        cache.reserve(prompts=slots, prompt_width=max(self._prompt_lengths), rows=places)
+        places = padded_rows(max_rows, few_shapes=graphs is not None)
+        self._said = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
+        prompt_width, width = max(self._prompt_lengths), 1
+        if graphs is not None:  # nothing may move while the responses grow
+            prompt_width = cache.rounded(prompt_width)
+            width = coarse(self._longest, least=cache.BLOCK)
+        cache.reserve(prompts=slots, prompt_width=prompt_width, rows=places, width=width)
+        self._at.reserve(places, columns=cache.prompt_width + width)
+        decoder.reserve(cache.rounded(prompt_width + self._longest))
 
     def run(self, *, end: float) -> Samples:
         """Works off all rows, or as many as it can until ``time.monotonic()`` is at ``end``."""
         reported = time.monotonic()
+        self._check_graphs()
         while self._waiting or self._live:
             if time.monotonic() > end or is_interrupted():
                 break
@@ -145,6 +156,7 @@ class GroupRollout:
         """Takes note of the rows that have ended, and returns their places, ascending."""
         if not self._live:
             return []
+        left: list[int] = []
         ends = self._said.ends(
             self._at.rows[: len(self._live)],
             counts=[self._counts[row] for row in self._live],
@@ -158,12 +170,14 @@ class GroupRollout:
             self._lengths[row] = length or self._counts[row]
             del self._counts[row]
             places.append(place)
+            left.append(row)
             prompt = row // self._group_size
             self._rows_left[prompt] -= 1
             if not self._rows_left[prompt]:
                 del self._rows_left[prompt]
                 heapq.heappush(self._free_slots, self._slot.pop(prompt))
-            if not bool(self._said.sampler_logprobs[row, : self._lengths[row]].isfinite().all()):
+        for place, spoilt in zip(places, self._said.spoilt(left), strict=True):
+            if spoilt:
                 self._cache.clear_row(place)
         return places
 
@@ -191,76 +205,74 @@ class GroupRollout:
 
     def _prefill(self, prompts: list[int]) -> None:
         slots = [self._slot[prompt] for prompt in prompts]
-        tokens = [torch.tensor(self._request.prompts[p], device=self._device) for p in prompts]
+        tokens = [list(self._request.prompts[prompt]) for prompt in prompts]
         logits = self._decoder.prefill(tokens, slots, self._cache)
-        for prompt, slot, row in zip(prompts, slots, logits, strict=True):
-            self._first_logits[prompt] = row
-            self._slot_lengths[slot] = self._prompt_lengths[prompt]
+        self._first_logits.update(zip(prompts, logits, strict=True))
 
     def _lay_out(self) -> None:
         """The live rows as tensors, anew after each change."""
+        if not self._live:
+            return
         prompts = [row // self._group_size for row in self._live]
+        lengths = [self._prompt_lengths[prompt] for prompt in prompts]
         self._at.update(
             rows=self._live,
             slots=[self._slot[prompt] for prompt in prompts],
             counts=[self._counts.setdefault(row, 0) for row in self._live],
+            prompt_lengths=lengths,
         )
         # One width for all layouts where steps are recorded.
-        present = prompts if self._graphs is None else range(len(self._prompt_lengths))
-        self._prompt_width = max((self._prompt_lengths[p] for p in present), default=0)
+        longest = max(lengths, default=0)
+        self._prompt_width = longest if self._graphs is None else self._cache.prompt_width
 
     def _start(self, new: list[int]) -> None:
         """Samples the first token of new rows from what their prompts predict."""
         places = [self._live.index(row) for row in new]
         prompts = [row // self._group_size for row in new]
         logits = torch.stack([self._first_logits[prompt] for prompt in prompts])
-        tokens = [self._request.prompts[prompt] for prompt in prompts]
-        self._said.begin(tokens, places=places, vocab=logits.shape[-1])
+        self._said.begin([self._request.prompts[prompt] for prompt in prompts], places=places)
         waiting = {row // self._group_size for row in self._waiting[-self._group_size :]}
         for prompt in [p for p in self._first_logits if p not in waiting]:
             del self._first_logits[prompt]
-        self._sample(logits, torch.tensor(places, device=self._device))
+        at = torch.tensor(places, device=self._device)
+        self._said.sample(logits, rows=self._at.rows[at], last=None, places=at)
+        self._at.advance(at)
         for row in new:
             self._counts[row] += 1
 
     def _decode(self) -> None:
-        counts = self._counts.values()
-        longest = max(counts)
-        grew = self._cache.grow(longest)
+        longest = max(self._counts.values())
+        self._cache.grow(longest)
+        block = self._cache.BLOCK
+        width = coarse(longest, least=block) if self._graphs else self._cache.rounded(longest)
+        self._at.show(prompt_width=self._prompt_width, width=width)
         if self._graphs is None:
-            self._step(width=longest, same_count=longest if longest == min(counts) else None)
+            self._step(width=longest)
         else:
-            if grew:
-                self._graphs.forget()  # they write to the old cache
-            width = self._cache.rounded(longest)
-            step = partial(self._step, width=width, same_count=None)
-            self._graphs.run(step, shape=(len(self._at.rows), width))
+            at, request = self._at, self._request
+            self._graphs.run(
+                partial(self._step, width=width),
+                shape=(
+                    (len(at.rows), at.used_slots, at.group_width, at.prompt_width, width),
+                    (len(request.keys), request.params, tuple(request.stop_tokens)),
+                ),
+            )
         for row in self._live:
             self._counts[row] += 1
 
-    def _step(self, *, width: int, same_count: int | None) -> None:
+    def _step(self, *, width: int) -> None:
         """Feeds every live row its last token, and samples the next; no look at the device."""
         at = self._at
-        state = RowState(
-            tokens=self._said.tokens[at.rows, at.counts - 1],
-            at=at,
-            prompt_lengths=self._slot_lengths[: at.used_slots],
-            prompt_width=self._prompt_width,
-            width=width,
-            same_count=same_count,
-        )
-        self._sample(self._decoder.decode(state, self._cache), slice(len(at.rows)))
+        tokens = self._said.tokens[at.rows, at.last]
+        logits = self._decoder.decode(tokens, at, self._cache, width=width)
+        self._said.sample(logits, rows=at.rows, last=at.last, places=slice(len(at.rows)))
+        at.advance()
 
-    def _sample(self, logits: Tensor, places: Tensor | slice) -> None:
-        at = self._at
-        rows, counts = at.rows[places], at.counts[places]
-        self._said.sample(logits, rows=rows, counts=counts, places=places)
-        at.advance(places)
-
-
-def live_rows(request: RolloutRequest, *, max_rows: int | None) -> int:
-    """Rows that are worked on at once."""
-    return min(max_rows or request.num_rows, request.num_rows)
+    def _check_graphs(self) -> None:
+        """Graphs of another rollout are of use if all is where it was."""
+        if self._graphs is not None:
+            held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
+            self._graphs.reads(chain.from_iterable(held))
 
 
 def prompt_slots(request: RolloutRequest, *, max_rows: int) -> int:

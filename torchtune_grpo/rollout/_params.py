@@ -8,6 +8,7 @@ from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of
 
 ENGINES = ("native", "torchtune")
 MERGE_CHOICES = ("auto", "always", "never")
+GRAPH_CHOICES = ("auto", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +17,17 @@ class RolloutConfig:
 
     engine: str = one_of("Generation engine; see docs/rollout.md", "native", ENGINES)
     max_rows: int | None = positive(
-        "Most responses worked on at once; null = all of the step's", None
+        "Most responses worked on at once; null = as many as memory allows", None
     )
     merge_adapters: str = one_of(
         "Add adapters to a copy of the weights for a rollout; auto = where exact and memory allows",
         "auto",
         MERGE_CHOICES,
     )
-    cuda_graphs: bool = key(
-        "CUDA: record decoding steps in graphs and replay them, which spares their launches", False
+    cuda_graphs: str = one_of(
+        "Record decoding steps and replay them, which spares their launches; auto = on CUDA",
+        "auto",
+        GRAPH_CHOICES,
     )
     deadline: float | None = positive(
         "Seconds after which a rollout cuts its responses where they are; null = none", None
@@ -94,6 +97,11 @@ class SamplingParams(SamplingConfig):
     def greedy(self) -> SamplingParams:
         """The same without chance: always the likeliest token."""
         return replace(self, temperature=0.0, top_k=None, top_p=None, min_p=None)
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens may be left out by their probability."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     @property
     def changes_logits(self) -> bool:

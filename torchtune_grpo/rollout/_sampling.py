@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune_grpo.rollout._params import SamplingParams
 
@@ -48,44 +49,38 @@ def filter_logits(
     return logits
 
 
-def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws from softmax(logits) with one uniform number per row, exactly for every filter.
+def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws with one uniform number per row, exactly for every filter.
 
     The cumulative sum runs over blocks of the vocabulary and then within the block that was hit, so
-    that the vocabulary itself is only read to exponentiate and sum it.
+    that the vocabulary itself is only read to sum it.
 
     Args:
-        logits (Tensor): [N, V] float32; -inf is never drawn.
+        probs (Tensor): [N, V] float32, which sum to about 1; 0 is never drawn.
         uniforms (Tensor): [N] float64 in [0, 1).
 
     Returns:
-        tuple[Tensor, Tensor]: tokens [N] int64, and the log of the normalizer [N] float32.
+        tuple[Tensor, Tensor]: tokens [N] int64, and their log-probs [N] float64.
     """
-    vocab = logits.shape[-1]
-    peak = logits.amax(dim=-1, keepdim=True)
-    weights = (logits - peak).exp_()  # [N, V]
-    whole = vocab // _BLOCK * _BLOCK
+    vocab = probs.shape[-1]
+    if vocab % _BLOCK:
+        probs = F.pad(probs, (0, -vocab % _BLOCK))
     # Written as a sum over rows of the transpose, this is fast in either layout of the logits.
-    sums = weights.t()[:whole].unflatten(0, (whole // _BLOCK, _BLOCK)).sum(dim=1).t()
-    if whole < vocab:
-        sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
-    cdf = sums.double().cumsum(dim=-1)  # [N, blocks]
-    total = cdf[:, -1:]
-    target = uniforms[:, None] * total
-    block = _search(cdf, target)  # [N, 1]
-    below = cdf.gather(-1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
-    column = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
-    entries = weights.gather(-1, column.clamp(max=vocab - 1)).masked_fill(column >= vocab, 0)
-    offset = _search(entries.double().cumsum(dim=-1), target - below)
-    tokens = (block * _BLOCK + offset).clamp(max=vocab - 1)
-    return tokens[:, 0], (peak + total.log())[:, 0].float()
-
-
-def _search(cdf: Tensor, target: Tensor) -> Tensor:
-    """First index whose cumulative sum exceeds the target; never one with an empty step."""
-    found = torch.searchsorted(cdf, target, right=True)
-    last = (cdf < cdf[:, -1:]).sum(dim=-1, keepdim=True)  # target can round up to the total
-    return torch.minimum(found, last)
+    sums = probs.t().unflatten(0, (-1, _BLOCK)).sum(dim=1).t()
+    cdf = sums.cumsum(dim=-1, dtype=torch.float64)  # [N, blocks]
+    target = cdf[:, -1:] * uniforms[:, None]  # below the last sum, also when it is rounded
+    # The first sum above the target; that of a NaN is behind the end.
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)  # [N, 1]
+    before = F.pad(cdf, (1, 0)).gather(-1, block)
+    of_block = block[..., None].expand(-1, -1, _BLOCK)
+    entries = probs.unflatten(-1, (-1, _BLOCK)).gather(1, of_block)[:, 0]  # [N, _BLOCK]
+    within = entries.cumsum(dim=-1, dtype=torch.float64)
+    # Its own sum may be rounded to less than that of the block.
+    target = torch.minimum(target - before, within[:, -1:] * (1 - 2**-53))
+    offset = torch.searchsorted(within, target, right=True)
+    tokens = torch.add(offset, block, alpha=_BLOCK).clamp_(max=vocab - 1)
+    drawn = probs.gather(-1, tokens) / cdf[:, -1:]
+    return tokens[:, 0], drawn.log_()[:, 0]
 
 
 class Sampler:
@@ -104,10 +99,6 @@ class Sampler:
         self._stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
         suppressed = list(params.suppressed_tokens)
         self._suppressed = torch.tensor(suppressed, dtype=torch.long, device=device)
-
-    def is_stop(self, tokens: Tensor) -> Tensor:
-        """Which of some tokens [N] are stop tokens."""
-        return (tokens[:, None] == self._stops).any(dim=-1)
 
     def __call__(
         self,
@@ -134,23 +125,22 @@ class Sampler:
             penalties and filters (0 when greedy): the behaviour's. Both float32.
         """
         params = self._params
-        greedy = params.temperature == 0
         plain = logits.float()
-        if not greedy and params.temperature != 1:
+        if params.temperature not in (0, 1):
             plain = plain / params.temperature
         drawn_from = plain
         if params.changes_logits:
             assert counts is not None
             drawn_from = self._adjust(plain, seen=seen, counts=counts)
-        if greedy:
+        if params.temperature == 0:
             tokens = drawn_from.argmax(dim=-1)
             behaviour_logprobs = torch.zeros_like(plain[:, 0])
         else:
             drawn_from = filter_logits(
                 drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
             )
-            tokens, normalizer = sample_inverse_cdf(drawn_from, uniforms)
-            behaviour_logprobs = drawn_from.gather(-1, tokens[:, None])[:, 0] - normalizer
+            tokens, logprobs = sample_inverse_cdf(drawn_from.softmax(dim=-1), uniforms)
+            behaviour_logprobs = logprobs.float()
             if drawn_from is plain:
                 return tokens, behaviour_logprobs, behaviour_logprobs
         sampler_logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)

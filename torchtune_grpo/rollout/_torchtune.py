@@ -16,6 +16,7 @@ from torchtune.modules.common_utils import local_kv_cache
 
 from torchtune_grpo.interrupt import is_interrupted
 from torchtune_grpo.logprobs import unembed_with
+from torchtune_grpo.rollout._buffers import Buffers
 from torchtune_grpo.rollout._params import RolloutConfig
 from torchtune_grpo.rollout._request import Progress, RolloutRequest, end_of_rollout
 from torchtune_grpo.rollout._transcript import Transcript
@@ -42,7 +43,8 @@ class TorchtuneEngine:
         device = next(self._model.parameters()).device
         group, total = request.group_size, request.num_rows
         at_once = min(self._settings.max_rows or group, group)
-        said = Transcript(request, places=at_once, device=device)
+        vocab = self._model.tok_embeddings.num_embeddings
+        said = Transcript(request, places=at_once, vocab=vocab, buffers=Buffers(device))
         lengths: list[int] = []
         truncated: list[bool] = []
         groups = torch.arange(total, device=device).split(group)
@@ -96,10 +98,10 @@ class TorchtuneEngine:
                 cache.k_cache = cache.k_cache.repeat_interleave(n, dim=0)
                 cache.v_cache = cache.v_cache.repeat_interleave(n, dim=0)
                 cache.batch_size = n
-            said.begin([prompt] * n, places=list(range(n)), vocab=logits.shape[-1])
+            said.begin([prompt] * n, places=range(n))
             for count in range(limit):
-                counts = torch.full_like(rows, count)
-                said.sample(logits, rows=rows, counts=counts, places=slice(n))
+                last = None if count == 0 else torch.full_like(rows, count - 1)
+                said.sample(logits, rows=rows, last=last, places=slice(n))
                 new = said.ends(rows, counts=[count + 1] * n, unseen=1)
                 ends = [old or length for old, length in zip(ends, new, strict=True)]
                 if all(ends) or count + 1 == limit:
@@ -107,6 +109,6 @@ class TorchtuneEngine:
                 if time.monotonic() > end or is_interrupted():
                     break
                 logits = forward(
-                    said.tokens[rows, counts, None], position[len(prompt) + count, None]
+                    said.tokens[rows, count, None], position[len(prompt) + count, None]
                 )
         return ends, count + 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchtune_grpo.rollout._buffers import Buffers
 from torchtune_grpo.rollout._noise import uniforms
 from torchtune_grpo.rollout._request import RolloutRequest
 from torchtune_grpo.rollout._sampling import Sampler
@@ -20,40 +21,47 @@ class Transcript:
     Args:
         request (RolloutRequest): N rows.
         places (int): most rows of a step.
-        device (torch.device): of the logits.
+        vocab (int): V.
+        buffers (Buffers): where all of it lies.
 
     Attributes:
         tokens (Tensor): [N + 1, max_generated_tokens].
-        sampler_logprobs (Tensor): the same shape.
-        behaviour_logprobs (Tensor): the same shape.
     """
 
-    def __init__(self, request: RolloutRequest, *, places: int, device: torch.device) -> None:
-        params, keys = request.params, request.keys.to(device)
+    def __init__(
+        self, request: RolloutRequest, *, places: int, vocab: int, buffers: Buffers
+    ) -> None:
+        params, keys = request.params, request.keys.to(buffers.device)
         shape = (len(keys) + 1, params.max_generated_tokens)
         self._params = params
-        self._sampler = Sampler(params, stop_tokens=request.stop_tokens, device=device)
+        stops = tuple(request.stop_tokens)
+        self._sampler = buffers.keep(
+            (params, stops),
+            lambda: Sampler(params, stop_tokens=stops, device=buffers.device),
+        )
+        self._stops = frozenset(stops)
         self._stop_strings = None
         if params.stop_strings and request.decode is not None:
             self._stop_strings = StopStrings(params.stop_strings, decode=request.decode)
-        self._noise = uniforms(torch.cat([keys, keys[:1]]), shape[1])
-        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        self.sampler_logprobs = torch.zeros(shape, device=device)
-        self.behaviour_logprobs = torch.zeros(shape, device=device)
-        self._stopped = torch.zeros(shape[0], dtype=torch.long, device=device)  # 0 = not yet
-        self._places = places
-        self._seen: Tensor | None = None  # [places, V], for the repetition penalty
+        self._noise = buffers.take("noise", shape, dtype=torch.float64)
+        self._noise.copy_(uniforms(torch.cat([keys, keys[:1]]), shape[1]))
+        self.tokens = buffers.take("tokens", shape, dtype=torch.long)
+        # Of the sampler and, where that is another one, of the behaviour policy.
+        kinds = 2 if params.filters or params.changes_logits or params.temperature == 0 else 1
+        self._logprobs = [
+            buffers.take(f"log-probs {kind}", shape, dtype=torch.float32).zero_()
+            for kind in range(kinds)
+        ]
+        self._seen: Tensor | None = None  # [places, V]
+        if params.repetition_penalty != 1:
+            self._seen = buffers.take("seen", (places, vocab), dtype=torch.bool)
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, places: list[int], vocab: int) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]], *, places: Sequence[int]) -> None:
         """Takes note of the prompts of the rows that begin in some places."""
-        if self._params.repetition_penalty == 1:
-            return
-        if self._seen is None:
-            shape = (self._places, vocab)
-            self._seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
-        for place, prompt in zip(places, prompts, strict=True):
-            self._seen[place] = False
-            self._seen[place, list(prompt)] = True
+        if self._seen is not None:
+            for place, prompt in zip(places, prompts, strict=True):
+                self._seen[place] = False
+                self._seen[place, list(prompt)] = True
 
     def move(self, *, source: int, target: int) -> None:
         """A row goes to another place."""
@@ -61,55 +69,74 @@ class Transcript:
             self._seen[target] = self._seen[source]
 
     def sample(
-        self, logits: Tensor, *, rows: Tensor, counts: Tensor, places: Tensor | slice
+        self, logits: Tensor, *, rows: Tensor, last: Tensor | None, places: Tensor | slice
     ) -> None:
         """Samples the next token of some rows, without a look at the device.
 
         Args:
             logits (Tensor): [n, V].
             rows (Tensor): [n] their numbers.
-            counts (Tensor): [n] their sampled tokens so far.
+            last (Tensor | None): [n] the place of each one's last token; None = it has none yet.
             places (Tensor | slice): where they are among the rows of a step.
         """
-        tokens, sampler_logprobs, behaviour_logprobs = self._sampler(
+        if last is None:
+            at, ahead, counts = (rows, torch.zeros_like(rows)), 0, torch.zeros_like(rows)
+        else:
+            at, ahead, counts = (rows, last), 1, last + 1 if self._params.min_new_tokens else last
+        tokens, *logprobs = self._sampler(
             logits,
-            uniforms=self._noise[rows, counts],
+            uniforms=self._noise[:, ahead:][at],
             counts=counts,
             seen=None if self._seen is None else self._seen[places],
         )
-        self.tokens[rows, counts] = tokens
-        self.sampler_logprobs[rows, counts] = sampler_logprobs
-        self.behaviour_logprobs[rows, counts] = behaviour_logprobs
+        self.tokens[:, ahead:][at] = tokens
+        for kept, new in zip(self._logprobs, logprobs, strict=False):
+            kept[:, ahead:][at] = new
         if self._seen is not None:
             place = torch.arange(len(self._seen), device=tokens.device)[places]
             self._seen[place, tokens] = torch.ones_like(tokens, dtype=torch.bool)
-        stopped = self._sampler.is_stop(tokens) & (self._stopped[rows] == 0)
-        self._stopped[rows] = torch.where(stopped, counts + 1, self._stopped[rows])
 
-    def ends(self, rows: Tensor, *, counts: list[int], unseen: int) -> list[int]:
+    def ends(self, rows: Tensor, *, counts: Sequence[int], unseen: int) -> list[int]:
         """The lengths at which rows [n] have ended, 0 for those that have not.
 
         Args:
             rows (Tensor): [n] their numbers.
-            counts (list[int]): their n numbers of sampled tokens.
-            unseen (int): how many of the last tokens have not been searched for stop strings.
+            counts (Sequence[int]): their n numbers of sampled tokens, at least 1.
+            unseen (int): how many of the last tokens have not been looked at.
         """
-        ends = self._stopped[rows].tolist()
+        starts = [max(count - unseen, 0) for count in counts]
+        ends = []
         if self._stop_strings is None:
-            return ends
-        for index, (tokens, count) in enumerate(zip(self.tokens[rows].tolist(), counts)):
-            length = ends[index] or count
-            start = max(length - unseen, self._params.min_new_tokens - 1, 0)
-            ends[index] = self._stop_strings.end(tokens[:length], start=start) or ends[index]
+            columns = torch.tensor(starts)[:, None] + torch.arange(min(unseen, max(counts)))
+            columns = columns.to(rows.device).clamp_(max=self.tokens.shape[1] - 1)
+            new = self.tokens[rows[:, None], columns].tolist()
+        else:
+            whole = self.tokens[rows].tolist()
+            new = [tokens[start:] for tokens, start in zip(whole, starts, strict=True)]
+        for index, (tokens, start, count) in enumerate(zip(new, starts, counts, strict=True)):
+            hits = (at for at, token in enumerate(tokens[: count - start]) if token in self._stops)
+            end = start + next(hits, -start - 1) + 1
+            if self._stop_strings is not None:
+                begin = max(start, self._params.min_new_tokens - 1)
+                length = end or count
+                end = self._stop_strings.end(whole[index][:length], start=begin) or end
+            ends.append(end)
         return ends
+
+    def spoilt(self, rows: Sequence[int]) -> list[bool]:
+        """Which rows have a log-prob that is not finite."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        logprobs = self._logprobs[0][index]
+        return (~logprobs.isfinite()).any(dim=1).tolist()
 
     def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
         """All N rows, cut to their lengths."""
         sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
+        logprobs = [kept[sampled].clone() for kept in self._logprobs]
         return Samples(
-            responses=self.tokens[sampled],
+            responses=self.tokens[sampled].clone(),
             lengths=torch.tensor(lengths, device=self.tokens.device),
             truncated=torch.tensor(truncated, device=self.tokens.device),
-            sampler_logprobs=self.sampler_logprobs[sampled],
-            behaviour_logprobs=self.behaviour_logprobs[sampled],
+            sampler_logprobs=logprobs[0],
+            behaviour_logprobs=logprobs[-1],
         )
