@@ -11,7 +11,9 @@ from torchtune import utils
 def find_device(name: str) -> torch.device:
     """torchtune's ``get_device``, which however takes the CPU where there is no GPU.
 
-    Under torchrun, ``cuda`` is the GPU of this rank's number on its machine.
+    Under torchrun, ``cuda`` is the GPU of this rank's number on its machine. For CUDA it also turns
+    cuDNN's attention off in this process: cuDNN makes a plan for each new shape, which takes 0.05
+    to 1 s, and the lengths of each step are new ones.
 
     Raises:
         ValueError: if it is not there; it says what is.
@@ -37,4 +39,5 @@ def find_device(name: str) -> torch.device:
             raise ValueError(
                 f"device={name}: under torchrun each rank has a GPU of its own; set device=cuda."
             )
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return utils.get_device(device=name)

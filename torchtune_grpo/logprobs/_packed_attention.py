@@ -1,8 +1,8 @@
 """Attention of packed rows ``[prompt, response 1, ..., response G]``, in two forms.
 
 In both the prompt attends to itself and a response to the prompt and itself, causally. By segments,
-the hidden scores are never computed; compiled layers, which would be compiled anew for each step's
-lengths, take a dense mask instead.
+the hidden scores are never computed, and on CUDA one kernel does all of them; compiled layers,
+which would be compiled anew for each step's lengths, take a dense mask instead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
+from torchtune_grpo.kernels import Spans, aligned, has_varlen_kernel, varlen_attention
 from torchtune_grpo.models import NormFirstAttention
 
 
@@ -32,7 +32,9 @@ def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     """
     query, key = segments[:, :, None], segments[:, None, :]
     hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    b, width = segments.shape
+    mask = torch.zeros(b, width, aligned(width), dtype=dtype, device=segments.device)
+    return mask[:, :, :width].masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,38 @@ class Segments:
     prompt of P, S is P + G * n, but only G * n * (P + n) are of use.
 
     Attributes:
-        sizes (Sequence[Sequence[int]]): [b] of [P, n_1, ..., n_G], the parts of each packed row.
+        spans (Spans): the prompt, each response behind the prompt's keys, and what is behind a
+            row's end, of all packed rows.
+        keys (Tensor): [Tk] which of the rows' b * S tokens each key is.
     """
 
-    sizes: Sequence[Sequence[int]]
+    spans: Spans
+    keys: Tensor
+
+    @classmethod
+    def of(cls, sizes: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Segments:
+        """Makes them once for all layers and passes.
+
+        Args:
+            sizes (Sequence[Sequence[int]]): [b] of [P, n_1, ..., n_G], the parts of each packed
+                row.
+            width (int): S.
+            device (torch.device): where the model computes.
+        """
+        parts: list[tuple[Tensor, Tensor]] = []  # the keys before the queries, and their own
+        for row, (prompt, *responses) in enumerate(sizes):
+            tokens = torch.arange(row * width, (row + 1) * width)
+            counts = [prompt, *responses, width - prompt - sum(responses)]
+            shared, *own, rest = tokens.split(counts)
+            parts += [(shared[:0], shared), *((shared, part) for part in own), (rest[:0], rest)]
+        parts = [(before, own) for before, own in parts if len(own)]
+        queries = [len(own) for _, own in parts]
+        keys = [torch.cat(part) for part in parts]
+        return cls(Spans.of(queries, map(len, keys), device=device), torch.cat(keys).to(device))
+
+    def to(self, device: torch.device) -> Segments:
+        """The same segments on another device."""
+        return Segments(self.spans.to(device), self.keys.to(device))
 
 
 def attend_in_segments(model: TransformerDecoder) -> None:
@@ -70,7 +100,12 @@ def attend_in_segments(model: TransformerDecoder) -> None:
             f"{', '.join(sorted(kinds))}. Set pack_groups to false."
         )
     for layer in model.layers:
-        layer.attn._attention_call = partial(_attend, stock=layer.attn._attention_call)
+        attention = layer.attn
+        attention._attention_call = partial(
+            _attend,
+            stock=attention._attention_call,
+            group=attention.num_heads // attention.num_kv_heads,
+        )
 
 
 def _attend(
@@ -82,55 +117,32 @@ def _attend(
     dropout_p: float,
     is_causal: bool,
     stock: Callable[..., Tensor],
+    group: int,
 ) -> Tensor:
-    """q, k and v [b, heads, S, hd] -> [b, heads, S, hd].
+    """q, k and v [b, heads, S, hd] -> [b, heads, S, hd]; ``group`` heads share keys and values.
 
-    The responses' copies of the prompt's keys and values are not kept for the backward pass, but
-    made again.
+    Where there is a call for each response, the responses' copies of the prompt's keys and values
+    are not kept for the backward pass, but made again.
     """
     if not isinstance(mask, Segments):
         return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
-    if not torch.is_grad_enabled():
-        return segment_attention(q, k, v, sizes=mask.sizes, dropout=dropout_p)
-    return checkpoint(
-        partial(segment_attention, sizes=mask.sizes, dropout=dropout_p),
-        q,
-        k,
-        v,
-        use_reentrant=False,
-        preserve_rng_state=dropout_p > 0,
-    )
+    attend = partial(segment_attention, segments=mask, dropout=dropout_p)
+    k, v = k[:, ::group], v[:, ::group]  # torchtune has copied them for each head
+    if not torch.is_grad_enabled() or (dropout_p == 0 and has_varlen_kernel(q)):
+        return attend(q, k, v)
+    return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
 
 
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, sizes: Sequence[Sequence[int]], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, dropout: float = 0.0
 ) -> Tensor:
-    """One attention call for the prompt, and one per response over the prompt's keys and its own.
+    """Attention of the prompt to itself, and of each response to the prompt and itself.
 
-    q, k and v are [b, heads, S, hd], and so is the result, which is 0 behind a row's end;
-    ``sizes`` are those of :class:`Segments`.
+    q is [b, heads, S, hd], and so is the result; k and v are [b, kv_heads, S, hd]. What is behind a
+    row's end attends to itself, and is not read.
     """
-    longest_prompt = max(row[0] for row in sizes)
-    longest = max(max(row[1:]) for row in sizes)
-    causal = q.new_full((longest, longest_prompt + longest), -torch.inf).triu_(longest_prompt + 1)
-    rows = []
-    for row, parts in enumerate(sizes):
-        whole = [*parts, q.shape[2] - sum(parts)]
-        (q0, *queries, rest), (k0, *keys, _), (v0, *values, _) = (
-            x[row : row + 1].split(whole, dim=2) for x in (q, k, v)
-        )
-        out = [F.scaled_dot_product_attention(q0, k0, v0, dropout_p=dropout, is_causal=True)]
-        for q_i, k_i, v_i in zip(queries, keys, values, strict=True):
-            n = q_i.shape[2]
-            if n:
-                out.append(
-                    F.scaled_dot_product_attention(
-                        q_i,
-                        torch.cat([k0, k_i], dim=2),
-                        torch.cat([v0, v_i], dim=2),
-                        attn_mask=causal[:n, longest_prompt - parts[0] : longest_prompt + n],
-                        dropout_p=dropout,
-                    )
-                )
-        rows.append(torch.cat([*out, torch.zeros_like(rest)], dim=2))
-    return torch.cat(rows)
+    b, _, width, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    k, v = (x.index_select(0, segments.keys) for x in (k, v))
+    out = varlen_attention(q, k, v, segments.spans, dropout=dropout)
+    return out.unflatten(0, (b, width)).transpose(1, 2)

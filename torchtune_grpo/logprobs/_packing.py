@@ -30,8 +30,7 @@ class Layout:
         column (Tensor): [K] at which position.
         targets (Tensor): [K] the response tokens, in the order of ``response_mask``.
         response_mask (Tensor): [n, L] bool.
-        sizes (list[list[int]] | None): [b] of [P, n_1, ..., n_G], the segments' lengths; None =
-            attend with a dense mask.
+        attention (Segments | None): how packed rows attend; None = with a dense mask.
     """
 
     tokens: Tensor
@@ -41,16 +40,16 @@ class Layout:
     column: Tensor
     targets: Tensor
     response_mask: Tensor
-    sizes: list[list[int]] | None = None
+    attention: Segments | None = None
 
     def to(self, device: torch.device) -> Layout:
         """The same layout on another device."""
-        tensors: dict[str, Any] = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor | Segments)
         }
-        return replace(self, **tensors)
+        return replace(self, **moved)
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | Segments | None:
         """What the model takes as ``mask``; None = causal.
@@ -63,7 +62,7 @@ class Layout:
         """
         if self.segments is None:
             return None
-        return dense_mask(self.segments, dtype) if self.sizes is None else Segments(self.sizes)
+        return dense_mask(self.segments, dtype) if self.attention is None else self.attention
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
@@ -116,10 +115,13 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     read = torch.where(offset == 0, prompts[packs[row]] - 1, begin[row] + offset - 1)
     targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
-    parts = zip(prompts.tolist(), inputs.split(counts.tolist()), strict=True)
-    sizes = None if dense else [[prompt, *part.tolist()] for prompt, part in parts]
+    attention = None
+    if not dense:
+        parts = zip(prompts.tolist(), inputs.split(counts.tolist()), strict=True)
+        sizes = [[prompt, *part.tolist()] for prompt, part in parts]
+        attention = Segments.of(sizes, width=total, device=device)
     mask = batch.response_mask
-    return Layout(tokens, positions, segments, packs[row], read, targets, mask, sizes)
+    return Layout(tokens, positions, segments, packs[row], read, targets, mask, attention)
 
 
 def empty_layout(batch: Trajectory) -> Layout:
