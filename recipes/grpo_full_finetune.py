@@ -50,6 +50,7 @@ from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metrics import StepMetrics
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
+from torchtune_grpo.optimizer import make_optimizer
 from torchtune_grpo.policy import build_policy, empty_model, should_shard
 from torchtune_grpo.progress import RunProgress
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
@@ -130,9 +131,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             device=self._device,
         )
         self._setup_passes()
-        self._optimizer = config.instantiate(
-            self.cfg.optimizer, [p for p in self._model.parameters() if p.requires_grad]
-        )
+        self._optimizer = make_optimizer(self.cfg.optimizer, self._model.parameters())
         self._lr_scheduler = make_lr_scheduler(self.cfg, self._optimizer)
         if state is None:
             self._checkpoints.rehearse(self._model, self._optimizer)
@@ -171,7 +170,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         done = state["step"] * self.cfg.ppo_epochs
         restore_optimizer(self._optimizer, self._lr_scheduler, state["optimizer"], steps=done)
         self._guard.load_state_dict(state["guard"])
-        parallel.restore_random_state(state["torch_rng"])
+        parallel.restore_random_state(state["torch_rng"], self._device)
         self.global_step = state["step"]
         self._run_log.keep_until(self.global_step)
         utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
@@ -416,7 +415,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             "step": self.global_step,
             "optimizer": optimizer_state(self._optimizer),
             "guard": self._guard.state_dict(),
-            "torch_rng": parallel.random_states(),
+            "torch_rng": parallel.random_states(self._device),
         }
         folder = self._checkpoints.save(self._model, state, step=self.global_step)
         utils.log_rank_zero(log, f"Saved {folder}")

@@ -279,15 +279,21 @@ def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(parameter.device), mesh, placements)
 
 
-def random_states() -> list[Tensor]:
-    """Every rank's state of torch's CPU generator."""
-    return gather_over_ranks(torch.get_rng_state())
+def random_states(device: torch.device) -> list[dict[str, Tensor]]:
+    """Every rank's states of torch's generators, of the CPU and of its device, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return gather_over_ranks(states)
 
 
-def restore_random_state(states: Sequence[Tensor]) -> None:
-    """Sets this rank's of :func:`random_states`; a rank that was not there keeps its own."""
-    if rank() < len(states):
-        torch.set_rng_state(states[rank()])
+def restore_random_state(states: Sequence[dict[str, Tensor]], device: torch.device) -> None:
+    """Sets this rank's of :func:`random_states`; what was not there then keeps its own."""
+    own = states[rank()] if rank() < len(states) else {}
+    if "cpu" in own:
+        torch.set_rng_state(own["cpu"])
+    if device.type != "cpu" and device.type in own:
+        torch.get_device_module(device).set_rng_state(own[device.type], device)
 
 
 def _is_distributed() -> bool:

@@ -18,7 +18,7 @@ from torchtune_grpo.components import instantiate
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.logprobs import attend_in_segments
 from torchtune_grpo.memory import fits_every_rank
-from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter
+from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter, widen_adapters
 from torchtune_grpo.parallel import world_size
 
 log = utils.get_logger("INFO")
@@ -70,7 +70,7 @@ def build_policy(
         device (torch.device): where the model is made.
 
     Returns:
-        TransformerDecoder: in ``cfg.dtype``.
+        TransformerDecoder: in ``cfg.dtype``, with adapters in float32.
 
     Raises:
         ValueError: if the weights are not those of the model, or if its attention takes no packed
@@ -78,10 +78,13 @@ def build_policy(
     """
     # torchtune's RMSNorm means it: float32 inside, whatever the weights are.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    with training.set_default_dtype(training.get_dtype(cfg.dtype, device=device)), device:
+    dtype = training.get_dtype(cfg.dtype, device=device)
+    with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
     if cfg.pack_groups:
         attend_in_segments(model)
+    if dtype != torch.float32:
+        widen_adapters(model)
     adapters = get_adapter_params(model)
     start = _start(cfg) if cfg.adapter_dir is not None else {}
     if start and not adapters:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.checkpoint._run_config import HYPERPARAMETERS
+from torchtune_grpo.optimizer import MASTER, has_masters
 from torchtune_grpo.parallel import rank, sharded_like
 
 _OF_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
@@ -42,6 +43,8 @@ def later_bytes(optimizer: torch.optim.Optimizer) -> int:
     """About what its state takes once it has made a step; the tensors are whole ones."""
     numbers = len(optimizer.defaults.get("betas", ())) or bool(optimizer.defaults.get("momentum"))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if has_masters(optimizer):
+        return sum((numbers + 1) * p.numel() * torch.float32.itemsize for p in parameters)
     return sum(numbers * p.numel() * p.itemsize for p in parameters)
 
 
@@ -75,10 +78,11 @@ def restore_optimizer(
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    # That casts low-bit shards to the parameters' dtype in name only; put them back as they were.
+    # That casts to the parameters' dtype, low-bit shards in name only; put all back as they were.
     for index, entry in entries.items():
-        low_bit = {n: v for n, v in entry.items() if isinstance(v, DTensor) and _is_low_bit(v)}
-        optimizer.state[parameters[index]].update(low_bit)
+        own: Any = optimizer.state[parameters[index]]
+        tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
+        own.update({name: value.to(own[name].device) for name, value in tensors.items()})
 
 
 def _like_parameter(
@@ -88,10 +92,11 @@ def _like_parameter(
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
     value = sharded_like(parameter, value)
-    if hasattr(optimizer, "_new_buffer"):  # torchao's low-bit optimizers
+    if hasattr(optimizer, "_new_buffer") and name != MASTER:  # torchao's low-bit optimizers
         buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
-        buffer.to_local().copy_(value.to_local())
-        return buffer
+        if _is_low_bit(buffer):
+            buffer.to_local().copy_(value.to_local())
+            return buffer
     return value
 
 
@@ -105,8 +110,9 @@ def _full_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _is_low_bit(value: DTensor) -> bool:
-    return hasattr(value.to_local(), "block_size")  # torchao's 8-bit, 4-bit and float8 states
+def _is_low_bit(value: Any) -> bool:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return hasattr(local, "block_size")  # torchao's 8-bit, 4-bit and float8 states
 
 
 def _plain(value: DTensor) -> DTensor:

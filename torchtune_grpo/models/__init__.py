@@ -18,7 +18,13 @@ from torchtune_grpo.models._export import (
     peft_config,
     peft_state,
 )
-from torchtune_grpo.models._modules import HalfRotation, NormFirstAttention, PlainBiasDoRALinear
+from torchtune_grpo.models._modules import (
+    HalfRotation,
+    NormFirstAttention,
+    PlainBiasDoRALinear,
+    ScaledBiasDoRALinear,
+    widen_adapters,
+)
 from torchtune_grpo.models._tokenizer import HFTokenizer, hf_tokenizer
 from torchtune_grpo.models._weights import HFCheckpointer, hf_state
 
@@ -28,6 +34,7 @@ __all__ = [
     "HalfRotation",
     "NormFirstAttention",
     "PlainBiasDoRALinear",
+    "ScaledBiasDoRALinear",
     "adapter_files",
     "adapter_names",
     "adapter_settings",
@@ -42,4 +49,5 @@ __all__ = [
     "peft_config",
     "peft_state",
     "read_adapter",
+    "widen_adapters",
 ]

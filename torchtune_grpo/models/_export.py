@@ -68,7 +68,8 @@ def rank_and_alpha(modules: Mapping[str, Any]) -> tuple[int, float]:
 
 def scales_bias(module: Any) -> bool:
     """torchtune's DoRA multiplies a layer's bias by the magnitude too; PEFT's leaves it alone."""
-    return type(module) is DoRALinear and module.bias is not None
+    is_dora = isinstance(module, DoRALinear)
+    return is_dora and getattr(module, "scales_bias", True) and module.bias is not None
 
 
 def has_own_rows(model_type: str | None) -> bool:
@@ -83,6 +84,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     change the live model.
     """
     modules = adapter_modules(model)
+    dtypes = {name: value.dtype for name, value in state.items()}  # adapters may be wider
     state = dict(state)
     for name in modules:
         state[f"{name}.weight"] = state[f"{name}.weight"].clone()
@@ -94,7 +96,8 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
             scale = magnitude / (weight + module.scaling * lora).norm(dim=1)
             state[f"{name}.bias"] = state[f"{name}.bias"] * scale
     rank, alpha = rank_and_alpha(modules)
-    return get_merged_lora_ckpt(state, rank=rank, alpha=alpha)
+    merged = get_merged_lora_ckpt(state, rank=rank, alpha=alpha)
+    return {name: value.to(dtypes[name]) for name, value in merged.items()}
 
 
 def peft_config(model: nn.Module, *, base_model: str) -> dict[str, Any]:

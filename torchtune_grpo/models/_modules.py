@@ -1,4 +1,4 @@
-"""The three modules that torchtune lacks: rotation by halves, norms before it, and PEFT's DoRA."""
+"""What torchtune lacks: rotation by halves, norms before it, PEFT's DoRA, adapters in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.dtypes.nf4tensor import linear_nf4
 from torchtune.modules import MultiHeadAttention
-from torchtune.modules.peft import DoRALinear
+from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.models._architecture import Rotation
 
@@ -90,16 +90,48 @@ class PlainBiasDoRALinear(DoRALinear):
     (Liu et al. 2024, arXiv:2402.09353.)
     """
 
+    scales_bias = False
+
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        weight = self.weight
+        """x [..., in] -> [..., out], in x's dtype; the scale has the adapter's."""
+        weight, bias = self.weight, self.bias
         out = linear_nf4(input=x, weight=weight) if self._quantize_base else F.linear(x, weight)
+        if self.scales_bias and bias is not None:
+            out, bias = out + bias, None
         if not self.disabled:
             with torch.no_grad():  # as the paper does, which saves memory
-                # Through the layers' calls, at which FSDP2 gathers their weights.
-                eye = torch.eye(x.shape[-1], device=x.device, dtype=x.dtype)
-                delta = self.lora_b(self.lora_a(eye)).T  # [out, in]
-                norm = self._get_weight_norm(weight.to(x.dtype), delta)  # [out]
+                a, b = self.lora_a.weight, self.lora_b.weight
+                delta = F.linear(a.t().contiguous(), b).t()  # [out, in]
+                norm = self._get_weight_norm(weight.to(b.dtype), delta)  # [out]
             branch = self.lora_b(self.lora_a(self.dropout(x)))
-            out = (self.magnitude / norm) * (out + self.scaling * branch)
-        return out if self.bias is None else out + self.bias
+            out = ((self.magnitude / norm) * (out + self.scaling * branch)).to(x.dtype)
+        return out if bias is None else out + bias
+
+
+class ScaledBiasDoRALinear(PlainBiasDoRALinear):
+    """torchtune's DoRA, for an adapter in another dtype than the base's."""
+
+    scales_bias = True
+
+
+class AdapterLinear(nn.Linear):
+    """A part of an adapter in float32: it computes in its input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def widen_adapters(model: nn.Module) -> None:
+    """Makes the adapters of a model in bf16 float32, in place; it computes in bf16 as before.
+
+    In bf16 a weight of 0.02 takes no step below 6e-5, which is more than most of a run's are.
+    """
+    for module in model.modules():
+        if isinstance(module, (LoRALinear, DoRALinear)):
+            for part in (module.lora_a, module.lora_b):
+                part.float().__class__ = AdapterLinear
+        if isinstance(module, DoRALinear):
+            module.magnitude.data = module.magnitude.float()
+            if type(module) is DoRALinear:
+                module.__class__ = ScaledBiasDoRALinear

@@ -14,9 +14,10 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.kernels import float32_product
-from torchtune_grpo.models import PlainBiasDoRALinear
+from torchtune_grpo.models import PlainBiasDoRALinear, ScaledBiasDoRALinear
 
-KINDS = (nn.Linear, LoRALinear, DoRALinear, PlainBiasDoRALinear, FrozenNF4Linear, TiedLinear)
+DORA = (DoRALinear, PlainBiasDoRALinear, ScaledBiasDoRALinear)
+KINDS = (nn.Linear, LoRALinear, *DORA, FrozenNF4Linear, TiedLinear)
 
 # Products of so many rows, or of multiples of eight, waste nothing in a matrix library's kernels.
 FEW_ROWS = 4
@@ -133,7 +134,8 @@ class RolloutLinear:
                 self._b[row : row + size, column : column + r].copy_(scaled)
             row, column = row + size, column + r
         if any(r and isinstance(m, DoRALinear) for m, r in zip(self._modules, self._ranks)):
-            self._scale = held(self._scale, out)
+            if self._scale is None:
+                self._scale = torch.zeros(out, device=self._a.device)
             for module, part in zip(self._modules, self._scale.split(self.sizes), strict=True):
                 part.copy_(_dora_scale(module))
 
@@ -151,7 +153,7 @@ class RolloutLinear:
             if value is None:
                 continue
             # torchtune scales the bias as well: its base_out, bias included, is multiplied.
-            scales_bias = self._scale is not None and type(module) is DoRALinear
+            scales_bias = self._scale is not None and type(module) is not PlainBiasDoRALinear
             part.copy_(_dora_scale(module) * value if scales_bias else value)
 
     def release(self) -> None:
@@ -174,7 +176,7 @@ class RolloutLinear:
         if self._b is not None:
             y = _add_product(y, a, self._b)
         if self._scale is not None:
-            y = y * self._scale
+            y = (y * self._scale).to(x.dtype)
         return y if self._late_bias is None else y + self._late_bias
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
