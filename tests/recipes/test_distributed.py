@@ -71,6 +71,8 @@ def settings(folder: Path, config: str, *more: str, reward: str = "length") -> l
     ]
     if config in (LORA, QWEN3):  # fused SGD has no form for sharded parameters
         overrides.append("optimizer.fused=false")
+    if config == FULL:
+        overrides.append("~optimizer.bf16_stochastic_round")  # SGD has no such argument
     return [*overrides, *more]
 
 
@@ -263,9 +265,12 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
 
 
 def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
-    """torchao's AdamW8bit: resumed to the rounding of its 8-bit states, far from without them."""
-    adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.lr=1e-2"]
-    adam += ["batch_size=2", "grpo_samples=4", *NO_EVALUATION]
+    """As the config has it, AdamW8bit on weights in bf16, which are rounded at random.
+
+    It is resumed to the rounding of its 8-bit states, far from without them.
+    """
+    adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.bf16_stochastic_round=True"]
+    adam += ["dtype=bf16", "optimizer.lr=1e-2", "batch_size=2", "grpo_samples=4", *NO_EVALUATION]
     run(tmp_path, FULL, *adam, "save_every_n_steps=1", ranks=2, **EAGER)
     whole = weights(tmp_path / "out" / "step_000002")
     (tmp_path / "out" / "step_000002").rename(tmp_path / "first")
@@ -275,6 +280,19 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     error = sum((again[name] - whole[name]).norm() ** 2 for name in whole) ** 0.5
     update = sum((before[name] - whole[name]).norm() ** 2 for name in whole) ** 0.5
     assert error < 0.05 * update
+
+
+def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path):
+    """DoRA, of steps that bf16 would round away; gradients are summed over the ranks in float32."""
+    adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-5", "dtype=bf16", "batch_size=2"]
+    adam += ["grpo_samples=4", "model.use_dora=True", "num_steps=2", *NO_EVALUATION]
+    sharded = ["distributed.sharding=always", "distributed.gather=layer"]
+    for name, more in (("replicated", []), ("sharded", sharded)):
+        run(tmp_path / name, LORA, *adam, *more, ranks=2)
+    one, two = (adapter(tmp_path / n / "out" / "step_000002") for n in ("replicated", "sharded"))
+    for name, value in one.items():
+        assert value.dtype == torch.float32 and not value.bfloat16().float().equal(value), name
+        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0, msg=name)
 
 
 FAILING = ["batch_size=2", "grpo_samples=4", "save_every_n_steps=1", "num_steps=3", *NO_EVALUATION]

@@ -169,24 +169,48 @@ def test_full_finetuning_reference_can_be_smaller_and_elsewhere(tmp_path):
     assert 0 < steps[0]["kl"] < 1e-2  # bf16 rounding of the reference, and nothing else
 
 
-@pytest.mark.parametrize("config", ["qwen3_0_6B_lora_grpo", "llama3_2_1B_full_grpo"])
-def test_resume_continues_where_the_run_stopped(tmp_path, config):
+FULL = "llama3_2_1B_full_grpo"
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("qwen3_0_6B_lora_grpo", ["model.use_dora=True", "model.lora_dropout=0.5"]),
+        (FULL, []),
+        (FULL, ["optimizer=torch.optim.AdamW", "~optimizer.bf16_stochastic_round"]),
+    ],
+    ids=["float32_adapters", "stochastic_rounding", "float32_masters"],
+)
+def test_resume_continues_where_the_run_stopped(tmp_path, config, more):
     """4 steps at once equal 2 steps and, resumed, 2 more: weights to the last bit, and the log.
 
-    Adapters train with dropout, so that torch's generator has to continue too.
+    In bf16, where what is kept is more than what is computed with. Adapters train with dropout, so
+    that torch's generator has to continue too.
     """
-    settings = ["optimizer.lr=1e-3", "num_steps=4", "save_every_n_steps=2", "grpo_samples=4"]
-    if "lora" in config:
-        settings.append("model.lora_dropout=0.5")
+    settings = ["dtype=bf16", "optimizer.lr=1e-4", "num_steps=4", "save_every_n_steps=2", *more]
     run_variant(tmp_path, *settings, config=config, **EAGER)
     out = tmp_path / "out"
-    once = weights((out / "step_000004").rename(tmp_path / "once"))
+    first = (out / "step_000004").rename(tmp_path / "once")
     rewards = [(r["step"], r["reward"]) for r in metrics(out) if "reward" in r]
     assert len(rewards) == 4
     run_variant(tmp_path, *settings, "resume_from_checkpoint=True", config=config, **EAGER)
-    again = weights(out / "step_000004")
-    assert all(torch.equal(again[name], once[name]) for name in once)
     assert [(r["step"], r["reward"]) for r in metrics(out) if "reward" in r] == rewards
+    for read in (weights, kept):
+        once, again = read(first), read(out / "step_000004")
+        assert all(torch.equal(again[name], once[name]) for name in once), read
+    assert {value.dtype for value in weights(first).values()} == {torch.bfloat16}
+    small = "master" if "~optimizer.bf16_stochastic_round" in more else "lora_B"
+    assert all(value.dtype == torch.float32 for name, value in once.items() if small in name)
+    assert any(small in name for name in once) or not more
+
+
+def kept(folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter in PEFT's form, and the optimizer's tensors."""
+    state = torch.load(folder / "training_state.pt", weights_only=True)["optimizer"]["state"]
+    tensors = {f"{n}.{name}": value for n, entry in state.items() for name, value in entry.items()}
+    tensors = {name: t.dequantize() if hasattr(t, "qmap") else t for name, t in tensors.items()}
+    file = folder / "adapter" / "adapter_model.safetensors"
+    return tensors | (load_file(file) if file.exists() else {})
 
 
 def test_a_new_run_sets_the_previous_one_aside_and_deletes_old_checkpoints(tmp_path):

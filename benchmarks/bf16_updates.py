@@ -1,0 +1,108 @@
+"""What 200 optimizer steps at the shipped learning rates do to weights in bf16.
+
+    python benchmarks/bf16_updates.py
+
+Gradients are a fixed direction under ten times as much noise, in bf16 where the weights are. Prints
+one JSON line: for each way of keeping the weights, the share of them that differ from the start, and
+the cosine of the whole update to that of float32 weights; of what is kept, and of the weights in
+bf16 that the model then computes with.
+"""
+
+import argparse
+import json
+import math
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torchtune import config
+
+from torchtune_grpo.optimizer import MASTER, make_optimizer
+
+NOISE = 10.0
+ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-5, "weight_decay": 0.0}
+ADAMW8 = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-6, "weight_decay": 0.0}
+ROUNDED = ADAMW8 | {"bf16_stochastic_round": True}
+# Way -> the optimizer, the dtype of the weights, and whether make_optimizer makes it.
+WAYS = {
+    "lora": {
+        "float32": (ADAMW, torch.float32, False),
+        "bf16": (ADAMW, torch.bfloat16, False),
+        "float32 adapters": (ADAMW, torch.float32, True),
+    },
+    "full": {
+        "float32": (ADAMW8, torch.float32, False),
+        "bf16": (ADAMW8, torch.bfloat16, False),
+        "stochastic rounding": (ROUNDED, torch.bfloat16, True),
+        "float32 masters": (ADAMW8, torch.bfloat16, True),
+    },
+}
+
+
+def start(model: str) -> dict[str, Tensor]:
+    """Weights as a run begins with, bf16 numbers in float32."""
+    draw = torch.Generator().manual_seed(0)
+    if model == "lora":  # of a 2048 x 2048 projection; torchtune's initialization
+        bound = 1 / math.sqrt(2048)
+        a = torch.empty(16, 2048).uniform_(-bound, bound, generator=draw)
+        weights = {"lora_a": a, "lora_b": torch.zeros(2048, 16)}
+    else:
+        weight = torch.empty(64, 1024).normal_(std=0.02, generator=draw)
+        weights = {"weight": weight, "norm scale": torch.ones(4096)}
+    return {name: value.bfloat16().float() for name, value in weights.items()}
+
+
+def train(
+    before: dict[str, Tensor], node: dict, dtype: torch.dtype, *, ours: bool, steps: int
+) -> dict[str, Tensor]:
+    """The weights that are kept, after some steps; ``ours`` takes the package's optimizer."""
+    weights = [nn.Parameter(value.to(dtype, copy=True)) for value in before.values()]
+    if ours:
+        optimizer = make_optimizer(OmegaConf.create(node), weights)
+    else:
+        optimizer = config.instantiate(OmegaConf.create(node), weights)
+    draw = torch.Generator().manual_seed(1)
+    directions = [torch.randn(weight.shape, generator=draw) for weight in weights]
+    for _ in range(steps):
+        for weight, direction in zip(weights, directions, strict=True):
+            gradient = direction + NOISE * torch.randn(weight.shape, generator=draw)
+            if ours or dtype == torch.bfloat16:
+                gradient = gradient.bfloat16()
+            weight.grad = gradient.to(dtype)
+        optimizer.step()
+    kept = [optimizer.state[weight].get(MASTER, weight) for weight in weights]
+    return {name: value.detach().float() for name, value in zip(before, kept, strict=True)}
+
+
+def compare(before: Tensor, after: Tensor, exact: Tensor) -> dict[str, float]:
+    """Share of weights that changed, and the cosine of the update to that of float32."""
+    update, wanted = (after - before).double().flatten(), (exact - before).double().flatten()
+    cosine = torch.nn.functional.cosine_similarity(update, wanted, dim=0)
+    changed = (update != 0).double().mean()
+    return {"changed": round(changed.item(), 3), "cosine": round(cosine.item(), 3)}
+
+
+def main() -> None:
+    """All ways, with the same gradients."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    torch.compiler.set_stance("force_eager")  # torchao compiles its optimizers, for a minute
+    result: dict = {"benchmark": "bf16_updates", "steps": steps}
+    for model, ways in WAYS.items():
+        before, exact = start(model), {}
+        for way, (node, dtype, ours) in ways.items():
+            kept = train(before, node, dtype, ours=ours, steps=steps)
+            exact = exact or kept
+            result.setdefault(model, {})[way] = {
+                name: {
+                    "kept": compare(before[name], value, exact[name]),
+                    "in bf16": compare(before[name], value.bfloat16().float(), exact[name]),
+                }
+                for name, value in kept.items()
+            }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
