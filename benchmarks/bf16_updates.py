@@ -2,8 +2,8 @@
 
     python benchmarks/bf16_updates.py
 
-Gradients are a fixed direction under ten times as much noise, in bf16 where the weights are. Prints
-one JSON line: for each way of keeping the weights, the share of them that differ from the start, and
+Gradients are a fixed direction under ten times as much noise, in bf16 where the weights are. It
+prints one JSON line: for each way of keeping the weights, the share of them that changed, and
 the cosine of the whole update to that of float32 weights; of what is kept, and of the weights in
 bf16 that the model then computes with.
 """
