@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,6 +56,26 @@ def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
     sharers = ranks_per_node() if device.type == "cpu" else 1
     fits = weight_bytes(model) <= free_bytes(device) / sharers / 2
     return sum_over_ranks(int(not fits)) == 0
+
+
+def most_that_fits(cost: Callable[[int], int], *, most: int, budget: int) -> int:
+    """The largest number of things, of 1 to ``most``, whose cost is within a budget.
+
+    Args:
+        cost (Callable[[int], int]): bytes of so many; more things never cost less.
+        most (int): more are not asked for, at least 1.
+        budget (int): bytes.
+
+    Returns:
+        int: at least 1, even if one alone does not fit.
+    """
+    if cost(most) <= budget:
+        return most
+    fits, too_many = 1, most
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if cost(middle) <= budget else (fits, middle)
+    return fits
 
 
 def keep_freed_memory() -> None:

@@ -32,6 +32,17 @@ def test_weight_bytes_of_plain_and_quantized_models():
     assert memory.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
 
 
+@pytest.mark.parametrize("most", [1, 2, 7, 64])
+@pytest.mark.parametrize("slope", [1, 3, 1000])
+def test_most_that_fits(most, slope):
+    """The largest number within the budget, by trying each; one thing if none fits."""
+    for budget in range(0, 70 * slope, max(1, slope // 2)):
+        cost = [5 + slope * -(-number // 4) for number in range(most + 1)]  # in steps of four
+        fitting = [number for number in range(1, most + 1) if cost[number] <= budget]
+        found = memory.most_that_fits(cost.__getitem__, most=most, budget=budget)
+        assert found == max(fitting, default=1)
+
+
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch):
     monkeypatch.setattr(policy, "world_size", lambda: 2)
