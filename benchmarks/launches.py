@@ -1,0 +1,270 @@
+"""Operations that a step launches on a GPU, counted without one, at the true shape of a model.
+
+    python benchmarks/launches.py                         # Llama 3.2 1B in bf16
+    python benchmarks/launches.py --ways lora --rows 256 --names
+
+Tensors are fake (torch's FakeTensorMode) and on the device `cuda`: shapes and devices are computed
+and nothing else, so that a model needs neither memory nor a GPU. Counted is every operation that
+comes to torch's dispatcher, below autograd, unless it is a view by its schema: its result aliases
+an argument that it does not write to. The mode that counts lies above FakeTensorMode, whose own
+operations, those that work out a shape, do not count. What a CPU build of torch lacks is put in
+its place, so that it takes the paths of a CUDA build: the fused norm is one operation, and so is
+attention, flash without a mask and memory-efficient with one, forward and backward.
+
+It stands for launches, but it is not them: `empty` and `_unsafe_view` launch nothing and count; a
+sort, or a product that splits its sum, launches several kernels and counts once.
+
+    prefill     of a step's prompts side by side, with each row's first token
+    decode      a step of all rows, eagerly and as a CUDA graph captures it
+    sampling    the part of the step from its logits to the transcript
+    update      forward and backward of a micro-batch, a group, with activation checkpointing; its
+                gradients are added to those of the micro-batches before
+    reference   log-probs of the same micro-batch
+
+Ways are LoRA beside the weights, LoRA merged into a copy of them, and full fine-tuning. Prints one
+JSON line; `copies_in` are copies from the host, each of which makes it wait for the device.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import GraphExecGroup
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.training import set_activation_checkpointing, set_default_dtype
+from training_step import random_batch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from fake_cuda import CUDA, backward, fake_cuda  # noqa: E402
+
+from torchtune_grpo.logprobs import (
+    MicroBatch,
+    attend_in_segments,
+    micro_batches,
+    response_logprobs,
+    trajectory_logprobs,
+)
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
+from torchtune_grpo.rollout._cache import GroupCache
+from torchtune_grpo.rollout._decoder import NativeDecoder
+from torchtune_grpo.rollout._graphs import StepGraphs
+from torchtune_grpo.rollout._native import GroupRollout
+from torchtune_grpo.trajectory import Trajectory
+
+LLAMA_1B = dict(
+    vocab_size=128_256,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    embed_dim=2048,
+    intermediate_dim=8192,
+    max_seq_len=4096,
+)
+LORA = dict(
+    lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"],
+    apply_lora_to_mlp=True,
+    lora_rank=32,
+    lora_alpha=64,
+)
+WAYS = ("lora", "merged", "full")
+GROUP = 8
+PROMPT_LENGTHS = (96, 160, 212, 292)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.copies_in = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim" or func.is_view:
+            return out
+        self.names[str(func)] += 1
+        if isinstance(out, Tensor) and out.device.type == "cuda":
+            given = [x for x in args if isinstance(x, Tensor)]
+            self.copies_in += any(x.device.type == "cpu" and x.dim() > 0 for x in given)
+        return out
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.names.total()
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as a CUDA build of torch launches it: by one kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = args
+        mask, causal = kwargs.get("attn_mask"), kwargs.get("is_causal", False)
+        if mask is None:
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[0]
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(q, k, v, mask, needs_grad, is_causal=causal)[0]
+
+
+@cache
+def _fused_norm() -> torch.library.Library:
+    """Lets a CPU build of torch know that CUDA has a kernel for the norm, which else is nine."""
+    library = torch.library.Library("aten", "IMPL")
+    if not torch.backends.cuda.is_built():
+        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+            library.impl(name, lambda *args: None, "CUDA")  # fake tensors do not come there
+    return library
+
+
+@contextmanager
+def counting_cuda() -> Iterator[None]:
+    """Within it, tensors on the device ``cuda`` are fake, and computed with as on a GPU."""
+    _fused_norm()
+    with fake_cuda(), _FusedAttention():
+        yield
+
+
+def counted(work: Callable[[], Any]) -> Launches:
+    """What some work launches."""
+    with Launches() as launches:
+        work()
+    return launches
+
+
+def build(kind: str, shape: dict[str, int]) -> TransformerDecoder:
+    """A policy as the recipe has it in bf16, on the meta device; kind is "lora" or "full"."""
+    with set_default_dtype(torch.bfloat16), torch.device("meta"):
+        model = llama3_2(**shape) if kind == "full" else lora_llama3_2(**LORA, **shape)
+    for module in model.modules():
+        if hasattr(module, "rope_init"):
+            module.rope_init()
+    if kind == "lora":
+        set_trainable_params(model, get_adapter_params(model))
+    attend_in_segments(model)
+    return model
+
+
+def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, Launches]:
+    """Prefill and a decoding step of a rollout; this function alone knows how one is driven."""
+    decoder = NativeDecoder(model, merge_adapters=merge, dtype=torch.bfloat16)
+    for linear in decoder.linears():
+        linear.refresh()
+    prompts = [[1] * PROMPT_LENGTHS[i % 4] for i in range(rows // GROUP)]
+    request = RolloutRequest(
+        prompts=prompts,
+        group_size=GROUP,
+        params=SamplingParams(max_generated_tokens=512),
+        stop_tokens=[1, 2],
+        keys=row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=GROUP),
+    )
+    counts = {}
+    for name, graphs in (("eager", None), ("captured", StepGraphs(lambda step: step))):
+        cache = GroupCache(decoder.cache_shape)
+        rollout = GroupRollout(decoder, cache, request, max_rows=None, graphs=graphs)
+        counts["prefill"] = counted(rollout._turn_over)
+        rollout._decode()  # what a step does the first time only
+        counts[f"decode_{name}"] = counted(rollout._decode)
+    logits = torch.empty(rows, model.tok_embeddings.num_embeddings, device=CUDA).bfloat16()
+    counts["sampling"] = counted(lambda: rollout._sample(logits, slice(rows)))
+    return counts
+
+
+def group_of_rows(vocab: int, loss: GRPOLoss) -> Trajectory:
+    """A group of random responses to one prompt, scored."""
+    shape = argparse.Namespace(prompts=1, group=GROUP, lengths="varying", shortest=32, longest=512)
+    shape.prompt_tokens, shape.vocab, shape.seed = 292, vocab, 0
+    rows = random_batch(shape)
+    weights = loss.weights(
+        rows.response_mask,
+        num_rows=rows.num_rows,
+        num_tokens=int(rows.response_mask.sum()),
+        max_generated_tokens=shape.longest,
+    )
+    return replace(rows, weights=weights, ref_logprobs=rows.sampler_logprobs)
+
+
+def training(
+    model: TransformerDecoder, rows: Trajectory, part: MicroBatch, loss: GRPOLoss
+) -> dict[str, Launches]:
+    """The reference's and the policy's pass over one micro-batch."""
+    reference = counted(lambda: trajectory_logprobs(model, [part], temperature=0.9))
+    set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    model.train()
+
+    def update() -> None:
+        logprobs, entropy = response_logprobs(
+            model, part.layout, temperature=0.9, with_entropy=True
+        )
+        output = loss(
+            logprobs=logprobs,
+            old_logprobs=None,
+            ref_logprobs=rows.ref_logprobs,
+            advantages=rows.advantages,
+            weights=rows.weights,
+            response_mask=rows.response_mask,
+            entropy=entropy,
+        )
+        with GraphExecGroup():  # a layer is recomputed once for all of its nodes
+            backward([output.loss], [torch.ones_like(output.loss)])
+
+    for parameter in model.parameters():  # the gradients of the micro-batches before
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    return {"update": counted(update), "reference": reference}
+
+
+def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str, Launches]:
+    """All counts of one way: "lora" beside the weights, "merged" or "full"."""
+    model, loss = build("full" if way == "full" else "lora", shape), GRPOLoss(kl_coeff=0.04)
+    batch = group_of_rows(shape["vocab_size"], loss)
+    (part,) = micro_batches(batch, group_size=GROUP, pack=True, rows=GROUP)
+    with counting_cuda():
+        model.to_empty(device=CUDA)
+        with torch.no_grad():
+            counts = decoding(model, merge=way == "merged", rows=rows)
+        if way != "merged":
+            counts |= training(model, batch.to(CUDA), part.to(CUDA), loss)
+    return counts
+
+
+def main() -> None:
+    """Counts all ways and prints one line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=32, help="of a decoding step")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--names", action="store_true", help="print the operations to stderr")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    result: dict[str, Any] = {"benchmark": "launches", "rows": args.rows}
+    for way in args.ways:
+        counts = count(way, rows=args.rows)
+        result[way] = {name: launches.count for name, launches in counts.items()}
+        result[way] |= {f"{name}_copies_in": n.copies_in for name, n in counts.items()}
+        for name, launches in counts.items() if args.names else ():
+            print(way, name, dict(launches.names.most_common()), file=sys.stderr)
+    print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}))
+
+
+if __name__ == "__main__":
+    main()
