@@ -6,7 +6,7 @@ DEMO_DIR ?= demo_run
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-fast check format demo clean
+.PHONY: venv test test-fast gpu check format demo clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,11 @@ test: $(STAMP)
 # What starts no `tune` process, and neither forks nor kills others for long.
 test-fast: $(STAMP)
 	$(PYTEST) tests/unit tests/property tests/parity
+
+# Whether a GPU does what the tests on a CPU promise, and how fast: docs/gpu.md.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu; tests=$$?; \
+	$(BIN)/python benchmarks/gpu.py && exit $$tests
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,6 +55,6 @@ demo: $(STAMP)
 	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
 
 clean:
-	rm -rf $(VENV) $(DEMO_DIR) $(DEMO_DIR)_lora build dist *.egg-info
+	rm -rf $(VENV) $(DEMO_DIR) $(DEMO_DIR)_lora gpu_check build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

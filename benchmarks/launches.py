@@ -191,22 +191,40 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
     return counts
 
 
-def group_of_rows(vocab: int, loss: GRPOLoss) -> Trajectory:
-    """A group of random responses to one prompt, scored."""
-    shape = argparse.Namespace(prompts=1, group=GROUP, lengths="varying", shortest=32, longest=512)
-    shape.prompt_tokens, shape.vocab, shape.seed = 292, vocab, 0
+def scored_rows(
+    *, vocab: int, loss: GRPOLoss, groups: int = 1, prompt: int = 292, shortest: int, longest: int
+) -> Trajectory:
+    """Groups of random responses of random lengths, with all that the loss needs."""
+    shape = argparse.Namespace(prompts=groups, group=GROUP, prompt_tokens=prompt, vocab=vocab)
+    shape.lengths, shape.shortest, shape.longest, shape.seed = "varying", shortest, longest, 0
     rows = random_batch(shape)
     weights = loss.weights(
         rows.response_mask,
         num_rows=rows.num_rows,
         num_tokens=int(rows.response_mask.sum()),
-        max_generated_tokens=shape.longest,
+        max_generated_tokens=longest,
     )
     return replace(rows, weights=weights, ref_logprobs=rows.sampler_logprobs)
 
 
+def loss_of(
+    model: TransformerDecoder, part: MicroBatch, rows: Trajectory, loss: GRPOLoss
+) -> Tensor:
+    """The forward pass of a micro-batch, up to its share of the loss."""
+    logprobs, entropy = response_logprobs(model, part.layout, temperature=0.9, with_entropy=True)
+    return loss(
+        logprobs=logprobs,
+        old_logprobs=None,
+        ref_logprobs=rows.ref_logprobs,
+        advantages=rows.advantages,
+        weights=rows.weights,
+        response_mask=rows.response_mask,
+        entropy=entropy,
+    ).loss
+
+
 def training(
-    model: TransformerDecoder, rows: Trajectory, part: MicroBatch, loss: GRPOLoss
+    model: TransformerDecoder, part: MicroBatch, rows: Trajectory, loss: GRPOLoss
 ) -> dict[str, Launches]:
     """The reference's and the policy's pass over one micro-batch."""
     reference = counted(lambda: trajectory_logprobs(model, [part], temperature=0.9))
@@ -214,20 +232,9 @@ def training(
     model.train()
 
     def update() -> None:
-        logprobs, entropy = response_logprobs(
-            model, part.layout, temperature=0.9, with_entropy=True
-        )
-        output = loss(
-            logprobs=logprobs,
-            old_logprobs=None,
-            ref_logprobs=rows.ref_logprobs,
-            advantages=rows.advantages,
-            weights=rows.weights,
-            response_mask=rows.response_mask,
-            entropy=entropy,
-        )
+        value = loss_of(model, part, rows, loss)
         with GraphExecGroup():  # a layer is recomputed once for all of its nodes
-            backward([output.loss], [torch.ones_like(output.loss)])
+            backward([value], [torch.ones_like(value)])
 
     for parameter in model.parameters():  # the gradients of the micro-batches before
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -237,14 +244,14 @@ def training(
 def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str, Launches]:
     """All counts of one way: "lora" beside the weights, "merged" or "full"."""
     model, loss = build("full" if way == "full" else "lora", shape), GRPOLoss(kl_coeff=0.04)
-    batch = group_of_rows(shape["vocab_size"], loss)
+    batch = scored_rows(vocab=shape["vocab_size"], loss=loss, shortest=32, longest=512)
     (part,) = micro_batches(batch, group_size=GROUP, pack=True, rows=GROUP)
     with counting_cuda():
         model.to_empty(device=CUDA)
         with torch.no_grad():
             counts = decoding(model, merge=way == "merged", rows=rows)
         if way != "merged":
-            counts |= training(model, batch.to(CUDA), part.to(CUDA), loss)
+            counts |= training(model, part.to(CUDA), batch.to(CUDA), loss)
     return counts
 
 

@@ -200,7 +200,7 @@ def to_transformers(model: TransformerDecoder):
     )
     missing, unexpected = peer.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
-    return peer.to(model.tok_embeddings.weight.dtype).eval()
+    return peer.to(model.tok_embeddings.weight).eval()
 
 
 def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:

@@ -217,6 +217,7 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
                     assert got[key] == pytest.approx(want[key], abs=1e-5, rel=1e-4), (name, key)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("config", [LORA, FULL])
 def test_two_gpus_take_the_same_step_as_one(tmp_path, config):

@@ -237,6 +237,7 @@ def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
     assert_same_samples(sample(engine, prompts, decode=text_of, **options), expected)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 def test_cuda_graphs_change_nothing():

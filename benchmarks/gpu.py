@@ -1,0 +1,664 @@
+"""What a GPU does with this package, measured: attention, decoding, the update and real steps.
+
+    python benchmarks/gpu.py                          # all pieces: 10 to 20 minutes on an H100
+    python benchmarks/gpu.py --pieces decoding update
+    python benchmarks/gpu.py --device cpu --tiny      # whether it runs, in seconds
+
+The model has the shape of Llama 3.2 1B and random weights; nothing is downloaded, and the package
+need not be installed, if what it needs is. Each piece runs in a process of its own for at most
+eight minutes, so that one that fails, hangs or runs out of memory costs no other:
+
+    attention     40 shapes that were not seen before, forward and backward: a call a response, with
+                  cuDNN and without, and one call for all
+    decoding      32 to 256 rows, eagerly and as CUDA graphs; transformers' generate beside it
+    update        forward and backward of 64 rows, 8 and 32 at a time, with activation checkpointing
+                  and without
+    recipe_lora, recipe_qlora, recipe_full
+                  three steps of the shipped configs, and their memory beside the estimate
+
+Writes results.json and table.md to `--output-dir`, anew behind each piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import random
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Rewards run in processes of their own, which must find the package, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from checkpoints import TINY as TINY_SHAPE  # noqa: E402
+from checkpoints import llama_checkpoint  # noqa: E402
+from launches import GROUP, LLAMA_1B, LORA, counted, loss_of, scored_rows  # noqa: E402
+from llama3_2_1b_on_gsm8k import write_checkpoint  # noqa: E402
+from memory_estimate import estimate  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from rollout import build_prompts, make_way  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2  # noqa: E402
+from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
+from torchtune.modules.peft import get_adapter_params, set_trainable_params  # noqa: E402
+from torchtune.training import set_activation_checkpointing, set_default_dtype  # noqa: E402
+
+from torchtune_grpo.kernels import Spans, varlen_attention  # noqa: E402
+from torchtune_grpo.logprobs import (  # noqa: E402
+    attend_in_segments,
+    micro_batches,
+    trajectory_logprobs,
+)
+from torchtune_grpo.loss import GRPOLoss  # noqa: E402
+from torchtune_grpo.rollout import (  # noqa: E402
+    NativeEngine,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingParams,
+    row_keys,
+)
+from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask  # noqa: E402
+
+GIB = 2**30
+
+# What the figures are held against.
+SHARE_AT_64_ROWS = 0.6  # of the memory bandwidth
+TOKENS_A_SECOND_AT_256_ROWS = 12_627  # vLLM 0.10.2 on an A800, this model
+LOGPROB_GAP = 0.02  # sampler's and trainer's in bf16, on average
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    shape: dict[str, int]
+    dtype: torch.dtype
+    copied_bytes: int
+    shapes: int  # of attention
+    rows: Sequence[int]  # of decoding
+    prompt_lengths: Sequence[int]
+    new_tokens: int
+    groups: int  # of an update
+    micro_batches: Sequence[int]  # their rows
+    responses: tuple[int, int]  # the shortest and the longest
+
+
+REAL = Sizes(
+    shape=LLAMA_1B,
+    dtype=torch.bfloat16,
+    copied_bytes=2 * GIB,
+    shapes=40,
+    rows=(32, 64, 128, 256),
+    prompt_lengths=(96, 160, 212, 292),
+    new_tokens=256,
+    groups=8,
+    micro_batches=(8, 32),
+    responses=(32, 512),
+)
+TINY = Sizes(
+    shape=TINY_SHAPE,
+    dtype=torch.float32,
+    copied_bytes=2**20,
+    shapes=3,
+    rows=(8,),
+    prompt_lengths=(5, 9),
+    new_tokens=6,
+    groups=2,
+    micro_batches=(8,),
+    responses=(2, 6),
+)
+
+
+class Bench:
+    """Measures the entries of one piece, each for itself, and writes them down at once."""
+
+    def __init__(self, device: str, sizes: Sizes, file: Path) -> None:
+        self.device, self.sizes, self._file = torch.device(device), sizes, file
+        self.is_cuda = self.device.type == "cuda"
+
+    def measure(self, what: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """An entry: the figures that ``work`` returns, or why there are none."""
+        start = time.perf_counter()
+        try:
+            figures = work()
+        except Exception:
+            figures = {"error": last_lines(traceback.format_exc())}
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        entry = {"what": what, **figures, "took_s": round(time.perf_counter() - start, 1)}
+        with self._file.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return entry
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """How long some work takes, until the device has done it."""
+        self._wait()
+        start = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+
+def last_lines(text: str, count: int = 4) -> str:
+    """The end of a traceback, short enough for a table's cell."""
+    return " | ".join(line.strip() for line in text.strip().splitlines()[-count:])[-600:]
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+def attention(bench: Bench) -> None:
+    """Shapes that were not seen before, as each response of an update is one."""
+    sizes = bench.sizes
+    heads, kv_heads = sizes.shape["num_heads"], sizes.shape["num_kv_heads"]
+    head_dim = sizes.shape["embed_dim"] // heads
+    shortest, longest = sizes.responses
+    lengths = random.Random(0).sample(range(shortest, longest + 1), sizes.shapes)
+    prompt = max(sizes.prompt_lengths)
+
+    def made(*size: int) -> Tensor:
+        x = torch.randn(*size, head_dim, device=bench.device, dtype=sizes.dtype)
+        return x.requires_grad_()
+
+    def one_response(n: int) -> None:
+        q, k, v = (made(1, heads, prompt + n) for _ in range(3))
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    def group(n: int) -> None:
+        queries = [prompt, *(n - i % 2 for i in range(GROUP))]
+        keys = [prompt, *(prompt + count for count in queries[1:])]
+        spans = Spans.of(queries, keys, device=bench.device)
+        q, k, v = made(sum(queries), heads), *(made(sum(keys), kv_heads) for _ in range(2))
+        varlen_attention(q, k, v, spans).sum().backward()
+
+    def both_passes(call: Callable[[int], None]) -> dict[str, Any]:
+        first, second = ([bench.seconds(partial(call, n)) for n in lengths] for _ in range(2))
+        return {
+            "shapes": len(lengths),
+            "first_ms": round(1000 * sum(first) / len(first), 2),
+            "worst_ms": round(1000 * max(first), 1),
+            "again_ms": round(1000 * sum(second) / len(second), 2),
+        }
+
+    for uses_cudnn in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
+        name = f"a call a response, cuDNN {'on' if uses_cudnn else 'off'}"
+        bench.measure(name, lambda: both_passes(one_response))
+    bench.measure(f"a call for {GROUP} responses", lambda: both_passes(group))
+
+    def error() -> dict[str, Any]:
+        counts, before = [prompt, *lengths[:GROUP]], [0, *[prompt] * len(lengths[:GROUP])]
+        spans = Spans.of(counts, [n + m for n, m in zip(counts, before)], device=bench.device)
+        keys = sum(counts) + sum(before)
+        q, k, v = made(sum(counts), heads), made(keys, kv_heads), made(keys, kv_heads)
+        exact = varlen_attention(q.float(), k.float(), v.float(), spans)
+        return {"largest_error": float((varlen_attention(q, k, v, spans) - exact).abs().max())}
+
+    bench.measure("the same in float32, part by part", error)
+
+
+# --- Decoding -------------------------------------------------------------------------------------
+
+
+def build(bench: Bench, *, dtype: torch.dtype, lora: bool = True) -> TransformerDecoder:
+    """A policy with random weights, whose samples are about as certain as a real one's."""
+    torch.manual_seed(0)
+    shape = bench.sizes.shape
+    with set_default_dtype(dtype), bench.device:
+        model = lora_llama3_2(**LORA, **shape) if lora else llama3_2(**shape)
+        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+        torch.nn.init.constant_(model.norm.scale, 4.0)
+        for name, parameter in model.named_parameters():
+            if "lora_b" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    if lora:
+        set_trainable_params(model, get_adapter_params(model))
+    attend_in_segments(model)
+    return model.eval()
+
+
+def request_of(bench: Bench, *, rows: int, new_tokens: int) -> RolloutRequest:
+    """Groups of a step: their prompts are of a few lengths, and no row ends early."""
+    lengths = bench.sizes.prompt_lengths
+    prompts = build_prompts(
+        [lengths[i % len(lengths)] for i in range(rows // GROUP)], bench.sizes.shape["vocab_size"]
+    )
+    return RolloutRequest(
+        prompts=prompts.tokens,
+        group_size=GROUP,
+        params=SamplingParams(max_generated_tokens=new_tokens),
+        stop_tokens=[],
+        keys=row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=GROUP),
+    )
+
+
+def settings(*, graphs: bool) -> RolloutConfig:
+    """All rows at once, with CUDA graphs or without."""
+    return RolloutConfig(cuda_graphs=graphs)
+
+
+def decoding(bench: Bench) -> None:
+    """Rollouts; what limits a step is the memory that it reads."""
+    ways = ["eager", "graphs"] if bench.is_cuda else ["eager"]
+    rollouts(bench, ways)
+    bench.measure("the same samples in float32", lambda: same_samples(bench, ways))
+    rows = bench.sizes.rows[len(bench.sizes.rows) > 1]
+    bench.measure(f"{rows} rows, transformers", lambda: peer(bench, rows=rows))
+
+
+def rollouts(bench: Bench, ways: Sequence[str]) -> None:
+    """Of one model, whose memory is given back behind them."""
+    copy = bench.measure("a copy within the memory", lambda: copy_bandwidth(bench))
+    model = build(bench, dtype=bench.sizes.dtype)
+    for rows in bench.sizes.rows:
+        for way in ways:
+            work = partial(decode, bench, model, rows=rows, way=way, bandwidth=copy.get("gb_s"))
+            bench.measure(f"{rows} rows, {way}", work)
+    bench.measure("log-probs of sampler and trainer", lambda: logprob_gap(bench, model))
+
+
+def copy_bandwidth(bench: Bench) -> dict[str, Any]:
+    """Bytes read and written by a copy, a second."""
+    source = torch.zeros(bench.sizes.copied_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    best = min(bench.seconds(lambda: target.copy_(source)) for _ in range(10))
+    return {"gb_s": round(2 * len(source) / best / 1e9, 1)}
+
+
+def decode(
+    bench: Bench, model: TransformerDecoder, *, rows: int, way: str, bandwidth: float | None
+) -> dict[str, Any]:
+    """Tokens a second of three rollouts, and what a step takes."""
+    engine, longest = NativeEngine(model, settings(graphs=way == "graphs")), bench.sizes.new_tokens
+
+    def roll_out(new_tokens: int) -> Samples:
+        return engine.generate(request_of(bench, rows=rows, new_tokens=new_tokens))
+
+    whole, reserved = [], []
+    for _ in range(3):
+        whole.append(bench.seconds(lambda: roll_out(longest)))
+        reserved.append(torch.cuda.memory_reserved() / GIB if bench.is_cuda else 0.0)
+    prefill = min(bench.seconds(lambda: roll_out(1)) for _ in range(2))
+    step = (min(whole) - prefill) / (longest - 1)
+    figures: dict[str, Any] = {
+        "tokens_s": round(rows * longest / min(whole)),
+        "step_ms": round(1000 * step, 2),
+        "prefill_ms": round(1000 * prefill, 1),
+        "first_s": round(whole[0], 2),
+        "reserved_gib": [round(value, 2) for value in reserved],
+    }
+    if bandwidth:
+        read = bytes_a_step(model, request_of(bench, rows=rows, new_tokens=longest))
+        figures["share_of_bandwidth"] = round(read / step / bandwidth / 1e9, 3)
+    if way == "eager":
+        figures["kernels"] = kernels_a_step(bench, roll_out)
+    if rows == 64:
+        figures |= target("share_of_bandwidth", figures, at_least=SHARE_AT_64_ROWS)
+    if rows == 256:
+        figures |= target("tokens_s", figures, at_least=TOKENS_A_SECOND_AT_256_ROWS)
+    return figures
+
+
+def target(name: str, figures: dict[str, Any], **bound: float) -> dict[str, Any]:
+    """What a figure is held against, and whether it is met."""
+    ((kind, value),) = bound.items()
+    met = figures[name] >= value if kind == "at_least" else figures[name] <= value
+    return {"target": f"{name} {kind.replace('_', ' ')} {value}", "met": bool(met)}
+
+
+def bytes_a_step(model: TransformerDecoder, request: RolloutRequest) -> float:
+    """What an ideal step reads: all weights, and the keys and values of each prompt and row once.
+
+    Of a step in the middle of the rollout; the embedding, which is the output as well, counts once.
+    """
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    attn = model.layers[0].attn
+    a_token = 2 * len(model.layers) * attn.num_kv_heads * attn.head_dim
+    a_token *= model.tok_embeddings.weight.element_size()
+    tokens = sum(map(len, request.prompts))
+    tokens += request.num_rows * request.params.max_generated_tokens / 2
+    return weights + a_token * tokens
+
+
+def kernels_a_step(bench: Bench, roll_out: Callable[[int], Any]) -> float:
+    """Kernels of a decoding step, or, without a GPU, operations that are no views."""
+    more, fewer = (kernels(bench, partial(roll_out, n)) for n in (bench.sizes.new_tokens, 2))
+    return round((more - fewer) / (bench.sizes.new_tokens - 2), 1)
+
+
+def kernels(bench: Bench, work: Callable[[], Any]) -> int:
+    """How many kernels some work launches."""
+    if not bench.is_cuda:
+        return counted(work).count
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in on_device)
+
+
+def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
+    """How far the sampler's log-probs are from those that the trainer computes of its tokens."""
+    request = request_of(bench, rows=bench.sizes.rows[0], new_tokens=bench.sizes.new_tokens)
+    samples = NativeEngine(model, settings(graphs=False)).generate(request)
+    tokens, prompt_lengths = join_rows(request.prompts, samples)
+    trajectory = Trajectory(
+        tokens=tokens,
+        prompt_lengths=prompt_lengths,
+        response_lengths=samples.lengths,
+        response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
+        truncated=samples.truncated,
+        sampler_logprobs=samples.sampler_logprobs,
+        behaviour_logprobs=samples.behaviour_logprobs,
+        prompts=[],
+        completions=[],
+        columns={},
+    )
+    parts = micro_batches(trajectory, group_size=GROUP, pack=True, rows=GROUP)
+    trainer = trajectory_logprobs(model, parts, temperature=1.0)
+    gap = (trainer - samples.sampler_logprobs).abs()
+    figures = {"mean_gap": round(float(gap.mean()), 5), "largest_gap": round(float(gap.max()), 4)}
+    return figures | target("mean_gap", figures, at_most=LOGPROB_GAP)
+
+
+def same_samples(bench: Bench, ways: Sequence[str]) -> dict[str, Any]:
+    """Whether samples depend on graphs, or on how many rows are worked on at once."""
+    model = build(bench, dtype=torch.float32)
+    rows = bench.sizes.rows[0]
+    request = request_of(bench, rows=rows, new_tokens=min(64, bench.sizes.new_tokens))
+    expected = NativeEngine(model, settings(graphs=False)).generate(request)
+    others = {f"{way}, fewer rows": way for way in ways} | {way: way for way in ways[1:]}
+    figures = {}
+    for name, way in others.items():
+        choice = settings(graphs=way == "graphs")
+        if name != way:
+            choice = replace(choice, max_rows=rows // 2)
+        got = NativeEngine(model, choice).generate(request)
+        equal = (got.responses == expected.responses).all(dim=1)
+        figures[f"equal_rows ({name})"] = f"{int(equal.sum())} of {rows}"
+    return figures
+
+
+def peer(bench: Bench, *, rows: int) -> dict[str, Any]:
+    """transformers' generate with a model of the same shape."""
+    sizes = bench.sizes
+    model = build(bench, dtype=sizes.dtype, lora=False)
+    lengths = [sizes.prompt_lengths[i % len(sizes.prompt_lengths)] for i in range(rows // GROUP)]
+    prompts = build_prompts(lengths, sizes.shape["vocab_size"])
+    args = argparse.Namespace(group_size=GROUP, max_rows=None)
+    way = make_way("transformers", model, prompts, args, new_tokens=sizes.new_tokens)
+    with torch.no_grad():
+        best = min(bench.seconds(way) for _ in range(2))
+    return {"tokens_s": round(rows * sizes.new_tokens / best)}
+
+
+# --- The update -----------------------------------------------------------------------------------
+
+
+def update(bench: Bench) -> None:
+    """Forward and backward of a step's rows, as many at a time as a config says."""
+    for checkpointing in (True, False):
+        for rows in bench.sizes.micro_batches:
+            name = "with" if checkpointing else "without"
+            bench.measure(
+                f"{rows} rows at a time, {name} activation checkpointing",
+                partial(update_pass, bench, rows=rows, checkpointing=checkpointing),
+            )
+
+
+def update_pass(bench: Bench, *, rows: int, checkpointing: bool) -> dict[str, Any]:
+    """The first pass, whose shapes are new, and the second."""
+    sizes, loss = bench.sizes, GRPOLoss(kl_coeff=0.04)
+    model = build(bench, dtype=sizes.dtype).train()
+    if checkpointing:
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    trajectory = scored_rows(
+        vocab=sizes.shape["vocab_size"],
+        loss=loss,
+        groups=sizes.groups,
+        prompt=max(sizes.prompt_lengths),
+        shortest=sizes.responses[0],
+        longest=sizes.responses[1],
+    ).to(bench.device)
+    parts = micro_batches(trajectory, group_size=GROUP, pack=True, rows=rows)
+
+    def work() -> None:
+        for part in parts:
+            loss_of(model, part, trajectory.select(part.rows), loss).backward()
+
+    if bench.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    first, second = bench.seconds(work), bench.seconds(work)
+    reference = bench.seconds(lambda: trajectory_logprobs(model, parts, temperature=0.9))
+    peak = torch.cuda.max_memory_allocated() / GIB if bench.is_cuda else 0.0
+    return {
+        "first_s": round(first, 3),
+        "again_s": round(second, 3),
+        "trained_tokens_s": round(int(trajectory.response_mask.sum()) / second),
+        "reference_s": round(reference, 3),
+        "peak_gib": round(peak, 2),
+    }
+
+
+# --- Steps of the recipe --------------------------------------------------------------------------
+
+
+def recipe(bench: Bench, *, config: str) -> None:
+    """Three steps of a shipped config, whose weights and data are made on the spot."""
+    bench.measure(config, partial(three_steps, bench, config))
+
+
+def three_steps(bench: Bench, config: str) -> dict[str, Any]:
+    """Runs the recipe in this process, as torchrun would, and reads what it wrote."""
+    path = ROOT / "recipes" / "configs" / f"{config}.yaml"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        overrides = make_inputs(bench, folder, config)
+        listed = [f"{key}={value}" for key, value in overrides.items()]
+        sys.argv = ["grpo_full_finetune.py", "--config", str(path), *listed]
+        try:
+            runpy.run_path(str(ROOT / "recipes" / "grpo_full_finetune.py"), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"the recipe ended with {end.code}") from None
+        lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+        cfg = OmegaConf.load(path)
+        cfg.merge_with_dotlist(listed)
+        estimated = estimate(cfg)["peak"]
+    steps = [line for line in map(json.loads, lines) if "step_time" in line]
+    names = ("step_time", "time/rollout", "time/logprobs", "time/update")
+    figures: dict[str, Any] = {
+        f"{name.removeprefix('time/')}_s": [round(step[name], 2) for step in steps]
+        for name in names
+        if name in steps[0]
+    }
+    figures["estimate_gib"] = round(estimated, 2)
+    for name in ("peak_memory_alloc", "peak_memory_reserved"):
+        if name in steps[0]:
+            figures[f"{name}_gib"] = round(max(step[name] for step in steps), 2)
+    return figures
+
+
+def make_inputs(bench: Bench, folder: Path, config: str) -> dict[str, Any]:
+    """Overrides of a shipped config: its checkpoint and data, made in a folder, and three steps."""
+    checkpoint, rows = folder / "checkpoint", folder / "rows.jsonl"
+    with rows.open("w") as file:
+        for n in range(64):
+            question = f"What is {n} + {n}? " * (1 + n % 8)
+            file.write(json.dumps({"question": question, "answer": f"#### {2 * n}"}) + "\n")
+    overrides: dict[str, Any] = {
+        "output_dir": folder / "out",
+        "device": bench.device.type,
+        "num_steps": 3,
+        "eval_dataset": "null",
+        "eval_every_n_steps": "null",
+        "save_every_n_steps": "null",
+        "dataset.source": "json",
+        "dataset.data_files": rows,
+        "dataset.system_prompt": "null",
+        "checkpointer.checkpoint_dir": checkpoint,
+        "tokenizer.path": checkpoint / "tokenizer.model",
+    }
+    if bench.sizes is not TINY:
+        write_checkpoint(checkpoint)
+        return overrides
+    llama_checkpoint(checkpoint)
+    builder = "llama3_2" if "full" in config else "lora_llama3_2"
+    overrides |= {f"model.{key}": value for key, value in TINY_SHAPE.items()}
+    overrides |= {"model.quantize_base": True} if "qlora" in config else {}
+    return overrides | {
+        "model._component_": f"torchtune.models.llama3_2.{builder}",
+        "tokenizer.special_tokens_path": checkpoint / "special_tokens.json",
+        "batch_size": 1,
+        "grpo_samples": 4,
+        "forward_batch_size": 4,
+        "max_generated_tokens": 4,
+        "dtype": "fp32",
+    }
+
+
+# --- Running --------------------------------------------------------------------------------------
+
+RUN = {
+    "attention": attention,
+    "decoding": decoding,
+    "update": update,
+    "recipe_lora": partial(recipe, config="llama3_2_1B_lora_grpo"),
+    "recipe_qlora": partial(recipe, config="llama3_2_1B_qlora_grpo"),
+    "recipe_full": partial(recipe, config="llama3_2_1B_full_grpo"),
+}
+
+
+def run_piece(name: str, device: str, tiny: bool, entries: Path, log: Path) -> None:
+    """One piece, in a process of its own."""
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for descriptor in (1, 2):  # of what libraries write
+        os.dup2(sys.stdout.fileno(), descriptor)
+    bench = Bench(device, TINY if tiny else REAL, entries)
+    bench.measure("setting up", lambda: card(bench))
+    RUN[name](bench)
+
+
+def card(bench: Bench) -> dict[str, Any]:
+    """What was measured on."""
+    if not bench.is_cuda:
+        return {"card": platform.processor() or platform.machine()}
+    properties = torch.cuda.get_device_properties(bench.device)
+    return {"card": properties.name, "memory_gib": round(properties.total_memory / GIB, 1)}
+
+
+def measure_piece(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Starts a piece and waits for its end, whatever that is."""
+    entries, log = (args.output_dir / f"{name}.{kind}" for kind in ("jsonl", "log"))
+    entries.write_text("")
+    # A forked process cannot use a GPU that its parent knows of; it starts faster, for tests.
+    context = multiprocessing.get_context("fork" if args.device == "cpu" else "spawn")
+    start = time.perf_counter()
+    process = context.Process(target=run_piece, args=(name, args.device, args.tiny, entries, log))
+    process.start()
+    process.join(args.seconds)
+    result: dict[str, Any] = {}
+    if process.is_alive():
+        process.kill()
+        process.join()
+        result["error"] = f"ended after {args.seconds} s"
+    elif process.exitcode:
+        result["error"] = f"exit code {process.exitcode}: {last_lines(log.read_text())}"
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    result["entries"] = [json.loads(line) for line in entries.read_text().splitlines()]
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures in Markdown: for each piece a table of each kind of entry."""
+    about = [result[key] for key in ("date", "card", "torch", "commit")]
+    lines = [f"{', '.join(map(str, about))}: `python benchmarks/gpu.py`", ""]
+    for name, piece in result["pieces"].items():
+        lines += [f"### {name} ({piece['seconds']} s)", ""]
+        if "error" in piece:
+            lines += [f"**Failed:** {cell(piece['error'])}", ""]
+        for columns, entries in groupby(piece["entries"], key=list):
+            lines += [row(columns), row(["---"] * len(columns))]
+            lines += [row(list(entry.values())) for entry in entries] + [""]
+    return "\n".join(lines)
+
+
+def row(cells: Sequence[Any]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(map(cell, cells))} |"
+
+
+def cell(value: Any) -> str:
+    """A figure as a table shows it."""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value).replace("|", "/")
+
+
+def commit() -> str:
+    """That of the repository, if this is one."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Measures piece after piece, and writes down what there is behind each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pieces", nargs="+", choices=RUN, default=list(RUN))
+    parser.add_argument("--output-dir", type=Path, default=Path("gpu_check"))
+    parser.add_argument("--device", default="cuda", help="cpu shows whether the script runs")
+    parser.add_argument("--tiny", action="store_true", help="a shape that a CPU runs in seconds")
+    parser.add_argument("--seconds", type=float, default=480, help="most seconds of a piece")
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "date": time.strftime("%Y-%m-%d"),
+        "card": "",
+        "torch": f"torch {torch.__version__}",
+        "commit": commit(),
+        "pieces": {},
+    }
+    for name in args.pieces:
+        piece = result["pieces"][name] = measure_piece(name, args)
+        for entry in piece["entries"]:
+            result["card"] = entry.get("card", result["card"])
+        (args.output_dir / "results.json").write_text(json.dumps(result, indent=2) + "\n")
+        (args.output_dir / "table.md").write_text(table(result))
+        failed = [entry["what"] for entry in piece["entries"] if "error" in entry]
+        failed += [piece["error"]] if "error" in piece else []
+        said = f"failed: {', '.join(failed)}" if failed else "done"
+        print(f"{name}: {said}, {piece['seconds']} s", flush=True)
+    print(f"Wrote {args.output_dir / 'table.md'} and results.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

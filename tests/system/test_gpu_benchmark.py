@@ -1,0 +1,82 @@
+"""benchmarks/gpu.py with a tiny model on a CPU."""
+
+import json
+import os
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import gpu
+import pytest
+from runs import EAGER, run
+
+SCRIPT = Path(gpu.__file__)
+
+
+def test_all_pieces_run_and_are_written_down(tmp_path):
+    done = run(SCRIPT, "--device", "cpu", "--tiny", cwd=tmp_path, **EAGER)
+    result = json.loads((tmp_path / "gpu_check" / "results.json").read_text())
+    assert list(result["pieces"]) == list(gpu.RUN)
+    for name, piece in result["pieces"].items():
+        errors = [entry["error"] for entry in [piece, *piece["entries"]] if "error" in entry]
+        assert not errors, errors
+        assert f"{name}: done" in done.out
+    decoding = {entry["what"]: entry for entry in result["pieces"]["decoding"]["entries"]}
+    assert decoding["the same samples in float32"]["equal_rows (eager, fewer rows)"] == "8 of 8"
+    assert decoding["log-probs of sampler and trainer"]["mean_gap"] < 1e-4
+    assert decoding["8 rows, eager"]["kernels"] > 100
+    lora = result["pieces"]["recipe_lora"]["entries"][-1]
+    assert len(lora["step_time_s"]) == 3
+    assert lora["estimate_gib"] > 0
+
+    table = (tmp_path / "gpu_check" / "table.md").read_text()
+    for piece in result["pieces"].values():
+        for entry in piece["entries"]:
+            assert f"| {entry['what']} |" in table
+    widths = [line.count("|") for line in table.splitlines()]
+    for here, after in zip(widths, widths[1:]):
+        assert not here or not after or here == after  # a table's rows are equally wide
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    def measure_piece(work, *, seconds=60.0):
+        monkeypatch.setitem(gpu.RUN, "attention", work)
+        args = {"device": "cpu", "tiny": True, "seconds": seconds, "output_dir": tmp_path}
+        return gpu.measure_piece("attention", Namespace(**args))
+
+    return measure_piece
+
+
+def test_an_entry_that_fails_costs_no_other(measure):
+    def work(bench):
+        bench.measure("broken", lambda: {"figure": 1 / 0})
+        bench.measure("whole", lambda: {"figure": 1})
+
+    result = measure(work)
+    assert "error" not in result
+    _, broken, whole = result["entries"]
+    assert broken["error"].endswith("ZeroDivisionError: division by zero")
+    assert whole["figure"] == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: 1 / 0, "exit code 1: .*ZeroDivisionError"),
+        (lambda: os.kill(os.getpid(), 9), "exit code -9"),
+    ],
+)
+def test_a_piece_that_dies_leaves_its_entries_and_why(measure, end, said):
+    def work(bench):
+        bench.measure("before", lambda: {"figure": 1})
+        end()
+
+    result = measure(work)
+    assert [entry["what"] for entry in result["entries"]] == ["setting up", "before"]
+    assert re.match(said, result["error"])
+
+
+def test_a_piece_that_hangs_is_ended(measure):
+    result = measure(lambda bench: os.read(os.pipe()[0], 1), seconds=2)
+    assert result["error"] == "ended after 2 s"
