@@ -61,6 +61,7 @@ from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer 
 from torchtune.modules.peft import get_adapter_params, set_trainable_params  # noqa: E402
 from torchtune.training import set_activation_checkpointing, set_default_dtype  # noqa: E402
 
+import torchtune_grpo  # noqa: E402
 from torchtune_grpo.kernels import Spans, varlen_attention  # noqa: E402
 from torchtune_grpo.logprobs import (  # noqa: E402
     attend_in_segments,
@@ -78,6 +79,7 @@ from torchtune_grpo.rollout import (  # noqa: E402
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask  # noqa: E402
 
 GIB = 2**30
+torchtune_grpo.__path__.append(str(ROOT))  # for `recipes`, which only an installed package has
 
 # What the figures are held against.
 SHARE_AT_64_ROWS = 0.6  # of the memory bandwidth
@@ -345,8 +347,9 @@ def bytes_a_step(model: TransformerDecoder, request: RolloutRequest) -> float:
 
 def kernels_a_step(bench: Bench, roll_out: Callable[[int], Any]) -> float:
     """Kernels of a decoding step, or, without a GPU, operations that are no views."""
-    more, fewer = (kernels(bench, partial(roll_out, n)) for n in (bench.sizes.new_tokens, 2))
-    return round((more - fewer) / (bench.sizes.new_tokens - 2), 1)
+    few, more = 2, 6  # a profile of many steps takes minutes to read
+    counts = [kernels(bench, partial(roll_out, tokens)) for tokens in (few, more)]
+    return (counts[1] - counts[0]) / (more - few)
 
 
 def kernels(bench: Bench, work: Callable[[], Any]) -> int:
@@ -483,7 +486,8 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
             runpy.run_path(str(ROOT / "recipes" / "grpo_full_finetune.py"), run_name="__main__")
         except SystemExit as end:
             if end.code:
-                raise RuntimeError(f"the recipe ended with {end.code}") from None
+                said = last_lines(Path(sys.stderr.name).read_text())
+                raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
         lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
         cfg = OmegaConf.load(path)
         cfg.merge_with_dotlist(listed)
