@@ -36,7 +36,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__],
-            env=environment(),
+            env=environment(CUDA_VISIBLE_DEVICES=""),  # no forked process could use one
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

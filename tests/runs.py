@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from fork_server import TIMEOUT, environment, fork_server
 from hf_models import hf_folder
@@ -48,7 +49,7 @@ def run(
             what ``env`` says.
     """
     command = [*map(str, arguments)]
-    if fresh:
+    if fresh or _needs_gpu(command):
         result = run_python(*command, cwd=cwd, **env)
     else:
         (done,) = fork_server().run(*command, cwd=cwd, envs=[environment(**env)])
@@ -85,16 +86,22 @@ def run_ranks(
         MASTER_PORT=str(store.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    results = fork_server().run(
-        str(recipe or recipes_folder() / "grpo_full_finetune.py"),
-        *("--config", str(config_files()[name]), *rest),
-        cwd=cwd,
-        envs=[{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
-    )
-    done = [Result(*result) for result in results]
+    file = str(recipe or recipes_folder() / "grpo_full_finetune.py")
+    command = [file, "--config", str(config_files()[name]), *rest]
+    envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    if _needs_gpu(command):
+        with ThreadPoolExecutor(ranks) as pool:
+            done = list(pool.map(lambda env: run_python(*command, cwd=cwd, **env), envs))
+    else:
+        done = [Result(*each) for each in fork_server().run(*command, cwd=cwd, envs=envs)]
     said = "".join(each.out[-1000:] + each.err[-3000:] for each in done)
     assert not check or all(each.code == 0 for each in done), said
     return done
+
+
+def _needs_gpu(command: list[str]) -> bool:
+    """Forked processes have none: torchtune's import makes use of it in the server."""
+    return "device=cuda" in command and torch.cuda.is_available()
 
 
 @contextmanager
