@@ -186,36 +186,60 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options):
     assert responses(alone) == expected[-options["group_size"] :]
 
 
-def record_without_host_code(step):
-    """Records a step as a CUDA graph does: its kernels and addresses, and nothing of the host.
+class HostRecorder:
+    """Records steps as CUDA graphs do: their kernels and addresses, and nothing of the host.
 
-    Recording leaves no trace; replaying runs the same kernels into the same memory.
+    Recording leaves no trace; replaying runs the same kernels into the same memory. All that a step
+    reads and did not make itself has to be memory that lasts.
+
+    Args:
+        engine (NativeEngine): begins to record its steps.
     """
-    calls, undo = [], []
 
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "lift_fresh")
-            for arg, declared in zip(args, func._schema.arguments, strict=False):
-                if declared.is_write:
-                    undo.append((arg, arg.clone()))
-            out = func(*args, **(kwargs or {}))
-            calls.append((func, args, kwargs or {}, out))
-            return out
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self.recorded = 0
+        engine._graphs = StepGraphs(self)
 
-    with Recorder():
-        step()
-    for tensor, before in reversed(undo):
-        tensor.copy_(before)
+    def _lasting(self) -> set[int]:
+        engine = self._engine
+        samplers = [vars(kept).values() for kept in engine._buffers._kept.values()]
+        held = [engine._decoder.tensors(), engine._cache.tensors(), engine._buffers.tensors()]
+        tensors = (x for x in itertools.chain(*held, *samplers) if isinstance(x, torch.Tensor))
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    def replay() -> None:
-        for func, args, kwargs, out in calls:
-            results = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(results), strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+    def __call__(self, step):
+        self.recorded += 1
+        calls, undo, known = [], [], self._lasting()
 
-    return replay
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "lift_fresh")
+                for read in tree_leaves((args, kwargs)):
+                    if isinstance(read, torch.Tensor) and read.numel():
+                        assert read.untyped_storage().data_ptr() in known, (func, read.shape)
+                for arg, declared in zip(args, func._schema.arguments, strict=False):
+                    if declared.is_write:
+                        undo.append((arg, arg.clone()))
+                out = func(*args, **(kwargs or {}))
+                for made in tree_leaves(out):
+                    known.add(made.untyped_storage().data_ptr())
+                calls.append((func, args, kwargs or {}, out))
+                return out
+
+        with Recorder():
+            step()
+        for tensor, before in reversed(undo):
+            tensor.copy_(before)
+
+        def replay() -> None:
+            for func, args, kwargs, out in calls:
+                results = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(results), strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return replay
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -233,8 +257,54 @@ def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
         sample(native(model, max_rows=7), prompts, decode=text_of, **options), expected
     )
     engine = native(model, max_rows=7)
-    engine._graphs = StepGraphs(record_without_host_code)
+    recorder = HostRecorder(engine)
     assert_same_samples(sample(engine, prompts, decode=text_of, **options), expected)
+    assert recorder.recorded > 1
+
+
+@pytest.mark.parametrize("merge", ["never", "always"])
+@torch.no_grad()
+def test_recorded_steps_serve_all_rollouts_of_a_run(merge):
+    """Weights change, prompts of other widths come, an evaluation is between, and memory moves."""
+    model = build_policy("lora")
+    engine = native(model, max_rows=7, merge_adapters=merge)
+    recorder = HostRecorder(engine)
+    recorded = []
+    rollouts = [([5, 2, 9, 3, 7], 4), ([5, 2, 9, 3, 7], 4), ([8, 1, 1, 6, 4], 4), ([6] * 9, 1)]
+    rollouts += [([3, 70, 2], 4), ([5, 2, 9, 3, 7], 4)]
+    for step, (lengths, group) in enumerate(rollouts):
+        for name, parameter in model.named_parameters():
+            if "lora_b" in name:
+                parameter.mul_(-0.9)
+        if step == 2:  # as a checkpoint's weights come in
+            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+        if step == 5:  # as other memory may be given to a parameter
+            model.layers[0].attn.k_proj.weight.data = model.layers[1].attn.k_proj.weight.clone()
+        options = {"group_size": group, "step": step, "temperature": 0.9}
+        prompts = random_prompts(lengths, seed=step)
+        got = sample(engine, prompts, **options)
+        assert_same_samples(got, sample(native(model, merge_adapters=merge), prompts, **options))
+        recorded.append(recorder.recorded)
+    assert 0 < recorded[0] <= StepGraphs.MOST
+    if merge == "never":  # all stays where it is: one recording is for all rollouts alike
+        assert recorded[0] == recorded[1] == recorded[2] < recorded[3]
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(caplog):
+    model, prompts = build_policy(), random_prompts([5, 2, 9])
+    engine, calls = native(model), []
+
+    def fail(step):
+        calls.append(step)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine._graphs = StepGraphs(fail)
+    for step in range(2):
+        expected = sample(native(model), prompts, step=step)
+        assert_same_samples(sample(engine, prompts, step=step), expected)
+    assert len(calls) == 1
+    (warning,) = [r.message for r in caplog.records if "recorded" in r.message]
+    assert "rollout.cuda_graphs" in warning and "not permitted" in warning
 
 
 @pytest.mark.gpu
