@@ -56,7 +56,9 @@ def step(output, *, blocked: bool, entropy_gradient: bool, dtype: torch.dtype):
     if blocked:
         values = projection_logprobs(output, h, targets, **kw, chunk_bytes=4 * CHUNK)
     else:
-        values = token_logprobs(output(h), targets, **kw)
+        weight = plain_weight(output)
+        logits = output(h) if weight is None else h.float() @ weight.float().t()
+        values = token_logprobs(logits, targets, **kw)
     total = (values[0] * probe[0]).sum()
     if entropy_gradient:
         total = total + (values[1] * probe[1]).sum()
@@ -88,6 +90,20 @@ def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
         assert grad.dtype == dtype
         tolerance = scale * expected_grad.abs().max().item()
         torch.testing.assert_close(grad, expected_grad, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen", "tied"])
+def test_bf16_logits_are_not_rounded_to_bf16(kind):
+    """A logit of 16 would be off by up to 1/16, and its token's log-prob as much."""
+    output = KINDS[kind]()
+    getattr(output, "tied_module", output).bfloat16()
+    weight = plain_weight(output)
+    weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    h = torch.randn(50, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    targets = torch.arange(50)
+    logprobs, _ = projection_logprobs(output, h, targets, temperature=0.7)
+    exact = (h.double() @ weight.double().t() / 0.7).log_softmax(-1)[torch.arange(50), targets]
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-4, rtol=0)
 
 
 def test_no_tokens_at_all():

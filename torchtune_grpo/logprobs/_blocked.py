@@ -4,10 +4,13 @@ Where the output projection is a plain matrix W, the logits of all tokens are ma
 the vocabulary at a time, and a running maximum and sum make the softmax exact, as in flash
 attention. W is read once, and its gradient is written block by block, each block one product over
 all tokens. If W is frozen (LoRA), the forward pass also accumulates ``softmax(logits) W``, which is
-all that the backward pass needs; if W is trained, the backward pass makes each block again.
+all that the backward pass needs; if W is trained, the backward pass makes each block again. Logits
+are float32 also where W is bf16: rounded to that, one of 16 would be off by up to 1/16, and the
+log-prob of its token as much. What is summed over the vocabulary for a gradient has W's dtype.
 
 Any other projection (LoRA on the output, a bias, quantized weights) is called on a chunk of tokens
-at a time, and again in the backward pass.
+at a time, and again in the backward pass. Its logits have the dtype that it gives them: in a bf16
+model they are rounded to bf16, and only what follows is float32.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear
+
+from torchtune_grpo.kernels import float32_product
 
 # Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last cache, and
 # blocks that the allocator reuses; on a GPU enough for products that fill it.
@@ -217,10 +221,7 @@ def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
 
 def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> Tensor:
     """Writes h w^T / temperature into ``out``, in float32."""
-    if h.dtype == out.dtype:
-        torch.mm(h, w.t(), out=out)
-    else:
-        out.copy_(F.linear(h, w))
+    float32_product(h, w, out=out)
     return out.div_(temperature) if temperature != 1 else out
 
 
