@@ -20,18 +20,19 @@ from torchtune_grpo.trajectory import Trajectory
 log = get_logger("INFO")
 
 _NEGATED = "-"  # begins the name of a smallest value among the largest
+_OF_NOTHING = -math.inf  # the largest of no values
 
 
 class StepMetrics:
     """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly.
 
-    What is added stays on its device until :meth:`compute`.
+    What is added stays on its device until :meth:`compute`, and adding it does not wait for a GPU.
     """
 
     def __init__(self) -> None:
         # name -> [3] sum, sum of squares, count
         self._sums: dict[str, Tensor] = {}
-        self._largest: dict[str, list[Tensor | float]] = defaultdict(list)
+        self._largest: dict[str, Tensor] = {}  # name -> [1]
         self._seconds: dict[str, float] = defaultdict(float)
 
     def add_values(self, name: str, values: Tensor) -> None:
@@ -45,13 +46,14 @@ class StepMetrics:
         self, name: str, total: Tensor, count: Tensor | float, squares: Tensor | float = 0.0
     ) -> None:
         """Adds ``count`` values of sum ``total`` to the mean called ``name``."""
-        parts = [torch.as_tensor(v, device=total.device).double() for v in (total, squares, count)]
-        sums = torch.stack(parts)
+        sums = torch.stack([_on_device(v, total.device) for v in (total, squares, count)])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def add_max(self, name: str, value: Tensor | float) -> None:
-        """Keeps the largest value."""
-        self._largest[name].append(value)
+        """Keeps the largest value, a scalar."""
+        value = torch.as_tensor(value).detach().double().reshape(1)
+        known = self._largest.get(name, value)
+        self._largest[name] = torch.maximum(known, value)
 
     def add_min(self, name: str, value: Tensor | float) -> None:
         """Keeps the smallest value."""
@@ -95,20 +97,23 @@ class StepMetrics:
                 self.add_max(f"completions/max{kind}_length", counted.max())
         self.add_values("completions/clipped_ratio", trajectory.truncated)
         self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
-        self.add_values("sampling/kept_mass", kept[trajectory.response_mask])
+        self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
 
     def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
         """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
-        gap = (logprobs - trajectory.sampler_logprobs)[trajectory.response_mask].abs()
-        self.add_values("sampling/sampling_logp_difference/mean", gap)
+        gap = (logprobs - trajectory.sampler_logprobs).abs()
+        is_trained = trajectory.response_mask
+        self.add_values("sampling/sampling_logp_difference/mean", gap.where(is_trained, math.nan))
         if len(gap):
-            self.add_max("sampling/sampling_logp_difference/max", gap.max())
+            largest = gap.where(is_trained, _OF_NOTHING).max()
+            self.add_max("sampling/sampling_logp_difference/max", largest)
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
         """Adds what the loss of n rows says, and their entropy [n, L]."""
-        self.add_values("entropy", entropy[response_mask])
+        self.add_values("entropy", entropy.where(response_mask, math.nan))
+        count = response_mask.sum()
         for name, total in output.sums.items():
-            self.add_sum(name, total, response_mask.sum())
+            self.add_sum(name, total, count)
 
     def compute(self) -> dict[str, float]:
         """Means, standard deviations (``.../std`` beside ``.../mean``), extremes and seconds.
@@ -116,9 +121,10 @@ class StepMetrics:
         Over all ranks: sums and counts are added before they are divided; times are the slowest
         rank's.
         """
-        maxima = {name: max(map(float, values)) for name, values in self._largest.items()}
-        own = {name: values.tolist() for name, values in self._sums.items()}
-        sums, maxima = _merged(gather_over_ranks((own, maxima | self._seconds)))
+        found = _on_host([*self._sums.values(), *self._largest.values()])
+        own = dict(zip(self._sums, found, strict=False))
+        largest = {name: v[0] for name, v in zip(self._largest, found[len(own) :], strict=True)}
+        sums, maxima = _merged(gather_over_ranks((own, largest | self._seconds)))
         result = {}
         for name, (total, squares, count) in sums.items():
             if not count:
@@ -131,6 +137,8 @@ class StepMetrics:
                 std = "reward_std" if name == "reward" else name.removesuffix("mean") + "std"
                 result[std] = math.sqrt(variance)
         for name, value in maxima.items():
+            if value == _OF_NOTHING:
+                continue
             is_min = name.startswith(_NEGATED)
             result[name.removeprefix(_NEGATED)] = -value if is_min else value
         if "num_tokens" in sums:
@@ -140,6 +148,23 @@ class StepMetrics:
             result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
             result["tokens_per_second"] = tokens / result["step_time"]
         return result
+
+
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """A scalar in float64. A number is filled in by a kernel: a copy would wait for the GPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _on_host(vectors: Sequence[Tensor]) -> list[list[float]]:
+    """Their numbers, with one wait for each device that they are on."""
+    found: dict[int, list[float]] = {}
+    for device in {vector.device for vector in vectors}:
+        own = {i: vector for i, vector in enumerate(vectors) if vector.device == device}
+        parts = torch.cat([*own.values()]).cpu().split([len(vector) for vector in own.values()])
+        found |= {i: part.tolist() for i, part in zip(own, parts, strict=True)}
+    return [found[i] for i in range(len(vectors))]
 
 
 def _merged(

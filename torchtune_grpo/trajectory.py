@@ -110,25 +110,29 @@ class Trajectory:
         tensors: dict[str, Any] = {n: value.to(device) for n, value in self.tensors().items()}
         return replace(self, **tensors)
 
-    def select(self, rows: Tensor) -> Trajectory:
-        """Some rows, with their texts; there may be none.
+    def select(self, rows: Tensor, *, texts: bool = True) -> Trajectory:
+        """Some rows; there may be none.
 
         Args:
             rows (Tensor): [n] their numbers, in the order wanted; or [N] bool, True = keep.
+            texts (bool): with their prompts, completions and columns, for which the host has to
+                wait until a GPU has told it the rows.
         """
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
 
-        def texts(values: list[Any]) -> list[Any]:
-            return [values[row] for row in rows.tolist()] if values else []
+        chosen = rows.tolist() if texts else []
+
+        def of(values: list[Any]) -> list[Any]:
+            return [values[row] for row in chosen] if values else []
 
         tensors: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
         return replace(
             self,
             **tensors,
-            prompts=texts(self.prompts),
-            completions=texts(self.completions),
-            columns={name: texts(values) for name, values in self.columns.items()},
+            prompts=of(self.prompts),
+            completions=of(self.completions),
+            columns={name: of(values) for name, values in self.columns.items()},
         )
 
     @classmethod

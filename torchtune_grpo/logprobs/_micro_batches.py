@@ -85,7 +85,7 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, dense: bool) ->
         none = torch.empty(0, dtype=torch.long, device=device)
         return MicroBatch(none, empty_layout(trajectory))
     rows = torch.cat(packs).to(device)
-    part = trajectory.select(rows)
+    part = trajectory.select(rows, texts=False)
     if all(len(pack) == 1 for pack in packs):
         return MicroBatch(rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
