@@ -69,6 +69,7 @@ from torchtune_grpo.logprobs import (  # noqa: E402
     trajectory_logprobs,
 )
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
+from torchtune_grpo.models import widen_adapters  # noqa: E402
 from torchtune_grpo.rollout import (  # noqa: E402
     NativeEngine,
     RolloutConfig,
@@ -81,6 +82,7 @@ from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mas
 GIB = 2**30
 torchtune_grpo.__path__.append(str(ROOT))  # for `recipes`, which only an installed package has
 
+MEMORY = ("alloc", "reserved")  # peaks in the metrics of a step
 # What the figures are held against.
 SHARE_AT_64_ROWS = 0.6  # of the memory bandwidth
 TOKENS_A_SECOND_AT_256_ROWS = 12_627  # vLLM 0.10.2 on an A800, this model
@@ -166,7 +168,8 @@ class Bench:
 
 def last_lines(text: str, count: int = 4) -> str:
     """The end of a traceback, short enough for a table's cell."""
-    return " | ".join(line.strip() for line in text.strip().splitlines()[-count:])[-600:]
+    lines = [line.strip() for line in text.splitlines()]
+    return " | ".join([line for line in lines if line.strip("^~ ")][-count:])[-600:]
 
 
 # --- Attention ------------------------------------------------------------------------------------
@@ -238,6 +241,7 @@ def build(bench: Bench, *, dtype: torch.dtype, lora: bool = True) -> Transformer
                 torch.nn.init.normal_(parameter, std=0.02)
     if lora:
         set_trainable_params(model, get_adapter_params(model))
+    widen_adapters(model)
     attend_in_segments(model)
     return model.eval()
 
@@ -259,7 +263,7 @@ def request_of(bench: Bench, *, rows: int, new_tokens: int) -> RolloutRequest:
 
 def settings(*, graphs: bool) -> RolloutConfig:
     """All rows at once, with CUDA graphs or without."""
-    return RolloutConfig(cuda_graphs=graphs)
+    return RolloutConfig(cuda_graphs="auto" if graphs else "never")
 
 
 def decoding(bench: Bench) -> None:
@@ -500,9 +504,11 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
         if name in steps[0]
     }
     figures["estimate_gib"] = round(estimated, 2)
-    for name in ("peak_memory_alloc", "peak_memory_reserved"):
-        if name in steps[0]:
-            figures[f"{name}_gib"] = round(max(step[name] for step in steps), 2)
+    if bench.is_cuda:
+        peaks = {name: max(step[f"peak_memory_{name}"] for step in steps) for name in MEMORY}
+        free, total = torch.cuda.mem_get_info()
+        peaks["used"] = (total - free) / GIB  # with CUDA's context
+        figures |= {f"{name}_gib": round(value, 2) for name, value in peaks.items()}
     return figures
 
 
@@ -641,6 +647,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a shape that a CPU runs in seconds")
     parser.add_argument("--seconds", type=float, default=480, help="most seconds of a piece")
     args = parser.parse_args()
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch {torch.__version__} finds no GPU here")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         "benchmark": "gpu",

@@ -29,6 +29,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,9 @@ from torchtune_grpo.logprobs import (
     trajectory_logprobs,
 )
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.models import widen_adapters
 from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
+from torchtune_grpo.rollout._buffers import Buffers
 from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
 from torchtune_grpo.rollout._graphs import StepGraphs
@@ -162,13 +165,14 @@ def build(kind: str, shape: dict[str, int]) -> TransformerDecoder:
             module.rope_init()
     if kind == "lora":
         set_trainable_params(model, get_adapter_params(model))
+    widen_adapters(model)
     attend_in_segments(model)
     return model
 
 
 def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, Launches]:
     """Prefill and a decoding step of a rollout; this function alone knows how one is driven."""
-    decoder = NativeDecoder(model, merge_adapters=merge, dtype=torch.bfloat16)
+    decoder = NativeDecoder(model, merge_adapters=merge, dtype=torch.bfloat16, device=CUDA)
     for linear in decoder.linears():
         linear.refresh()
     prompts = [[1] * PROMPT_LENGTHS[i % 4] for i in range(rows // GROUP)]
@@ -181,14 +185,19 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
     )
     counts = {}
     for name, graphs in (("eager", None), ("captured", StepGraphs(lambda step: step))):
-        cache = GroupCache(decoder.cache_shape)
-        rollout = GroupRollout(decoder, cache, request, max_rows=None, graphs=graphs)
+        cache, buffers = GroupCache(decoder.cache_shape), Buffers(CUDA)
+        rollout = GroupRollout(decoder, cache, buffers, request, max_rows=rows, graphs=graphs)
         counts["prefill"] = counted(rollout._turn_over)
         rollout._decode()  # what a step does the first time only
         counts[f"decode_{name}"] = counted(rollout._decode)
-    logits = torch.empty(rows, model.tok_embeddings.num_embeddings, device=CUDA).bfloat16()
-    counts["sampling"] = counted(lambda: rollout._sample(logits, slice(rows)))
-    return counts
+    logits = torch.empty(rows, decoder.vocab, device=CUDA)
+    at = rollout._at
+
+    def sample() -> None:
+        rollout._said.sample(logits, rows=at.rows, last=at.last, places=slice(rows))
+        at.advance()
+
+    return counts | {"sampling": counted(sample)}
 
 
 def scored_rows(
@@ -262,6 +271,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--names", action="store_true", help="print the operations to stderr")
     args = parser.parse_args()
+    warnings.simplefilter("ignore")  # of norms in float32, and of fake tensors that have no address
     start = time.perf_counter()
     result: dict[str, Any] = {"benchmark": "launches", "rows": args.rows}
     for way in args.ways:
