@@ -1,41 +1,96 @@
-"""Estimates a config's GPU memory from its shapes.
+"""Estimates a config's GPU memory, or compares the estimate with what a CPU really takes.
 
-    python benchmarks/memory_estimate.py recipes/configs/llama3_2_1B_lora_grpo.yaml
+    python benchmarks/memory_estimate.py recipes/configs/llama3_2_1B_lora_grpo.yaml --card 24
     python benchmarks/memory_estimate.py recipes/configs/hf_lora_grpo.yaml model_dir=/tmp/Qwen3-1.7B
+    python benchmarks/memory_estimate.py recipes/configs/hf_lora_grpo.yaml model_dir=shape-S \
+        batch_size=2 max_generated_tokens=256 dataset.max_prompt_tokens=256 --measure
 
 A model's shape is read from the config.json in `model_dir`; without such a folder, a few models are
-known by its name. Nothing is measured. The model is made on the meta device and its parts are
-counted:
+known by its name, and shape-S is that of benchmarks/rollout.py. Prompts and responses are as long
+as the config allows. The parts, in GiB:
 
-    weights      parameters x bytes of dtype; NF4 base weights 0.52 bytes a parameter
-    training     trained parameters x (gradient + two Adam moments; 8-bit moments 1 byte each)
-    reference    full fine-tuning with kl_coeff > 0: a second copy of the weights
-    rollout      keys and values: rows x (prompt + response) x layers x 2 x kv width x bytes, as in
-                 evaluation, where no two rows share a prompt
-    update       layer inputs kept by activation checkpointing: rows x tokens x layers x D x bytes;
-                 one layer's own activations while it is recomputed; three chunks of logits
+    weights    the parameters' bytes; NF4 base weights have 0.52 bytes a parameter
+    moments    of the optimizer, and float32 masters if it keeps some
+    gradients  of what is trained
+    reference  full fine-tuning with kl_coeff > 0: a second copy of the weights
+    context    what CUDA and its libraries take
+    cache      keys and values of a rollout, which stay; the larger of a step's and an evaluation's
+    graphs     what recorded decoding steps write to, which stays
+    rollout    on top during a rollout: copies of weights, and a prefill's activations or logits
+    update     on top during a micro-batch: the real update runs on tensors without memory (torch's
+               FakeTensorMode), and what is alive at once is added up
 
-Rollout and update do not happen at once, so the larger counts. Prints one JSON line, in GiB.
+The peak is the sum of all, but of `rollout` and `gradients` + `update` only the larger. `--card` is
+a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes as many rows as fit into half
+of what is free. What the allocator cannot use for want of a gap of the right size is not in it:
+leave 10%.
+
+`--measure` runs two real steps (rollout, reference, update) of the config with random weights on
+this CPU, in a process of its own. It prints the estimate for a CPU, the peak resident memory less
+what the process had before the model was made, and their ratio. The C library is told to give back
+what is freed; otherwise the holes in its heap would be measured as well. Prints one JSON line.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from omegaconf import OmegaConf
-from torchtune import config
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+from torchtune import config, modules, training
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from training_step import loss_backward, memory_mb
 
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.logprobs import (
+    MicroBatch,
+    _packed_attention,
+    attend_in_segments,
+    micro_batches,
+    response_logprobs,
+)
 from torchtune_grpo.logprobs._blocked import default_chunk_bytes
+from torchtune_grpo.loss import make_loss
+from torchtune_grpo.memory import most_that_fits
+from torchtune_grpo.models import widen_adapters
+from torchtune_grpo.optimizer import make_optimizer
+from torchtune_grpo.policy import build_policy, empty_model
+from torchtune_grpo.read_config import read_config
+from torchtune_grpo.reference import make_reference
+from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
+from torchtune_grpo.rollout._native import PREFILL_TOKENS
+from torchtune_grpo.trajectory import Samples, Trajectory
 
 GIB = 2**30
+NF4_BYTES = 0.52  # of a parameter, with the scales of its blocks
+CONTEXT_BYTES = 0.5 * GIB
+SHARE = 0.5  # of the free memory that a rollout's rows may take
+EXACT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**26)}
 # Of each model's public config.json, what its size depends on.
 KEYS = (
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim vocab_size tie_word_embeddings max_position_embeddings"
 ).split()
 KNOWN = {
+    "shape-tiny": ("llama", 64, 128, 2, 2, 2, 32, 2048, True, 4096),
+    "shape-S": ("llama", 512, 1536, 8, 8, 4, 64, 32768, True, 4096),
     "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 40960),
     "Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True, 40960),
     "Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True, 40960),
@@ -44,46 +99,369 @@ KNOWN = {
 }
 
 
-def estimate(cfg) -> dict[str, float]:
-    """GiB by part for a config with activation checkpointing."""
+class LiveBytes(TorchDispatchMode):
+    """Adds up the storages that are made within it and are alive at once.
+
+    Attributes:
+        now (int): bytes alive.
+        peak (int): the most that were.
+    """
+
+    def __init__(self, known: nn.Module | None = None) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = WeakIdKeyDictionary()
+        for tensor in [] if known is None else [*known.parameters(), *known.buffers()]:
+            self._seen[tensor.untyped_storage()] = True
+            if tensor.grad is not None:
+                self._seen[tensor.grad.untyped_storage()] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation and notes what it made."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._seen:
+                storage = leaf.untyped_storage()
+                self._seen[storage] = True
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return out
+
+    def _add(self, bytes_: int) -> None:
+        self.now += bytes_
+        self.peak = max(self.peak, self.now)
+
+
+# --- The estimate ---------------------------------------------------------------------------------
+
+
+def estimate(
+    node: DictConfig, *, card: float | None = None, device: str = "cuda"
+) -> dict[str, float]:
+    """GiB by part, the peak, and how many rows are rolled out at once.
+
+    Args:
+        node (DictConfig): the config, as its file has it.
+        card (float | None): GiB of the device; None = all rows of a step fit.
+        device (str): "cpu" leaves out what only CUDA takes, and has a CPU's smaller blocks of
+            logits; and nothing is evaluated.
+    """
+    cfg = read_config(node)
     size = 2 if cfg.dtype == "bf16" else 4
-    quantized = "qlora" in cfg.model._component_ or cfg.model.get("quantize_base", False)
-    node = OmegaConf.create({**cfg.model})
-    node._component_ = node._component_.replace("qlora_", "lora_")
-    with torch.device("meta"):
-        model = config.instantiate(node)
-    named = dict(model.named_parameters())
-    adapters = {name for name in named if "lora_" in name or "magnitude" in name}
-    base = sum(p.numel() for name, p in named.items() if name not in adapters)
-    linear = sum(
-        p.numel()
-        for name, p in named.items()
-        if name not in adapters and p.dim() == 2 and name.startswith("layers")
-    )
-    trained = sum(named[name].numel() for name in adapters) or base
-    moments = 2 if "8bit" in cfg.optimizer._component_ else 2 * size
-    layer = model.layers[0]
-    kv_width = layer.attn.num_kv_heads * layer.attn.head_dim
-    dim = model.tok_embeddings.embedding_dim
-    hidden = layer.mlp.w1.weight.shape[0]
-    depth = len(model.layers)
-    tokens = cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens
-    rows = cfg.batch_size * cfg.grpo_samples
-    live = cfg.get("rollout", {}).get("max_rows") or rows
-    micro = (cfg.forward_batch_size or rows) * tokens
-    weights = (base - linear) * size + linear * (0.52 if quantized else size)
+    with default_dtype(cfg):
+        model = empty_model(cfg)
+    adapters = get_adapter_params(model)
+    trained = sum(p.numel() for p in (adapters or dict(model.named_parameters())).values())
+    nf4 = sum(p.numel() for p in model.parameters() if isinstance(p.data, NF4Tensor))
+    base = sum(p.numel() for p in model.parameters()) - (trained if adapters else 0)
+    width = 4 if adapters else size
+    masters = width == 2 and not cfg.optimizer.get("bf16_stochastic_round", False)
+    update, buffers = update_bytes(cfg, device=torch.device(device))
     parts = {
-        "weights": weights + (trained * size if adapters else 0),
-        "training": trained * (size + moments),
+        "weights": (base - nf4) * size + nf4 * NF4_BYTES + trained * (4 if adapters else 0),
+        "moments": trained * ((2 if "8bit" in cfg.optimizer._component_ else 8) + 4 * masters),
+        "gradients": trained * width,
         "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
-        "rollout": live * tokens * 2 * kv_width * size * depth,
-        "update": micro * dim * size * depth
-        + micro * (8 * dim + 4 * hidden) * size
-        + 3 * default_chunk_bytes(torch.device("cuda"), tokens=micro),
+        "context": CONTEXT_BYTES if device == "cuda" else 0,
     }
-    parts = {name: value / GIB for name, value in parts.items()}
-    fixed = parts["weights"] + parts["training"] + parts["reference"]
-    return parts | {"peak": fixed + max(parts["rollout"], parts["update"])}
+    parts["weights"] += buffers
+    free = None if card is None else card * GIB - sum(parts.values()) + parts["gradients"]
+    copies = copied_bytes(model, cfg, free=free, nf4=nf4, size=size)
+    rows, cache, logits = rollout_bytes(model, cfg, free=free, evaluates=device == "cuda")
+    parts |= {"cache": cache, "graphs": logits if device == "cuda" else 0}
+    parts |= {"rollout": copies + max(logits, prefill_bytes(model, cfg, size)), "update": update}
+    gib = {name: value / GIB for name, value in parts.items()}
+    one_of = {"rollout", "update"}
+    # There are no gradients during a rollout.
+    rollout = gib["rollout"] - gib["gradients"]
+    peak = sum(gib[name] for name in gib.keys() - one_of) + max(rollout, gib["update"])
+    return gib | {"peak": peak} | rows
+
+
+def copied_bytes(
+    model: TransformerDecoder, cfg: GRPOConfig, *, free: float | None, nf4: int, size: int
+) -> float:
+    """Copies of weights for a rollout: of NF4 weights, and of those that adapters are merged with.
+
+    None if they would take more than half of the free memory.
+    """
+    merges = cfg.rollout.merge_adapters == "always"
+    merges |= cfg.rollout.merge_adapters == "auto" and cfg.dtype == "fp32"
+    copied = nf4
+    if merges:
+        adapted = [m for m in model.modules() if hasattr(m, "lora_a")]
+        copied = sum(m.weight.numel() for m in adapted)
+    return 0 if free is not None and copied * size >= free / 2 else copied * size
+
+
+def rollout_bytes(
+    model: TransformerDecoder, cfg: GRPOConfig, *, free: float | None, evaluates: bool
+) -> tuple[dict[str, int], float, float]:
+    """Rows at once, the cache that stays, and the logits of a decoding step while sampling."""
+    step = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)
+    requests = {"rows": step}
+    if evaluates and cfg.eval_dataset is not None:
+        prompts, group = cfg.eval_dataset.get("num_samples") or 256, max(1, cfg.eval_samples)
+        requests["eval_rows"] = request(cfg, prompts=prompts, group=group)
+    vocab = model.tok_embeddings.num_embeddings
+
+    def cost(rows: int, wanted: RolloutRequest) -> int:
+        engine = NativeEngine(model, replace(cfg.rollout, max_rows=rows))
+        return engine.cache_bytes(wanted) + rows * vocab * 4 * 3
+
+    rows = {}
+    for name, wanted in requests.items():
+        rows[name] = min(cfg.rollout.max_rows or wanted.num_rows, wanted.num_rows)
+        if free is not None and cfg.rollout.max_rows is None:
+            rows[name] = most_that_fits(
+                lambda n, wanted=wanted: cost(n, wanted), most=rows[name], budget=int(SHARE * free)
+            )
+    logits = 3 * 4 * vocab * max(rows.values())
+    cache = max(cost(n, requests[name]) - 12 * vocab * n for name, n in rows.items())
+    return rows, cache, logits
+
+
+def prefill_bytes(model: TransformerDecoder, cfg: GRPOConfig, size: int) -> float:
+    """What one layer takes while prompts are computed side by side."""
+    longest = cfg.dataset.max_prompt_tokens
+    tokens = longest * max(1, min(cfg.batch_size, PREFILL_TOKENS // longest))
+    dim, hidden = model.tok_embeddings.embedding_dim, model.layers[0].mlp.w1.weight.shape[0]
+    return tokens * (4 * hidden + 4 * dim) * size
+
+
+def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float]:
+    """The most that is alive in the largest micro-batch, without weights and gradients; buffers.
+
+    Where there are several micro-batches, the gradients of one are there in the next.
+    """
+    parts = cut(cfg, longest_rows(cfg))
+    node = OmegaConf.merge(cfg.model, {})
+    node._component_ = node._component_.replace("qlora_", "lora_")
+    if "quantize_base" in node:
+        node.quantize_base = False
+    with default_dtype(cfg), torch.device("meta"):
+        model = config.instantiate(node)
+    prepare(model, cfg)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model = model.to_empty(device="cpu").train()
+    for module in model.modules():
+        if getattr(module, "rope_init", None) is not None:
+            module.rope_init()  # torchtune's llama3 reads numbers to make its table
+    with fake:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, fake.from_tensor(buffer))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients = sum(p.numel() * p.itemsize for p in trained)
+        if len(parts) > 1:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+            gradients = 0
+        chunk = default_chunk_bytes(device, tokens=len(parts[0].layout.targets))
+        with attention_of(device), LiveBytes(model) as live:
+            logprobs, entropy = log_probs(model, parts[0], cfg, chunk_bytes=chunk)
+            (logprobs + entropy).sum().backward()
+    buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
+    return live.peak - gradients + dequantized_bytes(cfg), sum(buffers.values())
+
+
+def attention_of(device: torch.device) -> AbstractContextManager:
+    """Within it, tensors without memory attend as on a device.
+
+    They lie on the CPU, as autograd refuses those of another device that torch was not built for.
+    """
+    cuda = {"has_varlen_kernel": lambda q: q.dtype == torch.bfloat16}
+    return patch.multiple(_packed_attention, **cuda) if device.type == "cuda" else nullcontext()
+
+
+def dequantized_bytes(cfg: GRPOConfig) -> float:
+    """What it takes to make the largest NF4 weight whole, by counting with a small one."""
+    with default_dtype(cfg):
+        weights = [p.data for p in empty_model(cfg).parameters()]
+        largest = max((w.numel() for w in weights if isinstance(w, NF4Tensor)), default=0)
+        small = to_nf4(torch.randn(512, 512)) if largest else None
+        with LiveBytes() as live:
+            if small is not None:
+                small.get_original_weight()
+    return live.peak / 512**2 * largest
+
+
+# --- What estimate and measurement share ----------------------------------------------------------
+
+
+def default_dtype(cfg: GRPOConfig) -> Any:
+    """Within it, modules are made in the config's dtype."""
+    return training.set_default_dtype(training.get_dtype(cfg.dtype, device=torch.device("cpu")))
+
+
+def prepare(model: TransformerDecoder, cfg: GRPOConfig) -> None:
+    """As build_policy and the recipe prepare it for an update."""
+    if cfg.pack_groups:
+        attend_in_segments(model)
+    if cfg.dtype != "fp32":
+        widen_adapters(model)
+    if get_adapter_params(model):
+        set_trainable_params(model, get_adapter_params(model))
+    checkpoint_layers(model, cfg)
+
+
+def checkpoint_layers(model: TransformerDecoder, cfg: GRPOConfig) -> None:
+    """Activation checkpointing, if the config wants it."""
+    if cfg.enable_activation_checkpointing:
+        layers = {modules.TransformerSelfAttentionLayer}
+        training.set_activation_checkpointing(model, auto_wrap_policy=layers)
+
+
+def request(cfg: GRPOConfig, *, prompts: int, group: int) -> RolloutRequest:
+    """Prompts as long as the config allows, and responses that nothing ends."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 1000, (prompts, cfg.dataset.max_prompt_tokens), generator=generator)
+    return RolloutRequest(
+        prompts=tokens.tolist(),
+        group_size=group,
+        params=cfg.sampling_params,
+        stop_tokens=[],
+        keys=torch.arange(prompts * group),
+    )
+
+
+def longest_rows(cfg: GRPOConfig, samples: Samples | None = None) -> Trajectory:
+    """A step's rows, each as long as the config allows."""
+    wanted = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)
+    rows, width = wanted.num_rows, cfg.max_generated_tokens
+    prompts = torch.tensor(wanted.prompts).repeat_interleave(wanted.group_size, dim=0)
+    zeros = torch.zeros(rows, width)
+    responses = torch.ones(rows, width, dtype=torch.long) if samples is None else samples.responses
+    return Trajectory(
+        tokens=torch.cat([prompts, responses], dim=1),
+        prompt_lengths=torch.full((rows,), prompts.shape[1]),
+        response_lengths=torch.full((rows,), width),
+        response_mask=torch.ones(rows, width, dtype=torch.bool),
+        truncated=torch.ones(rows, dtype=torch.bool),
+        sampler_logprobs=zeros if samples is None else samples.sampler_logprobs,
+        behaviour_logprobs=zeros if samples is None else samples.behaviour_logprobs,
+        prompts=[],
+        completions=[],
+        columns={},
+        advantages=torch.arange(rows) % 2 - 0.5,
+        weights=torch.full((rows, width), 1 / (rows * width)),
+    )
+
+
+def cut(cfg: GRPOConfig, trajectory: Trajectory) -> list[MicroBatch]:
+    """As the recipe does it."""
+    return micro_batches(
+        trajectory,
+        group_size=cfg.grpo_samples,
+        pack=cfg.pack_groups,
+        rows=cfg.rows_per_forward,
+        token_budget=cfg.forward_token_budget,
+        dense=cfg.compile,
+    )
+
+
+def log_probs(
+    model: TransformerDecoder, part: MicroBatch, cfg: GRPOConfig, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """As the recipe's update computes them: [n, L] and the entropy."""
+    return response_logprobs(
+        model,
+        part.layout,
+        temperature=cfg.temperature,
+        with_entropy=True,
+        entropy_gradient=make_loss(cfg.loss).needs_entropy_gradient,
+        **settings,
+    )
+
+
+# --- The measurement ------------------------------------------------------------------------------
+
+
+def measure(node: DictConfig, *, tiny_dir: Path) -> dict[str, float]:
+    """GiB that two real steps take on this CPU, by stage, beyond what those of a tiny model took.
+
+    Args:
+        node (DictConfig): the config.
+        tiny_dir (Path): with the config.json of a tiny model, whose steps load all libraries.
+    """
+    cfg = read_config(node)
+    has_adapters = bool(get_adapter_params(empty_model(cfg)))
+    quantized = any(isinstance(p.data, NF4Tensor) for p in empty_model(cfg).parameters())
+    tiny: dict[str, Any] = {
+        "model_dir": str(tiny_dir),
+        "model": {"_component_": "torchtune_grpo.models.hf_model", "model_dir": str(tiny_dir)},
+        "max_generated_tokens": 4,
+    }
+    if has_adapters:
+        tiny["model"]["_component_"] = "torchtune_grpo.models.lora_hf_model"
+        tiny["model"]["quantize_base"] = quantized
+    run_steps(replace(cfg, **{**tiny, "model": OmegaConf.create(tiny["model"])}), before=0)
+    return run_steps(cfg, before=memory_mb("VmRSS"))
+
+
+def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
+    """Two steps with random weights: GiB by stage, less ``before`` MB."""
+    cpu = torch.device("cpu")
+    model = build_policy(cfg, random_weights(cfg), device=cpu)
+    loss = make_loss(cfg.loss)
+    reference = make_reference(model, cfg, home=cpu) if loss.needs_reference else None
+    engine = make_engine(model, cfg.rollout)
+    checkpoint_layers(model, cfg)
+    optimizer = make_optimizer(cfg.optimizer, model.parameters())
+    peaks = dict.fromkeys(("rollout", "update", "optimizer"), 0.0)
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        yield
+        peaks[name] = max(peaks[name], (memory_mb("VmHWM") - before) * 1e6 / GIB)
+
+    for _ in range(2):
+        with stage("rollout"):
+            model.eval()
+            wanted = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)
+            rows = longest_rows(cfg, engine.generate(wanted))
+        with stage("update"):
+            parts = cut(cfg, rows)
+            if reference is not None:
+                values = reference.logprobs(parts, temperature=cfg.temperature)
+                rows = replace(rows, ref_logprobs=values)
+            model.train()
+            for part in parts:
+                logprobs, entropy = log_probs(model, part, cfg)
+                loss_backward(loss, rows.select(part.rows), logprobs, entropy)
+        with stage("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return peaks | {"peak": max(peaks.values())}
+
+
+def random_weights(cfg: GRPOConfig) -> dict[str, Tensor]:
+    """A checkpoint's: normal with a deviation of 0.02, and ones for the norms."""
+    with default_dtype(cfg):
+        model = empty_model(cfg)
+        adapters = get_adapter_params(model)
+        shapes = {n: p.shape for n, p in model.named_parameters() if n not in adapters}
+        return {
+            name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(std=0.02)
+            for name, shape in shapes.items()
+        }
+
+
+# --- Running --------------------------------------------------------------------------------------
+
+
+def measured(arguments: list[str]) -> dict[str, float]:
+    """:func:`measure` in a process of its own, whose C library gives back what is freed."""
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments, "--in-this-process"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **EXACT_HEAP},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -91,18 +469,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
-    args = parser.parse_args()
+    parser.add_argument("--card", type=float, help="memory of the GPU in GiB; default: all fits")
+    parser.add_argument("--measure", action="store_true", help="compare with a CPU's peak")
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
     cfg = OmegaConf.load(args.config)
     cfg.merge_with_dotlist(args.overrides)
     with TemporaryDirectory() as folder:
         name = Path(cfg.get("model_dir") or "").name
         if name in KNOWN and not Path(cfg.model_dir).is_dir():
-            shape = dict(zip(KEYS, KNOWN[name], strict=True))
-            Path(folder, "config.json").write_text(json.dumps(shape))
-            cfg.model_dir = folder
-        parts = estimate(cfg)
-    result = {"benchmark": "memory_estimate", "config": args.config.stem}
-    print(json.dumps(result | {name: round(value, 2) for name, value in parts.items()}))
+            cfg.model_dir = str(shape_folder(Path(folder), name))
+        if args.in_this_process:
+            tiny_dir = shape_folder(Path(folder), "shape-tiny")
+            return print(json.dumps(measure(cfg, tiny_dir=tiny_dir)))
+        device = "cpu" if args.measure else "cuda"
+        result: dict[str, Any] = {"benchmark": "memory_estimate", "config": args.config.stem}
+        result |= {"changes": args.overrides, "device": device, "card": args.card}
+        result["estimate"] = estimate(cfg, card=args.card, device=device)
+    if args.measure:
+        result["measured"] = measured(sys.argv[1:])
+        result["ratio"] = result["estimate"]["peak"] / result["measured"]["peak"]
+    print(json.dumps(rounded(result)))
+
+
+def shape_folder(parent: Path, name: str) -> Path:
+    """A model's folder with nothing but the config.json of a known model."""
+    folder = parent / name
+    folder.mkdir()
+    shape = dict(zip(KEYS, KNOWN[name], strict=True))
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with two decimals."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return round(value, 2) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":
