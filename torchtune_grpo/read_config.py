@@ -180,7 +180,6 @@ def contradictions(settings: GRPOConfig) -> list[str]:
     problems = Problems()
     with problems.noted():
         _ = settings.sampling_params  # raises if its keys contradict each other
-    graphs, device = settings.rollout.cuda_graphs, settings.device
     checkpoint_dir = settings.checkpointer.get("checkpoint_dir")
     adapter = settings.checkpointer.get("adapter_checkpoint")
     cases = {
@@ -189,13 +188,6 @@ def contradictions(settings: GRPOConfig) -> list[str]:
         f"forward_token_budget={settings.forward_token_budget}: replaces forward_batch_size="
         f"{settings.forward_batch_size}; set one of them to null.": (
             settings.forward_token_budget is not None and settings.forward_batch_size is not None
-        ),
-        f"rollout.cuda_graphs=True: works on CUDA, not on device={device}; set it to false.": (
-            graphs and not device.startswith("cuda")
-        ),
-        "rollout.cuda_graphs=True: layers gathered for each token cannot be recorded; set it to "
-        "false, or distributed.gather to once.": (
-            graphs and settings.distributed.gather == "layer"
         ),
         "checkpointer.checkpoint_dir: missing; name the folder of the base model.": (
             checkpoint_dir is None

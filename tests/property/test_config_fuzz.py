@@ -63,7 +63,7 @@ COMMON = {
     "sampling.suppressed_tokens": ["abc", 5, [-1], [10**6], [HUGE], ["a"], [2.5], [True], None],
     "sampling.stop_strings": ["abc", 5, [3], [""], [None], [["a"]], {"a": 1}, None],
     "rollout.engine": "word", "rollout.max_rows": "count?", "rollout.merge_adapters": "word",
-    "rollout.cuda_graphs": "flag", "rollout.deadline": "positive?",
+    "rollout.cuda_graphs": "word", "rollout.deadline": "positive?",
     "adapter_dir": "path?", "reference.policy": "word",
     "reference.dtype": "word?", "reference.device": "word?",
     "distributed.sharding": "word", "distributed.replicas": "count",

@@ -84,12 +84,7 @@ BAD = [
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
     ({"model": {"_component_": LORA_1B}}, "model.lora_attn_modules: missing", LORA_1B),
-    ({"rollout__cuda_graphs": True, "device": "cpu"}, "rollout.cuda_graphs=True", "device=cpu"),
-    (
-        {"rollout__cuda_graphs": True, "distributed": {"gather": "layer"}},
-        "rollout.cuda_graphs=True",
-        "distributed.gather to once",
-    ),
+    ({"rollout__cuda_graphs": True}, "rollout.cuda_graphs=True", "auto, never"),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
     ({"model__lora_rank": 0}, "model.lora_rank=0", "above 0"),
     ({"model__lora_attn_modules": ["q_prj"]}, "model.lora_attn_modules=['q_prj']", "'q_proj'"),

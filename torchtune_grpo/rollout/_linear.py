@@ -149,7 +149,8 @@ class RolloutLinear:
             bias = self._bias = held(self._bias, rows)
         else:
             bias = self._late_bias = held(self._late_bias, out)
-        for module, value, part in zip(self._modules, biases, bias.split(self.sizes), strict=False):
+        parts = bias[:out].split(self.sizes)
+        for module, value, part in zip(self._modules, biases, parts, strict=True):
             if value is None:
                 continue
             # torchtune scales the bias as well: its base_out, bias included, is multiplied.
