@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,12 @@ class CudaRecorder:
     """Captures steps in CUDA graphs that share one pool of memory, as no two run at once."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
 
     def __call__(self, step: Step) -> Step:
         """Captures a step, which does not run it."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads, those of NCCL's watchdog say, are none of the capture's business.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
