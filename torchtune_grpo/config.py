@@ -146,7 +146,11 @@ class GRPOConfig:
     clip_grad_norm: float | None = positive("Largest gradient norm; null = no clipping", None)
     # Machine
     device: str = key("cuda, cpu, ...", "cuda")
-    dtype: str = one_of("Of weights and activations", "bf16", ("bf16", "fp32"))
+    dtype: str = one_of(
+        "Of weights and activations; what is trained keeps float32 (docs/dtype.md)",
+        "bf16",
+        ("bf16", "fp32"),
+    )
     distributed: DistributedConfig = key("How several ranks share the work", DistributedConfig())
     seed: int = key(
         "Seed of the prompts' order, the sampler and everything else",

@@ -105,9 +105,10 @@ class _Rounding(_Masters):
     @torch.no_grad()
     def step(self) -> None:
         """The optimizer's step."""
-        self._noise: dict[torch.device, torch.Generator] = {}
         group = self.param_groups[0]
         group[_STEPS] = group.get(_STEPS, 0) + 1
+        noise = torch.Generator(group["params"][0].device)
+        self._noise = noise.manual_seed(group[_STEPS])
         super().step()
 
     def _parts(self, trained: list[Tensor]) -> list[list[Tensor]]:
@@ -116,10 +117,7 @@ class _Rounding(_Masters):
     def _narrow(self, p: Tensor, stepped: Tensor) -> None:
         if p.dtype == torch.bfloat16:
             local = stepped.to_local() if isinstance(stepped, DTensor) else stepped
-            if local.device not in self._noise:
-                own = torch.Generator(local.device).manual_seed(self.param_groups[0][_STEPS])
-                self._noise[local.device] = own
-            round_at_random(local, self._noise[local.device])
+            round_at_random(local, self._noise)
         p.copy_(stepped)
 
 

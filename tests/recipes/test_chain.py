@@ -42,6 +42,8 @@ def grpo(base, folder, config, *more):
     sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler=null"]
     if config == LORA:
         sgd += ["optimizer.fused=false", *ADAPTERS]
+    else:
+        sgd.append("~optimizer.bf16_stochastic_round")
     start = [f"model_dir={base}"] if config == FROM_FOLDER else weights_of(base)
     run_tiny(config, folder, *QUICK, SPREAD, *sgd, *start, *more)
     return folder / "out" / "step_000001"
