@@ -33,6 +33,7 @@ what is freed; otherwise the holes in its heap would be measured as well. Prints
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -68,20 +69,23 @@ from torchtune_grpo.logprobs import (
 )
 from torchtune_grpo.logprobs._blocked import default_chunk_bytes
 from torchtune_grpo.loss import make_loss
-from torchtune_grpo.memory import most_that_fits
 from torchtune_grpo.models import widen_adapters
 from torchtune_grpo.optimizer import make_optimizer
 from torchtune_grpo.policy import build_policy, empty_model
 from torchtune_grpo.read_config import read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
+from torchtune_grpo.rollout._cache import GroupCache
+from torchtune_grpo.rollout._decoder import NativeDecoder
+from torchtune_grpo.rollout._engine import _SHARE
+from torchtune_grpo.rollout._graphs import StepGraphs
+from torchtune_grpo.rollout._layout import coarse, padded_rows
 from torchtune_grpo.rollout._native import PREFILL_TOKENS
 from torchtune_grpo.trajectory import Samples, Trajectory
 
 GIB = 2**30
 NF4_BYTES = 0.52  # of a parameter, with the scales of its blocks
 CONTEXT_BYTES = 0.5 * GIB
-SHARE = 0.5  # of the free memory that a rollout's rows may take
 EXACT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**26)}
 # Of each model's public config.json, what its size depends on.
 KEYS = (
@@ -142,91 +146,83 @@ def estimate(
 
     Args:
         node (DictConfig): the config, as its file has it.
-        card (float | None): GiB of the device; None = all rows of a step fit.
-        device (str): "cpu" leaves out what only CUDA takes, and has a CPU's smaller blocks of
-            logits; and nothing is evaluated.
+        card (float | None): GiB of the device; None = all rows fit.
+        device (str): "cpu" leaves out what only CUDA takes, has a CPU's smaller blocks of logits,
+            and does not evaluate.
     """
-    cfg = read_config(node)
-    size = 2 if cfg.dtype == "bf16" else 4
+    cfg, cuda = read_config(node), device == "cuda"
     with default_dtype(cfg):
         model = empty_model(cfg)
+    size = 2 if cfg.dtype == "bf16" else 4
     adapters = get_adapter_params(model)
-    trained = sum(p.numel() for p in (adapters or dict(model.named_parameters())).values())
+    count = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in adapters.values()) or count
     nf4 = sum(p.numel() for p in model.parameters() if isinstance(p.data, NF4Tensor))
-    base = sum(p.numel() for p in model.parameters()) - (trained if adapters else 0)
+    base = count - (trained if adapters else 0)
     width = 4 if adapters else size
     masters = width == 2 and not cfg.optimizer.get("bf16_stochastic_round", False)
     update, buffers = update_bytes(cfg, device=torch.device(device))
     parts = {
-        "weights": (base - nf4) * size + nf4 * NF4_BYTES + trained * (4 if adapters else 0),
+        "weights": (base - nf4) * size + nf4 * NF4_BYTES + buffers,
+        "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
+        "context": CONTEXT_BYTES if cuda else 0,
+    }
+    if adapters:
+        parts["weights"] += trained * width
+    free = math.inf if card is None else card * GIB - sum(parts.values())  # before the first step
+    rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
+    parts |= rollout | {
         "moments": trained * ((2 if "8bit" in cfg.optimizer._component_ else 8) + 4 * masters),
         "gradients": trained * width,
-        "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
-        "context": CONTEXT_BYTES if device == "cuda" else 0,
+        "update": update,
     }
-    parts["weights"] += buffers
-    free = None if card is None else card * GIB - sum(parts.values()) + parts["gradients"]
-    copies = copied_bytes(model, cfg, free=free, nf4=nf4, size=size)
-    rows, cache, logits = rollout_bytes(model, cfg, free=free, evaluates=device == "cuda")
-    parts |= {"cache": cache, "graphs": logits if device == "cuda" else 0}
-    parts |= {"rollout": copies + max(logits, prefill_bytes(model, cfg, size)), "update": update}
     gib = {name: value / GIB for name, value in parts.items()}
-    one_of = {"rollout", "update"}
-    # There are no gradients during a rollout.
-    rollout = gib["rollout"] - gib["gradients"]
-    peak = sum(gib[name] for name in gib.keys() - one_of) + max(rollout, gib["update"])
-    return gib | {"peak": peak} | rows
-
-
-def copied_bytes(
-    model: TransformerDecoder, cfg: GRPOConfig, *, free: float | None, nf4: int, size: int
-) -> float:
-    """Copies of weights for a rollout: of NF4 weights, and of those that adapters are merged with.
-
-    None if they would take more than half of the free memory.
-    """
-    merges = cfg.rollout.merge_adapters == "always"
-    merges |= cfg.rollout.merge_adapters == "auto" and cfg.dtype == "fp32"
-    copied = nf4
-    if merges:
-        adapted = [m for m in model.modules() if hasattr(m, "lora_a")]
-        copied = sum(m.weight.numel() for m in adapted)
-    return 0 if free is not None and copied * size >= free / 2 else copied * size
+    in_turn = gib["rollout"], gib["gradients"] + gib["update"]
+    return gib | {"peak": sum(gib.values()) - min(in_turn)} | rows
 
 
 def rollout_bytes(
-    model: TransformerDecoder, cfg: GRPOConfig, *, free: float | None, evaluates: bool
-) -> tuple[dict[str, int], float, float]:
-    """Rows at once, the cache that stays, and the logits of a decoding step while sampling."""
-    step = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)
-    requests = {"rows": step}
-    if evaluates and cfg.eval_dataset is not None:
-        prompts, group = cfg.eval_dataset.get("num_samples") or 256, max(1, cfg.eval_samples)
-        requests["eval_rows"] = request(cfg, prompts=prompts, group=group)
-    vocab = model.tok_embeddings.num_embeddings
-
-    def cost(rows: int, wanted: RolloutRequest) -> int:
-        engine = NativeEngine(model, replace(cfg.rollout, max_rows=rows))
-        return engine.cache_bytes(wanted) + rows * vocab * 4 * 3
-
-    rows = {}
-    for name, wanted in requests.items():
-        rows[name] = min(cfg.rollout.max_rows or wanted.num_rows, wanted.num_rows)
-        if free is not None and cfg.rollout.max_rows is None:
-            rows[name] = most_that_fits(
-                lambda n, wanted=wanted: cost(n, wanted), most=rows[name], budget=int(SHARE * free)
-            )
-    logits = 3 * 4 * vocab * max(rows.values())
-    cache = max(cost(n, requests[name]) - 12 * vocab * n for name, n in rows.items())
-    return rows, cache, logits
-
-
-def prefill_bytes(model: TransformerDecoder, cfg: GRPOConfig, size: int) -> float:
-    """What one layer takes while prompts are computed side by side."""
+    model: TransformerDecoder, cfg: GRPOConfig, *, free: float, cuda: bool
+) -> tuple[dict[str, float], dict[str, int]]:
+    """What a rollout takes, in part for good; and the rows at once."""
+    meta = torch.device("meta")
+    merges = cfg.rollout.merge_adapters
+    decoder = NativeDecoder(
+        model,
+        merge_adapters=merges == "always" or (merges == "auto" and cfg.dtype == "fp32"),
+        dtype=model.tok_embeddings.weight.dtype,
+        device=meta,
+    )
+    engine = NativeEngine(model, cfg.rollout, device=meta)
+    engine._decoder, engine._cache = decoder, GroupCache(decoder.cache_shape)
+    graphs = cuda and cfg.rollout.cuda_graphs == "auto"
+    if graphs:
+        engine._graphs = StepGraphs(lambda step: step)
+    copies = sum(linear.copied_bytes for linear in decoder.linears())
+    if copies >= free / 2:
+        copies = 0  # the modules are called as they are
+    size = decoder.dtype.itemsize
+    beside = 0  # A and B of adapters that are not merged, B with blocks on its diagonal
+    for linear in decoder.linears():
+        if sum(linear._ranks):
+            inputs = next(m.lora_a.in_features for m in linear._modules if hasattr(m, "lora_a"))
+            beside += sum(linear._ranks) * (sum(linear.sizes) + inputs) * size
+    engine._budget = int(min(_SHARE * (free - copies - beside), 2**60))
+    requests = {"rows": request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)}
+    if cuda and cfg.eval_dataset is not None:
+        prompts = cfg.eval_dataset.get("num_samples") or 256
+        requests["eval_rows"] = request(cfg, prompts=prompts, group=max(1, cfg.eval_samples))
+    rows = {name: engine.rows_at_once(wanted) for name, wanted in requests.items()}
     longest = cfg.dataset.max_prompt_tokens
+    step = max(padded_rows(n, few_shapes=graphs) for n in rows.values()) * decoder.step_bytes(
+        GroupCache.rounded(longest) + coarse(cfg.max_generated_tokens, least=GroupCache.BLOCK)
+    )
+    cache = max(engine.cache_bytes(wanted) for wanted in requests.values()) - step
     tokens = longest * max(1, min(cfg.batch_size, PREFILL_TOKENS // longest))
-    dim, hidden = model.tok_embeddings.embedding_dim, model.layers[0].mlp.w1.weight.shape[0]
-    return tokens * (4 * hidden + 4 * dim) * size
+    hidden, dim = model.layers[0].mlp.w1.weight.shape
+    prefill = tokens * (4 * hidden + 4 * dim) * size
+    parts = {"cache": cache, "graphs": step if graphs else 0, "adapter_copies": beside}
+    return parts | {"rollout": copies + max(prefill, 0 if graphs else step)}, rows
 
 
 def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float]:
