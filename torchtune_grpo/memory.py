@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ _NF4_BITS = 4.5  # with the scales of its blocks
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, or what the system can still give on a CPU.
+    """Free memory of a CUDA device, or a rank's part of what the system can still give on a CPU.
 
     Where the system does not say, a large number: a choice that depends on it is then made as if
     memory were plenty.
@@ -32,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                return int(line.split()[1]) * 1024 // ranks_per_node()
     except OSError:
         pass
     return 1 << 60
@@ -51,31 +50,11 @@ def weight_bytes(model: nn.Module) -> int:
 def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
     """Whether a model's whole weights fit into half of every rank's free memory, sharded or not.
 
-    Every rank has to call it, with its own device; all get the same answer.
+    Every rank has to call it, with the device that it computes on, wherever the weights are now;
+    all get the same answer.
     """
-    sharers = ranks_per_node() if device.type == "cpu" else 1
-    fits = weight_bytes(model) <= free_bytes(device) / sharers / 2
+    fits = weight_bytes(model) <= free_bytes(device) / 2
     return sum_over_ranks(int(not fits)) == 0
-
-
-def most_that_fits(cost: Callable[[int], int], *, most: int, budget: int) -> int:
-    """The largest number of things, of 1 to ``most``, whose cost is within a budget.
-
-    Args:
-        cost (Callable[[int], int]): bytes of so many; more things never cost less.
-        most (int): more are not asked for, at least 1.
-        budget (int): bytes.
-
-    Returns:
-        int: at least 1, even if one alone does not fit.
-    """
-    if cost(most) <= budget:
-        return most
-    fits, too_many = 1, most
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if cost(middle) <= budget else (fits, middle)
-    return fits
 
 
 def keep_freed_memory() -> None:

@@ -63,8 +63,7 @@ def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ign
     if os.environ.get("RANK", "0") == "0":
         for warning in without_effect(settings):
             log.warning(warning)
-    rows = settings.rollout.max_rows or settings.rows_per_step  # also where more are evaluated
-    return replace(settings, rollout=replace(settings.rollout, max_rows=rows))
+    return settings
 
 
 def examine(cfg: DictConfig, table: type[T], problems: Problems) -> T | None:

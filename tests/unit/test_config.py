@@ -42,8 +42,7 @@ def test_defaults_and_numbers_are_read():
     assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
     assert (settings.rows_per_step, settings.rows_per_forward) == (64, 8)
     assert read_config(load(forward_batch_size=None)).rows_per_forward == 64
-    assert settings.rollout.max_rows == 32
-    assert read_config(load(rollout={"deadline": 9})).rollout.max_rows == 64
+    assert settings.rollout.max_rows is None  # as many as memory allows
     assert read_config(load(eval_dataset=None, eval_reward="x")).eval_dataset is None
     assert read_config(load(forward_batch_size=5)).rows_per_forward == 5  # a bound, no divisor
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"

@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from policies import LORA, SHAPE
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.models.llama3 import lora_llama3
 from torchtune.models.llama3_2 import llama3_2
 
 from torchtune_grpo import memory, policy
+from torchtune_grpo.parallel import DistributedConfig, shard
 from torchtune_grpo.policy import should_shard
 from torchtune_grpo.read_config import read_config
+from torchtune_grpo.rollout import NativeEngine, RolloutConfig
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")
@@ -32,17 +36,6 @@ def test_weight_bytes_of_plain_and_quantized_models():
     assert memory.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 64])
-@pytest.mark.parametrize("slope", [1, 3, 1000])
-def test_most_that_fits(most, slope):
-    """The largest number within the budget, by trying each; one thing if none fits."""
-    for budget in range(0, 70 * slope, max(1, slope // 2)):
-        cost = [5 + slope * -(-number // 4) for number in range(most + 1)]  # in steps of four
-        fitting = [number for number in range(1, most + 1) if cost[number] <= budget]
-        found = memory.most_that_fits(cost.__getitem__, most=most, budget=budget)
-        assert found == max(fitting, default=1)
-
-
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch):
     monkeypatch.setattr(policy, "world_size", lambda: 2)
@@ -59,10 +52,28 @@ def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sh
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(8e9))
-    assert not should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert should_shard(settings("llama3_2_1B_lora_grpo"), device=CPU)
+    alone = memory.free_bytes(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory.free_bytes(CPU) == pytest.approx(alone / 4, rel=0.3)
+
+
+@pytest.mark.parametrize(("free_here", "free_there", "by_layer"), [(1, 9, True), (9, 1, False)])
+def test_what_is_gathered_has_to_fit_the_device_that_computes(
+    monkeypatch, free_here, free_there, by_layer
+):
+    """With distributed.fsdp_cpu_offload the parameters are in the host's memory: there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = llama3_2(**SHAPE)
+        size = memory.weight_bytes(model)
+        settings = RolloutConfig(cuda_graphs="never")
+        engine = NativeEngine(model, settings, device=torch.device("cuda"))
+        shard(model, DistributedConfig(), device=CPU)
+        free = {"cuda": free_here * size, "cpu": free_there * size}
+        monkeypatch.setattr(memory, "free_bytes", lambda device: free[device.type])
+        assert engine._by_layer == by_layer
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_rank_alone_shards_nothing(monkeypatch):
