@@ -495,7 +495,8 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
         lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
         cfg = OmegaConf.load(path)
         cfg.merge_with_dotlist(listed)
-        estimated = estimate(cfg)["peak"]
+        memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None
+        estimated = estimate(cfg, card=memory, device=bench.device.type)["peak"]
     steps = [line for line in map(json.loads, lines) if "step_time" in line]
     names = ("step_time", "time/rollout", "time/logprobs", "time/update")
     figures: dict[str, Any] = {

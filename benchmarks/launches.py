@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
-from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trainable_params
 from torchtune.training import set_activation_checkpointing, set_default_dtype
 from training_step import random_batch
 
@@ -236,7 +236,8 @@ def training(
     model: TransformerDecoder, part: MicroBatch, rows: Trajectory, loss: GRPOLoss
 ) -> dict[str, Launches]:
     """The reference's and the policy's pass over one micro-batch."""
-    reference = counted(lambda: trajectory_logprobs(model, [part], temperature=0.9))
+    with disable_adapter(model):
+        reference = counted(lambda: trajectory_logprobs(model, [part], temperature=0.9))
     set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     model.train()
 

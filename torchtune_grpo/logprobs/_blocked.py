@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear
 
@@ -45,7 +46,9 @@ def plain_weight(output: nn.Module) -> Tensor | None:
     if type(output) not in (nn.Linear, nn.Embedding) or getattr(output, "bias", None) is not None:
         return None
     weight = output.weight
-    return weight if isinstance(weight, Tensor) and type(weight.data) is Tensor else None
+    if not isinstance(weight, Tensor) or is_traceable_wrapper_subclass(weight.data):
+        return None  # quantized or sharded
+    return weight
 
 
 def projection_logprobs(
