@@ -23,11 +23,14 @@ _NF4_BITS = 4.5  # with the scales of its blocks
 def free_bytes(device: torch.device) -> int:
     """Free memory of a CUDA device, or a rank's part of what the system can still give on a CPU.
 
+    What torch's allocator holds ready counts as free.
+
     Where the system does not say, a large number: a choice that depends on it is then made as if
     memory were plenty.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
