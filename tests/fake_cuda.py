@@ -18,11 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CUDA = torch.device("cuda", 0)
 
 
+_MODE = FakeTensorMode(allow_non_fake_inputs=True)  # one: tensors of two do not go together
+
+
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """In it, what is made on ``cuda`` is fake, and so is all that is computed from it."""
     _let_autograd_know_cuda()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _MODE:
         yield
 
 
@@ -38,7 +41,10 @@ def _let_autograd_know_cuda() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name: ``with Operations() as count: ...; count["aten.mm.default"]``."""
+    """Counts operations by name: ``with Operations() as count: ...; count["aten.mm.default"]``.
+
+    Copies of a CPU's tensor to the GPU count as ``"from the host"``, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +59,12 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.prim.device.default:
             self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        copies = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if func in copies and isinstance(out, torch.Tensor) and out.is_cuda:
+            source = args[func is torch.ops.aten.copy_.default]
+            self.counts["from the host"] += source.device.type == "cpu"
+        return out
 
 
 def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

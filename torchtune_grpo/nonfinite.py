@@ -71,6 +71,7 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: if this is the last straw.
         """
+        # The one place of an optimizer step where a GPU has to be waited for: whether it is taken.
         finite = bool(loss.isfinite().all() & grad_norm.isfinite().all())
         if all(gather_over_ranks(finite)):
             self._in_a_row = 0

@@ -77,11 +77,12 @@ def response_logprobs(
         )
         return torch.stack([logprobs, entropy])  # [2, K]
 
-    mask = layout.attention_mask(model.tok_embeddings.weight.dtype)
+    attention = layout.attention_mask(model.tok_embeddings.weight.dtype)
     with unembed_with(model, unembed, width=layout.tokens.shape[1]):
-        values = model(layout.tokens, mask=mask, input_pos=layout.positions)  # [2, K]
-    out = values.new_zeros(2, *layout.response_mask.shape)  # [2, n, L]
-    out = out.masked_scatter(layout.response_mask.expand_as(out), values)
+        values = model(layout.tokens, mask=attention, input_pos=layout.positions)  # [2, K]
+    mask = layout.response_mask
+    out = values.new_zeros(2, mask.numel()).index_copy(1, layout.place, values)
+    out = out.unflatten(1, mask.shape)  # [2, n, L]
     return out[0], out[1] if entropy_gradient else out[1].detach()
 
 

@@ -30,6 +30,8 @@ class Layout:
         column (Tensor): [K] at which position.
         targets (Tensor): [K] the response tokens, in the order of ``response_mask``.
         response_mask (Tensor): [n, L] bool.
+        place (Tensor): [K] where each response token is among the mask's n * L; found here, since
+            a GPU would be waited for in each pass that looks for it.
         attention (Segments | None): how packed rows attend; None = with a dense mask.
     """
 
@@ -40,6 +42,7 @@ class Layout:
     column: Tensor
     targets: Tensor
     response_mask: Tensor
+    place: Tensor
     attention: Segments | None = None
 
     def to(self, device: torch.device) -> Layout:
@@ -77,7 +80,9 @@ def row_layout(batch: Trajectory) -> Layout:
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     column = batch.prompt_lengths[row] - 1 + offset  # the token before predicts
     targets = batch.tokens[row, column + 1]
-    return Layout(batch.tokens[:, :longest], None, None, row, column, targets, batch.response_mask)
+    mask = batch.response_mask
+    place = row * mask.shape[1] + offset
+    return Layout(batch.tokens[:, :longest], None, None, row, column, targets, mask, place)
 
 
 def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
@@ -121,11 +126,13 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
         sizes = [[prompt, *part.tolist()] for prompt, part in parts]
         attention = Segments.of(sizes, width=total, device=device)
     mask = batch.response_mask
-    return Layout(tokens, positions, segments, packs[row], read, targets, mask, attention)
+    place = row * mask.shape[1] + offset
+    return Layout(tokens, positions, segments, packs[row], read, targets, mask, place, attention)
 
 
 def empty_layout(batch: Trajectory) -> Layout:
     """A pass over no row, of which nothing is read: for a rank that only has to take part."""
     nothing = batch.tokens.new_empty(0)
     mask = batch.response_mask[:0]
-    return Layout(batch.tokens.new_zeros(1, 1), None, None, nothing, nothing, nothing, mask)
+    tokens = batch.tokens.new_zeros(1, 1)
+    return Layout(tokens, None, None, nothing, nothing, nothing, mask, place=nothing)
