@@ -34,9 +34,11 @@ from torchtune_grpo.trajectory import Trajectory
 PROMPTS, RESPONSES = [6, 9], [5, 3, 1, 7]
 GROUP = 2
 SHAPE = SHAPE | {"num_layers": 1}
+LARGE = {"embed_dim": 256, "intermediate_dim": 256}  # as NF4's blocks want it
 KINDS = {
     "full": lambda: llama3_2(**SHAPE),
     "lora": lambda: lora_llama3_2(**LORA, **SHAPE),
+    "qlora": lambda: lora_llama3_2(**LORA, **SHAPE | LARGE, quantize_base=True),
     "dora": lambda: lora_llama3_2(**LORA, **SHAPE, use_dora=True),
     "lora_output": lambda: lora_llama3(**LORA, **SHAPE, apply_lora_to_output=True),
 }
