@@ -287,7 +287,7 @@ def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path
     """DoRA, of steps that bf16 would round away; gradients are summed over the ranks in float32."""
     adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-5", "dtype=bf16", "batch_size=2"]
     adam += ["grpo_samples=4", "model.use_dora=True", "num_steps=2", *NO_EVALUATION]
-    sharded = ["distributed.sharding=always", "distributed.gather=layer"]
+    sharded = ["distributed.sharding=always", "distributed.gather=once"]  # as the other samples
     for name, more in (("replicated", []), ("sharded", sharded)):
         run(tmp_path / name, LORA, *adam, *more, ranks=2)
     one, two = (adapter(tmp_path / n / "out" / "step_000002") for n in ("replicated", "sharded"))
