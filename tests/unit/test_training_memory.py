@@ -1,7 +1,11 @@
 """What autograd keeps of a packed group is what the formula of docs/performance.md says."""
 
+from pathlib import Path
+
+import memory_estimate
 import pytest
 import torch
+from omegaconf import OmegaConf
 from policies import LORA
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
@@ -9,6 +13,11 @@ from trajectories import make_groups
 
 from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout
+from torchtune_grpo.policy import build_policy
+from torchtune_grpo.read_config import read_config
+
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+CPU = torch.device("cpu")
 
 
 def kept_numbers(*, dim: int, hidden: int, layers: int, vocab: int) -> tuple[list[int], int]:
@@ -53,3 +62,29 @@ def test_kept_of_a_layer(dim, hidden):
 def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():
     sizes, width = kept_numbers(dim=64, hidden=96, layers=3, vocab=5000)
     assert max(sizes) == width * 96  # a mask would have 396 * 396 numbers, the logits 300 * 5000
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tensors_without_memory_are_counted_like_real_ones(tmp_path, rows, recompute):
+    """Of the update as benchmarks/memory_estimate.py runs it; with 4 of 8 rows it is the second."""
+    node = OmegaConf.load(CONFIGS / "hf_lora_grpo.yaml")
+    node.model_dir = str(memory_estimate.shape_folder(tmp_path, "shape-tiny"))
+    node.merge_with(
+        {"batch_size": 2, "grpo_samples": 4, "max_generated_tokens": 40, "forward_batch_size": rows}
+    )
+    node.enable_activation_checkpointing = recompute
+    node.dataset.max_prompt_tokens = 64
+    cfg = read_config(node)
+    estimated, _ = memory_estimate.update_bytes(cfg, device=CPU)
+
+    model = build_policy(cfg, memory_estimate.random_weights(cfg), device=CPU).train()
+    memory_estimate.checkpoint_layers(model, cfg)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parts = memory_estimate.cut(cfg, memory_estimate.longest_rows(cfg))
+    for part in parts:
+        with memory_estimate.LiveBytes(model) as live:
+            logprobs, entropy = memory_estimate.log_probs(model, part, cfg)
+            (logprobs + entropy).sum().backward()
+    gradients = 0 if len(parts) > 1 else sum(p.numel() * p.itemsize for p in trained)
+    assert live.peak - gradients == pytest.approx(estimated, rel=0.02)
