@@ -16,14 +16,15 @@ as the config allows. The parts, in GiB:
     context    what CUDA and its libraries take
     cache      keys and values of a rollout, which stay; the larger of a step's and an evaluation's
     graphs     what recorded decoding steps write to, which stays
+    adapter_copies  those that a rollout reads, which stay
     rollout    on top during a rollout: copies of weights, and a prefill's activations or logits
     update     on top during a micro-batch: the real update runs on tensors without memory (torch's
                FakeTensorMode), and what is alive at once is added up
 
 The peak is the sum of all, but of `rollout` and `gradients` + `update` only the larger. `--card` is
-a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes as many rows as fit into half
-of what is free. What the allocator cannot use for want of a gap of the right size is not in it:
-leave 10%.
+a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes as many rows as the engine's
+share of what is free before the first step has room for; without `--card`, all. What the allocator
+cannot use for want of a gap of the right size is not in it: leave 10 to 15%.
 
 `--measure` runs two real steps (rollout, reference, update) of the config with random weights on
 this CPU, in a process of its own. It prints the estimate for a CPU, the peak resident memory less
