@@ -276,7 +276,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         defer = self.cfg.distributed.defer_gradients
         for micro_batch in parts:
             parallel.set_gradient_sync(self._model, last=micro_batch is parts[-1], defer=defer)
-            part = trajectory.select(micro_batch.rows, texts=False)  # n rows
+            part = trajectory.select(micro_batch.rows, numbers=micro_batch.numbers)
             logprobs, entropy = response_logprobs(
                 self._model,
                 micro_batch.layout,

@@ -110,18 +110,18 @@ class Trajectory:
         tensors: dict[str, Any] = {n: value.to(device) for n, value in self.tensors().items()}
         return replace(self, **tensors)
 
-    def select(self, rows: Tensor, *, texts: bool = True) -> Trajectory:
+    def select(self, rows: Tensor, *, numbers: Sequence[int] | None = None) -> Trajectory:
         """Some rows; there may be none.
 
         Args:
             rows (Tensor): [n] their numbers, in the order wanted; or [N] bool, True = keep.
-            texts (bool): with their prompts, completions and columns, for which the host has to
-                wait until a GPU has told it the rows.
+            numbers (Sequence[int] | None): the same on the host, by which texts and columns are
+                chosen; None = asks the device, for which the host waits.
         """
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
 
-        chosen = rows.tolist() if texts else []
+        chosen = rows.tolist() if numbers is None else numbers
 
         def of(values: list[Any]) -> list[Any]:
             return [values[row] for row in chosen] if values else []

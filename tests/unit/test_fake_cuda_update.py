@@ -90,7 +90,7 @@ def test_a_step_waits_for_no_micro_batch(kind, rows):
         trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
         loss, seen = torch.zeros((), device=CUDA), []
         for micro_batch in parts:
-            part = trajectory.select(micro_batch.rows, texts=False)
+            part = trajectory.select(micro_batch.rows, numbers=micro_batch.numbers)
             logprobs, entropy = response_logprobs(
                 model,
                 micro_batch.layout,

@@ -27,10 +27,12 @@ class MicroBatch:
     """The rows of one forward pass.
 
     Attributes:
-        rows (Tensor): [n] rows of the trajectory; there may be none.
+        numbers (tuple[int, ...]): [n] rows of the trajectory; there may be none.
+        rows (Tensor): the same on the device.
         layout (Layout): how they are laid out.
     """
 
+    numbers: tuple[int, ...]
     rows: Tensor
     layout: Layout
 
@@ -83,14 +85,16 @@ def _micro_batch(trajectory: Trajectory, packs: list[Tensor], *, dense: bool) ->
     device = trajectory.tokens.device
     if not packs:
         none = torch.empty(0, dtype=torch.long, device=device)
-        return MicroBatch(none, empty_layout(trajectory))
-    rows = torch.cat(packs).to(device)
-    part = trajectory.select(rows, texts=False)
+        return MicroBatch((), none, empty_layout(trajectory))
+    numbers = torch.cat(packs)
+    rows = numbers.to(device)
+    part = trajectory.select(rows, numbers=())  # without texts
     if all(len(pack) == 1 for pack in packs):
-        return MicroBatch(rows, row_layout(part))
+        return MicroBatch(tuple(numbers.tolist()), rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
-    numbers = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
-    return MicroBatch(rows, packed_layout(part, numbers, dense=dense))
+    of_rows = torch.arange(len(packs)).repeat_interleave(sizes).to(device)
+    layout = packed_layout(part, of_rows, dense=dense)
+    return MicroBatch(tuple(numbers.tolist()), rows, layout)
 
 
 def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
