@@ -20,11 +20,13 @@ as the config allows. The parts, in GiB:
     rollout    on top during a rollout: copies of weights, and a prefill's activations or logits
     update     on top during a micro-batch: the real update runs on tensors without memory (torch's
                FakeTensorMode), and what is alive at once is added up
+    optimizer  on top during a step on weights in bf16: what of them is float32 meanwhile
 
-The peak is the sum of all, but of `rollout` and `gradients` + `update` only the larger. `--card` is
-a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes as many rows as the engine's
-share of what is free before the first step has room for; without `--card`, all. What the allocator
-cannot use for want of a gap of the right size is not in it: leave 10 to 15%.
+The peak is the sum of all, but of `rollout`, `gradients` + `update` and `gradients` + `optimizer`
+only the largest. `--card` is a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes
+as many rows as the engine's share of what is free before the first step has room for; without
+`--card`, all. What the allocator cannot use for want of a gap of the right size is not in it: leave
+10 to 15%.
 
 `--measure` runs two real steps (rollout, reference, update) of the config with random weights on
 this CPU, in a process of its own. It prints the estimate for a CPU, the peak resident memory less
@@ -87,6 +89,7 @@ from torchtune_grpo.trajectory import Samples, Trajectory
 GIB = 2**30
 NF4_BYTES = 0.52  # of a parameter, with the scales of its blocks
 CONTEXT_BYTES = 0.5 * GIB
+IN_TURN = ("rollout", "gradients", "update", "optimizer")
 EXACT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**26)}
 # Of each model's public config.json, what its size depends on.
 KEYS = (
@@ -176,10 +179,15 @@ def estimate(
         "moments": trained * ((2 if "8bit" in cfg.optimizer._component_ else 8) + 4 * masters),
         "gradients": trained * width,
         "update": update,
+        "optimizer": 0,
     }
+    if width == 2:  # all gradients in float32; or a weight at a time, its gradient and both moments
+        largest = max(p.numel() for p in model.parameters())
+        parts["optimizer"] = 4 * trained if masters else 4 * 4 * largest
     gib = {name: value / GIB for name, value in parts.items()}
-    in_turn = gib["rollout"], gib["gradients"] + gib["update"]
-    return gib | {"peak": sum(gib.values()) - min(in_turn)} | rows
+    stays = sum(gib.values()) - sum(gib[name] for name in IN_TURN)
+    trains = gib["gradients"] + max(gib["update"], gib["optimizer"])
+    return gib | {"peak": stays + max(gib["rollout"], trains)} | rows
 
 
 def rollout_bytes(
@@ -223,7 +231,9 @@ def rollout_bytes(
     hidden, dim = model.layers[0].mlp.w1.weight.shape
     prefill = tokens * (4 * hidden + 4 * dim) * size
     parts = {"cache": cache, "graphs": step if graphs else 0, "adapter_copies": beside}
-    return parts | {"rollout": copies + max(prefill, 0 if graphs else step)}, rows
+    # On a CPU the logits' projection is widened to float32 for its product.
+    widened = 0 if cuda or cfg.dtype == "fp32" else 4 * decoder.vocab * dim
+    return parts | {"rollout": copies + max(prefill, widened + (0 if graphs else step))}, rows
 
 
 def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float]:
