@@ -97,7 +97,7 @@ KEYS = (
     "num_key_value_heads head_dim vocab_size tie_word_embeddings max_position_embeddings"
 ).split()
 KNOWN = {
-    "shape-tiny": ("llama", 64, 128, 2, 2, 2, 32, 2048, True, 4096),
+    "shape-tiny": ("llama", 128, 256, 2, 2, 2, 64, 2048, True, 4096),
     "shape-S": ("llama", 512, 1536, 8, 8, 4, 64, 32768, True, 4096),
     "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 40960),
     "Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True, 40960),
