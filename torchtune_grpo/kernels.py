@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # once, and fails on an address that is no multiple of that.
 MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # of flash attention
+_PART = 1024  # rows of a weight that are widened at once
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -191,4 +192,8 @@ def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
         if out is None:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-    return torch.mm(x.float(), weight.float().t(), out=out)
+    if out is not None or weight.dtype == torch.float32:
+        return torch.mm(x.float(), weight.float().t(), out=out)
+    # Widened in parts that stay in a CPU's cache.
+    wide = x.float()
+    return torch.cat([torch.mm(wide, part.float().t()) for part in weight.split(_PART)], dim=1)
