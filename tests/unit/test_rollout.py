@@ -625,6 +625,15 @@ def test_never_samples_a_token_of_probability_zero(uniform):
     assert tokens.tolist() == [2, 690] and (logprobs == 0).all()
 
 
+def test_the_last_draws_stay_within_a_block_whose_sum_is_rounded_up():
+    logits = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
+    logits[:, 100:] = -torch.inf
+    tokens, logprobs, _ = Sampler(SamplingParams(max_generated_tokens=1), device=logits.device)(
+        logits, uniforms=torch.full((200,), 1 - 2**-53, dtype=torch.float64)
+    )
+    assert (tokens == 99).all() and logprobs.isfinite().all()
+
+
 def test_bad_sampling_settings_are_refused():
     good = SamplingParams(max_generated_tokens=4)
     for name, value in {
