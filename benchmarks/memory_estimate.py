@@ -14,7 +14,8 @@ as the config allows. The parts, in GiB:
     gradients  of what is trained
     reference  full fine-tuning with kl_coeff > 0: a second copy of the weights
     context    what CUDA and its libraries take
-    cache      keys and values of a rollout, which stay; the larger of a step's and an evaluation's
+    cache      keys and values of a rollout, which stay; the larger of a step's and an evaluation's,
+               although the latter's are given back by the next step's rollout
     graphs     what recorded decoding steps write to, which stays
     adapter_copies  those that a rollout reads, which stay
     rollout    on top during a rollout: copies of weights, and a prefill's activations or logits

@@ -478,6 +478,21 @@ def test_cache_stays_within_its_bound_and_is_reused():
     assert cache.rows[0].data_ptr() == kept
 
 
+def test_what_an_evaluation_took_is_given_back():
+    model, few, many = build_policy(), random_prompts([5, 2]), random_prompts([5] * 40)
+    engine = native(model)
+
+    def held() -> int:
+        return sum(tensor.nbytes for tensor in engine._cache.tensors())
+
+    expected = sample(engine, few, group_size=4)
+    of_a_step = held()
+    sample(engine, many, group_size=1)
+    assert held() > 3 * of_a_step
+    assert_same_samples(sample(engine, few, group_size=4), expected)
+    assert held() == of_a_step
+
+
 def test_as_many_rows_as_memory_allows(monkeypatch):
     model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
     asked = request(prompts, group_size=4)

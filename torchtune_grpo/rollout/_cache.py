@@ -36,7 +36,8 @@ class GroupCache:
     """Keys and values by layer: of prompts [2, prompts, kv_heads, P, hd], of rows [2, rows, ...].
 
     Responses grow by blocks, one layer at a time, so that growing never holds two caches. What is
-    allocated stays for the next rollout.
+    allocated stays for the next rollout, unless that has less than half as many prompts or rows: an
+    evaluation's memory is the next update's.
 
     Args:
         shape (CacheShape): of the model.
@@ -60,7 +61,7 @@ class GroupCache:
         return self.prompts[0].shape[3]
 
     def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
-        """Makes room for so many prompts and rows; what is large enough already is kept."""
+        """Makes room for so many prompts and rows; what is large enough, and not twice, is kept."""
         _grow(self.prompts, prompts, prompt_width, self.shape, keep=False)
         _grow(self.rows, rows, self.rounded(width), self.shape, keep=False)
 
@@ -91,7 +92,8 @@ def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, ke
         caches.extend([none] * shape.layers)
     size = (2, count, shape.kv_heads, width, shape.head_dim)
     for layer, old in enumerate(caches):
-        if all(have >= want for have, want in zip(old.shape, size, strict=True)):
+        fits = all(have >= want for have, want in zip(old.shape, size, strict=True))
+        if fits and (keep or old.shape[1] <= 2 * count):
             continue
         if not keep:
             caches[layer] = old = none  # freed before the new one is made
