@@ -75,7 +75,10 @@ class GroupAttention:
         over_prompt = over_prompt.view(at.cells, -1, width)  # [cells, r, P]
         scores = self._scores  # [n * kv, r, P + C]
         torch.index_select(over_prompt, 0, at.scatter, out=scores[..., :width])
-        torch.bmm(of_rows, keys.mT, out=scores[..., width:])
+        if scores.is_cuda:
+            torch.bmm(of_rows, keys.mT, out=scores[..., width:])
+        else:  # which would write a strided result matrix by matrix
+            scores[..., width:] = torch.bmm(of_rows, keys.mT)
         by_row = scores.unflatten(0, (n, kv))
         torch.add(self._bias, by_row, alpha=cache.shape.head_dim**-0.5, out=by_row)
         probs = scores.softmax(dim=-1)  # in float32, whatever the scores are
