@@ -189,7 +189,7 @@ class NativeDecoder:
             width (int): tokens of the longest response, or more.
 
         Returns:
-            Tensor: [n, V] logits of the next token, float32, which may be a transposed view.
+            Tensor: [n, V] logits of the next token, float32.
         """
         at.show_last()
         return self._unembed(

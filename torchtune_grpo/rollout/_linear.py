@@ -85,6 +85,12 @@ class RolloutLinear:
     def _numel(self) -> int:
         return sum(_live(module).numel() for module in self._modules)
 
+    @property
+    def _single_weight(self) -> Tensor:
+        """[out, in] of a single layer."""
+        assert len(self._modules) == 1
+        return _live(self._modules[0]) if self._weight is None else self._weight[: self.sizes[0]]
+
     def tensors(self) -> Iterator[Tensor]:
         """All that is read, which a recorded step has the addresses of."""
         for held in (self._weight, self._a, self._b, self._bias, self._scale, self._late_bias):
@@ -184,9 +190,7 @@ class RolloutLinear:
         """h [K, out] + the layer of x [K, in]; on CUDA in h's memory."""
         if self._calls_modules or self._scale is not None or self._bias is not None:
             return h + self(x)
-        assert len(self._modules) == 1
-        weight = _live(self._modules[0]) if self._weight is None else self._weight[: self.sizes[0]]
-        h = _add_product(h, x, weight)
+        h = _add_product(h, x, self._single_weight)
         if self._a is None or self._b is None:
             return h
         return _add_product(h, _product(x, self._a), self._b)
@@ -195,8 +199,7 @@ class RolloutLinear:
         """x [K, in] -> [K, out] in float32, not rounded on the way where that can be."""
         if self._calls_modules or self._scale is not None:
             return self(x).float()
-        weight = _live(self._modules[0]) if self._weight is None else self._weight[: self.sizes[0]]
-        y = float32_product(x, weight)
+        y = float32_product(x, self._single_weight)
         if self._a is not None and self._b is not None:
             y += float32_product(_product(x, self._a), self._b)
         return y if self._bias is None else y + self._bias[: self.sizes[0]]
@@ -231,7 +234,7 @@ def _whole(module: Any, *, merge: bool) -> Tensor:
         weight = weight.get_original_weight()
     if not merge or not isinstance(module, (LoRALinear, DoRALinear)):
         return weight
-    whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + _delta(module)
+    whole = _adapted(module, weight)
     return whole * _magnitude_over(module, whole) if isinstance(module, DoRALinear) else whole
 
 
@@ -240,19 +243,18 @@ def _dora_scale(module: Any) -> Tensor:
     weight = _live(module)
     if not isinstance(module, DoRALinear):
         return weight.new_ones(len(weight))
-    base = _whole(module, merge=False)
-    whole = base.to(torch.promote_types(base.dtype, torch.float32)) + _delta(module)
-    return _magnitude_over(module, whole)[:, 0]
+    return _magnitude_over(module, _adapted(module, _whole(module, merge=False)))[:, 0]
 
 
 def _magnitude_over(module: DoRALinear, whole: Tensor) -> Tensor:
     return (module.magnitude / whole.norm(dim=1))[:, None]
 
 
-def _delta(module: LoRALinear | DoRALinear) -> Tensor:
-    a, b = module.lora_a.weight, module.lora_b.weight
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    return _scaling(module) * (b.to(dtype) @ a.to(dtype))
+def _adapted(module: LoRALinear | DoRALinear, weight: Tensor) -> Tensor:
+    """weight + scaling B A, in float32 at least."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (part.weight.to(dtype) for part in (module.lora_a, module.lora_b))
+    return weight.to(dtype) + _scaling(module) * (b @ a)
 
 
 def _scaling(module: LoRALinear | DoRALinear) -> float:

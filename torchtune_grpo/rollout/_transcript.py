@@ -125,6 +125,8 @@ class Transcript:
 
     def spoilt(self, rows: Sequence[int]) -> list[bool]:
         """Which rows have a log-prob that is not finite."""
+        if not rows:  # mostly so: no look at the device
+            return []
         index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
         logprobs = self._logprobs[0][index]
         return (~logprobs.isfinite()).any(dim=1).tolist()
