@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.report import axes_of_a_run, series
-from torchtune_grpo.run_log import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"
 PROMPTS, SAMPLES = 16, 16  # of the config: all ranks together, in a group
@@ -53,7 +53,7 @@ def train(name: str, args: argparse.Namespace) -> Path:
     command = [Path(sys.executable).parent / "tune", "run", *launch, "--config", CONFIG]
     command += [f"output_dir={folder}", f"seed={args.seed}", *overrides]
     command += [f"model_dir={args.work_dir / 'tiny_llama'}"]
-    command += [f"log_completions={PROMPTS * SAMPLES}"]  # all, to see the first that differs
+    command += [f"log_groups={PROMPTS}"]  # all, to see the first that differs
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env=environment)

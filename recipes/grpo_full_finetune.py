@@ -112,7 +112,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
         self._metric_logger = make_metric_logger(self.cfg.metric_logger)
         self._metric_logger.log_config(cfg)
-        self._run_log = RunLog(self._output_dir, num_completions=self.cfg.log_completions)
+        self._run_log = RunLog(
+            self._output_dir, num_completions=self.cfg.log_groups * self.cfg.grpo_samples
+        )
         self._guard = NonFiniteGuard(self._output_dir)
         self._profiler = make_profiler(self.cfg.profiler)
 

@@ -31,9 +31,9 @@ from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import ConfigError, Problems, problems_in
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.interrupt import Interrupted
+from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.read_config import check_lengths, check_vocabulary
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.run_log import read_jsonl
 from torchtune_grpo.sample import generate, items_of
 
 log = utils.get_logger("INFO")

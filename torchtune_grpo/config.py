@@ -167,6 +167,18 @@ class GRPOConfig:
         "Also sample n responses a prompt at `temperature` for pass@1; 0 = greedy only", 0
     )
     eval_reward: str | None = key("Reward that decides accuracy; null = the first", None)
+    keep_best: str | None = key(
+        "Metric of evaluations, such as eval/pass@1: its best checkpoint is kept beside the last",
+        None,
+        valid=lambda v: v is None or v.startswith("eval/"),
+        hint="name a metric of evaluations, such as eval/accuracy",
+    )
+    stop_at: float | None = key(
+        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)", None
+    )
+    patience: int | None = positive(
+        "End the run after so many evaluations in a row that were not its best", None
+    )
     # Checkpoints
     save_every_n_steps: int | None = positive("Save every n steps; null = only at the end", None)
     keep_last_n_checkpoints: int | None = positive(
@@ -176,8 +188,11 @@ class GRPOConfig:
     resume_from_checkpoint: bool = key("Continue from the newest checkpoint in output_dir", False)
     # Logging
     metric_logger: DictConfig = key("Component: torchtune's Disk, TensorBoard or W&B logger")
-    log_completions: int = not_negative(
-        "Completions of each step kept in completions.jsonl; 0 = none", 8
+    log_groups: int = not_negative(
+        "Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none", 2
+    )
+    report_every_n_steps: int | None = positive(
+        "Write run.html every n steps; null = only at the end", None
     )
     profiler: DictConfig | None = key("Component: torchtune.training.setup_torch_profiler", None)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.run_log import read_jsonl
+from torchtune_grpo.jsonl import read_jsonl
 
 Series = tuple[list[int], list[float]]
 

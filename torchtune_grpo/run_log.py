@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torchtune import config, training, utils
+from torchtune import config, training
 
+from torchtune_grpo.jsonl import read_jsonl, records
 from torchtune_grpo.parallel import gather_over_ranks, on_first_rank, rank
 from torchtune_grpo.plain import plain
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
-
-log = utils.get_logger("INFO")
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -97,7 +96,7 @@ class RunLog:
                 continue
             beside = path.with_name(f"{path.name}.new")
             with beside.open("wb") as file:
-                for line, record in _records(path):
+                for line, record in records(path):
                     if record["step"] <= step:
                         file.write(line.rstrip(b"\n") + b"\n")
                         self._num_tokens = record.get("num_tokens", self._num_tokens)
@@ -149,25 +148,3 @@ class RunLog:
             lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(lines)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads what a run recorded; a line that is torn is left out, and the log says so."""
-    return [record for _, record in _records(path)]
-
-
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line and what it says, but for those that a kill or a full disk has torn."""
-    left_out = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line.decode())
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield line, record
-            else:
-                left_out += 1
-    if left_out:
-        log.warning(f"{path}: left out {left_out} line(s) that are torn or have no step.")

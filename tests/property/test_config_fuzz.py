@@ -51,7 +51,7 @@ COMMON = {
     "compile": "flag", "enable_activation_checkpointing": "flag", "eval_every_n_steps": "count?",
     "eval_samples": "count0", "eval_reward": "word?", "save_every_n_steps": "count?",
     "keep_last_n_checkpoints": "count?", "save_adapter_weights_only": "flag",
-    "resume_from_checkpoint": "flag", "log_completions": "count0",
+    "resume_from_checkpoint": "flag", "log_groups": "count0",
     "prepare": "node?", "tokenizer": "node", "checkpointer": "node", "model": "node",
     "dataset": "node", "loss": "node", "optimizer": "node", "lr_scheduler": "node?",
     "eval_dataset": "node?", "metric_logger": "node", "profiler": "node?",

@@ -66,7 +66,7 @@ def settings(folder: Path, config: str, *more: str, reward: str = "length") -> l
         "optimizer=torch.optim.SGD",
         "optimizer.lr=0.5",
         "lr_scheduler=null",
-        "log_completions=99",
+        "log_groups=99",
         "eval_dataset.num_samples=5",  # ranks get different numbers of prompts
     ]
     if config in (LORA, QWEN3):  # fused SGD has no form for sharded parameters

@@ -10,7 +10,7 @@ from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
 from runs import run as run_script
 
-from torchtune_grpo.run_log import read_jsonl
+from torchtune_grpo.jsonl import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """

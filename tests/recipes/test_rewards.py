@@ -101,7 +101,7 @@ def test_a_group_of_equal_scores_and_a_failed_one_teaches_nothing(tmp_path):
     """1, 1, 1, failed: logged as uninformative, no advantage in the record, no gradient."""
     (tmp_path / "my_rewards.py").write_text(FAILING_GROUPS)
     overrides = ["rewards=[{_component_: my_rewards.last_one_fails, name: mine}]", "num_steps=1"]
-    overrides += ["batch_size=2", "grpo_samples=4", "loss.kl_coeff=0", "log_completions=8"]
+    overrides += ["batch_size=2", "grpo_samples=4", "loss.kl_coeff=0", "log_groups=2"]
     run_tiny(CONFIG, tmp_path, *overrides, *NO_EVALUATION)
     (step,) = metrics(tmp_path / "out")
     assert step["rewards/mine/errors"] == 0.25 and step["reward"] == 1

@@ -16,8 +16,9 @@ from kill_points import disk_of, kill_points
 from omegaconf import OmegaConf
 from steps import make_scores, make_trajectory
 
+from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.reward_contract import MEASURED, RECORDED, ContractError, RewardNotes
-from torchtune_grpo.run_log import RunLog, make_metric_logger, read_jsonl
+from torchtune_grpo.run_log import RunLog, make_metric_logger
 
 FILES = ["completions.jsonl", "metrics.jsonl"]
 

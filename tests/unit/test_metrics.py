@@ -15,9 +15,10 @@ from steps import make_scores, make_trajectory
 
 from torchtune_grpo import metrics as metrics_module
 from torchtune_grpo._plugin import recipes_folder
+from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.loss import GRPOLoss, LossOutput
 from torchtune_grpo.metrics import LearningWatch, StepMetrics
-from torchtune_grpo.run_log import RunLog, read_jsonl
+from torchtune_grpo.run_log import RunLog
 
 NAN = math.nan
 

@@ -35,6 +35,7 @@ from torchtune_grpo.checkpoint._model_card import model_card
 from torchtune_grpo.checkpoint._run_config import POLICY, changed_keys, refuse_changes, run_config
 from torchtune_grpo.checkpoint._whole_state import full_state, later_bytes, optimizer_state
 from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.models import (
     adapter_names,
     fits_peft,
@@ -44,7 +45,7 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.parallel import on_first_rank
-from torchtune_grpo.run_log import METRICS_FILE, read_jsonl
+from torchtune_grpo.run_log import METRICS_FILE
 
 log = utils.get_logger("INFO")
 
