@@ -48,16 +48,16 @@ from torchtune_grpo.logprobs import MicroBatch, in_order, micro_batches, respons
 from torchtune_grpo.loss import LossOutput, make_loss
 from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.memory import keep_freed_memory
+from torchtune_grpo.metric_logger import make_profiler
 from torchtune_grpo.metrics import StepMetrics
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
+from torchtune_grpo.observer import Observer
 from torchtune_grpo.optimizer import make_optimizer
 from torchtune_grpo.policy import build_policy, empty_model, should_shard
-from torchtune_grpo.progress import RunProgress
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
-from torchtune_grpo.run_log import RunLog, make_metric_logger, make_profiler
 from torchtune_grpo.threads import limit_threads
 from torchtune_grpo.trajectory import Trajectory
 
@@ -110,10 +110,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
 
-        self._metric_logger = make_metric_logger(self.cfg.metric_logger)
-        self._metric_logger.log_config(cfg)
-        self._run_log = RunLog(
-            self._output_dir, num_completions=self.cfg.log_groups * self.cfg.grpo_samples
+        self._observer = Observer(
+            self.cfg,
+            cfg,
+            rewards=self._rewards.names,
+            stop_tokens=self._tokenizer.stop_tokens,
+            device=self._device,
         )
         self._guard = NonFiniteGuard(self._output_dir)
         self._profiler = make_profiler(self.cfg.profiler)
@@ -174,14 +176,14 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._guard.load_state_dict(state["guard"])
         parallel.restore_random_state(state["torch_rng"], self._device)
         self.global_step = state["step"]
-        self._run_log.keep_until(self.global_step)
+        self._observer.resume(self.global_step)
         utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
 
     def train(self) -> None:
         """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
         with (
             self.interrupts.handled(self._stop),
-            RunProgress(self.cfg.num_steps, done=self.global_step) as self._progress,
+            self._observer.shown(done=self.global_step),
             self._profiler as profiler,
         ):
             if self._is_due(self.cfg.eval_every_n_steps):
@@ -199,6 +201,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                             logprobs = self.grpo_step(trajectory, parts, metrics, old_logprobs)
                             if epoch == 0:
                                 metrics.add_sampling_gap(trajectory, logprobs)
+                                self._observer.trained(trajectory, logprobs)
                             old_logprobs = logprobs if old_logprobs is None else old_logprobs
                 self.global_step += 1
                 profiler.step()
@@ -252,7 +255,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             mask = mask & ~trajectory.truncated[:, None]
         trajectory = replace(trajectory, advantages=advantages, response_mask=mask)
         metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
-        self._run_log.completions(self.global_step + 1, trajectory, scores)
+        self._observer.scored(trajectory, scores)
         return trajectory
 
     def grpo_step(
@@ -361,7 +364,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             prefill=self._dataset.prefill,
             seed=self.seed,
             step=self.global_step,
-            report=self._progress.rollout,
+            report=self._observer.rollout,
         )
 
     def _score(self, trajectory: Trajectory) -> RewardScores:
@@ -396,20 +399,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         values = metrics.compute()
         if self._device.type == "cuda":
             values |= training.get_memory_stats(device=self._device)
-        values = self._run_log.metrics(self.global_step, values)
-        self._metric_logger.log_dict(values, step=self.global_step)
-        self._progress.step_done(self.global_step, values)
+        self._observer.step(self.global_step, values)
 
     def _evaluate(self) -> None:
         """Unless a run that is resumed already has."""
-        if self._evaluator is None or self._run_log.has_evaluation(self.global_step):
+        if self._evaluator is None or self._observer.has_evaluation(self.global_step):
             return
         self.interrupts.boundary()
         self._model.eval()
         values = self._evaluator(self._engine, state=self._trainer_state)
-        self._run_log.metrics(self.global_step, values)
-        self._metric_logger.log_dict(values, step=self.global_step)
-        self._progress.evaluation_done(self.global_step, values)
+        self._observer.evaluation(self.global_step, values)
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
@@ -431,7 +430,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def cleanup(self) -> None:
         """Ends what runs beside the recipe: reward processes, loggers, the process group."""
         self._rewards.close()
-        self._metric_logger.close()
+        self._observer.close()
         parallel.end_process_group()
 
 

@@ -17,6 +17,7 @@ def make_trajectory() -> Trajectory:
     mask[2, 2] = False
     return Trajectory(
         tokens=torch.arange(16).view(4, 4),
+        prompt_indices=torch.tensor([7, 7, 3, 3]),
         prompt_lengths=torch.tensor([1, 1, 1, 1]),
         response_lengths=LENGTHS,
         response_mask=mask,

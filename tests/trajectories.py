@@ -18,6 +18,7 @@ def make_trajectory(
     mask = length_mask(torch.tensor(responses), max(responses))
     return Trajectory(
         tokens=tokens.where(length_mask(lengths, tokens.shape[1]), garbage),
+        prompt_indices=torch.arange(len(prompts)),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
         response_mask=mask,

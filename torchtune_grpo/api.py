@@ -56,7 +56,7 @@ class _Held:
         recipe, self.recipe = self.recipe, None
         if recipe is not None:  # the ranks stay together for the next one
             recipe._rewards.close()
-            recipe._metric_logger.close()
+            recipe._observer.close()
 
     def close(self) -> None:
         """Ends all."""

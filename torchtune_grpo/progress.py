@@ -1,7 +1,8 @@
-"""What a run shows of its progress: bars on a terminal, and a plain line a step elsewhere."""
+"""What a run shows of its progress: one line, which stays in place on a terminal."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -10,7 +11,6 @@ from torchtune import utils
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtune_grpo.metrics import LearningWatch
 from torchtune_grpo.parallel import rank
 from torchtune_grpo.rollout import Progress
 
@@ -20,7 +20,7 @@ log = utils.get_logger("INFO")
 _IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 # At 80 columns there is room for all of it in a run of 1,000 steps.
-_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
+_FORMAT = "{desc}{n_fmt}/{total_fmt} |{bar}| <{remaining}{postfix}"
 
 
 def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
@@ -42,12 +42,14 @@ class RunProgress:
     Args:
         steps (int): of the whole run.
         done (int): those that a resumed run begins with.
+        accuracy (str): the metric that is shown as the accuracy.
     """
 
-    def __init__(self, steps: int, *, done: int) -> None:
-        self._steps = steps
-        self._watch = LearningWatch()
-        self._bar = make_bar("GRPO", total=steps, done=done)
+    def __init__(self, steps: int, *, done: int, accuracy: str) -> None:
+        self._steps, self._begun = steps, done
+        self._accuracy = accuracy
+        self._start = time.monotonic()
+        self._bar = make_bar("", total=steps, done=done)
         self._open = ExitStack()
 
     def __enter__(self) -> RunProgress:
@@ -63,16 +65,18 @@ class RunProgress:
         self._bar.set_postfix_str(f"rollout {now}")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step, and warns if several like it have taught nothing."""
-        reward = f"reward {metrics['reward']:.3f}"
+        """Shows a finished step."""
+        shown = self._shown(metrics)
         if self._bar.disable:
-            seconds = f"{metrics['step_time']:.1f} s"
-            utils.log_rank_zero(log, f"Step {step}/{self._steps}: {reward}, {seconds}")
-        self._bar.set_postfix_str(reward, refresh=False)
+            a_step = (time.monotonic() - self._start) / (step - self._begun)
+            left = tqdm.format_interval(a_step * (self._steps - step))
+            utils.log_rank_zero(log, f"Step {step}/{self._steps}: {shown}, {left} left")
+        self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
-        self._watch.warn(metrics)
 
-    def evaluation_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows what an evaluation says."""
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-        utils.log_rank_zero(log, f"Step {step}: {shown}")
+    def _shown(self, metrics: Mapping[str, float]) -> str:
+        names = {"reward": "reward", self._accuracy: "accuracy"}
+        names["frac_informative_groups"] = "informative"
+        parts = [f"{said} {metrics[n]:.2f}" for n, said in names.items() if n in metrics]
+        parts.append(f"{tqdm.format_sizeof(metrics['tokens_per_second'])} tok/s")
+        return ", ".join(parts)

@@ -18,17 +18,7 @@ GIVEN = (
     "log_metric",
 )
 
-# What completions.jsonl and the run's metrics of a reward hold under these names.
-RECORDED = (
-    "step",
-    "prompt",
-    "completion",
-    "reward",
-    "rewards",
-    "advantage",
-    "tokens",
-    "truncated",
-)
+# What the run itself logs of a reward ends in these.
 MEASURED = ("mean", "std", "errors", "none")
 
 LARGEST = 3.4028234663852886e38  # of float32
@@ -86,11 +76,6 @@ class RewardNotes:
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Keeps one value per completion, whatever it is."""
         column, values = str(column), list(values)
-        if column in RECORDED:
-            raise ContractError(
-                f"log_extra({column!r}, ...): completions.jsonl itself has {', '.join(RECORDED)}; "
-                "give another name."
-            )
         if len(values) != self.count:
             raise ContractError(
                 f"log_extra({column!r}, ...) got {len(values)} values for {self.count} "

@@ -1,89 +1,35 @@
-"""Where a run's numbers go: the metric logger, the profiler, and the run's own record."""
+"""The run's own record: the files that its page, a report or a notebook reads back."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-from torchtune import config, training
-
 from torchtune_grpo.jsonl import read_jsonl, records
-from torchtune_grpo.parallel import gather_over_ranks, on_first_rank, rank
+from torchtune_grpo.parallel import on_first_rank, rank
 from torchtune_grpo.plain import plain
-from torchtune_grpo.rewards import RewardScores
-from torchtune_grpo.trajectory import Trajectory
 
 METRICS_FILE = "metrics.jsonl"
-
-
-class _SilentLogger:
-    """Stands for the metric logger on all ranks but the first."""
-
-    def log_config(self, config: Any) -> None: ...
-
-    def log_dict(self, payload: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def make_metric_logger(node: DictConfig) -> Any:
-    """The config's metric logger; only the first rank's logs anything.
-
-    Raises:
-        ValueError: if it cannot be made: a package is missing, or its folder cannot be written.
-    """
-    if rank() > 0:
-        return _SilentLogger()
-    # What torchtune's loggers do at their end fails if their beginning has, and Python says so.
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        return config.instantiate(node)
-    except Exception as error:
-        message = f"metric_logger={node._component_}: {str(error).rstrip('.')}. {_remedy(error)}"
-    finally:
-        sys.unraisablehook = hook
-    raise ValueError(message)
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return "Set output_dir or metric_logger.log_dir to a folder that can be written."
-    other = "take torchtune.training.metric_logging.DiskLogger"
-    if isinstance(error, ImportError):
-        cause = error if error.name else error.__cause__
-        package = str(getattr(cause, "name", None) or "NAME").partition(".")[0]
-        return f"Install the package (pip install {package}), or {other}, which needs none."
-    return f"Set what it asks for, or {other}."
-
-
-def make_profiler(node: DictConfig | None) -> Any:
-    """The config's profiler, or one that does nothing."""
-    return training.DummyProfiler() if node is None else config.instantiate(node)[0]
+COMPLETIONS_FILE = "completions.jsonl"
+_OTHERS = ("prompts.jsonl", "evaluations.jsonl", "findings.jsonl")
+# What completions.jsonl may grow to over a whole run, and what it may take at once.
+_MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
 
 class RunLog:
-    """The run's own record, in files that a report or a notebook reads back.
-
-    ``metrics.jsonl`` has a line for each step and one for each evaluation, ``completions.jsonl``
-    some of each step's completions.
-    With several ranks the first one writes, and the completions of all are recorded.
+    """Files of JSON lines in the run's folder; with several ranks the first one writes.
 
     Args:
         folder (Path): the run's folder.
-        num_completions (int): completions kept a step, of each rank.
     """
 
-    def __init__(self, folder: Path, *, num_completions: int) -> None:
+    def __init__(self, folder: Path) -> None:
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = folder / METRICS_FILE
-        self._completions = folder / "completions.jsonl"
-        self._num_completions = num_completions
+        self._folder = folder
         self._num_tokens = 0.0  # of the first rank's record
 
     def keep_until(self, step: int) -> None:
@@ -91,7 +37,8 @@ class RunLog:
 
         Killed at any moment, it leaves either the old file or the new one, and next time works.
         """
-        for path in (self._metrics, self._completions) if rank() == 0 else ():
+        for name in (METRICS_FILE, COMPLETIONS_FILE, *_OTHERS) if rank() == 0 else ():
+            path = self._folder / name
             if not path.exists():
                 continue
             beside = path.with_name(f"{path.name}.new")
@@ -104,13 +51,13 @@ class RunLog:
                 os.fsync(file.fileno())
             beside.replace(path)
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the policy after so many steps was evaluated. Every rank has to ask."""
-        return on_first_rank(self._find_evaluation, step)
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of steps and evaluations so far. Every rank has to call it, and gets them."""
+        return on_first_rank(self._read_metrics)
 
-    def _find_evaluation(self, step: int) -> bool:
-        records = read_jsonl(self._metrics) if self._metrics.exists() else []
-        return any(r["step"] == step and "eval/accuracy" in r for r in records)
+    def _read_metrics(self) -> list[dict[str, Any]]:
+        path = self._folder / METRICS_FILE
+        return read_jsonl(path) if path.exists() else []
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Appends a line of numbers, of a step or of an evaluation.
@@ -121,30 +68,40 @@ class RunLog:
         logged = dict(values)
         if "num_tokens" in logged:
             logged["num_tokens"] = self._num_tokens = self._num_tokens + logged["num_tokens"]
-        self._append(self._metrics, [plain({"step": step} | logged | {"step": step})])
+        self.append(METRICS_FILE, step, [logged])
         return logged
 
-    def completions(self, step: int, trajectory: Trajectory, scores: RewardScores) -> None:
-        """Appends the first completions of a step, with their rewards and advantages."""
-        assert trajectory.advantages is not None
-        records = []
-        for row in range(min(self._num_completions, trajectory.num_rows)):
-            record = {
-                "step": step,
-                "prompt": trajectory.prompts[row],
-                "completion": trajectory.completions[row],
-                "reward": scores.total[row],
-                "rewards": dict(zip(scores.names, scores.scores[row].tolist())),
-                "advantage": trajectory.advantages[row],
-                "tokens": trajectory.response_lengths[row],
-                "truncated": trajectory.truncated[row],
-            }
-            extra = {name: values[row] for name, values in scores.extra.items()}
-            records.append(plain(record | extra))
-        self._append(self._completions, sum(gather_over_ranks(records), []))
+    def groups(
+        self, step: int, groups: Sequence[Sequence[Mapping[str, Any]]], *, share: float
+    ) -> None:
+        """Appends whole groups of a step to the completions, while there is room for them.
 
-    def _append(self, path: Path, records: list[dict[str, Any]]) -> None:
+        Args:
+            step (int): the step.
+            groups (Sequence[Sequence[Mapping[str, Any]]]): a record for each completion.
+            share (float): of the run that is done; so much of 64 MiB may be filled, and 1 MiB more.
+        """
+        path = self._folder / COMPLETIONS_FILE
+        size = path.stat().st_size if path.exists() else 0
+        for group in groups if rank() == 0 else ():
+            lines = _lines(step, group)
+            size += len(lines)
+            if size > _HEAD_START + share * _MAX_BYTES:
+                break
+            _append(path, lines)
+
+    def append(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Appends lines to a file of the folder."""
         if rank() == 0:
-            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(lines)
+            _append(self._folder / name, _lines(step, records))
+
+
+def _lines(step: int, records: Sequence[Mapping[str, Any]]) -> bytes:
+    lines = (plain({"step": step} | dict(record) | {"step": step}) for record in records)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    return text.encode(errors="backslashreplace")
+
+
+def _append(path: Path, lines: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(lines)

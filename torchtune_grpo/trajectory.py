@@ -58,6 +58,7 @@ class Trajectory:
 
     Attributes:
         tokens (Tensor): [N, T] token ids: each row its prompt, then its response, then padding.
+        prompt_indices (Tensor): [N] the prompts' positions in the data set.
         prompt_lengths (Tensor): [N].
         response_lengths (Tensor): [N].
         response_mask (Tensor): [N, L] bool, True = this response token is trained on; never behind
@@ -75,6 +76,7 @@ class Trajectory:
     """
 
     tokens: Tensor
+    prompt_indices: Tensor
     prompt_lengths: Tensor
     response_lengths: Tensor
     response_mask: Tensor

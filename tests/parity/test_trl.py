@@ -82,6 +82,7 @@ def make_rows() -> Trajectory:
         tokens[row, : PROMPTS[row]] = tokens[row - row % GROUP, : PROMPTS[row]]
     return Trajectory(
         tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 2),
+        prompt_indices=torch.zeros(len(lengths), dtype=torch.long),
         prompt_lengths=torch.tensor(PROMPTS),
         response_lengths=torch.tensor(RESPONSES),
         response_mask=length_mask(torch.tensor(RESPONSES), LIMIT),

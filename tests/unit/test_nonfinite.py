@@ -16,6 +16,7 @@ BAD = [torch.nan, torch.inf, -torch.inf]
 def make_trajectory() -> Trajectory:
     return Trajectory(
         tokens=torch.arange(12).view(2, 6),
+        prompt_indices=torch.tensor([5, 5]),
         prompt_lengths=torch.tensor([2, 3]),
         response_lengths=torch.tensor([3, 1]),
         response_mask=torch.tensor([[True, True, True], [True, False, False]]),

@@ -46,6 +46,7 @@ def trajectory_of(prompts: list[int], responses: list[int], trained_on: list[int
     mask = length_mask(torch.tensor(trained_on), max(responses))
     return Trajectory(
         tokens=torch.arange(rows * total).view(rows, total),
+        prompt_indices=torch.arange(rows),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
         response_mask=mask,

@@ -346,7 +346,9 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     left = [path for name in names for path in output_dir.glob(name)]
     if not left:
         return
-    left += [path for name in ("torchtune_config.yaml", "*.png") for path in output_dir.glob(name)]
+    left += [
+        path for name in ("torchtune_config.yaml", "run.html") for path in output_dir.glob(name)
+    ]
     logger, profiler = cfg.metric_logger, cfg.profiler or {}
     for folder in (logger.get("log_dir"), logger.get("dir"), profiler.get("output_dir")):
         path = output_dir / os.path.relpath(folder or output_dir, output_dir)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from torchtune_grpo import interrupt
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout._noise import row_keys
@@ -47,6 +49,7 @@ def roll_out(
         Interrupted: if the run is to end, on all ranks.
     """
     stop_tokens = tokenizer.stop_tokens
+    indices = torch.tensor(prompts.indices).repeat_interleave(group_size)  # [N]
     samples = engine.generate(
         RolloutRequest(
             prompts=prompts.tokens,
@@ -64,6 +67,7 @@ def roll_out(
     tokens, prompt_lengths = join_rows(prompts.tokens, samples)
     return Trajectory(
         tokens=tokens,
+        prompt_indices=indices.to(tokens.device),
         prompt_lengths=prompt_lengths,
         response_lengths=samples.lengths,
         response_mask=length_mask(samples.lengths, samples.responses.shape[1]),

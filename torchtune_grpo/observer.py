@@ -1,0 +1,170 @@
+"""What a run tells of itself: files, the metric logger, and the terminal."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torchtune import utils
+
+from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.groups import GroupRecorder
+from torchtune_grpo.metric_logger import make_metric_logger
+from torchtune_grpo.parallel import world_size
+from torchtune_grpo.progress import RunProgress
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.rollout import Progress
+from torchtune_grpo.run_log import RunLog
+from torchtune_grpo.trajectory import Trajectory
+
+log = utils.get_logger("INFO")
+
+STARTS_FILE = "starts.jsonl"
+_PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
+_SECRETS = ("token", "secret", "password", "api_key")  # a key of the config that ends so
+
+
+class Observer:
+    """Watches a run; the recipe tells it what happens.
+
+    Args:
+        cfg (GRPOConfig): the run's config.
+        given (DictConfig): the same as the user gave it.
+        rewards (list[str]): their names.
+        stop_tokens (Sequence[int]): of the tokenizer.
+        device (torch.device): that the run is on.
+    """
+
+    def __init__(
+        self,
+        cfg: GRPOConfig,
+        given: DictConfig,
+        *,
+        rewards: list[str],
+        stop_tokens: Any,
+        device: torch.device,
+    ) -> None:
+        self._cfg, self._given, self._device = cfg, given, device
+        self._folder = Path(cfg.output_dir)
+        self._metric_logger = make_metric_logger(cfg.metric_logger)
+        self._metric_logger.log_config(given)
+        self._log = RunLog(self._folder)
+        self._groups = GroupRecorder(
+            num_groups=cfg.log_groups,
+            group_size=cfg.grpo_samples,
+            accuracy_reward=cfg.eval_reward,
+            stop_tokens=stop_tokens,
+            max_generated_tokens=cfg.max_generated_tokens,
+            seed=cfg.seed,
+        )
+        self._accuracy = f"rewards/{cfg.eval_reward or rewards[0]}/mean"
+        self._progress: RunProgress | None = None
+
+    def resume(self, step: int) -> None:
+        """Forgets what was recorded after the step that the run goes on from."""
+        self._log.keep_until(step)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What ``metrics.jsonl`` says; every rank has to ask."""
+        return self._log.read_metrics()
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the policy after so many steps was evaluated. Every rank has to ask."""
+        return any(r["step"] == step and "eval/accuracy" in r for r in self.records)
+
+    @contextmanager
+    def shown(self, *, done: int) -> Iterator[None]:
+        """While the run goes on: its line on the terminal.
+
+        Args:
+            done (int): steps that it begins with.
+        """
+        self._log.append(STARTS_FILE, done, [_start(self._given, self._device)])
+        steps = self._cfg.num_steps
+        with RunProgress(steps, done=done, accuracy=self._accuracy) as self._progress:
+            yield
+
+    def rollout(self, now: Progress) -> None:
+        """How far a rollout is."""
+        if self._progress is not None:
+            self._progress.rollout(now)
+
+    def scored(self, trajectory: Trajectory, scores: RewardScores) -> None:
+        """N rows with advantages, whole groups, and what the rewards say of them."""
+        self._groups.scored(trajectory, scores)
+
+    def trained(self, trajectory: Trajectory, logprobs: Tensor) -> None:
+        """The rows of the update, and the trainer's log-probs [N, L] before it."""
+        self._groups.trained(trajectory, logprobs)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """A finished step and its metrics. Every rank has to call it."""
+        logged = self._log.metrics(step, values)
+        groups, summary = self._groups.take(step)
+        self._log.groups(step, groups, share=step / self._cfg.num_steps)
+        self._log.append("prompts.jsonl", step, [summary])
+        self._metric_logger.log_dict(logged, step=step)
+        if self._progress is not None:
+            self._progress.step_done(step, logged)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """What an evaluation says of the policy after so many steps."""
+        self._log.metrics(step, values)
+        self._metric_logger.log_dict(values, step=step)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        utils.log_rank_zero(log, f"Step {step}: {shown}")
+
+    def close(self) -> None:
+        """Ends the metric logger."""
+        self._metric_logger.close()
+
+
+def _start(given: DictConfig, device: torch.device) -> dict[str, Any]:
+    """What a run was started with, and on what."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+        "config": _without_secrets(OmegaConf.to_container(given, resolve=True)),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "device": f"{device.type} {name}".strip(),
+        "ranks": world_size(),
+        "seed": given.get("seed", 0),
+    }
+
+
+def _command() -> str:
+    """As it was typed, but for the interpreter and the folder of what it runs."""
+    script, *arguments = sys.orig_argv[1:] or [""]
+    return shlex.join([os.path.basename(script), *arguments])
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _without_secrets(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {
+            key: "..." if str(key).lower().endswith(_SECRETS) else _without_secrets(value)
+            for key, value in node.items()
+        }
+    return [*map(_without_secrets, node)] if isinstance(node, list) else node
