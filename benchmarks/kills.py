@@ -107,7 +107,11 @@ def outcome(output: Path) -> dict[str, Any]:
             {name: value for name, value in record.items() if not TIMED.search(name)}
             for record in read_jsonl(output / "metrics.jsonl")
         ],
-        "completions": read_jsonl(output / "completions.jsonl"),
+        **{
+            name: read_jsonl(output / f"{name}.jsonl")
+            for name in ("completions", "prompts", "evaluations", "findings")
+            if (output / f"{name}.jsonl").exists()
+        },
     }
 
 

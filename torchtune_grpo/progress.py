@@ -20,13 +20,13 @@ log = utils.get_logger("INFO")
 _IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 # At 80 columns there is room for all of it in a run of 1,000 steps.
-_FORMAT = "{desc}{n_fmt}/{total_fmt} |{bar}| <{remaining}{postfix}"
+_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 
 
 def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
     """A bar on the first rank's terminal, or in a notebook; elsewhere it shows nothing."""
     return tqdm(
-        desc=title,
+        desc=title and f"{title} ",
         total=total,
         initial=done,
         leave=leave,

@@ -148,7 +148,7 @@ def check_same(out, whole):
     for key, value in left.items():
         is_tensor = isinstance(value, torch.Tensor)
         assert torch.equal(value, right[key]) if is_tensor else value == right[key], key
-    for file in ("metrics.jsonl", "completions.jsonl"):
+    for file in ("metrics.jsonl", "completions.jsonl", "prompts.jsonl"):
         records = [[untimed(r) for r in read_jsonl(each / file)] for each in (out, whole)]
         assert records[0] == records[1]
 

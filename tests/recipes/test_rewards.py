@@ -60,7 +60,7 @@ def test_a_file_next_to_the_config(tmp_path):
     assert [step["rewards/judge/step"] for step in steps] == [0, 1]
     assert sum(step["rewards/hangs/errors"] for step in steps) > 0
     record = json.loads((tmp_path / "out/completions.jsonl").read_text().splitlines()[0])
-    assert record["characters"] == len(record["completion"])
+    assert record["extra"]["characters"] == len(record["completion"])
     assert not processes_with(str(mine))
 
 

@@ -16,19 +16,35 @@ from kill_points import disk_of, kill_points
 from omegaconf import OmegaConf
 from steps import make_scores, make_trajectory
 
+from torchtune_grpo.groups import GroupRecorder
 from torchtune_grpo.jsonl import read_jsonl
-from torchtune_grpo.reward_contract import MEASURED, RECORDED, ContractError, RewardNotes
-from torchtune_grpo.run_log import RunLog, make_metric_logger
+from torchtune_grpo.metric_logger import make_metric_logger
+from torchtune_grpo.reward_contract import MEASURED, ContractError, RewardNotes
+from torchtune_grpo.run_log import RunLog
 
 FILES = ["completions.jsonl", "metrics.jsonl"]
 
 
+def groups(scores, step=1):
+    """The records of one group of two completions."""
+    recorder = GroupRecorder(
+        num_groups=1,
+        group_size=2,
+        accuracy_reward=None,
+        stop_tokens=(1,),
+        max_generated_tokens=3,
+        seed=0,
+    )
+    recorder.scored(make_trajectory(), scores)
+    return recorder.take(step)[0]
+
+
 def record(folder, *steps):
     """Two completions and one line of metrics a step."""
-    log = RunLog(folder, num_completions=2)
+    log = RunLog(folder)
     for step in steps:
         scores = replace(make_scores(), extra={"note": ["ü €"] * 4})
-        log.completions(step, make_trajectory(), scores)
+        log.groups(step, groups(scores, step), share=1.0)
         log.metrics(step, {"reward": step / 3, "€": 1.0})
 
 
@@ -38,7 +54,7 @@ def history(folder):
 
 
 def resume(folder, step):
-    RunLog(folder, num_completions=2).keep_until(step)
+    RunLog(folder).keep_until(step)
 
 
 def check_history(folder, *steps):
@@ -121,7 +137,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_resumes(folder):
     record(folder, 1, 2)
     size = (folder / FILES[1]).stat().st_size + 40
     with disk_of(size), pytest.raises(OSError, match="File too large"):
-        RunLog(folder, num_completions=0).metrics(3, {"€" * 20: 1.0})
+        RunLog(folder).metrics(3, {"€" * 20: 1.0})
     assert (folder / FILES[1]).stat().st_size == size
     resume(folder, 2)
     check_history(folder, 1, 2)
@@ -140,12 +156,30 @@ def test_a_large_record_is_not_read_whole(folder):
     assert (folder / FILES[0]).read_text() == line * 2000
 
 
-def test_whether_a_step_was_evaluated(folder):
-    log = RunLog(folder, num_completions=0)
-    assert not log.has_evaluation(0)
-    log.metrics(0, {"eval/accuracy": 0.5})
-    log.metrics(1, {"reward": 0.5})
-    assert log.has_evaluation(0) and not log.has_evaluation(1)
+def test_completions_are_whole_groups_and_bounded(folder):
+    """Half of a run may fill half of 64 MiB and 1 MiB more; nobody cuts a group."""
+    log = RunLog(folder)
+    group = [{"completion": "x" * 400_000}] * 2
+    for step in (1, 2, 80, 100):
+        log.groups(step, [group] * 90, share=step / 100)
+    lines = read_jsonl(folder / FILES[0])
+    kept = [sum(line["step"] == step for line in lines) for step in (1, 2, 80, 100)]
+    lengths = {len(line) for line in (folder / FILES[0]).read_bytes().splitlines(True)}
+    size = max(lengths)
+    for step, after in zip((1, 2, 80, 100), (sum(kept[: n + 1]) for n in range(4)), strict=True):
+        allowed = 2**20 + step / 100 * 64 * 2**20
+        assert after % 2 == 0 and allowed - 2 * size < after * size <= allowed + 100
+    assert (folder / FILES[0]).stat().st_size < 66 * 2**20
+
+
+def test_num_tokens_are_those_of_the_run_also_after_a_resume(folder):
+    log = RunLog(folder)
+    assert [log.metrics(step, {"num_tokens": 10.0})["num_tokens"] for step in (1, 2)] == [10, 20]
+    assert log.metrics(2, {"eval/accuracy": 1.0}) == {"eval/accuracy": 1.0}
+    resumed = RunLog(folder)
+    resumed.keep_until(1)
+    resumed.metrics(2, {"num_tokens": 5.0})
+    assert [line["num_tokens"] for line in resumed.read_metrics()] == [10, 15]
 
 
 @pytest.mark.parametrize(
@@ -231,37 +265,31 @@ def test_whatever_a_reward_logs_is_valid_json(folder, name):
     value, expected = VALUES[name]
     notes = RewardNotes(4)
     notes.log_extra("note", [value] * 4)
-    log = RunLog(folder, num_completions=2)
-    log.completions(1, make_trajectory(), replace(make_scores(), extra=notes.extra))
+    log = RunLog(folder)
+    log.groups(1, groups(replace(make_scores(), extra=notes.extra)), share=1.0)
     lines = (folder / FILES[0]).read_bytes().decode().removesuffix("\n").split("\n")
     assert len(lines) == 2
     for line in lines:
-        got = json.loads(line, parse_constant=pytest.fail)["note"]
+        got = json.loads(line, parse_constant=pytest.fail)["extra"]["note"]
         assert got == expected if expected is not None else got
     log.keep_until(1)
     assert len(read_jsonl(folder / FILES[0])) == 2
 
 
 def test_totals_beyond_float32_and_a_metric_called_step(folder):
-    log = RunLog(folder, num_completions=1)
+    log = RunLog(folder)
     total = torch.full((4,), math.inf)
-    log.completions(1, make_trajectory(), replace(make_scores(), total=total))
+    log.groups(1, groups(replace(make_scores(), total=total)), share=1.0)
     log.metrics(1, {"step": 9.0, "kl": math.nan})
     log.keep_until(1)
     assert read_jsonl(folder / FILES[0])[0]["reward"] is None
     assert read_jsonl(folder / FILES[1]) == [{"step": 1, "kl": None}]
 
 
-def test_names_of_the_run_are_refused(folder):
-    record(folder, 1)
-    (line, _) = read_jsonl(folder / FILES[0])
-    assert tuple(line) == (*RECORDED, "note")
+def test_names_of_the_run_are_refused():
     notes = RewardNotes(1)
-    for name in RECORDED:
-        with pytest.raises(ContractError, match=rf"log_extra\('{name}', .*has step, prompt, "):
-            notes.log_extra(name, [1])
     for name in MEASURED:
         for said in (name, f"b/{name}"):  # of a reward "a/b"
             with pytest.raises(ContractError, match=rf"log_metric\('{said}', .*mean, .*another"):
                 notes.log_metric(said, 1.0)
-    assert not notes.extra and not notes.metrics
+    assert not notes.metrics

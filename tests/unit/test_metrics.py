@@ -1,6 +1,5 @@
 """Every number that a step logs, by hand."""
 
-import json
 import math
 import re
 import statistics
@@ -15,10 +14,8 @@ from steps import make_scores, make_trajectory
 
 from torchtune_grpo import metrics as metrics_module
 from torchtune_grpo._plugin import recipes_folder
-from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.loss import GRPOLoss, LossOutput
 from torchtune_grpo.metrics import LearningWatch, StepMetrics
-from torchtune_grpo.run_log import RunLog
 
 NAN = math.nan
 
@@ -169,26 +166,6 @@ def test_timers_add_up():
     assert 0.04 <= metrics.compute()["time/reward"] < 1
 
 
-def test_the_record_of_completions_reads_the_same_numbers(tmp_path):
-    log = RunLog(tmp_path, num_completions=3)
-    log.completions(5, make_trajectory(), make_scores())
-    records = read_jsonl(tmp_path / "completions.jsonl")
-    assert len(records) == 3
-    assert records[2] | {"advantage": 0} == {
-        "step": 5,
-        "prompt": "q",
-        "completion": "c",
-        "reward": 5.0,
-        "rewards": {"a": 4.0, "b": 0.5},
-        "advantage": 0,
-        "tokens": 3,
-        "truncated": False,
-        "note": "y",
-    }
-    assert records[0]["rewards"] == {"a": 1.0, "b": None}
-    assert [record["advantage"] for record in records] == pytest.approx([0.7, -0.7, 0.0])
-
-
 # What TRL logs of what does not exist here: tools, a mixture's routers, other losses, a schedule.
 NOT_OURS = """
 tools/call_frequency tools/failure_frequency policy_loss aux_loss entropy_coef vespo/phi_seq_mean
@@ -235,22 +212,6 @@ def test_names_are_trls_where_trl_has_one():
     ours, trls = set(metrics.compute()), trl_names()
     assert ours - trls == set(NOT_TRLS)
     assert trls - ours == set(NOT_OURS)
-
-
-def test_num_tokens_are_those_of_the_run_also_after_a_resume(tmp_path):
-    log = RunLog(tmp_path, num_completions=0)
-    assert [log.metrics(step, {"num_tokens": 10.0})["num_tokens"] for step in (1, 2)] == [10, 20]
-    assert log.metrics(2, {"eval/accuracy": 1.0}) == {"eval/accuracy": 1.0}
-    resumed = RunLog(tmp_path, num_completions=0)
-    resumed.keep_until(1)
-    resumed.metrics(2, {"num_tokens": 5.0})
-    assert [line["num_tokens"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [10, 15]
-
-
-def test_the_log_stays_json(tmp_path):
-    RunLog(tmp_path, num_completions=0).metrics(1, {"loss": float("nan"), "reward": 1.0})
-    line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "reward": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -10,29 +10,43 @@ from torchtune_grpo.progress import RunProgress
 from torchtune_grpo.rollout import Progress
 
 METRICS = {
-    "reward": 0.25,
-    "step_time": 1.5,
-    "frac_informative_groups": 1.0,
-    "completions/clipped_ratio": 0.0,
-    "entropy": 1.0,
+    "reward": -0.25,
+    "rewards/a/mean": 0.5,
+    "frac_informative_groups": 0.75,
+    "tokens_per_second": 2104.0,
 }
+SHOWN = "reward -0.25, accuracy 0.50, informative 0.75, 2.10k tok/s"
+ROLLOUT = f"rollout {Progress(tokens=1_234_567, finished=4000, live=96, rows=4096)}"
 
 
-@pytest.mark.parametrize("rate", [0.03, 4000.0])
-def test_a_long_run_fits_80_columns(rate):
-    said = f"rollout {Progress(tokens=1_234_567, finished=4000, live=96, rows=4096)}"
-    n = 999
-    settings = dict(prefix="GRPO", bar_format=progress._FORMAT, postfix=f", {said}", rate=rate)
-    line = tqdm.format_meter(n=n, total=1000, elapsed=n / 0.03, ncols=80, **settings)
-    assert len(line) <= 80 and line.endswith(said) and line.startswith("GRPO 999/1000 |")
+def make_progress() -> RunProgress:
+    return RunProgress(5, done=3, accuracy="rewards/a/mean")
 
 
-def test_without_a_terminal_each_step_is_a_line(capsys, caplog):
-    with RunProgress(5, done=3) as shown:
+@pytest.mark.parametrize("said", [SHOWN, ROLLOUT])
+def test_a_long_run_fits_80_columns(said):
+    settings = dict(prefix="", bar_format=progress._FORMAT, postfix=said, rate=1 / 3800)
+    line = tqdm.format_meter(n=999, total=1000, elapsed=999 * 3800.0, ncols=80, **settings)
+    assert len(line) <= 80 and line.endswith(said) and line.startswith("999/1000 ")
+    assert "<1:03:20" in line
+
+
+def test_without_a_terminal_each_step_is_a_line(capsys, caplog, monkeypatch):
+    """The time left is that of the steps since the run was resumed, evaluations included."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with make_progress() as shown:
         shown.rollout(Progress(tokens=1, finished=0, live=1, rows=1))
+        now[0] += 90.0
         shown.step_done(4, METRICS)
-    assert caplog.messages == ["Step 4/5: reward 0.250, 1.5 s"]
+    assert caplog.messages == [f"Step 4/5: {SHOWN}, 01:30 left"]
     assert "\r" not in "".join(capsys.readouterr())
+
+
+def test_what_a_step_lacks_is_not_shown(caplog):
+    with make_progress() as shown:
+        shown.step_done(4, {"reward": 1.0, "tokens_per_second": 10.0})
+    assert "Step 4/5: reward 1.00, 10.0 tok/s, " in caplog.text
 
 
 def test_on_a_terminal_lines_and_the_bar_do_not_mix(monkeypatch):
@@ -42,10 +56,10 @@ def test_on_a_terminal_lines_and_the_bar_do_not_mix(monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    with RunProgress(5, done=3) as shown:
+    with make_progress() as shown:
         shown.step_done(4, METRICS)
         progress.log.warning("a line")
     said = terminal.getvalue()
-    assert "GRPO 4/5 |" in said and said.count("\n") == 2 and "reward 0.250" in said
+    assert "4/5 " in said and said.count("\n") == 2 and "reward -0.25" in said
     before, _, after = said.partition("a line\n")
     assert before.endswith("\r") and after.startswith("\r")  # the bar is cleared, and drawn anew
