@@ -19,7 +19,7 @@ from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.advantages import group_advantages, reward_advantages
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout
@@ -34,6 +34,7 @@ HEADS = {"num_heads": TINY["num_heads"], "num_kv_heads": TINY["num_kv_heads"]}
 LIMIT, GROUP, TEMPERATURE = 9, 3, 0.8
 PROMPTS = [5, 5, 5, 2, 2, 2]
 RESPONSES = [4, 9, 1, 7, 9, 2]
+NAN = float("nan")
 TRUNCATED = [False, True, False, False, True, False]
 
 
@@ -153,10 +154,10 @@ POLICIES = {
     "token, wide": (dict(epsilon=0.1, epsilon_high=0.4), dict(epsilon_low=0.1, epsilon_high=0.4)),
     "two-sided": (dict(delta=1.5), dict(dual_clip=1.5)),
     "sequence": (
-        dict(importance_sampling_level="sequence"),
-        dict(importance_sampling_level="sequence"),
+        dict(importance_sampling_level="sequence"),  # TRL keeps the distances of tokens
+        dict(importance_sampling_level="sequence", epsilon_low=0.2, epsilon_high=0.2),
     ),
-    "cispo": (dict(epsilon_high=1.3), dict(surrogate="cispo", epsilon_low=1.0, epsilon_high=0.3)),
+    "cispo": (dict(epsilon_high=1.3), dict(surrogate="cispo", epsilon_high=0.3)),
 }
 AGGREGATIONS = {"grpo": "grpo", "bnpo": "dapo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
 CASES = [
@@ -250,5 +251,42 @@ def test_advantages(folder, scale):
     output = trainer._generate_and_score_completions(prompts)
     assert len(seen) == 2 * GROUP
     expected = group_advantages(torch.tensor(seen), group_size=GROUP, normalization=scale)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rewards_that_are_normalized_one_by_one(folder):
+    """GDPO with three rewards and weights, one of which now and then does not apply."""
+    seen: list[list[float | None]] = []
+
+    def lengths(completions, **_):
+        seen.append([float(len(set(text)) + 3 * i % 5) for i, text in enumerate(completions)])
+        return seen[-1]
+
+    def large(completions, **_):
+        seen.append([100.0 * (i % 3) for i, _ in enumerate(completions)])
+        return seen[-1]
+
+    def sometimes(completions, **_):
+        seen.append([None if i % 4 == 1 else float(i % 5) for i, _ in enumerate(completions)])
+        return seen[-1]
+
+    weights = [1.0, 0.5, 2.0]
+    trainer = make_trainer(
+        folder,
+        [lengths, large, sometimes],
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=weights,
+    )
+    prompts = [{"prompt": prompt} for prompt in ("w5 w6", "w9") for _ in range(GROUP)]
+    output = trainer._generate_and_score_completions(prompts)
+    scores = torch.tensor([[NAN if v is None else v for v in column] for column in seen]).T
+    expected = reward_advantages(
+        torch.zeros(2 * GROUP),
+        scores,
+        torch.tensor(weights),
+        group_size=GROUP,
+        aggregation="normalize_then_sum",
+    )
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
