@@ -221,13 +221,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             metrics (StepMetrics): receives the rollout's statistics.
         """
         trajectory = self._scored_rollout(prompts, metrics)  # N rows; forks may drop or add some
+        self._num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
         weights = self._loss.weights(
             trajectory.response_mask,
             num_rows=parallel.sum_over_ranks(trajectory.num_rows),
-            num_tokens=parallel.sum_over_ranks(int(trajectory.response_mask.sum())),
+            num_tokens=self._num_tokens,
             max_generated_tokens=self.cfg.max_generated_tokens,
         )  # [N, L]
         trajectory = replace(trajectory, weights=weights)
+        if not self._loss.needs_all_rows:  # the others count in the denominators alone
+            trajectory = trajectory.select(trajectory.advantages != 0)
         with metrics.timer("time/logprobs"):
             parts = micro_batches(
                 trajectory,
@@ -322,8 +325,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         """Sums the ranks' gradients, and takes the step if they and the loss are finite."""
         parallel.reduce_gradients(self._model)
         grad_norm = total_grad_norm(self._model.parameters())
-        num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
-        if num_tokens > 0 and self._guard.allows_step(
+        if self._num_tokens > 0 and self._guard.allows_step(
             loss=loss,
             grad_norm=grad_norm,
             model=self._model,

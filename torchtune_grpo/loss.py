@@ -146,6 +146,10 @@ class Loss(Protocol):
     def needs_entropy_gradient(self) -> bool:
         """Whether the loss differentiates ``entropy``; False spares its backward pass."""
 
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether rows whose advantage is 0 have a gradient; False spares them their passes."""
+
     def weights(
         self, response_mask: Tensor, *, num_rows: int, num_tokens: int, max_generated_tokens: int
     ) -> Tensor:
@@ -186,9 +190,9 @@ def make_loss(node: DictConfig) -> Loss:
         ValueError: if it lacks something that :class:`Loss` has.
     """
     loss = config.instantiate(node)
-    needed = ("needs_reference", "needs_entropy_gradient", "weights", "__call__")
+    needed = ("weights", "__call__", "needs_reference", "needs_entropy_gradient", "needs_all_rows")
     problem = ", ".join(f"it has no {name}" for name in needed if not hasattr(loss, name))
-    for name in needed[2:] if not problem else ():
+    for name in needed[:2] if not problem else ():
         asked = list(inspect.signature(getattr(Loss, name)).parameters.values())[1:]
         positional = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
         try:
@@ -250,6 +254,10 @@ class GRPOLoss:
         hint="give more than 1, or null",
     )
     kl_estimator: str = one_of("See `kl_penalty`", "k3", ("k1", "k2", "k3"))
+    kl_on_uninformative: bool = key(
+        "The KL penalty is also that of rows whose advantage is 0; false spares them their passes",
+        True,
+    )
     aggregation: str = one_of("See `loss_weights`", "grpo", ("grpo", "dapo", "dr_grpo"))
     entropy_coeff: float = not_negative("Weight of the entropy bonus", 0.0)
 
@@ -281,6 +289,13 @@ class GRPOLoss:
     def needs_entropy_gradient(self) -> bool:
         """See :class:`Loss`."""
         return self.entropy_coeff > 0
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """See :class:`Loss`; of a class of one's own with another ``__call__``, nobody knows."""
+        has_own = type(self).__call__ is not GRPOLoss.__call__
+        has_kl = self.needs_reference and self.kl_on_uninformative
+        return has_own or has_kl or self.needs_entropy_gradient
 
     def weights(self, response_mask: Tensor, **totals: int) -> Tensor:
         """See :func:`loss_weights`."""

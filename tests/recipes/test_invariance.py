@@ -52,6 +52,28 @@ VARIANTS = {
 }
 
 
+REWARDS = """
+from torchtune_grpo.loss import GRPOLoss
+
+def length(prompts, completions, **_):
+    return [len(c) % 5 for c in completions]
+
+def second_of_four(prompts, completions, **_):
+    # Groups 1 and 3 are equal; nobody has the mean of groups 0 and 2.
+    return [7.0 * (row % 4 == 1) * (row // 4 % 2 == 0) for row, _ in enumerate(completions)]
+
+def first_two_differ(prompts, completions, **_):
+    return [(1.0, 3.0, 2.0, 2.0)[row % 4] for row, _ in enumerate(completions)]
+
+class EveryRow(GRPOLoss):
+    needs_all_rows = True
+
+class Own(GRPOLoss):
+    def __call__(self, **inputs):
+        return super().__call__(**inputs)
+"""
+
+
 def load_recipe_module():
     spec = importlib.util.spec_from_file_location("recipe", ROOT / "grpo_full_finetune.py")
     module = importlib.util.module_from_spec(spec)
@@ -91,14 +113,12 @@ class Outcome:
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Runs the recipe; returns its adapters' weights before and after, and its trajectories."""
-    (tmp_path / "my_rewards.py").write_text(
-        "def length(prompts, completions, **_):\n    return [len(c) % 5 for c in completions]\n"
-    )
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
     overrides = tiny_overrides(CONFIG, tmp_path)
     runs = 0
 
-    def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3)):
+    def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length"):
         nonlocal runs
         runs += 1
         cfg = OmegaConf.load(ROOT / "configs" / f"{CONFIG}.yaml")
@@ -106,7 +126,7 @@ def train(tmp_path, monkeypatch):
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
         del cfg.optimizer.fused, cfg.optimizer.weight_decay
         cfg.eval_dataset, cfg.eval_every_n_steps = None, None
-        cfg.rewards = [{"_component_": "my_rewards.length"}]
+        cfg.rewards = [{"_component_": f"my_rewards.{reward}"}]
         module = load_recipe_module()
         module.roll_out = reordered(module.roll_out, list(rows))
         module.step_indices = lambda **_: list(prompts)
@@ -170,6 +190,40 @@ def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
     assert_same(train(["forward_token_budget=64"], rows=(3, 1, 0, 2)), base)
     split = ["rollout.max_rows=8", "forward_batch_size=8"]
     assert_same(train(split, prompts=(3, 1, 0, 2)), base)
+
+
+@pytest.mark.parametrize(
+    ("reward", "cut", "kept", "atol"),
+    [
+        ("second_of_four", ["forward_batch_size=4"], [0, 1, 2, 3, 8, 9, 10, 11], 0),
+        ("second_of_four", [], [0, 1, 2, 3, 8, 9, 10, 11], 1e-6),
+        ("first_two_differ", ["loss.aggregation=grpo"], [0, 1, 4, 5, 8, 9, 12, 13], 1e-6),
+        ("first_two_differ", ["pack_groups=false"], [0, 1, 4, 5, 8, 9, 12, 13], 1e-6),
+    ],
+)
+def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
+    """The same weights without them: to the bit where the passes are cut the same."""
+    change = [*cut, "loss.kl_coeff=0", "optimizer.lr=0.1"]
+    every = train([*change, "loss._component_=my_rewards.EveryRow"], reward=reward)
+    assert every.trajectory.num_rows == 16
+    result = train(change, reward=reward)
+    assert result.trajectory.num_rows == len(kept)
+    assert torch.equal(result.trajectory.weights, every.trajectory.weights[kept])
+    assert_same(result, every, atol=atol)
+    assert max((result.after[n] - result.before[n]).abs().max() for n in result.before) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (["loss.kl_coeff=0.1"], 16),
+        (["loss.kl_coeff=0.1", "loss.kl_on_uninformative=false"], 8),
+        (["loss.kl_coeff=0", "loss.entropy_coeff=0.1"], 16),
+        (["loss.kl_coeff=0", "loss._component_=my_rewards.Own"], 16),
+    ],
+)
+def test_rows_that_may_have_a_gradient_stay(train, change, rows):
+    assert train(change, reward="first_two_differ").trajectory.num_rows == rows
 
 
 def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):

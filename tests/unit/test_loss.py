@@ -381,7 +381,7 @@ class NoInterface:
 
 
 class OldInterface:
-    needs_reference = needs_entropy_gradient = False
+    needs_reference = needs_entropy_gradient = needs_all_rows = False
 
     def weights(self, response_mask, *, num_rows): ...
 
@@ -397,7 +397,7 @@ class Reinforce(OldInterface):
 def test_a_loss_that_is_none_is_refused_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_loss", sys.modules[__name__])
     for name, problem in {
-        "NoInterface": "it has no needs_reference, it has no needs_entropy_gradient, it has no w",
+        "NoInterface": "it has no weights, it has no needs_reference, it has no needs_ent",
         "OldInterface": "its weights is called with other arguments: .*'num_tokens'",
     }.items():
         with pytest.raises(ValueError, match=rf"my_loss.{name}: {problem}.*docs/loss.md"):
