@@ -128,11 +128,9 @@ class Run:
 
 
 def _number(value: Any) -> float:
-    try:
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:  # an int beyond all floats
-        number = math.nan
-    return number if math.isfinite(number) else math.nan
+    # Squares of what is kept are finite.
+    is_kept = isinstance(value, (int, float)) and abs(value) < 1e100
+    return float(value) if is_kept else math.nan
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:

@@ -117,10 +117,10 @@ def _responses(run: Run, settings: Settings) -> Signs:
             change = settings.scale("max_generated_tokens", 2)
         yield "nothing_trained", "No token was trained on.", *change
     length, first = run.now("completions/mean_length"), run.first("completions/mean_length")
-    # A quarter; shorter responses that are right more often are none of it.
-    if length < first / 4 and run.level <= run.first(run.decider):
+    # A tenth; shorter responses that are right more often are none of it.
+    if length < first / 10 and run.level <= run.first(run.decider):
         evidence = f"The mean response shrank from {first:.3g} to {length:.3g} tokens."
-        least = settings.change("sampling.min_new_tokens", math.ceil(first / 4))
+        least = settings.change("sampling.min_new_tokens", math.ceil(first / 10))
         yield "responses_shrink", evidence, *least
 
 

@@ -184,9 +184,10 @@ num_input_tokens_seen
 """.split()
 # What TRL has no name for.
 NOT_TRLS = """
-reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass nonfinite_steps tokens_per_second
-rollout/tokens_per_second time/rollout time/reward time/logprobs time/update rewards/a/errors
-rewards/a/none rewards/b/errors rewards/b/none rewards/a/depth time/rewards/a time/rewards/b
+reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass nonfinite_steps
+tokens_per_second rollout/tokens_per_second time/rollout time/reward time/logprobs time/update
+rewards/a/errors rewards/a/none rewards/b/errors rewards/b/none rewards/a/depth time/rewards/a
+time/rewards/b
 """.split()
 
 
