@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import comb
+from math import comb, fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -34,23 +34,26 @@ class Paired(NamedTuple):
     p: float
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that one of ``k`` samples is right: unbiased (Chen et al. 2021, arXiv:2107.03374).
+def pass_at_k(scores: Sequence[float], k: int) -> float:
+    """Expected best score of ``k`` of a prompt's samples (Chen et al. 2021, arXiv:2107.03374).
 
     Args:
-        num_samples (int): n, drawn for the prompt.
-        num_right (int): c, of these.
-        k (int): at most ``num_samples``.
+        scores (Sequence[float]): of all n samples.
+        k (int): at most n.
 
     Returns:
-        float: 1 - C(n - c, k) / C(n, k), the share of k-subsets that hold a right one.
+        float: the mean over all k-subsets of their best score, which is unbiased; for c scores of 1
+        among zeros, 1 - C(n - c, k) / C(n, k).
 
     Raises:
         ValueError: if there are fewer than ``k`` samples.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k}: with {num_samples} samples, give 1 to {num_samples}.")
-    return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k}: with {n} samples, give 1 to {n}.")
+    # Of C(n, k) subsets, the i-th smallest score is the best in C(i, k - 1).
+    shares = (comb(i, k - 1) / comb(n, k) for i in range(n))
+    return fsum(score * share for score, share in zip(sorted(scores), shares, strict=True))
 
 
 def majority(answers: Sequence[str | None]) -> int | None:
