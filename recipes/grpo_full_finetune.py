@@ -58,6 +58,7 @@ from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
+from torchtune_grpo.stopping import Course
 from torchtune_grpo.threads import limit_threads
 from torchtune_grpo.trajectory import Trajectory
 
@@ -100,6 +101,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             limit_threads(empty_model(self.cfg))
         self._is_sharded = should_shard(self.cfg, device=self._device)
         self._checkpoints = Checkpoints.of_run(self.cfg)
+        self._course = Course(self.cfg, self._checkpoints)
         checkpoint = self._checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
         self._tokenizer = instantiate("tokenizer", self.cfg.tokenizer)
         self._rewards = RewardSet.from_config(
@@ -147,13 +149,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._dataset, self._evaluator = data["dataset"], None
         if "eval_dataset" in data:
             self._evaluator = Evaluator(
-                dataset=data["eval_dataset"],
-                tokenizer=self._tokenizer,
-                rewards=self._rewards,
-                accuracy_reward=self.cfg.eval_reward,
-                params=self.cfg.sampling_params,
-                num_samples=self.cfg.eval_samples,
-                seed=self.seed,
+                self.cfg, data["eval_dataset"], tokenizer=self._tokenizer, rewards=self._rewards
             )
         self._next_prompts()  # fails if there are too few
 
@@ -178,6 +174,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.global_step = state["step"]
         self._observer.resume(self.global_step)
         utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
+        self._course.judge(self._observer.records)
 
     def train(self) -> None:
         """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
@@ -188,7 +185,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         ):
             if self._is_due(self.cfg.eval_every_n_steps):
                 self._evaluate()
-            while self.global_step < self.cfg.num_steps:
+            while self.global_step < self.cfg.num_steps and not self._course.is_over:
                 self.interrupts.boundary()
                 metrics = StepMetrics()
                 with metrics.timer("step_time"):
@@ -208,7 +205,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self._log(metrics)
                 if self._is_due(self.cfg.eval_every_n_steps):
                     self._evaluate()
-                if self._is_due(self.cfg.save_every_n_steps):
+                is_best = self._checkpoints.best == self.global_step
+                if is_best or self._is_due(self.cfg.save_every_n_steps):
                     self.save_checkpoint()
 
     def generate_trajectory(
@@ -394,7 +392,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         return TrainerState(global_step=self.global_step, max_steps=self.cfg.num_steps)
 
     def _is_due(self, every: int | None) -> bool:
-        is_end = self.global_step in (0, self.cfg.num_steps)
+        is_end = self._course.is_over or self.global_step in (0, self.cfg.num_steps)
         return is_end or (every is not None and self.global_step % every == 0)
 
     def _log(self, metrics: StepMetrics) -> None:
@@ -409,8 +407,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             return
         self.interrupts.boundary()
         self._model.eval()
-        values = self._evaluator(self._engine, state=self._trainer_state)
-        self._observer.evaluation(self.global_step, values)
+        evaluation = self._evaluator(self._engine, state=self._trainer_state)
+        self._observer.evaluation(self.global_step, evaluation.metrics)
+        self._course.judge(self._observer.records)
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""

@@ -174,7 +174,10 @@ class GRPOConfig:
         hint="name a metric of evaluations, such as eval/accuracy",
     )
     stop_at: float | None = key(
-        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)", None
+        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a share from 0 to 1",
     )
     patience: int | None = positive(
         "End the run after so many evaluations in a row that were not its best", None

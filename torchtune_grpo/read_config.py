@@ -39,6 +39,7 @@ from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
 from torchtune_grpo.plain import read_json
 from torchtune_grpo.policy import empty_model
+from torchtune_grpo.stopping import scores
 
 log = utils.get_logger("INFO")
 T = TypeVar("T", bound=GRPOConfig)
@@ -197,6 +198,15 @@ def contradictions(settings: GRPOConfig) -> list[str]:
             and Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve()
         ),
     }
+    for key in ("keep_best", "stop_at", "patience"):
+        value, best = getattr(settings, key), scores(settings.eval_samples)
+        cases[f"{key}={value}: needs evaluations; set eval_dataset to held-out prompts."] = (
+            value is not None and settings.eval_dataset is None
+        )
+    cases[
+        f"keep_best={settings.keep_best}: no evaluation with eval_samples={settings.eval_samples} "
+        f"has it; give one of {', '.join(best)}, or more samples."
+    ] = settings.keep_best not in (None, *best)
     for key, folder in (
         ("checkpointer.checkpoint_dir", checkpoint_dir),
         ("adapter_dir", settings.adapter_dir),

@@ -75,7 +75,9 @@ def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
 
     Alone, the resamples of 100 wrong answers are 100 wrong answers, and the interval (0, 0). So two
     prompts that score 0 and two that score 1 are added first, as Agresti and Coull (1998) do for a
-    proportion: (0, 0.05) there, and near 95 % wherever the accuracy lies.
+    proportion: (0, 0.05) there. They weigh as much less than a prompt as ``values`` (means over
+    samples) vary less than zeros and ones of that mean. benchmarks/intervals.py counts how often
+    the mean is in it.
 
     Args:
         values (ArrayLike): [P] one for each prompt, from 0 to 1.
@@ -83,7 +85,10 @@ def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
     Returns:
         tuple[float, float]: low and high, the same for the same values in any order.
     """
-    return _interval(np.asarray(values, dtype=np.float64), added=(0, 0, 1, 1))
+    scores = np.asarray(values, dtype=np.float64)
+    mean = scores.mean()
+    weight = scores.var() / (mean * (1 - mean)) if 0 < mean < 1 else 1.0
+    return _interval(scores, added=(0, 0, 1, 1), weight=weight)
 
 
 def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
@@ -91,8 +96,8 @@ def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
 
     Under the null hypothesis each prompt's difference is as likely to be positive as negative. All
     2^P choices of signs are counted, not sampled; for scores of 0 and 1 that is McNemar's exact
-    test. The interval resamples the prompts, with one gain and one loss of 1 added to them (Bonett
-    and Price 2012).
+    test. The interval resamples the prompts, one gain and one loss of 1 added (Bonett and Price
+    2012), with a weight as above.
 
     Args:
         before (ArrayLike): [P] score of each prompt, from 0 to 1; may be a mean over samples.
@@ -103,16 +108,22 @@ def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
         Paired: difference, interval and p.
     """
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    low, high = _interval(difference, added=(-1, 1))
+    size = np.abs(difference).mean()
+    weight = (difference**2).mean() / size if size else 1.0
+    low, high = _interval(difference, added=(-1, 1), weight=weight)
     return Paired(float(difference.mean()), low, high, _sign_flip_p(difference))
 
 
-def _interval(values: NDArray[np.float64], *, added: Sequence[float]) -> tuple[float, float]:
-    """Percentile bootstrap of the mean of ``values`` and ``added``."""
+def _interval(
+    values: NDArray[np.float64], *, added: Sequence[float], weight: float
+) -> tuple[float, float]:
+    """Percentile bootstrap of the mean of ``values`` and, each with a weight, ``added``."""
     # Resamples are drawn as counts of equal values: few of these, and their order has no effect.
-    unique, counts = np.unique(np.concatenate([values, added]), return_counts=True)
-    total = int(counts.sum())
-    drawn = np.random.default_rng(0).multinomial(total, counts / total, size=_RESAMPLES)
+    unique, which = np.unique(np.concatenate([values, added]), return_inverse=True)
+    weights = np.repeat([1.0, weight], [len(values), len(added)])
+    share = np.bincount(which, weights) / weights.sum()
+    total = round(weights.sum())
+    drawn = np.random.default_rng(0).multinomial(total, share, size=_RESAMPLES)
     low, high = np.quantile(drawn @ unique / total, (0.025, 0.975))
     return float(low), float(high)
 
