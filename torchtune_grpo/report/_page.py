@@ -19,18 +19,12 @@ from bokeh.util.paths import static_path
 
 from torchtune_grpo.plain import visible
 from torchtune_grpo.report._groups import groups_of
-from torchtune_grpo.report._panels import (
-    MAX_POINTS,
-    Panel,
-    compared_panels,
-    panels,
-    pass_rate_panel,
-)
-from torchtune_grpo.report._prompts import prompt_map
+from torchtune_grpo.report._panels import MAX_POINTS, compared, panels
+from torchtune_grpo.report._prompts import pass_rate_panel, prompt_map
 from torchtune_grpo.report._run import Run, as_text, flat, script_json
-from torchtune_grpo.report._verdict import compared, percent, points_of, scores, verdict
+from torchtune_grpo.report._verdict import changed_by, scores, tested, verdict
 
-Table = dict[str, Any]
+Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it is folded
 
 
 @dataclass(frozen=True)
@@ -48,19 +42,17 @@ def run_page(folder: Path) -> Page:
         ValueError: if the folder is missing or holds no run.
     """
     run = Run.read(folder)
-    curves, rates, prompts = panels(run), pass_rate_panel(run), prompt_map(run)
-    resumes = [start["step"] for start in run.starts if start["step"] > 0]
-    found = verdict(run)
-    note = f"every {-(-run.steps_done // MAX_POINTS)}th step" * (run.steps_done > MAX_POINTS)
+    found, curves = verdict(run), panels(run)
+    every = -(-run.steps_done // MAX_POINTS)
     data = {
         "name": run.name,
         "verdict": found,
-        "panels": [_panel(panel) for panel in [*curves, *rates]],
+        "panels": curves + pass_rate_panel(run),
         "curves": len(curves),
-        "resumes": resumes,
-        "thinned": note,
+        "resumes": [start["step"] for start in run.starts if start["step"] > 0],
+        "thinned": f"Drawn is every {every}th step." if every > 1 else "",
         **groups_of(run),
-        "map": prompts and vars(prompts),
+        "map": prompt_map(run),
         "setup": _setup(run),
     }
     return _page(run.name, found["headline"], data)
@@ -76,15 +68,15 @@ def comparison_page(folders: Sequence[Path]) -> Page:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [visible(str(folder)) for folder in folders]
-    curves = compared_panels(runs, names)
-    headline = f"{len(runs)} runs compared"
+    curves, headline = compared(runs, names), f"{len(runs)} runs compared"
     data = {
         "name": "Comparison",
         "headline": headline,
-        "resumes": [],
-        "panels": [_panel(panel) for panel in curves],
-        "curves": len(curves),
         "comparison": _comparison(runs, names),
+        "panels": curves,
+        "curves": len(curves),
+        "resumes": [],
+        "thinned": "",
         "setup": [_differences("Where their configs differ", names, [run.config for run in runs])],
     }
     return _page(headline, headline, data)
@@ -94,77 +86,64 @@ def write(path: Path, page: Page) -> Path:
     """Writes beside ``path``, then renames: a browser that reloads sees one page or the other."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        beside.write_text(page.text, encoding="utf-8")
+        beside.write_text(page.text, encoding="utf-8", errors="backslashreplace")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
     return path
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
-    return {**vars(panel), "lines": [vars(line) for line in panel.lines]}
-
-
 def _setup(run: Run) -> list[Table]:
     """Tables: the last start, its versions, what differs between starts, the whole config."""
     if not run.starts:
         return []
-    last = run.starts[-1]
-    shown = ("command", "time", "device", "ranks", "seed")
-    facts = [[name, as_text(last[name])] for name in shown if name in last]
-    tables: list[Table] = [
-        {"title": "Last start", "rows": facts},
-        {"title": "Versions", "rows": [list(pair) for pair in flat(last.get("versions") or {})]},
+    last, configs = run.starts[-1], [start.get("config") or {} for start in run.starts]
+    facts = [
+        (name, as_text(last.get(name))) for name in ("command", "time", "device", "ranks", "seed")
     ]
-    if len(run.starts) > 1:
-        names = [f"from step {start['step']}" for start in run.starts]
-        configs = [start.get("config") or {} for start in run.starts]
-        tables.append(_differences("Changed between starts", names, configs))
-    whole = [list(pair) for pair in flat(run.config)]
-    return [*tables, {"title": "Whole config", "rows": whole, "folded": True}]
+    names = [f"from step {start['step']}" for start in run.starts]
+    return [
+        {"title": "Last start", "rows": facts},
+        {"title": "Versions", "rows": [*flat(last.get("versions"))]},
+        *([_differences("Changed between starts", names, configs)] if len(names) > 1 else []),
+        {"title": "Whole config", "rows": [*flat(run.config)], "folded": True},
+    ]
 
 
-def _differences(title: str, names: list[str], configs: Sequence[object]) -> Table:
-    of_each = [dict(flat(config)) for config in configs]
+def _differences(title: str, names: list[str], configs: Sequence[dict[str, Any]]) -> Table:
+    """Keys with several values. The run's own folder is no difference."""
+    of_each = [
+        {
+            key: text.replace(str(config.get("output_dir")), "OUTPUT_DIR")
+            for key, text in flat(config)
+        }
+        for config in configs
+    ]
     keys = dict.fromkeys(key for config in of_each for key in config)
     rows = [[key, *(config.get(key, "") for config in of_each)] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
-    return {"title": title, "head": ["key", *names], "rows": rows, "empty": "Nothing."}
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return {"title": title, "head": ["key", *names], "rows": differing, "empty": "Nowhere."}
 
 
 def _comparison(runs: Sequence[Run], names: list[str]) -> Table:
-    rows: dict[str, list[str]] = {}
+    columns = []
     for run in runs:
-        found, accuracy = verdict(run), scores(run, "accuracy")
-        cells = {
-            "Verdict": " ".join([found["headline"], *found["why"][:1]]),
-            "Accuracy before": _with_interval(accuracy[:1]),
-            "Accuracy after": _with_interval(accuracy[1:][-1:]),
-            f"After, against {names[0]}": "" if run is runs[0] else _against(runs[0], run),
-            "Open findings": ", ".join(
-                each["name"] for each in found["findings"] if each["until"] is None
-            ),
-            **dict(found["facts"]),
-        }
-        for name, cell in cells.items():
-            rows.setdefault(name, [""] * len(runs))[runs.index(run)] = cell
-    return {"title": "Verdicts", "head": ["", *names], "rows": [[k, *v] for k, v in rows.items()]}
-
-
-def _with_interval(found: Sequence[Any]) -> str:
-    return f"{percent(found[0].mean)} ({found[0].interval})" if found else ""
-
-
-def _against(first: Run, run: Run) -> str:
-    """The paired test of both runs' last evaluations, if they are of the same problems."""
-    same_data = first.config.get("eval_dataset") == run.config.get("eval_dataset")
-    test = compared(first.scores[-1], run.scores[-1]) if first.scores and run.scores else None
-    if test is None or not same_data:
-        return "not on the same problems"
-    return (
-        f"{points_of(test.difference)} points ({points_of(test.low)} to {points_of(test.high)}), "
-        f"p = {test.p:.3f}"
-    )
+        found, accuracy = verdict(run), [*map(str, scores(run, "accuracy"))]
+        open_findings = (each["name"] for each in found["findings"] if each["until"] is None)
+        same_data = runs[0].config.get("eval_dataset") == run.config.get("eval_dataset")
+        test = tested(runs[0], run, first=-1) if same_data and run is not runs[0] else None
+        columns.append(
+            {
+                "Verdict": " ".join([found["headline"], *found["why"][:1]]),
+                "Accuracy before": "".join(accuracy[:1]),
+                "Accuracy after": "".join(accuracy[1:][-1:]),
+                f"After, against {names[0]}": changed_by(test) if test else "",
+                "Open findings": ", ".join(open_findings),
+                **found["facts"],
+            }
+        )
+    rows = [[key, *(column.get(key, "") for column in columns)] for key in columns[0]]
+    return {"title": "Verdicts", "head": ["", *names], "rows": rows}
 
 
 def _page(title: str, headline: str, data: dict[str, Any]) -> Page:

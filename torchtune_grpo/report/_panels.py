@@ -1,248 +1,115 @@
-"""Which curves a page shows, what each one means, and their numbers."""
+"""The numbers of the page's curves; panels.toml says which there are and what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from itertools import accumulate
-from typing import Literal
+from typing import Any
 
 from torchtune_grpo.plain import visible
-from torchtune_grpo.report._run import Record, Run, number
-from torchtune_grpo.report._verdict import names_of_scores
+from torchtune_grpo.report._run import Record, Run, names_in, number
 
 MAX_POINTS = 1000  # of a curve; of a longer run, every k-th step is drawn
-NUM_COLOURS = 7
-PASS_RATES = ("none right", "few: up to 1/3", "some: up to 2/3", "most", "all right")
+_NUM_COLOURS = 7  # of page.css
 
-
-@dataclass(frozen=True)
-class Line:
-    """One curve: values over steps, None where a step has none.
-
-    ``low`` and ``high`` bound a band around it; in a stack they are the area itself. ``colour`` is
-    the number of one in page.css.
-    """
-
-    label: str
-    steps: list[int]
-    values: list[float | None]
-    low: list[float | None] | None = None
-    high: list[float | None] | None = None
-    colour: int = 1
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One picture: its title, what it is and what is good, how its axis goes, its curves."""
-
-    title: str
-    what: str
-    names: tuple[tuple[str, str], ...] = ()  # of metrics, and what they are called here
-    band: tuple[str, str] | None = None  # metrics around the first curve
-    axis: Literal["free", "from 0", "share"] = "free"
-    kind: Literal["lines", "dots", "stack"] = "lines"
-    lines: list[Line] = field(default_factory=list)
-
-
-_REWARD = Panel(
-    "Reward",
-    "Mean total reward; the band is the usual spread within a group. Good: it rises, then levels "
-    "off. Without a spread there is nothing to learn from.",
-    (("reward", "reward"),),
-)
-_HELD_OUT = Panel(
-    "Held-out accuracy",
-    "On problems that are never trained on, with 95 % intervals. Good: rises with the reward. If "
-    "only the reward rises, the rewards are being tricked.",
-    axis="share",
-    kind="dots",
-)
-_PARTS = Panel(
-    "Each reward",
-    "Mean of each reward before its weight. Good: the one for right answers rises, not only the "
-    "one for format.",
-)
-_PANELS = (
-    Panel(
-        "Informative groups",
-        "Share of groups whose answers were not all scored alike; only these teach. Near 0 the "
-        "problems are too easy or too hard.",
-        (("frac_informative_groups", "informative"),),
-        axis="share",
-    ),
-    Panel(
-        "Length in tokens",
-        "Mean length of a response, shortest and longest as a band. Good: steady or slow.",
-        (("completions/mean_length", "mean"),),
-        ("completions/min_length", "completions/max_length"),
-        axis="from 0",
-    ),
-    Panel(
-        "Cut off",
-        "Share of responses that hit max_generated_tokens or the deadline. Good: near 0; these "
-        "never state their answer.",
-        (("completions/clipped_ratio", "cut off"),),
-        axis="share",
-    ),
-    Panel(
-        "Entropy",
-        "How undecided the policy is at each token. Good: a slow fall. At 0 it no longer explores; "
-        "a rise without end is noise.",
-        (("entropy", "entropy"),),
-        axis="from 0",
-    ),
-    Panel(
-        "KL from the reference",
-        "How far the policy has moved from the model it began with. Good: grows slowly.",
-        (("kl", "KL"),),
-        axis="from 0",
-    ),
-    Panel(
-        "Sampler against trainer",
-        "Mean difference of a token's log-prob between the two. Good: tiny and steady; otherwise "
-        "the update is for another policy.",
-        (("sampling/sampling_logp_difference/mean", "difference"),),
-        axis="from 0",
-    ),
-    Panel(
-        "Clipped tokens",
-        "Share of tokens whose update was clipped. Good: a few per cent at most; 0 with one update "
-        "a step (ppo_epochs: 1).",
-        (("clip_ratio/region_mean", "clipped"), ("cispo_clip_ratio", "clipped (CISPO)")),
-        axis="from 0",
-    ),
-    Panel(
-        "Gradient norm",
-        "Before clipping. Good: no lone spikes; each is a step that may have done harm.",
-        (("grad_norm", "norm"),),
-        axis="from 0",
-    ),
-)
-_SECONDS = Panel(
-    "Seconds of a step",
-    "Where the time goes, stage upon stage. The largest is what to speed up.",
-    (
-        ("time/rollout", "rollout"),
-        ("time/reward", "rewards"),
-        ("time/logprobs", "log-probs"),
-        ("time/update", "update"),
-    ),
-    axis="from 0",
-    kind="stack",
-)
+Values = list[float | None]
+Line = dict[str, Any]  # label, colour, steps, values; low and high, if there is a band
+Panel = dict[str, Any]  # title, what, axis, kind, lines
 
 
 def panels(run: Run) -> list[Panel]:
     """The curves of one run; those without any number are left out."""
-    steps = thinned(run.steps)
-    names = sorted({key for record in run.steps for key in record})
-    parts = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
-    filled = [
-        replace(_REWARD, lines=_around(steps, "reward", "reward_std_in_group")),
-        replace(_HELD_OUT, lines=[_scores(run, name) for name in names_of_scores(run)]),
-        replace(_PARTS, lines=[_line(steps, part, part.split("/", 1)[1][:-5]) for part in parts]),
-        *(_filled(panel, steps) for panel in _PANELS),
-        replace(_SECONDS, lines=stacked([_line(steps, *name) for name in _SECONDS.names])),
-    ]
-    return [panel for panel in map(_drawable, filled) if panel.lines]
-
-
-def compared_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
-    """Each picture's first curve, of all runs over each other."""
-    of_runs = [{panel.title: panel for panel in panels(run)} for run in runs]
-    together = []
-    for panel in (_REWARD, _HELD_OUT, *_PANELS):
-        lines = [
-            replace(mine[panel.title].lines[0], label=name)
-            for mine, name in zip(of_runs, names, strict=True)
-            if panel.title in mine
-        ]
-        if panel is not _HELD_OUT:  # bands of several runs hide each other
-            lines = [replace(line, low=None, high=None) for line in lines]
+    steps, drawn = thinned(run.steps), []
+    for panel in _panels():
+        if panel["curves"] == "evaluations":
+            lines = [_score(run.evaluations, name) for name in run.score_names]
+        else:
+            names = _reward_means(steps) if panel["curves"] == "rewards" else panel["curves"]
+            lines = [line(steps, name, label) for name, label in names.items()]
+            _add_band(lines, steps, panel)
+        lines = [each for each in lines if any(value is not None for value in each["values"])]
         if lines:
-            together.append(_drawable(replace(panel, lines=lines)))
+            drawn.append({**panel, "lines": coloured(lines, stack=panel.get("kind") == "stack")})
+    return drawn
+
+
+def compared(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
+    """The first curve of each panel, of all runs over each other; a run keeps its colour."""
+    of_runs = [{panel["title"]: panel for panel in panels(run)} for run in runs]
+    together = []
+    for panel in _panels():
+        if panel["curves"] == "rewards" or panel.get("kind") == "stack":
+            continue
+        lines = [
+            {"label": name, "colour": 1 + place % _NUM_COLOURS, **_bare(mine[panel["title"]])}
+            for place, (mine, name) in enumerate(zip(of_runs, names, strict=True))
+            if panel["title"] in mine
+        ]
+        if lines:
+            together.append({**panel, "lines": lines})
     return together
 
 
-def pass_rate_panel(run: Run) -> list[Panel]:
-    """The share of groups by how many of their answers are right, at each step."""
-    records = [record for record in thinned(run.prompts) if record.get("pass_rate")]
-    if not records:
-        return []
-    shares: list[list[float | None]] = [[] for _ in PASS_RATES]
-    for record in records:
-        rates = [rate for rate in map(number, record["pass_rate"]) if rate is not None]
-        kinds = [0 if r <= 0 else 4 if r >= 1 else 1 + (r > 1 / 3) + (r > 2 / 3) for r in rates]
-        for kind, share in enumerate(shares):
-            share.append(kinds.count(kind) / max(1, len(rates)))
-    steps = [record["step"] for record in records]
-    return [
-        Panel(
-            "How many of a group's answers are right",
-            "Share of groups at each step. Only the three in the middle teach: where none or all "
-            "are right, the answers cannot be told apart. Good: a broad middle that moves to the "
-            "right answers.",
-            axis="share",
-            kind="stack",
-            lines=stacked(
-                [
-                    Line(name, steps, share, colour=11 + kind)
-                    for kind, (name, share) in enumerate(zip(PASS_RATES, shares, strict=True))
-                ]
-            ),
-        )
-    ]
-
-
-def thinned(records: list[Record], limit: int = MAX_POINTS) -> list[Record]:
-    """At most ``limit`` lines, evenly; the last one stays."""
-    every = -(-len(records) // limit) or 1
+def thinned(records: list[Record]) -> list[Record]:
+    """At most ``MAX_POINTS`` lines, evenly; the last one stays."""
+    every = -(-len(records) // MAX_POINTS) or 1
     return records[::-1][::every][::-1]
 
 
-def stacked(lines: list[Line]) -> list[Line]:
-    """Each line's area on top of those before it; a missing value takes no room."""
-    columns = [list(accumulate(value or 0.0 for value in each)) for each in zip(*_values(lines))]
-    highs = [list(row) for row in zip(*columns)]
-    lows = [[0.0] * len(columns), *highs]
-    return [replace(line, low=low, high=high) for line, low, high in zip(lines, lows, highs)]
+def coloured(lines: list[Line], *, stack: bool, first: int = 1) -> list[Line]:
+    """The lines in colours from ``first`` on; in a stack each on top of those before it."""
+    lines = [{**each, "colour": first + n % _NUM_COLOURS} for n, each in enumerate(lines)]
+    if stack:
+        columns = zip(*(each["values"] for each in lines), strict=True)
+        tops = [*zip(*(accumulate(value or 0 for value in column) for column in columns))]
+        low: Sequence[float] = [0] * len(tops[0])
+        for each, high in zip(lines, tops, strict=True):
+            each["low"], each["high"], low = low, high, high
+    return lines
 
 
-def _values(lines: list[Line]) -> list[list[float | None]]:
-    return [line.values for line in lines]
+def line(records: list[Record], name: str, label: str) -> Line:
+    """One metric over the steps."""
+    steps = [record["step"] for record in records]
+    return {"label": visible(label), "steps": steps, "values": _values(records, name)}
 
 
-def _line(steps: list[Record], name: str, label: str) -> Line:
-    values = [number(record.get(name)) for record in steps]
-    return Line(visible(label), [record["step"] for record in steps], values)
+@cache
+def _panels() -> list[Panel]:
+    text = (files("torchtune_grpo.report") / "panels.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["panels"]
 
 
-def _filled(panel: Panel, steps: list[Record]) -> Panel:
-    lines = [_line(steps, *name) for name in panel.names]
-    if panel.band:
-        low, high = (_line(steps, name, name).values for name in panel.band)
-        lines[0] = replace(lines[0], low=low, high=high)
-    return replace(panel, lines=lines)
+def _bare(panel: Panel) -> Line:
+    """Its first line without band, label and colour; bands of several runs hide each other."""
+    return {key: panel["lines"][0][key] for key in ("steps", "values")}
 
 
-def _around(steps: list[Record], name: str, spread: str) -> list[Line]:
-    line, widths = _line(steps, name, name), _line(steps, spread, spread).values
-    pairs = list(zip(line.values, widths, strict=True))
-    low = [None if v is None or w is None else v - w for v, w in pairs]
-    high = [None if v is None or w is None else v + w for v, w in pairs]
-    return [replace(line, low=low, high=high)]
+def _values(records: list[Record], name: str) -> Values:
+    return [number(record.get(name)) for record in records]
 
 
-def _scores(run: Run, name: str) -> Line:
-    line = _line(run.evaluations, f"eval/{name}", name)
-    ends = (_line(run.evaluations, f"eval/{name}/{end}", end).values for end in ("low", "high"))
-    low, high = ends
-    return replace(line, low=low, high=high)
+def _reward_means(steps: list[Record]) -> Mapping[str, str]:
+    found = (re.fullmatch("rewards/(.+)/mean", name) for name in names_in(steps))
+    return {match[0]: match[1] for match in found if match}
 
 
-def _drawable(panel: Panel) -> Panel:
-    """Without the curves that have no number, the others in colours that differ."""
-    lines = [line for line in panel.lines if any(value is not None for value in line.values)]
-    coloured = [replace(line, colour=1 + n % NUM_COLOURS) for n, line in enumerate(lines)]
-    return replace(panel, lines=coloured)
+def _score(evaluations: list[Record], name: str) -> Line:
+    low, high = (_values(evaluations, f"eval/{name}/{end}") for end in ("low", "high"))
+    return {**line(evaluations, f"eval/{name}", name), "low": low, "high": high}
+
+
+def _add_band(lines: list[Line], steps: list[Record], panel: Panel) -> None:
+    if "band" in panel:
+        lines[0]["low"], lines[0]["high"] = (_values(steps, name) for name in panel["band"])
+    elif "spread" in panel:
+        pairs = [*zip(lines[0]["values"], _values(steps, panel["spread"]), strict=True)]
+        known = [
+            None if mean is None or spread is None else (mean, spread) for mean, spread in pairs
+        ]
+        lines[0]["low"] = [pair and pair[0] - pair[1] for pair in known]
+        lines[0]["high"] = [pair and pair[0] + pair[1] for pair in known]

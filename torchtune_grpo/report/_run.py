@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A run's record.
+    """A run's record: the lines of its files, those of metrics.jsonl in two lists."""
 
-    Attributes:
-        folder (Path): its ``output_dir``.
-        steps (list[Record]): lines of metrics.jsonl, of steps.
-        evaluations (list[Record]): lines of metrics.jsonl, of evaluations.
-        scores (list[Record]): of evaluations.jsonl.
-        findings (list[Record]): of findings.jsonl.
-        prompts (list[Record]): of prompts.jsonl.
-        starts (list[Record]): of starts.jsonl.
-    """
-
-    folder: Path
+    folder: Path  # its output_dir
     steps: list[Record]
     evaluations: list[Record]
-    scores: list[Record]
+    scores: list[Record]  # of evaluations.jsonl
     findings: list[Record]
     prompts: list[Record]
     starts: list[Record]
@@ -45,20 +35,14 @@ class Run:
         Raises:
             ValueError: if the folder is missing or holds no run.
         """
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder; give the output_dir of a run.")
         if not any((folder / name).is_file() for name in ("metrics.jsonl", "starts.jsonl")):
-            raise ValueError(f"{folder} has no metrics.jsonl; give the output_dir of a run.")
-        metrics = _lines(folder, "metrics")
-        return cls(
-            folder=folder,
-            steps=[each for each in metrics if not _is_evaluation(each)],
-            evaluations=[each for each in metrics if _is_evaluation(each)],
-            scores=_lines(folder, "evaluations"),
-            findings=_lines(folder, "findings"),
-            prompts=_lines(folder, "prompts"),
-            starts=_lines(folder, "starts"),
-        )
+            what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
+            raise ValueError(f"{folder} {what}; give the output_dir of a run.")
+        of_kind: tuple[list[Record], list[Record]] = ([], [])
+        for record in _lines(folder, "metrics"):
+            of_kind[any(key.startswith("eval/") for key in record)].append(record)
+        names = ("evaluations", "findings", "prompts", "starts")
+        return cls(folder, *of_kind, *(_lines(folder, name) for name in names))
 
     @property
     def name(self) -> str:
@@ -71,6 +55,12 @@ class Run:
         return self.steps[-1]["step"] if self.steps else 0
 
     @property
+    def score_names(self) -> list[str]:
+        """The evaluations' shares of right answers, accuracy first."""
+        names = (name.removeprefix("eval/") for name in names_in(self.evaluations))
+        return sorted(name for name in names if re.fullmatch(r"accuracy|(pass|maj)@\d+", name))
+
+    @property
     def config(self) -> Record:
         """Of the last start; empty if that is not known."""
         config = self.starts[-1].get("config") if self.starts else None
@@ -81,23 +71,27 @@ class Run:
         return _lines(self.folder, "completions")
 
 
+def names_in(records: Iterable[Record]) -> list[str]:
+    """Each name that occurs, once, sorted."""
+    return sorted({name for record in records for name in record})
+
+
 def number(value: object) -> float | None:
     """A finite number to five digits, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return value if isinstance(value, int) else float(f"{value:.5g}")
+    if type(value) is float:
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value if type(value) is int else None
 
 
 def flat(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Each value of a config, under its key as one writes it on the command line."""
-    children: Iterator[tuple[object, object]]
-    if isinstance(node, Mapping) and node:
-        children = iter(node.items())
+    children: Iterable[tuple[object, object]] = ()
+    if isinstance(node, Mapping):
+        children = node.items()
     elif isinstance(node, list) and any(isinstance(item, (Mapping, list)) for item in node):
-        children = iter(enumerate(node))
-    else:
+        children = enumerate(node)
+    if not children:
         yield visible(prefix), as_text(node)
-        return
     for key, value in children:
         yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
 
@@ -108,15 +102,13 @@ def as_text(value: object) -> str:
 
 
 def script_json(value: object) -> str:
-    r"""JSON as it may stand in a script element: without any "<", ">" or "&"."""
+    """JSON as it may stand in a script element: without any "<", ">" or "&"."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
 
 
 def _lines(folder: Path, name: str) -> list[Record]:
     path = folder / f"{name}.jsonl"
     return read_jsonl(path) if path.is_file() else []
-
-
-def _is_evaluation(record: Record) -> bool:
-    return any(key.startswith("eval/") for key in record)

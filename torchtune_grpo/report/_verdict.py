@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import math
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtune_grpo.plain import visible
 from torchtune_grpo.report._run import Record, Run, as_text, number
-from torchtune_grpo.statistics import Paired, bootstrap_interval, paired_test
+from torchtune_grpo.statistics import Paired, paired_test
 
 _SURE = 0.05  # of p: the usual level
-_FEW = 50  # held-out problems; 95 % intervals are then wider than +-14 points at 50 %
+_FEW = 50  # held-out problems: the 95 % interval of 50 % is then 28 points wide
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """One metric of one evaluation, with its 95 % interval where that is known."""
 
     step: int
@@ -25,14 +22,12 @@ class Score:
     high: float | None
 
     def __str__(self) -> str:
-        return percent(self.mean)
-
-    @property
-    def interval(self) -> str:
-        """As text."""
-        if self.low is None or self.high is None:
-            return ""
-        return f"{percent(self.low)} to {percent(self.high)}"
+        interval = (
+            f" ({percent(self.low)} to {percent(self.high)})"
+            if self.low is not None and self.high is not None
+            else ""
+        )
+        return percent(self.mean) + interval
 
 
 def percent(share: float) -> str:
@@ -40,31 +35,37 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
+def changed_by(test: Paired) -> str:
+    """The interval of a change, and how sure it is."""
+    p = "p < 0.001" if test.p < 0.001 else f"p = {test.p:.3f}"
+    return f"{100 * test.low:+.1f} to {100 * test.high:+.1f} points, {p}"
+
+
 def scores(run: Run, name: str) -> list[Score]:
-    """A metric at each evaluation, such as ``accuracy``."""
-    found, greedy = [], {each["step"]: each.get("greedy") for each in run.scores}
+    """A metric at each evaluation that has it, such as ``accuracy``."""
+    found = []
     for record in run.evaluations:
-        mean = number(record.get(f"eval/{name}"))
-        low, high = (number(record.get(f"eval/{name}/{end}")) for end in ("low", "high"))
-        if low is None and name == "accuracy" and greedy.get(record["step"]):
-            low, high = bootstrap_interval(greedy[record["step"]])
+        mean, low, high = (number(record.get(f"eval/{name}{end}")) for end in ("", "/low", "/high"))
         if mean is not None:
             found.append(Score(record["step"], mean, low, high))
     return found
 
 
-def names_of_scores(run: Run) -> list[str]:
-    """The evaluations' metrics that are shares of right answers, accuracy first."""
-    known = {key.removeprefix("eval/") for record in run.evaluations for key in record}
-    return sorted(name for name in known if re.fullmatch(r"accuracy|(pass|maj)@\d+", name))
+def tested(before: Run, after: Run, name: str = "accuracy", *, first: int = 0) -> Paired | None:
+    """The paired test between two evaluations of the same prompts, the second one the last.
 
-
-def compared(before: Record, after: Record, name: str = "accuracy") -> Paired | None:
-    """The paired test between two lines of evaluations.jsonl, if they are of the same prompts."""
-    if before.get("prompt_index") != after.get("prompt_index"):
+    Args:
+        before (Run): its evaluation number ``first``.
+        after (Run): its last evaluation.
+        name (str): ``accuracy`` or ``pass@1``; of others None comes back.
+        first (int): 0, or -1 for the last one.
+    """
+    if not before.scores or not after.scores:
         return None
-    pair = [_by_prompt(record, name) for record in (before, after)]
-    return paired_test(*pair) if pair[0] and pair[1] else None
+    ends = before.scores[first], after.scores[-1]
+    old, new = (_by_prompt(record, name) for record in ends)
+    same = ends[0] is not ends[1] and ends[0].get("prompt_index") == ends[1].get("prompt_index")
+    return paired_test(old, new) if same and old and new else None
 
 
 def _by_prompt(record: Record, name: str) -> list[float]:
@@ -77,82 +78,79 @@ def _by_prompt(record: Record, name: str) -> list[float]:
 def verdict(run: Run) -> dict[str, Any]:
     """The headline, whether to believe it and why, a table, and what the run has taken."""
     tone, headline, why = _judge(run)
-    return {
-        "tone": tone,
-        "headline": headline,
-        "why": why,
-        "scores": [_row(run, name) for name in names_of_scores(run)],
-        "facts": _facts(run),
-        "findings": findings(run),
-    }
+    table = []
+    for name in run.score_names:
+        found, test = scores(run, name), tested(run, run, name)
+        ends = [found[0], found[-1]] if len(found) > 1 else found
+        change = f"{100 * (ends[-1].mean - ends[0].mean):+.1f} points" if len(ends) > 1 else ""
+        table.append(
+            {
+                "label": _label(name),
+                "ends": [{**end._asdict(), "text": str(end)} for end in ends],
+                "change": change,
+                "test": changed_by(test) if test else "",
+            }
+        )
+    shown = {"tone": tone, "headline": headline, "why": why, "scores": table}
+    return {**shown, "facts": _facts(run), "findings": findings(run)}
+
+
+def _label(name: str) -> str:
+    kind, _, k = name.partition("@")
+    if kind == "accuracy":
+        return "Accuracy: greedy answers"
+    if kind == "maj":
+        return f"{name}: the majority of {k} samples"
+    return "pass@1: sampled answers" if k == "1" else f"{name}: one of {k} samples is right"
 
 
 def _judge(run: Run) -> tuple[str, str, list[str]]:
     accuracy = scores(run, "accuracy")
     if not accuracy:
         return "unsure", *_without_evaluation(run)
-    first, last = accuracy[0], accuracy[-1]
+    first, last = percent(accuracy[0].mean), percent(accuracy[-1].mean)
     if len(accuracy) == 1:
-        when = "before training" if first.step == 0 else f"after step {first.step}"
-        why = "A second evaluation, now or at the end, will tell whether training helps."
+        when = f"after step {accuracy[0].step}" if accuracy[0].step else "before training"
+        why = "The next evaluation will tell whether training helps."
         return "unsure", f"Held-out accuracy was {first} {when}.", [why]
-    moved = last.mean - first.mean
-    verb = "rose" if moved > 0 else "fell" if moved < 0 else "stayed"
-    change = f"from {first} to {last}" if moved else f"at {first}"
-    headline = f"Held-out accuracy {verb} {change}."
-    test = compared(run.scores[0], run.scores[-1]) if run.scores else None
+    moved = accuracy[-1].mean - accuracy[0].mean
+    change = f"{'rose' if moved > 0 else 'fell'} from {first} to {last}"
+    headline = f"Held-out accuracy {change if moved else f'stayed at {first}'}."
+    test = tested(run, run)
     if test is None:
-        return "unsure", headline, ["No test was possible: evaluations.jsonl lacks the two ends."]
-    why = _reasons(run, test)
-    if test.p >= _SURE:
-        return "unsure", headline, why
-    return ("good" if moved > 0 else "bad"), headline, why
+        return "unsure", headline, ["evaluations.jsonl does not hold both ends: no test of it."]
+    tone = "unsure" if test.p >= _SURE else "good" if test.difference > 0 else "bad"
+    return tone, headline, _reasons(run, test, tone)
 
 
-def _reasons(run: Run, test: Paired) -> list[str]:
-    before, after = (_by_prompt(run.scores[end], "accuracy") for end in (0, -1))
-    better = sum(new > old for old, new in zip(before, after, strict=True))
-    worse = sum(new < old for old, new in zip(before, after, strict=True))
-    counts = (
-        f"Of {len(before)} problems that it never trained on, it does better on {better} "
-        f"and worse on {worse} than before."
-    )
-    points = f"{points_of(test.low)} to {points_of(test.high)} points"
-    if test.p < _SURE:
-        reasons = [
-            f"Believe it: {counts}",
-            f"Chance alone does this {chance(test.p)}; the change is {points} (95 % interval).",
-        ]
-        if test.difference < 0:
-            reasons.append("Training made the model worse: take an earlier checkpoint.")
-    else:
+def _reasons(run: Run, test: Paired, tone: str) -> list[str]:
+    old, new = (run.scores[end]["greedy"] for end in (0, -1))
+    better = sum(after > before for before, after in zip(old, new, strict=True))
+    worse = sum(after < before for before, after in zip(old, new, strict=True))
+    believe = "Do not believe a change yet" if tone == "unsure" else "Believe it"
+    chance = "less than once in 1,000 times" if test.p < 0.001 else f"in {percent(test.p)} of cases"
+    reasons = [
+        f"{believe}: of {len(old)} problems that it never trained on, it does better on {better} "
+        f"and worse on {worse} than before.",
+        f"Chance alone does as much {chance}; with 95 % confidence the change is "
+        f"{changed_by(test)} (paired test).",
+    ]
+    if tone == "unsure" or len(old) < _FEW:
         width = 50 * (test.high - test.low)
-        reasons = [
-            f"Do not believe a change yet: {counts}",
-            f"Chance alone does as much {chance(test.p)}; the change may be {points} (95 % "
-            f"interval). {len(before)} problems show a change of {width:.0f} points or more: train "
-            "longer, or evaluate on more (eval_dataset).",
-        ]
-    if len(before) < _FEW:
-        reasons.append(f"{len(before)} problems are few; evaluate on 100 or more (eval_dataset).")
+        reasons.append(
+            f"{len(old)} problems only show a change of about {width:.0f} points or more. Train "
+            "longer, or evaluate on more problems (eval_dataset)."
+        )
+    if tone == "bad":
+        reasons.append("Training made the model worse: take an earlier checkpoint.")
     return reasons
-
-
-def points_of(share: float) -> str:
-    """0.884 -> +88.4"""
-    return f"{100 * share:+.1f}"
-
-
-def chance(p: float) -> str:
-    """How often, in words."""
-    return "less than once in 1,000 times (p < 0.001)" if p < 0.001 else f"in {percent(p)} of cases"
 
 
 def _without_evaluation(run: Run) -> tuple[str, list[str]]:
     rewards = [r for r in (number(each.get("reward")) for each in run.steps) if r is not None]
     if not rewards:
         return "No step is done yet.", ["Reload this page when the run has written it anew."]
-    tenth = max(1, len(rewards) // 10)
+    tenth = -(-len(rewards) // 10)
     first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
     return f"The training reward went from {first:.2f} to {last:.2f}.", [
         "Do not believe in progress yet: no held-out evaluation was recorded, and a reward can "
@@ -160,77 +158,51 @@ def _without_evaluation(run: Run) -> tuple[str, list[str]]:
     ]
 
 
-def _row(run: Run, name: str) -> dict[str, Any]:
-    found = scores(run, name)
-    first, last = found[0], found[-1]
-    single = len(found) == 1
-    test = compared(run.scores[0], run.scores[-1], name) if run.scores and not single else None
-    kind, _, k = name.partition("@")
-    label = {
-        "accuracy": "Accuracy: greedy answers",
-        "pass": f"{name}: one of {k} samples is right" if k != "1" else "pass@1: sampled answers",
-        "maj": f"{name}: the majority of {k} samples",
-    }[kind]
-    ends = [first] if single else [first, last]
-    return {
-        "label": label,
-        "ends": [[e.mean, e.low, e.high, str(e), e.interval, f"step {e.step}"] for e in ends],
-        "change": "" if single else f"{points_of(last.mean - first.mean)} points",
-        "interval": f"{points_of(test.low)} to {points_of(test.high)}" if test else "",
-        "p": "" if test is None else "p < 0.001" if test.p < 0.001 else f"p = {test.p:.3f}",
-    }
-
-
 def findings(run: Run) -> list[dict[str, Any]]:
     """Those that are open first, each with the step at which it ended."""
-    found: dict[str, dict[str, Any]] = {}
-    for number_, line in enumerate(run.findings):
-        name = str(line.get("name"))
+    found: list[dict[str, Any]] = []
+    for line in run.findings:
+        name = as_text(line.get("name")).replace("_", " ")
         if line.get("event") == "ends":
-            for each in found.values():
-                if each["name"] == name.replace("_", " ") and each["until"] is None:
+            for each in found:
+                if each["name"] == name and each["until"] is None:
                     each["until"] = line["step"]
-            continue
-        texts = {key: as_text(line.get(key) or "") for key in ("evidence", "key", "remedy")}
-        since = number(line.get("since")) or line["step"]
-        shown = visible(name).replace("_", " ")
-        found[f"{name} {number_}"] = {"name": shown, "since": since, "until": None, **texts}
-    return sorted(found.values(), key=lambda each: (each["until"] is not None, each["since"]))
+        else:
+            texts = {key: as_text(line.get(key) or "") for key in ("evidence", "key", "remedy")}
+            since = number(line.get("since")) or line["step"]
+            found.append({"name": name, "since": since, "until": None, **texts})
+    return sorted(found, key=lambda each: (each["until"] is not None, each["since"]))
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: Run) -> dict[str, str]:
     total = number(run.config.get("num_steps"))
-    training, evaluating = (
+    seconds = [
         sum(number(each.get(key)) or 0 for each in lines)
         for key, lines in (("step_time", run.steps), ("time/eval", run.evaluations))
-    )
-    facts = [
-        ("Steps", f"{run.steps_done} of {total}" if total else str(run.steps_done)),
-        ("State", _state(run, total)),
-        ("Time", duration(training + evaluating)),
-        ("of it evaluating", duration(evaluating)),
     ]
     tokens = number(run.steps[-1].get("num_tokens")) if run.steps else None
-    if tokens is not None:
-        facts.append(("Tokens", f"{tokens:,.0f}"))
     best = max(scores(run, "accuracy"), key=lambda score: score.mean, default=None)
-    if best is not None:
-        facts.append(("Best accuracy", f"{best} after step {best.step}"))
-    return facts
+    facts = {
+        "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
+        "State": _state(run, total or math.inf),
+        "Time": _duration(sum(seconds)),
+        "of it evaluating": _duration(seconds[1]),
+        "Tokens": f"{tokens:,.0f}" if tokens is not None else "",
+        "Best accuracy": f"{percent(best.mean)} after step {best.step}" if best else "",
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
-def _state(run: Run, total: float | None) -> str:
-    if total and run.steps_done >= total:
+def _state(run: Run, total: float) -> str:
+    if run.steps_done >= total:
         return "finished"
-    file = run.folder / "metrics.jsonl"
-    if not file.is_file():
-        return "just started"
-    written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
-    return f"running or ended early; last record {written:%Y-%m-%d %H:%M} UTC"
+    files = [run.folder / f"{name}.jsonl" for name in ("metrics", "starts")]
+    last = max(file.stat().st_mtime for file in files if file.is_file())
+    when = datetime.fromtimestamp(last, UTC)
+    return f"running or ended early; last record {when:%Y-%m-%d %H:%M} UTC"
 
 
-def duration(seconds: float) -> str:
-    """75 -> 1 min 15 s"""
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

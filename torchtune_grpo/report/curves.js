@@ -90,7 +90,7 @@ function drawPanel(panel, steps, resumes) {
     tips.push([line.label, `@v${number}{${share ? "0.0%" : "0.[0000]"}}`]);
   });
   for (const step of resumes) {
-    plot.add_layout(new Bokeh.Span({ location: step + 0.5, dimension: "height", line_color: colour(8), line_dash: "dashed" }));
+    plot.add_layout(new Bokeh.Span({ location: step + 0.5, dimension: "height", line_color: colour(8), line_dash: [5, 4] }));
   }
   const tall = { field: panel.kind === "stack" ? "h0" : "v0" };
   const hovered = plot.scatter({ field: "step" }, tall, { source, fill_alpha: 0, line_alpha: 0 });

@@ -40,7 +40,7 @@ function table({ title, head, rows, empty, folded }) {
 function bar(ends) {
   const at = (share) => `${100 * Math.min(1, Math.max(0, share))}%`;
   const node = el("div", { className: "bar" });
-  ends.forEach(([mean, low, high], end) => {
+  ends.forEach(({ mean, low, high }, end) => {
     const which = `end${ends.length === 1 ? 1 : end}`;
     if (low !== null) {
       const band = el("i", { className: which });
@@ -55,12 +55,14 @@ function bar(ends) {
   return node;
 }
 
-function scoreRow({ label, ends, change, interval, p }) {
-  const end = ([, , , mean, range, step]) => el("td", {}, el("strong", {}, mean), el("br"), el("small", {}, range || step));
-  const cells = ends.map(end);
+function scoreRow({ label, ends, change, test }) {
+  const cell = (main, below) => el("td", {}, el("strong", {}, main), el("br"), el("small", {}, below));
+  const cells = ends.map(({ text, step }) => {
+    const [mean, interval] = text.split(" (");
+    return cell(mean, interval ? interval.slice(0, -1) : `step ${step}`);
+  });
   if (cells.length === 1) cells.push(el("td"));
-  const moved = el("td", {}, change, el("br"), el("small", {}, [interval, p].filter(Boolean).join("; ")));
-  return el("tr", {}, el("td", {}, label), ...cells, moved, el("td", {}, bar(ends)));
+  return el("tr", {}, el("td", {}, label), ...cells, cell(change, test), el("td", {}, bar(ends)));
 }
 
 function finding({ name, since, until, evidence, key, remedy }) {
@@ -75,19 +77,19 @@ function showVerdict({ tone, headline, why, scores, facts, findings }) {
   const [first, ...others] = why;
   place.append(el("h1", {}, headline), el("p", { className: `why ${tone}` }, first));
   others.forEach((sentence) => place.append(el("p", {}, sentence)));
+  const open = findings.filter((each) => each.until === null);
+  const over = findings.filter((each) => each.until !== null);
+  const count = open.length ? `${open.length} open finding${open.length > 1 ? "s" : ""}` : "No open findings";
+  place.append(el("h2", {}, count), ...open.map(finding));
+  if (over.length) place.append(el("details", {}, el("summary", {}, `${over.length} that ended`), over.map(finding)));
   const pair = ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
-  place.append(el("dl", { className: "facts" }, facts.map(pair)));
+  place.append(el("dl", { className: "facts" }, Object.entries(facts).map(pair)));
   if (scores.length) {
     const names = ["Held-out", "before", "after", "change", "0 to 100 %, with 95 % intervals"];
     const head = el("thead", {}, el("tr", {}, names.map((name) => el("th", {}, name))));
     const body = el("tbody", {}, scores.map(scoreRow));
     place.append(el("div", { className: "scroll" }, el("table", { className: "scores" }, head, body)));
   }
-  const open = findings.filter((each) => each.until === null);
-  const over = findings.filter((each) => each.until !== null);
-  const count = open.length ? `${open.length} open finding${open.length > 1 ? "s" : ""}` : "No open findings";
-  place.append(el("h2", { className: "findings" }, count), ...open.map(finding));
-  if (over.length) place.append(el("details", {}, el("summary", {}, `${over.length} that ended`), over.map(finding)));
 }
 
 // ---- Curves
@@ -117,8 +119,19 @@ function showMap({ prompts, num_repeated }) {
 const chosen = { step: "", prompt: "", filter: "", shown: SHOWN };
 const promptOf = (group) => (group.index === null ? text(group.prompt)[0] : String(group.index));
 
+// Equal answers with equal rewards are one card that counts them.
+function merged(rows) {
+  const cards = new Map();
+  for (const row of rows) {
+    const key = JSON.stringify([row.text, row.reward, row.advantage, row.ended, row.failed]);
+    const card = cards.get(key) || { ...row, count: 0, is: [] };
+    cards.set(key, { ...card, count: card.count + 1, is: [...card.is, ...row.is] });
+  }
+  return [...cards.values()].sort((a, b) => (b.advantage || 0) - (a.advantage || 0));
+}
+
 function showRow(row, largest) {
-  const much = largest ? Math.min(1, Math.abs(row.advantage || 0) / largest) : 0;
+  const much = largest ? Math.sqrt(Math.abs(row.advantage || 0) / largest) : 0;
   const dim = chosen.filter && !row.is.includes(chosen.filter);
   const card = el("div", { className: `row${row.advantage < 0 ? " below" : ""}${dim ? " dim" : ""}` });
   card.style.setProperty("--much", `${Math.round(100 * much)}%`);
@@ -126,13 +139,13 @@ function showRow(row, largest) {
   const parts = [
     ...row.rewards.map(([name, score]) => `${name} ${score === null ? "none" : number(score)}`),
     `${number(row.tokens, 0)} tokens`,
-    row.logprobs[0] === null ? "" : `log-prob ${number(row.logprobs[0], 3)}, trainer ${number(row.logprobs[1], 3)}`,
+    row.sampler_logprob === null ? "" : `log-prob ${number(row.sampler_logprob, 3)}, trainer ${number(row.trainer_logprob, 3)}`,
   ].filter(Boolean).map((part) => el("span", {}, part));
   const ended = el("span", { className: cut ? "tag" : "" }, row.ended);
   const failed = row.failed.map((name) => el("span", { className: "tag" }, `${name} failed`));
   const extra = row.extra.map(([name, value]) => el("span", { dir: "auto" }, `${name}: `, text(value)));
   card.append(
-    el("div", { className: "head" }, el("strong", {}, `reward ${number(row.reward)}`), el("span", {}, `advantage ${number(row.advantage)}`)),
+    el("div", { className: "head" }, el("strong", {}, `${row.count > 1 ? `${row.count} × ` : ""}reward ${number(row.reward)}`), el("span", {}, `advantage ${number(row.advantage)}`)),
     el("pre", { dir: "auto" }, text(row.text)),
     el("div", { className: "foot" }, parts, ended, failed, extra));
   return card;
@@ -141,12 +154,11 @@ function showRow(row, largest) {
 function showGroup(group) {
   const advantages = group.rows.map((row) => Math.abs(row.advantage || 0));
   const largest = Math.max(0, ...advantages);
-  const rows = [...group.rows].sort((a, b) => (b.advantage || 0) - (a.advantage || 0));
   const columns = group.columns.map(([name, value]) => el("small", { dir: "auto" }, `${name}: `, text(value)));
   const title = `Step ${group.step}` + (group.index === null ? "" : `, prompt #${group.index}`);
   return el("article", { className: "group" }, el("h3", {}, title, columns,
     largest ? null : el("small", {}, "all alike: teaches nothing")),
-  el("pre", { dir: "auto" }, text(group.prompt)), el("div", { className: "rows" }, rows.map((row) => showRow(row, largest))));
+  el("pre", { dir: "auto" }, text(group.prompt)), el("div", { className: "rows" }, merged(group.rows).map((row) => showRow(row, largest))));
 }
 
 function showGroups() {
@@ -154,7 +166,9 @@ function showGroups() {
     (!chosen.prompt || promptOf(group) === chosen.prompt) &&
     (!chosen.filter || group.rows.some((row) => row.is.includes(chosen.filter)));
   const found = data.groups.filter(fits);
-  if (!chosen.prompt) found.reverse(); // the latest first; one prompt from its first step on
+  const teaches = (group) => group.rows[0].is.includes("mixed");
+  // The latest step first, in it what teaches; one prompt from its first step on.
+  if (!chosen.prompt) found.sort((a, b) => b.step - a.step || teaches(b) - teaches(a));
   const place = byId("groups");
   place.replaceChildren(...found.slice(0, chosen.shown).map(showGroup));
   if (!found.length) place.append(el("p", {}, "None."));
@@ -208,7 +222,8 @@ function showCompletions() {
   });
   byId("controls").append(select("step", "all steps, latest first", steps.map((step) => [String(step), `step ${step}`])),
     select("prompt", "all prompts", often), ...chips);
-  choose({ step: String(steps[0]) });
+  const teaching = groups.filter((group) => group.rows[0].is.includes("mixed"));
+  choose({ step: String((teaching.length ? teaching : groups).at(-1).step) });
 }
 
 // ---- All of it
@@ -217,6 +232,7 @@ byId("name").textContent = data.name;
 byId("written").textContent = `written ${data.written}`;
 data.panels.forEach(showPanel);
 if (data.map) showMap(data.map);
+else byId("prompt-panels").append(el("p", { className: "note" }, "A map of pass rates by prompt appears once a prompt has come twice."));
 data.setup.forEach((each) => byId("setup").append(table(each)));
 if (data.comparison) {
   byId("verdict").append(el("h1", {}, data.headline), table(data.comparison));
@@ -227,7 +243,9 @@ if (data.comparison) {
 } else {
   showVerdict(data.verdict);
   showCompletions();
+  const long = data.panels.some((panel) => panel.lines.some((line) => line.steps.length >= SMOOTH_FROM));
+  const smoothed = long ? " Thin: each step; thick: its moving mean." : "";
   const resumed = data.resumes.length ? " Dashed: the run was resumed there." : "";
-  byId("curves-note").textContent = "Drag over a curve to zoom into steps. Thin: each step; thick: its moving mean." + resumed + (data.thinned ? ` Drawn is ${data.thinned}.` : "");
+  byId("curves-note").textContent = "Drag over a curve to zoom into steps." + smoothed + resumed + ` ${data.thinned}`;
 }
-drawCurves(data.panels, data.map, data.resumes, byId("reset"));
+const drawn = drawCurves(data.panels, data.map, data.resumes, byId("reset"));
