@@ -408,7 +408,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.interrupts.boundary()
         self._model.eval()
         evaluation = self._evaluator(self._engine, state=self._trainer_state)
-        self._observer.evaluation(self.global_step, evaluation.metrics)
+        self._observer.evaluation(self.global_step, evaluation)
         self._course.judge(self._observer.records)
 
     def save_checkpoint(self) -> None:
