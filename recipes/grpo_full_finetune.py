@@ -54,6 +54,7 @@ from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.observer import Observer
 from torchtune_grpo.optimizer import make_optimizer
 from torchtune_grpo.policy import build_policy, empty_model, should_shard
+from torchtune_grpo.quiet import set_seed
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
@@ -86,9 +87,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = read_config(cfg)
         self._device = find_device(self.cfg.device)
         parallel.init_process_group(self._device)
-        self._output_dir = Path(self.cfg.output_dir)
-        parallel.on_first_rank(claim_output_dir, self._output_dir)
-        self.seed = training.set_seed(seed=self.cfg.seed)
+        parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
+        self.seed = set_seed(self.cfg.seed)
         self.global_step = 0
         self.interrupts = Interrupts()
 
@@ -119,7 +119,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             stop_tokens=self._tokenizer.stop_tokens,
             device=self._device,
         )
-        self._guard = NonFiniteGuard(self._output_dir)
+        self._guard = NonFiniteGuard(Path(self.cfg.output_dir))
         self._profiler = make_profiler(self.cfg.profiler)
 
         home = torch.device("cpu") if self._is_sharded else self._device

@@ -195,7 +195,7 @@ class GRPOConfig:
         "Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none", 2
     )
     report_every_n_steps: int | None = positive(
-        "Write run.html every n steps; null = only at the end", None
+        "Write run.html every n steps; null = only at the end", 10
     )
     profiler: DictConfig | None = key("Component: torchtune.training.setup_torch_profiler", None)
 

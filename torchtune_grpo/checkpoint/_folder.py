@@ -14,7 +14,6 @@ A checkpoint is a folder ``step_<n>``, written atomically:
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -45,6 +44,7 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.parallel import on_first_rank
+from torchtune_grpo.quiet import quiet
 from torchtune_grpo.run_log import METRICS_FILE
 
 log = utils.get_logger("INFO")
@@ -318,7 +318,7 @@ class Checkpoints:
         adapter = {name: state[name].clone() for name in adapter_names(model)}
         if not (adapter and self._adapter_only):
             merged = merged_state(model, state) if adapter else dict(state)
-            with _quiet():  # of files that are about to be renamed
+            with quiet():  # of files that are about to be renamed
                 self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
         base = Path(self._cfg.checkpoint_dir)
         keep_base_files(base, folder)
@@ -388,17 +388,6 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
         new.parent.mkdir(parents=True, exist_ok=True)
         path.rename(new)
     log.info(f"Moved the previous run's files from {output_dir} to {target}.")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torchtune logs warnings only."""
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _publish(folder: Path, target: Path) -> None:
