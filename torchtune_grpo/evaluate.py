@@ -94,6 +94,8 @@ def _config(name: str, overrides: list[str], args: argparse.Namespace) -> GRPOCo
         cfg.eval_dataset = cfg.dataset.copy()
     for text in args.dataset:
         is_node = text.startswith("{") or "=" not in text
+        if is_node:
+            cfg.eval_dataset = None
         apply_override(cfg, f"eval_dataset{'=' if is_node else '.'}{text}")
     cfg.keep_best = cfg.stop_at = cfg.patience = None  # of training
     if args.samples is not None:
@@ -209,7 +211,8 @@ def table(report: Mapping[str, Any]) -> list[str]:
     for name, group in report["groups"].items():
         graders = group["graders"]
         title = f"{name}: {group['prompts']} prompts"
-        lines += ["", title.ljust(26) + "".join(grader.ljust(_WIDTH) for grader in graders)]
+        names = "".join(grader.ljust(_WIDTH) for grader in graders)
+        lines += ["", f" {title:26}{names}".strip()]
         first = next(iter(graders.values()))
         for metric in (m for m in first["before"] if not m.endswith(("/low", "/high"))):
             shown = [*graders.values()] if metric not in _MEANS else [first]

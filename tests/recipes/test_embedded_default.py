@@ -36,7 +36,7 @@ def check_what_shows_it(output, cwd):
     report = run("-m", "torchtune_grpo.report", output, cwd=cwd).out
     assert "held-out pass@1:" in report and "after (step 2)" in report
     assert (output / "reward_curve.png").stat().st_size > 10_000
-    shown = run("-m", "torchtune_grpo.compare", output, "--num-prompts", "2", cwd=cwd).out
+    shown = run("-m", "torchtune_grpo.evaluate", output, "--show", "2", cwd=cwd).out
     assert shown.count("=== What is") == 2
     assert shown.count("--- before: wrong") == shown.count("--- after: wrong") == 2
     assert "tiny_llama" in shown and "step_000002" in shown
