@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -134,11 +135,14 @@ def _number(value: Any) -> float:
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
-    """Their mean and its standard error; NaN of too few. No values raise."""
+    """Their mean and its standard error; NaN of too few.
+
+    The error is that of the noise from one value to the next, whatever their trend (von Neumann).
+    """
     count = len(values)
-    middle = sum(values) / count if count else math.nan
-    squares = sum((value - middle) * (value - middle) for value in values)
-    return middle, math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan
+    squares = sum((b - a) * (b - a) for a, b in pairwise(values))
+    error = math.sqrt(squares / (count - 1) / 2 / count) if count > 1 else math.nan
+    return sum(values) / count if count else math.nan, error
 
 
 def rise(values: Sequence[float]) -> tuple[float, float]:

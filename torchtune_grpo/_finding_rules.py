@@ -171,11 +171,12 @@ def _rewards(run: Run, settings: Settings) -> Signs:
 
 
 def _optimizer(run: Run, settings: Settings) -> Signs:
-    norms = [norm for norm in run.last("grad_norm", 20) if norm > 0]
-    usual = median(norms) if len(norms) >= 10 else math.inf
-    spikes = [norm for norm in norms if norm > 10 * usual]  # few informative groups make 3 times
+    norms = run.last("grad_norm", 40)
+    before = [norm for norm in norms[:-10] if norm > 0]
+    usual = median(before) if len(before) >= 10 else math.inf
+    spikes = [norm for norm in norms[-10:] if norm > 10 * usual]  # other prompts make 3 times
     if len(spikes) >= 3:
-        evidence = f"{len(spikes)} gradient norms of 20 are beyond 10 times the usual {usual:.3g}."
+        evidence = f"{len(spikes)} gradient norms of 10 are beyond 10 times the usual {usual:.3g}."
         if settings.keys["clip_grad_norm"] is None:
             change = settings.change("clip_grad_norm", 2 * usual)
         else:
