@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchtune_grpo.config import GRPOConfig
 
 MOST_STEPS = 100  # that a rule looks back
-FIRST_STEPS = 3  # whose mean is what the run began with; one alone is noisy
+FIRST_STEPS = 3  # whose mean is what a metric began with; one alone is noisy
 STEPS_OF_EVALUATION = 3  # fewer steps between two evaluations have no spread to judge a rise by
 _MARGIN = 0.05  # of an evaluation without an interval: that of some 400 prompts
 
@@ -52,7 +52,8 @@ class Settings:
 
     def change(self, key: str, new: Any) -> tuple[str, str]:
         """The key, and the sentence that gives it a value."""
-        return key, f"Set {key}: {_text(self.keys.get(key))} -> {_text(new)}."
+        old = f"{_text(self.keys[key])} -> " if key in self.keys else ""
+        return key, f"Set {key}: {old}{_text(new)}."
 
     def scale(self, key: str, factor: float) -> tuple[str, str]:
         """The key, and the sentence that multiplies its value."""
@@ -84,7 +85,7 @@ class Run:
         self.decider = f"rewards/{settings.decider}/mean"
         self.steps: deque[dict[str, float]] = deque(maxlen=MOST_STEPS)
         self.evaluations: deque[Evaluation] = deque(maxlen=4)
-        self._first: list[dict[str, float]] = []
+        self._first: dict[str, list[float]] = {}
         self._since: list[list[float]] = []  # the last evaluation
 
     def add(self, record: Mapping[str, Any]) -> bool:
@@ -96,7 +97,10 @@ class Run:
                 self._since = []
             return True
         self.steps.append(values)
-        self._first += [values] if len(self._first) < FIRST_STEPS else []
+        for name, value in values.items():
+            first = self._first.setdefault(name, [])
+            if len(first) < FIRST_STEPS and not math.isnan(value):
+                first.append(value)
         self._since.append([self.now(name) for name in ("reward", "reward_std", self.decider)])
         return False
 
@@ -118,9 +122,8 @@ class Run:
         return [value for value in values if not math.isnan(value)]
 
     def first(self, name: str) -> float:
-        """A metric's mean in the run's first steps; NaN until they are done."""
-        done = len(self.steps) > FIRST_STEPS
-        return mean([step.get(name, math.nan) for step in self._first])[0] if done else math.nan
+        """A metric's mean in the first steps that have it."""
+        return mean(self._first.get(name, []))[0]
 
     @property
     def level(self) -> float:

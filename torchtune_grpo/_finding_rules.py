@@ -110,7 +110,8 @@ def _responses(run: Run, settings: Settings) -> Signs:
         is_late = longest < settings.keys["max_generated_tokens"]
         key = "rollout.deadline" if is_late else "max_generated_tokens"
         yield "truncated", f"{key} cut off {cut:.0%} of the responses.", *settings.scale(key, 2)
-    if "loss" in run.steps[-1] and "entropy" not in run.steps[-1]:  # the mean over trained tokens
+    kept = "sampling/kept_mass" in run.steps[-1]  # a mean over all tokens that are trained on
+    if not kept and "completions/mean_length" in run.steps[-1]:
         if settings.keys["mask_truncated_completions"]:
             change = settings.change("mask_truncated_completions", False)
         else:
@@ -129,10 +130,7 @@ def _policy(run: Run, settings: Settings) -> Signs:
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
     # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times of 100.
     if entropy < min(0.05, 0.1 * first) and run.level < SOLVED:
-        # What is clipped matters from the second epoch on; 0.28: Yu et al. 2025, arXiv:2503.14476.
-        many = settings.keys["ppo_epochs"] > 1
-        key, value = ("epsilon_high", 0.28) if many else ("entropy_coeff", 0.001)
-        yield "entropy_collapsed", evidence, *settings.change(f"loss.{key}", value)
+        yield "entropy_collapsed", evidence, *settings.change("loss.entropy_coeff", 0.001)
     if entropy > max(2 * first, first + 1):  # a nat: as from e times as many tokens
         yield "entropy_exploding", evidence, *settings.scale("optimizer.lr", 0.5)
     kl = run.now("kl")
@@ -217,7 +215,8 @@ def _seconds(run: Run, settings: Settings) -> Signs:
             change = settings.change(f"rewards.{index}.isolation", "process")
         yield "rewards_slow", evidence, *change
     share = run.now("time/rollout") / step
-    if share > 0.9:  # half to four fifths is usual; more rows cost a decoding step little
+    # Half to four fifths is usual, of a whole update; more rows cost a decoding step little.
+    if share > 0.9 and run.now("frac_informative_groups") >= 0.5:
         evidence = f"The rollout takes {share:.0%} of a step."
         rows = settings.keys["batch_size"] * settings.keys["grpo_samples"]
         if (settings.keys["rollout.max_rows"] or rows) < rows:

@@ -31,7 +31,7 @@ HEALTHY = {
     "completions/max_length": 48.0,
     "completions/clipped_ratio": 0.2,
     "sampling/sampling_logp_difference/mean": 0.02,
-    "loss": 0.1,
+    "sampling/kept_mass": 1.0,
     "kl": 0.05,
     "entropy": 0.8,
     "grad_norm": 0.2,
@@ -89,8 +89,8 @@ CASES = {
         3, [], ("max_generated_tokens", "Set max_generated_tokens: 48 -> 96."),
     ),
     "nothing_trained": (
+        {"sampling/kept_mass": None},
         {"entropy": None},
-        {},
         3, ["mask_truncated_completions=true"],
         ("mask_truncated_completions", "Set mask_truncated_completions: True -> False."),
     ),
@@ -102,7 +102,7 @@ CASES = {
     "entropy_collapsed": (
         {"entropy": 0.049},
         {"entropy": 0.05},
-        5, [], ("loss.entropy_coeff", "Set loss.entropy_coeff: null -> 0.001."),
+        5, [], ("loss.entropy_coeff", "Set loss.entropy_coeff: 0.001."),
     ),
     "entropy_exploding": (
         {"entropy": 1.81},
@@ -135,7 +135,7 @@ CASES = {
     "rewards_slow": (
         {"time/reward": 0.51},
         {"time/reward": 0.5},
-        5, [], ("rewards.1.isolation", "Set rewards.1.isolation: null -> process."),
+        5, [], ("rewards.1.isolation", "Set rewards.1.isolation: process."),
     ),
     "rollout_slow": (
         {"time/rollout": 0.91},
@@ -166,7 +166,8 @@ def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
 @pytest.mark.parametrize("name", CASES)
 def test_no_finding_begins_below_its_threshold(name):
     _, below, _, config, _ = CASES[name]
-    assert run([HEALTHY] * 5 + [HEALTHY | below] * 30, *config) == []
+    below = {k: v for k, v in (HEALTHY | below).items() if v is not None}
+    assert run([HEALTHY] * 5 + [below] * 30, *config) == []
 
 
 @pytest.mark.parametrize(
@@ -189,8 +190,8 @@ REMEDIES = {
         {"completions/clipped_ratio": 1.0, "completions/max_length": 30.0},
         "Set rollout.deadline: 2 -> 4.",
     ),
-    "max_generated_tokens=8": ({"entropy": None}, "Set max_generated_tokens: 8 -> 16."),
-    "ppo_epochs=2": ({"entropy": 0.01}, "Set loss.epsilon_high: 0.2 -> 0.28."),
+    "max_generated_tokens=8": ({"sampling/kept_mass": None}, "Set max_generated_tokens: 8 -> 16."),
+    "loss.entropy_coeff=0.0": ({"entropy": 0.01}, "Set loss.entropy_coeff: 0 -> 0.001."),
     "model=torchtune_grpo.models.lora_hf_model model.lora_dropout=0.5": (
         {"sampling/sampling_logp_difference/mean": 1.0},
         "Set model.lora_dropout: 0.5 -> 0.",
@@ -205,7 +206,7 @@ REMEDIES = {
 def test_the_remedy_follows_from_the_config(change):
     signs, remedy = REMEDIES[change]
     changed = {k: v for k, v in (HEALTHY | signs).items() if v is not None}
-    (line, *_) = run([HEALTHY] * 12 + [changed] * 6, *change.split())
+    (line, *_) = run([HEALTHY] * 20 + [changed] * 6, *change.split())
     assert line["remedy"] == remedy
 
 
@@ -288,7 +289,7 @@ def test_samples_that_catch_up_with_a_greedy_accuracy_are_no_hacking():
     assert [line["name"] for line in run(levels(0.1))] == ["reward_hacking"]
 
 
-def test_three_of_20_gradient_norms_are_spikes():
+def test_three_of_10_gradient_norms_are_spikes():
     norms = [0.2, 0.3, 0.1, 0.0] * 5
     quiet = [HEALTHY | {"grad_norm": norm} for norm in norms]
     spike, less = HEALTHY | {"grad_norm": 2.6}, HEALTHY | {"grad_norm": 2.0}
@@ -296,7 +297,7 @@ def test_three_of_20_gradient_norms_are_spikes():
     assert run([*quiet, *[less] * 3, *quiet]) == []
     assert run([*[spike] * 3, *quiet[:5]]) == []  # too few to know what is usual
     lines = run([*quiet, spike, spike, HEALTHY, spike, *quiet, *quiet])
-    assert [(line["step"], line["event"]) for line in lines] == [(24, "begins"), (45, "ends")]
+    assert [(line["step"], line["event"]) for line in lines] == [(24, "begins"), (35, "ends")]
     assert lines[0]["remedy"] == "Set optimizer.lr: 0.0003 -> 0.00015."
 
 
