@@ -14,31 +14,21 @@ from torchtune_grpo._finding_inputs import Run, Settings, mean, rise
 
 SOLVED = 0.8  # mean of the deciding reward: above, there is little left to learn
 
-# Finding -> steps in a row with its signs before it begins (one alone is an accident; those with 1
-# look at many steps themselves), and a rank's groups in these steps.
+# Finding -> steps in a row with its signs before it begins, and a rank's groups in these steps.
 BEGINS_AFTER = {
     # If a fifth of the groups taught something, 24 that do not come once in 200 times.
-    "all_right": (3, 24),
-    "all_wrong": (3, 24),
-    "same_texts": (3, 24),
-    "truncated": (3, 0),
-    "nothing_trained": (3, 0),
-    "responses_shrink": (3, 0),
-    "entropy_collapsed": (5, 0),
-    "entropy_exploding": (3, 0),
-    "kl_runaway": (3, 0),
-    "sampler_trainer_gap": (3, 0),
-    "reward_hacking": (1, 0),
-    "only_shaping_rises": (3, 0),
-    "reward_fails": (3, 0),
+    **dict.fromkeys(("all_right", "all_wrong", "same_texts"), (3, 24)),
     # If it applied to a twentieth of the prompts, 100 without it come once in 170 times.
     "reward_never_applies": (3, 100),
-    "gradient_spikes": (1, 0),
-    "steps_skipped": (1, 0),
-    "learning_stopped": (3, 0),
+    # One step is an accident.
+    **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),
+    **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
+    **dict.fromkeys(("sampler_trainer_gap", "reward_fails"), (3, 0)),
     # The first steps also compile and fill caches.
-    "rewards_slow": (5, 0),
-    "rollout_slow": (5, 0),
+    **dict.fromkeys(("rewards_slow", "rollout_slow"), (5, 0)),
+    # These look at many steps themselves.
+    **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
+    **dict.fromkeys(("gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
 }
 OF_EVALUATION = ("reward_hacking",)
 
@@ -130,7 +120,8 @@ def _policy(run: Run, settings: Settings) -> Signs:
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
     # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times of 100.
     if entropy < min(0.05, 0.1 * first) and run.level < SOLVED:
-        yield "entropy_collapsed", evidence, *settings.change("loss.entropy_coeff", 0.001)
+        more = 2 * (settings.keys.get("loss.entropy_coeff") or 0.0005)
+        yield "entropy_collapsed", evidence, *settings.change("loss.entropy_coeff", more)
     if entropy > max(2 * first, first + 1):  # a nat: as from e times as many tokens
         yield "entropy_exploding", evidence, *settings.scale("optimizer.lr", 0.5)
     kl = run.now("kl")
@@ -141,8 +132,10 @@ def _policy(run: Run, settings: Settings) -> Signs:
     if gap > 0.1:  # rounding in bf16 makes 0.01 to 0.03
         if settings.keys.get("model.lora_dropout"):  # acts in the trainer alone
             change = settings.change("model.lora_dropout", 0.0)
-        else:
+        elif settings.keys["sampling_correction.mode"] is None:
             change = settings.change("sampling_correction.mode", "token_truncate")
+        else:
+            change = settings.change("dtype", "fp32")
         yield "sampler_trainer_gap", f"Their log-probs of a token differ by {gap:.3g}.", *change
 
 
@@ -164,7 +157,9 @@ def _rewards(run: Run, settings: Settings) -> Signs:
         # As for reward_hacking, without evaluations: half a spread, beyond all noise.
         is_paid = math.copysign(change, change * weight) > max(3 * error, spread / 2)
         if len(values) == 20 and is_paid and weight and not decider_rises:
-            evidence = f"In 20 steps {name} rose by {change:.3g}, and {settings.decider} did not."
+            evidence = (
+                f"In 20 steps {name} changed by {change:+.3g}; {settings.decider} did not rise."
+            )
             yield "only_shaping_rises", evidence, *settings.scale(f"{key}.weight", 0.5)
 
 

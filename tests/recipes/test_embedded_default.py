@@ -25,6 +25,7 @@ def test_runs_from_an_empty_folder(tmp_path, recipe, more):
     records = metrics(output)
     assert [r["step"] for r in records if "reward" in r] == [1, 2]
     assert [r["step"] for r in records if "eval/pass@1" in r] == [0, 2]
+    assert not (output / "findings.jsonl").exists()  # two steps are too few to find anything
     assert (output / "step_000002" / "training_state.pt").is_file()
     assert (output / "step_000002" / "adapter").exists() == bool(more)
     if not more:

@@ -1,9 +1,11 @@
 """Each finding begins at its threshold and not below, once, and ends once."""
 
 import math
+import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -102,7 +104,7 @@ CASES = {
     "entropy_collapsed": (
         {"entropy": 0.049},
         {"entropy": 0.05},
-        5, [], ("loss.entropy_coeff", "Set loss.entropy_coeff: 0.001."),
+        3, [], ("loss.entropy_coeff", "Set loss.entropy_coeff: 0.001."),
     ),
     "entropy_exploding": (
         {"entropy": 1.81},
@@ -191,7 +193,11 @@ REMEDIES = {
         "Set rollout.deadline: 2 -> 4.",
     ),
     "max_generated_tokens=8": ({"sampling/kept_mass": None}, "Set max_generated_tokens: 8 -> 16."),
-    "loss.entropy_coeff=0.0": ({"entropy": 0.01}, "Set loss.entropy_coeff: 0 -> 0.001."),
+    "loss.entropy_coeff=0.01": ({"entropy": 0.01}, "Set loss.entropy_coeff: 0.01 -> 0.02."),
+    "sampling_correction.mode=token_mask dtype=bf16": (
+        {"sampling/sampling_logp_difference/mean": 1.0},
+        "Set dtype: bf16 -> fp32.",
+    ),
     "model=torchtune_grpo.models.lora_hf_model model.lora_dropout=0.5": (
         {"sampling/sampling_logp_difference/mean": 1.0},
         "Set model.lora_dropout: 0.5 -> 0.",
@@ -224,7 +230,7 @@ def test_only_shaping_rises():
     """From 0.1 to 0.9 in 30 steps; not if the deciding reward rises too, or it rises less."""
     (line,) = run(shaping((0.1, 0.9), (0.2, 0.2)))
     assert line["name"] == "only_shaping_rises" and line["step"] == 22
-    assert line["evidence"] == "In 20 steps format rose by 0.276, and correctness did not."
+    assert line["evidence"] == "In 20 steps format changed by +0.276; correctness did not rise."
     assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
     assert run(shaping((0.1, 0.9), (0.2, 0.4))) == []
     assert run(shaping((0.1, 0.4), (0.2, 0.2))) == []
@@ -379,6 +385,8 @@ def test_no_record_raises(changes, common, repeat):
 def test_every_finding_is_tested_here_and_in_the_docs():
     special = {"reward_hacking", "only_shaping_rises", "gradient_spikes", "steps_skipped"}
     assert {*CASES} | special | {"learning_stopped"} == {*BEGINS_AFTER}
+    page = (Path(__file__).parents[2] / "docs/findings.md").read_text()
+    assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == {*BEGINS_AFTER}
 
 
 def test_no_torch_is_imported():
