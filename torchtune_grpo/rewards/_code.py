@@ -16,47 +16,13 @@ from typing import Any
 from torchtune.utils import get_logger
 
 from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.rewards._program import code_blocks, definition_of, extract_program
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
-_END_THINK = "</think>"
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[ \t]*$", re.MULTILINE)
-_LANGUAGES = ("", "python", "python3", "py")
-
 # More than anybody writes for one function; far below what would slow a message down.
 LONGEST_COMPLETION = 100_000
-
-
-def code_blocks(text: str) -> list[str]:
-    """The complete fenced blocks of Python (or of no named language) behind a text's thinking."""
-    text = text.rpartition(_END_THINK)[2]
-    fences = list(_FENCE.finditer(text))
-    pairs = zip(fences[::2], fences[1::2])
-    blocks = [
-        (opening.group(1), text[opening.end() + 1 : closing.start()]) for opening, closing in pairs
-    ]
-    return [block for language, block in blocks if language.lower() in _LANGUAGES]
-
-
-def extract_program(text: str, *, setup: str, entry_point: str) -> str:
-    """The program that a completion stands for.
-
-    It is ``setup`` and the last fenced block that defines the function. Without any such block the
-    text behind the thinking is the program, or, if it does not define the function, the
-    continuation of ``setup``, as a base model writes it. It need not be valid code.
-
-    Args:
-        text (str): prefill and completion.
-        setup (str): the prompt's code: imports, helpers, and the function's head.
-        entry_point (str): the function's name.
-    """
-    defines = re.compile(rf"^(?:(?:async[ ]+)?def|class)[ ]+{re.escape(entry_point)}\b", re.M)
-    blocks = [block for block in code_blocks(text) if defines.search(block)]
-    if blocks:
-        return f"{setup}\n\n{blocks[-1]}\n"
-    tail = text.rpartition(_END_THINK)[2]
-    return f"{setup}\n\n{tail}\n" if defines.search(tail) else f"{setup}{tail}\n"
 
 
 def code_format_reward(
@@ -74,8 +40,8 @@ def code_format_reward(
     scores = []
     for text, name in zip(completions, entry_point, strict=True):
         blocks = code_blocks(text)
-        head = re.compile(rf"^(?:async[ ]+)?def[ ]+{re.escape(name)}\b", re.M)
-        scores.append(float(len(blocks) == 1 and bool(head.search(blocks[0]))))
+        is_one = len(blocks) == 1 and blocks[0].closed
+        scores.append(float(is_one and bool(definition_of(name).search(blocks[0].code))))
     return scores
 
 
