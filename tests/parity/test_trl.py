@@ -24,6 +24,7 @@ from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 with warnings.catch_warnings():
@@ -290,3 +291,33 @@ def test_rewards_that_are_normalized_one_by_one(folder):
     )
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_reward_factories():
+    """Called by dotpath with the config's keys; what they make is named and scored as in TRL."""
+    from trl import rewards as trl_rewards
+
+    cosine = dict(min_value_wrong=-1.0, max_value_wrong=-0.5)
+    cosine |= dict(max_len=10, min_value_correct=0.5, max_value_correct=1.0)
+    settings = {
+        "get_soft_overlong_punishment": dict(max_completion_len=10, soft_punish_cache=4),
+        "get_repetition_penalty_reward": dict(ngram_size=2),
+        "get_cosine_scaled_reward": cosine,
+    }
+    nodes = [
+        {"_component_": f"trl.rewards.{n}", "format": "chat", **s} for n, s in settings.items()
+    ]
+    given = dict(completion_ids=[[5] * 8, [1, 2, 3, 4]], solution=[r"$\frac13$", r"$\frac12$"])
+    answers = [r"It is $\boxed{\frac{1}{3}}$."] * 2
+    chats = [[{"role": "assistant", "content": answer}] for answer in answers]
+    theirs = [getattr(trl_rewards, name)(**made) for name, made in settings.items()]
+    expected = [reward(completions=chats, prompts=[], **given) for reward in theirs]
+    columns, ids = {"solution": given["solution"]}, given["completion_ids"]
+    inputs = dict(prompts=["a"] * 2, completions=answers, columns=columns, completion_ids=ids)
+    rewards = RewardSet.from_config(nodes)
+    assert rewards.names == [reward.__name__ for reward in theirs]
+    torch.testing.assert_close(rewards(**inputs).scores, torch.tensor(expected).T)
+    assert all(first != second for first, second in expected)
+    nodes[2].pop("format")
+    with pytest.raises(RewardFailure, match="set format: chat in its node"):
+        RewardSet.from_config(nodes)(**inputs)
