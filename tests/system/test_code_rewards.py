@@ -14,7 +14,13 @@ import pytest
 from hostile_code import HONEST, KEY, QUICK, SLOW, TEST, WRONG
 from processes import children, is_alive, wait_until
 
-from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
+from torchtune_grpo.rewards import (
+    CodeReward,
+    Reward,
+    RewardSet,
+    TrainerState,
+    code_format_reward,
+)
 from torchtune_grpo.rewards._program import extract_program
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
 
@@ -356,6 +362,27 @@ def test_code_format_reward():
     texts += [f"{block}\n{block}", "def f(x): 1", think, "", block[:-3], f"{block}\n" * 2000]
     scores = code_format_reward([""] * 9, texts, entry_point=["f"] * 9)
     assert scores == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_what_a_reward_tells_of_its_verdicts():
+    """Why each completion failed, the share of each kind, and a failure that is the test's own."""
+    texts = ["def f(): return 1", "def f(): return 2", "def f(): 1 / 0", "def f(:", "def g(): 1"]
+    texts += ["def f():\n while 1: 0", "import os\ndef f(): os._exit(0)", "def f(): return 1"]
+    tests = ["assert f() == 1"] * 7 + ["if 0:\n f()"]
+    rewards = RewardSet([Reward("code", CodeReward(timeout=0.7))], max_failure_share=0.5)
+    columns = {"test": tests, "entry_point": ["f"] * len(texts)}
+    state = TrainerState(global_step=0, max_steps=1)
+    scores = rewards(
+        prompts=[""] * len(texts), completions=texts, columns=columns, trainer_state=state
+    )
+    rewards.close()
+    assert scores.scores[:7, 0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert scores.failed[:, 0].tolist() == [False] * 7 + [True]
+    starts = ["", "AssertionError", "ZeroDivisionError: ", "SyntaxError: ", "KeyError: 'f'"]
+    starts += ["no verdict within", "the completion's process ended", "the test never called"]
+    assert all(map(str.startswith, scores.extra["why"], starts))
+    kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 1}
+    assert dict(scores.metrics) == {f"code/{kind}": n / 7 for kind, n in kinds.items()}
 
 
 def test_bad_settings_and_long_completions():

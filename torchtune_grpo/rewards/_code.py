@@ -8,8 +8,9 @@ gets across. docs/reward_hacking.md tells what that is good for.
 from __future__ import annotations
 
 import queue
-import re
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +18,14 @@ from torchtune.utils import get_logger
 
 from torchtune_grpo.plain import describe, shortened
 from torchtune_grpo.rewards._program import code_blocks, definition_of, extract_program
+from torchtune_grpo.rewards._unit_test import FAILURE_KINDS, failure_kind, unit_test_fault
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
 # More than anybody writes for one function; far below what would slow a message down.
 LONGEST_COMPLETION = 100_000
+_NEVER_CALLED = "the test never called the function"
 
 
 def code_format_reward(
@@ -55,9 +58,7 @@ def _source_fault(name: str, code: object) -> str | None:
     if not isinstance(code, str):
         return f"{name}={shortened(repr(code))} is no text"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its backslashes, say
-            compile(code, f"<{name}>", "exec")
+        compile(code, f"<{name}>", "exec")
     except Exception as error:  # also RecursionError, and MemoryError for too many brackets
         return f"{name}={shortened(repr(code))} is no Python: {describe(error).splitlines()[-1]}"
     return None
@@ -113,9 +114,11 @@ class CodeReward:
         test: list[str],
         entry_point: list[str],
         setup: list[str] | None = None,
-        **columns: list[Any],
+        log_extra: Callable[[str, list[str]], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
     ) -> list[float | Exception]:
-        """Runs each completion's test.
+        """Runs each completion's test. Reports why each failed, and the share that did so by kind.
 
         Args:
             prompts, completions, **columns: as all rewards get them.
@@ -134,17 +137,26 @@ class CodeReward:
         verdicts = self.judge(
             completions, test=test, entry_point=entry_point, setup=setup or [""] * len(completions)
         )
+        if log_extra is not None:
+            log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
+        if log_metric is not None:
+            why = [verdict.why for verdict in verdicts if isinstance(verdict, Verdict)]
+            kinds = Counter(map(failure_kind, filter(None, why)))
+            for kind in FAILURE_KINDS:
+                log_metric(kind, kinds[kind] / max(len(why), 1))
         return [v if isinstance(v, Exception) else float(v.passed) for v in verdicts]
 
     @staticmethod
     def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
         """What keeps every completion from passing a row's test, or None; it runs nothing."""
-        fault = _name_fault(entry_point=entry_point)
-        for name, code in (("test", test), ("setup", setup)):
-            fault = fault or _source_fault(name, code)
-        if fault is None and not re.search(rf"\b(?:check|{entry_point})\b", str(test)):
-            fault = f"test={shortened(repr(test))} has neither check(candidate) nor {entry_point}"
-        return fault
+        with warnings.catch_warnings(action="ignore"):  # about backslashes, say
+            fault = _name_fault(entry_point=entry_point)
+            for name, code in (("test", test), ("setup", setup)):
+                fault = fault or _source_fault(name, code)
+            if fault is not None:
+                return fault
+            fault = unit_test_fault(str(test), setup=str(setup), entry_point=str(entry_point))
+        return fault and f"test={shortened(repr(test))} {fault}"
 
     def judge(
         self, completions: list[str], *, test: list[str], entry_point: list[str], setup: list[str]
@@ -182,18 +194,16 @@ class CodeReward:
         text, test, entry_point, setup = job
         if len(text) > LONGEST_COMPLETION:
             return Verdict(False, f"longer than {LONGEST_COMPLETION} characters")
+        code = extract_program(text, setup=setup, entry_point=entry_point)
         sandbox = self._idle.get()
         try:
-            return sandbox.judge(
-                code=extract_program(text, setup=setup, entry_point=entry_point),
-                setup=setup,
-                test=test,
-                entry_point=entry_point,
-            )
+            verdict = sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
         finally:
             self._idle.put(sandbox)
+        # No completion can say this: what it raises comes with a colon.
+        return SandboxError(verdict.why) if verdict.why == _NEVER_CALLED else verdict
 
 
 code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
