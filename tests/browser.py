@@ -17,8 +17,8 @@ from typing import Any
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _SECONDS = 20  # for any answer
 _FLAGS = (
-    "--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe "
-    "--disable-extensions --disable-background-networking --disable-dev-shm-usage --hide-scrollbars"
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-extensions --hide-scrollbars "
+    "--disable-background-networking --disable-dev-shm-usage --remote-debugging-pipe"
 )
 
 

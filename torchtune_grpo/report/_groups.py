@@ -36,7 +36,7 @@ def groups_of(run: Run, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     lengths = [len(str(row.get("completion"))) for group in whole for row in group]
     fit = (n for n in _TEXTS if sum(min(length, n) for length in lengths) < 0.7 * max_bytes)
     limit = next(fit, _TEXTS[-1])
-    groups = _fitting([_for_page(group, limit) for group in whole], max_bytes)
+    groups = _fitting(whole, limit=limit, max_bytes=max_bytes)
     return {"groups": groups, "recorded": len(whole), "filters": _FILTERS}
 
 
@@ -129,22 +129,25 @@ def shortened(text: str, limit: int) -> Text:
     return [visible(text[:head]), len(text) - head - tail, visible(text[-tail:])]
 
 
-def _fitting(groups: list[Group], max_bytes: int) -> list[Group]:
+def _fitting(whole: list[list[Record]], *, limit: int, max_bytes: int) -> list[Group]:
     """Those that fit, in order: informative ones first, spread over the steps."""
-    steps = sorted({group["step"] for group in groups}, reverse=True)
+    steps = sorted({group[0]["step"] for group in whole}, reverse=True)
     turn = {step: _turn(place) for place, step in enumerate(steps)}
 
     def rank(each: int) -> tuple[bool, float]:
-        group = groups[each]
-        return "mixed" not in group["rows"][0]["is"], turn[group["step"]]
+        first = whole[each][0]
+        return "mixed" not in first["is"], turn[first["step"]]
 
-    kept, left = [], max_bytes
-    for each in sorted(range(len(groups)), key=rank):
-        size = len(script_json(groups[each]).encode(errors="backslashreplace"))
+    kept, left = {}, max_bytes
+    for each in sorted(range(len(whole)), key=rank):
+        group = _for_page(whole[each], limit)
+        size = len(script_json(group).encode(errors="backslashreplace"))
         if size <= left:
-            kept.append(each)
+            kept[each] = group
             left -= size
-    return [groups[each] for each in sorted(kept)]
+        if left < max_bytes / 100:  # full: the others need not be looked at
+            break
+    return [kept[each] for each in sorted(kept)]
 
 
 def _turn(place: int) -> float:
