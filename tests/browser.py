@@ -26,8 +26,8 @@ class Browser:
     """One page of a chromium.
 
     Attributes:
-        problems (list[str]): console errors and warnings, uncaught exceptions, what the page's
-            policy has blocked, and requests for anything but the page itself.
+        problems (list[str]): console errors and warnings, uncaught exceptions, and requests for
+            anything but the page itself, those that its policy refuses too.
     """
 
     def __init__(self, write: int, read: int) -> None:
@@ -57,6 +57,7 @@ class Browser:
     def open(self, page: Path, *, width: int = 1440, height: int = 900) -> None:
         """Loads a file and waits until its curves are drawn."""
         self._loaded = False
+        self.problems.clear()
         self.size(width, height)
         self.call("Page.navigate", url=page.resolve().as_uri())
         while not self._loaded:
@@ -70,9 +71,8 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, or what its promise gives."""
-        answer = self.call(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
+        how = {"returnByValue": True, "awaitPromise": True, "allowUnsafeEvalBlockedByCSP": False}
+        answer = self.call("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 

@@ -28,8 +28,8 @@ Text = str | list[str | int]
 def groups_of(run: Run, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Groups for the page, how many were recorded, and the filters.
 
-    Long texts are shortened in the middle. If that is not enough, groups are left out: those with
-    equal advantages first, and of the steps every second, then every fourth.
+    Long texts are shortened in the middle. If that is not enough, groups are left out: of each step
+    all but one, then every second step. Informative ones are kept before others of their step.
     """
     whole = _whole_groups(run.completions())
     _mark(whole, run)
@@ -130,20 +130,24 @@ def shortened(text: str, limit: int) -> Text:
 
 
 def _fitting(whole: list[list[Record]], *, limit: int, max_bytes: int) -> list[Group]:
-    """Those that fit, in order: informative ones first, spread over the steps."""
-    steps = sorted({group[0]["step"] for group in whole}, reverse=True)
-    turn = {step: _turn(place) for place, step in enumerate(steps)}
+    """Those that fit, in order: of each step one, coarsely spread over the run first.
 
-    def rank(each: int) -> tuple[bool, float]:
-        first = whole[each][0]
-        return "mixed" not in first["is"], turn[first["step"]]
-
-    kept, left = {}, max_bytes
-    for each in sorted(range(len(whole)), key=rank):
-        group = _for_page(whole[each], limit)
-        size = len(script_json(group).encode(errors="backslashreplace"))
+    Of a step's groups, informative ones come first.
+    """
+    of_steps: dict[int, list[int]] = {}
+    for each, group in enumerate(whole):
+        of_steps.setdefault(group[0]["step"], []).append(each)
+    rank: dict[int, tuple[int, float]] = {}
+    for place, step in enumerate(sorted(of_steps, reverse=True)):
+        best_first = sorted(of_steps[step], key=lambda each: "mixed" not in whole[each][0]["is"])
+        rank |= {each: (number, _turn(place)) for number, each in enumerate(best_first)}
+    kept: dict[int, Group] = {}
+    left = max_bytes
+    for each in sorted(rank, key=rank.__getitem__):
+        shown = _for_page(whole[each], limit)
+        size = len(script_json(shown).encode(errors="backslashreplace"))
         if size <= left:
-            kept[each] = group
+            kept[each] = shown
             left -= size
         if left < max_bytes / 100:  # full: the others need not be looked at
             break

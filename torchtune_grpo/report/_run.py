@@ -56,9 +56,14 @@ class Run:
 
     @property
     def score_names(self) -> list[str]:
-        """The evaluations' shares of right answers, accuracy first."""
-        names = (name.removeprefix("eval/") for name in names_in(self.evaluations))
-        return sorted(name for name in names if re.fullmatch(r"accuracy|(pass|maj)@\d+", name))
+        """The evaluations' shares of right answers: accuracy, pass@1, pass@2, ..., maj@k."""
+        found = (
+            re.fullmatch(r"eval/(accuracy|pass@|maj@)(\d*)", name)
+            for name in names_in(self.evaluations)
+        )
+        kinds = [(match[1], int(match[2] or 0)) for match in found if match]
+        kinds.sort(key=lambda kind: (kind[0] != "accuracy", kind[0] == "maj@", kind[1]))
+        return [f"{name}{k or ''}" for name, k in kinds]
 
     @property
     def config(self) -> Record:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from torchtune_grpo.report._run import Record, Run, as_text, number
 from torchtune_grpo.statistics import Paired, paired_test
+from torchtune_grpo.stopping import should_stop
 
 _SURE = 0.05  # of p: the usual level
 _FEW = 50  # held-out problems: the 95 % interval of 50 % is then 28 points wide
@@ -184,7 +184,7 @@ def _facts(run: Run) -> dict[str, str]:
     best = max(scores(run, "accuracy"), key=lambda score: score.mean, default=None)
     facts = {
         "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
-        "State": _state(run, total or math.inf),
+        "State": "finished" if total and run.steps_done >= total else _state(run),
         "Time": _duration(sum(seconds)),
         "of it evaluating": _duration(seconds[1]),
         "Tokens": f"{tokens:,.0f}" if tokens is not None else "",
@@ -193,13 +193,16 @@ def _facts(run: Run) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _state(run: Run, total: float) -> str:
-    if run.steps_done >= total:
-        return "finished"
+def _state(run: Run) -> str:
+    """Of a run that has not made all its steps."""
+    goals = {key: run.config.get(key) for key in ("stop_at", "patience")}
+    reason = should_stop(run.evaluations, metric=run.config.get("keep_best"), **goals)
+    if reason:
+        return reason
     files = [run.folder / f"{name}.jsonl" for name in ("metrics", "starts")]
     last = max(file.stat().st_mtime for file in files if file.is_file())
     when = datetime.fromtimestamp(last, UTC)
-    return f"running or ended early; last record {when:%Y-%m-%d %H:%M} UTC"
+    return f"running or interrupted; last record {when:%Y-%m-%d %H:%M} UTC"
 
 
 def _duration(seconds: float) -> str:
