@@ -71,7 +71,7 @@ def write_run(
     }
     dominant = {
         "name": "stage_dominates",
-        "since": 2,
+        "since": 7,
         "evidence": "The rewards took 71 % of the last 10 steps' time.",
         "key": "rewards.0.workers",
         "remedy": "Set workers of the reward correctness to 4.",

@@ -128,12 +128,12 @@ def _reasons(run: Run, test: Paired, tone: str) -> list[str]:
     better = sum(after > before for before, after in zip(old, new, strict=True))
     worse = sum(after < before for before, after in zip(old, new, strict=True))
     believe = "Do not believe a change yet" if tone == "unsure" else "Believe it"
-    chance = "less than once in 1,000 times" if test.p < 0.001 else f"in {percent(test.p)} of cases"
+    often = "less than once in 1,000 times" if test.p < 0.001 else f"in {percent(test.p)} of cases"
     reasons = [
         f"{believe}: of {len(old)} problems that it never trained on, it does better on {better} "
         f"and worse on {worse} than before.",
-        f"Chance alone does as much {chance}; with 95 % confidence the change is "
-        f"{changed_by(test)} (paired test).",
+        f"Chance alone would do as much {often} (paired test). With 95 % confidence the change is "
+        f"{100 * test.low:+.1f} to {100 * test.high:+.1f} points.",
     ]
     if tone == "unsure" or len(old) < _FEW:
         width = 50 * (test.high - test.low)

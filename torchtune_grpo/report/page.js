@@ -244,8 +244,11 @@ if (data.comparison) {
   showVerdict(data.verdict);
   showCompletions();
   const long = data.panels.some((panel) => panel.lines.some((line) => line.steps.length >= SMOOTH_FROM));
-  const smoothed = long ? " Thin: each step; thick: its moving mean." : "";
-  const resumed = data.resumes.length ? " Dashed: the run was resumed there." : "";
-  byId("curves-note").textContent = "Drag over a curve to zoom into steps." + smoothed + resumed + ` ${data.thinned}`;
+  byId("curves-note").textContent = [
+    matchMedia("(pointer: coarse)").matches ? "" : "Drag over a curve to zoom into steps.",
+    long ? "Thin: each step; thick: its moving mean." : "",
+    data.resumes.length ? "Dashed: the run was resumed there." : "",
+    data.thinned,
+  ].filter(Boolean).join(" ");
 }
 const drawn = drawCurves(data.panels, data.map, data.resumes, byId("reset"));
