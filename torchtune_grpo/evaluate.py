@@ -44,11 +44,11 @@ from torchtune_grpo.sample import (
     newest_checkpoint,
     open_run,
 )
-from torchtune_grpo.statistics import paired_test
+from torchtune_grpo.statistics import Paired, paired_test
+from torchtune_grpo.summary import rates
 
 LENIENT = "last_number"  # the grader beside math_correctness_reward
-_MEANS = ("eval/mean_length", "eval/clipped_ratio")  # the same for all graders
-_WIDTH = 36
+_WIDTH = 35  # of a column
 
 
 def main() -> None:
@@ -137,22 +137,19 @@ def evaluate(
             step = int(folder.name.removeprefix("step_")) if folder else 0
             state = TrainerState(global_step=step, max_steps=cfg.num_steps)
             found[who] = evaluator(load_policy(cfg, device=device, checkpoint=folder), state=state)
-    prompts = found["before"].answered
-    groups = {"all": [*range(len(prompts))]}
-    if by is not None:
-        for row, each in enumerate(prompts):
+    answered = {who: each.answered for who, each in found.items()}
+    groups = {"all": [*range(len(dataset))]}
+    for row, each in enumerate(answered["before"]):
+        if by is not None:
             groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
+    graders = [name for name in rewards.names if name in (found["before"].reward, LENIENT)]
     return {
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
         "dataset": OmegaConf.to_container(cfg.eval_dataset),
         "samples": cfg.eval_samples,
         "temperature": cfg.temperature,
-        "groups": {name: _group(found, rows, rewards) for name, rows in groups.items()},
-        "answers": [
-            {"prompt_index": each.index, "prompt": each.prompt, "columns": each.columns}
-            | {who: _answers(evaluation.answered[row]) for who, evaluation in found.items()}
-            for row, each in enumerate(prompts)
-        ],
+        "groups": {name: _group(answered, rows, graders) for name, rows in groups.items()},
+        "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
     }
 
 
@@ -186,22 +183,18 @@ def _rewards(cfg: GRPOConfig) -> RewardSet:
 
 
 def _group(
-    found: Mapping[str, Evaluation], rows: Sequence[int], rewards: RewardSet
+    answered: Mapping[str, Sequence[Answered]], rows: Sequence[int], graders: Sequence[str]
 ) -> dict[str, Any]:
     """Some prompts' metrics before and after, and what has changed, for each grader."""
-    picked = {who: [each.answered[row] for row in rows] for who, each in found.items()}
-    graders = {}
-    for grader in [found["before"].reward, *(name for name in rewards.names if name == LENIENT)]:
-        told: dict[str, Any] = {who: metrics_of(each, grader) for who, each in picked.items()}
+    picked = {who: [prompts[row] for row in rows] for who, prompts in answered.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for grader in graders:
+        found[grader] = {who: metrics_of(each, grader) for who, each in picked.items()}
         if "after" in picked:
             before, after = (scores_of(each, grader) for each in picked.values())
-            told["change"] = {n: paired_test(before[n], after[n])._asdict() for n in before}
-        graders[grader] = told
-    return {"prompts": len(rows), "graders": graders}
-
-
-def _answers(answered: Answered) -> dict[str, Any]:
-    return {"greedy": asdict(answered.greedy), "samples": [asdict(a) for a in answered.samples]}
+            change = {name: paired_test(before[name], after[name])._asdict() for name in before}
+            found[grader]["change"] = change
+    return {"prompts": len(rows), "graders": found}
 
 
 def table(report: Mapping[str, Any]) -> list[str]:
@@ -209,42 +202,47 @@ def table(report: Mapping[str, Any]) -> list[str]:
     sampled = f", {report['samples']} samples each at temperature {report['temperature']:g}"
     lines = [f"Greedy answers{sampled if report['samples'] else ''}. [95 % interval over prompts]"]
     for name, group in report["groups"].items():
-        graders = group["graders"]
-        title = f"{name}: {group['prompts']} prompts"
-        names = "".join(grader.ljust(_WIDTH) for grader in graders)
-        lines += ["", f" {title:26}{names}".strip()]
-        first = next(iter(graders.values()))
-        for metric in (m for m in first["before"] if not m.endswith(("/low", "/high"))):
-            shown = [*graders.values()] if metric not in _MEANS else [first]
-            for who in ("before", "after", "change"):
-                cells = [_cell(grader.get(who, {}), metric) for grader in shown]
-                if any(cells):
-                    start = metric.removeprefix("eval/") if who == "before" else ""
-                    row = f"  {start:15}{who:9}" + "".join(cell.ljust(_WIDTH) for cell in cells)
-                    lines.append(row.rstrip())
+        graders = {name: _cells(told) for name, told in group["graders"].items()}
+        rows = [(f"{name}: {group['prompts']} prompts".ljust(25), *graders)]
+        first, *_ = graders.values()
+        for metric, who in first:
+            title = f"  {metric if who == 'before' else '':15}{who:8}"
+            rows.append((title, *(cells[metric, who] for cells in graders.values())))
+        lines += [
+            "",
+            *(
+                (title + "".join(f" {cell:{_WIDTH}}" for cell in row)).rstrip()
+                for title, *row in rows
+            ),
+        ]
     return lines
 
 
-def _cell(values: Mapping[str, Any], metric: str) -> str:
-    value = values.get(metric)
-    if value is None:
-        return ""
-    if isinstance(value, Mapping):
-        p = f"p={value['p']:.3f}" if value["p"] >= 0.001 else "p<0.001"
-        return f"{value['difference']:+.3f} [{value['low']:+.3f}, {value['high']:+.3f}] {p}"
-    if metric in _MEANS:
-        return f"{value:.3f}"
-    return f" {value:.3f} [{values[f'{metric}/low']:.3f}, {values[f'{metric}/high']:.3f}]"
+def _cells(told: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Metric and policy -> what a grader says, as text; ``change`` behind the two policies."""
+    policies = {who: metrics for who, metrics in told.items() if who != "change"}
+    cells: dict[tuple[str, str], str] = {}
+    for metric in rates(told["before"]):
+        cells |= {(metric, who): f" {rates(each)[metric]}" for who, each in policies.items()}
+        if "change" in told:
+            change = Paired(**told["change"][f"eval/{metric}"])
+            p = f"p={change.p:.3f}" if change.p >= 0.001 else "p<0.001"
+            interval = f"[{change.low:+.3f}, {change.high:+.3f}]"
+            cells[metric, "change"] = f"{change.difference:+.3f} {interval} {p}"
+    for metric in ("mean_length", "clipped_ratio"):
+        for who, each in policies.items():
+            cells[metric, who] = f" {each[f'eval/{metric}']:.3f}"
+    return cells
 
 
 def shown(report: Mapping[str, Any], number: int) -> list[str]:
     """Lines with the first prompts, and each one's greedy answers with their verdicts."""
     lines = []
-    grader = next(iter(report["groups"]["all"]["graders"]))
-    for each in report["answers"][:number]:
+    grader, *_ = report["groups"]["all"]["graders"]
+    for row, each in enumerate(report["answers"]["before"][:number]):
         lines += ["", f"=== {visible(each['prompt'])}"]
-        for who in report["weights"]:
-            answer = each[who]["greedy"]
+        for who, answered in report["answers"].items():
+            answer = answered[row]["greedy"]
             score = answer["scores"][grader]
             verdict = {0.0: "wrong", 1.0: "right"}.get(score, f"reward {score:.3f}")
             lines += [f"--- {who}: {verdict}", visible(answer["completion"])]

@@ -176,9 +176,10 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     report = json.loads(files[0].read_text())
     assert [*report["groups"]] == ["all", "level=0", "level=1", "level=2", "level=3"]
     for name, group in report["groups"].items():
-        rows = [a for a in report["answers"] if name in ("all", f"level={a['columns']['level']}")]
+        rows = report["answers"]["before"]
+        rows = [r for r in rows if name in ("all", f"level={r['columns']['level']}")]
         assert group["prompts"] == len(rows) == (8 if name == "all" else 2)
-        answers = [[r["before"]["greedy"], *r["before"]["samples"]] for r in rows]
+        answers = [[row["greedy"], *row["samples"]] for row in rows]
         golds = [row["columns"]["answer"] for row in rows]
         strict = [[gold == 7] * 5 for gold in golds]
         lenient = [
