@@ -51,9 +51,9 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: with {n} samples, give 1 to {n}.")
-    # Of C(n, k) subsets, the i-th smallest score is the best in C(i, k - 1).
-    shares = (comb(i, k - 1) / comb(n, k) for i in range(n))
-    return fsum(score * share for score, share in zip(sorted(scores), shares, strict=True))
+    subsets = comb(n, k)  # of which the i-th smallest score, from 0, is the best in C(i, k - 1)
+    ranked = enumerate(sorted(scores))
+    return fsum(score * (comb(i, k - 1) / subsets) for i, score in ranked if score)
 
 
 def majority(answers: Sequence[str | None]) -> int | None:

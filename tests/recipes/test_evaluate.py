@@ -66,9 +66,15 @@ def go(folder: Path, *more: str, at: str = "", check: bool = True) -> Result:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Iterator[Path]:
-    """The folder of a run that nobody has touched; tests only read it."""
+    """The folder of a run that nobody has touched; tests only read it.
+
+    It saves what is the best so far, and what it ends with.
+    """
     folder = tmp_path_factory.mktemp("whole")
-    done = go(folder)
+    done = go(folder, "save_every_n_steps=null")
+    assert re.findall("Saved out/(.*)", done.out + done.err) == [
+        *("step_000001", "step_000002", "step_000004")
+    ]
     reason = "after step 4: the last 2 evaluations were not above the eval/accuracy of 0.750"
     assert reason in done.out + done.err
     yield folder

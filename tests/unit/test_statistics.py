@@ -62,6 +62,18 @@ def test_an_interval_of_means_over_samples_is_the_normals_and_has_no_order():
     assert bootstrap_interval(values[::-1]) == interval
 
 
+def test_what_is_added_weighs_less_for_means_over_samples():
+    """7 of 48 prompts with one right sample of 4: by the normal's closed form, roughly."""
+    values = np.array([0.25] * 7 + [0.0] * 41)
+    mean, square = values.mean(), (values**2).mean()
+    weight = (square - mean**2) / (mean * (1 - mean))
+    assert weight == pytest.approx(0.22, abs=0.005)
+    total = 48 + 4 * weight
+    middle, square = ((48 * each + 2 * weight) / total for each in (mean, square))
+    half = 1.96 * sqrt((square - middle**2) / total)
+    assert bootstrap_interval(values) == pytest.approx((middle - half, middle + half), abs=0.008)
+
+
 @pytest.mark.parametrize(("lost", "won"), [(0, 0), (0, 6), (2, 9), (5, 5), (40, 60)])
 def test_the_paired_test_of_right_and_wrong_is_mcnemars_exact(lost: int, won: int):
     before = [1.0] * lost + [0.0] * won + [1.0, 0.0] * 10
