@@ -149,7 +149,7 @@ def test_a_column_that_is_missing_names_the_data_set() -> None:
         ("test", "assert math.isqrt(add(1)) == 1", "uses math, which is defined nowhere"),
         ("test", "def check(f):\n    assert f(lost) == 2", "uses lost, which is defined nowhere"),
         ("test", "import numpy as np\nassert add(np.one) == 2", "imports numpy, and there is only"),
-        ("setup", "def add(x: List[int]):\n    pass", "uses List, which is defined nowhere"),
+        ("setup", "def add(x=math.pi):\n    pass", "uses math, which is defined nowhere"),
         ("test", None, "test=None is no text"),
         ("test", "def check(candidate):", "is no Python: IndentationError"),
         ("test", "assert add(1) == 2\0", "is no Python: "),

@@ -48,12 +48,15 @@ lambda 72|lambda: 72|sqrt 72|log 72|x 72|f(72)|sum(72)|(72|72)|(72, 73)|(72)(73)
 72 below zero|72 above|72 over|72 under|72 about|72 up|72 plus|72 minus|72 thousand|72 million
 72 hundred|72 dozen|72 dozen eggs|72 thousand apples|72 billion|72 k|72k|72K|72x|72a|72a day|72b
 72e|72th|72nd|72%%|72 and a half|72 and change|72 to 80|72 squared|72 cubed|72 factorial|72 halves
-72 tenths|72 percent of 50|72-ish|72 ish|72 maybe|72, maybe|72 perhaps|72 probably
-72 approximately|72, roughly|72 or so|72 or thereabouts|72 if lucky|72 not|72 not apples|72, not
-72 (not)|72 wrong|72 (wrong)|72 (wrong answers)|72, wrong answers|72 is wrong|72 false|72 negative
-72 double|72 triple|72 double that|72 double this|72 random|72 isn't it|72 isn't right
-72 is not right|72 is incorrect|72 is too low|72 than|72 more than that|72 times 2|72 or 73|72, 73
-72 73|72 twenty|72 twenty-one|72 inf|72 pi|72~73|~72|~~72~~|72~|~ 72|72 ~ apples|is~72
+72 tenths|72 percent of 50|72-ish|72 ish|72 maybe|72, maybe|72 perhaps|72 probably|72 approximately
+72, roughly|72 or so|72 or thereabouts|72 if lucky|72 not|72 not apples|72, not|72 (not)|72 wrong
+72 (wrong)|72 (wrong answers)|72, wrong answers|72 is wrong|72 false|72 negative|72 double
+72 triple|72 double that|72 double this|72 random|72 isn't it|72 isn't right|72 is not right
+72 is incorrect|72 is too low|72 than|72 more than that|72 times 2|72 or 73|72, 73|72 73|72 twenty
+72 twenty-one|72 inf|72 pi|72~73|~72|~~72~~|72~|~ 72|72 ~ apples|is~72|72 maximum|72 max|72 tops
+72 at most|72 or fewer|72 excluding tax|72 without tax|72 isnt right|It isnt 72|about: 72
+at least: 72|Estimate: 72|Guess: 72|Twice: 72|It seems to be 72|It is thought to be 72|$72k
+the answer isnt equal to 72|He can make up to 72|He earned over $72|She got almost 72|not quite 72
 """
 RIGHT = r"""
 72|72.|72.0|$72|$72.00|72 clips|72 clips.|**72**|**72 clips**|= 72|x = 72|n=72|Answer: 72
@@ -65,27 +68,27 @@ Finally, 72|In total, 72 clips|Altogether, 72 clips|In all, 72|Yes, 72|It is 72|
 There are 72|There are 72 clips|There were 72 clips|We get 72|We have 72|You get 72|This gives 72
 which gives 72|equals 72|is 72|are 72|was 72|The result is equal to 72|It is equivalent to 72
 It adds up to 72|It comes to 72|That comes out to 72|It amounts to 72
-which amounts to a total of 72|sums to 72|totals 72|It totals $72|a total of 72
-a total of 72 clips|for a total of 72 clips|She sold a total of 72 clips|a sum of $72
-a profit of $72|He made a profit of $72|a change of $72|an average of 72|a cost of $72
-a distance of 72 miles|a length of 72 cm|a speed of 72 km/h|a weight of 72 pounds|an area of 72 m²
-exactly 72|only 72|just 72|precisely 72 clips|She has exactly 72 left|He still has 72 apples
-She now has 72 apples|He also sold 72|It is now 72|The total is only 72
-So, Natalia sold 72 clips altogether|Natalia sold 72 clips altogether in April and May
-Natalia sold 72 clips|He has 72 apples left|He has 72 apples left.|She has $72|She has $72 left
-They have 72|He had 72 marbles|She earned $72|She earns $72 a week|He makes $72
-She made $72 every day at the farmers' market|Betty needs $72 more|James writes 72 pages a year
-Ken had 72 pounds of goodies|Tina worked for 72 hours|It takes 72 minutes|It took him 72 minutes
-It will take 72 days|It cost him $72|It costs $72|The total cost is $72|The bill was $72
-The price is $72 per person|Each person pays $72|He paid $72|He will pay $72|He has to pay $72
-They must pay $72 each|She spent $72 on clothes|She spends $72 a month|She saved $72
-She can save $72|He will need 72 bricks|She should receive $72|They did 72 push-ups
-The chickens laid 72 eggs|The team scored 72 points|Lee scored 72|He scores 72 goals
-He ran 72 miles|She runs 72 meters a week|He walked 72 steps|He drove 72 miles|She read 72 pages
-He ate 72 cookies|She ate 72|He used 72 tiles|They used 72|He gave her 72 marbles
-She gave away 72 toys|He was given 72 stamps|He is left with 72 apples|She ended up with 72
-He started with 72|It increased by 72|She is 72 years old|Tom is 72|Tom's age is 72
-Janet’s total is $72|Mr. Smith earns $72.|A third of the students is 72|The number of clips is 72
+which amounts to a total of 72|sums to 72|totals 72|It totals $72|a total of 72|a total of 72 clips
+for a total of 72 clips|She sold a total of 72 clips|a sum of $72|a profit of $72
+He made a profit of $72|a change of $72|an average of 72|a cost of $72|a distance of 72 miles
+a length of 72 cm|a speed of 72 km/h|a weight of 72 pounds|an area of 72 m²|exactly 72|only 72
+just 72|precisely 72 clips|She has exactly 72 left|He still has 72 apples|She now has 72 apples
+He also sold 72|It is now 72|The total is only 72|So, Natalia sold 72 clips altogether
+Natalia sold 72 clips altogether in April and May|Natalia sold 72 clips|He has 72 apples left
+He has 72 apples left.|She has $72|She has $72 left|They have 72|He had 72 marbles|She earned $72
+She earns $72 a week|He makes $72|She made $72 every day at the farmers' market
+Betty needs $72 more|James writes 72 pages a year|Ken had 72 pounds of goodies
+Tina worked for 72 hours|It takes 72 minutes|It took him 72 minutes|It will take 72 days
+It cost him $72|It costs $72|The total cost is $72|The bill was $72|The price is $72 per person
+Each person pays $72|He paid $72|He will pay $72|He has to pay $72|They must pay $72 each
+She spent $72 on clothes|She spends $72 a month|She saved $72|She can save $72
+He will need 72 bricks|She should receive $72|They did 72 push-ups|The chickens laid 72 eggs
+The team scored 72 points|Lee scored 72|He scores 72 goals|He ran 72 miles
+She runs 72 meters a week|He walked 72 steps|He drove 72 miles|She read 72 pages|He ate 72 cookies
+She ate 72|He used 72 tiles|They used 72|He gave her 72 marbles|She gave away 72 toys
+He was given 72 stamps|He is left with 72 apples|She ended up with 72|He started with 72
+It increased by 72|She is 72 years old|Tom is 72|Tom's age is 72|Janet’s total is $72
+Mr. Smith earns $72.|A third of the students is 72|The number of clips is 72
 The number of eggs sold was 72|The area of the garden is 72 square feet|The perimeter equals 72 cm
 He received 72 letters|He sells the house for $72|He finished in 72 days|It weighs 72 kg
 It contains 72 candies|There remain 72 apples|leaving 72 apples|leaving her with 72
@@ -105,7 +108,9 @@ $72$ clips|72 \text{ clips}|72\ \text{clips}|\text{72 clips}|72~clips|72~\text{c
 72 \mathrm{~cm}|72\mathrm{~km}/\mathrm{h}|$72 \mathrm{~cm}$|\boxed{72 \mathrm{~cm}}|7.2e1|7.2E1
 7.2e+1|720e-1|72e0|0.72e2|7.2e1 apples|144/2|\frac{144}{2}|48 + 24 = 72
 48 clips + 24 clips = 72 clips|Natalia sold 48 + 24 = 72 clips
-She sold 48+24=72 clips altogether in April and May.|100 minus 28 = 72
+She sold 48+24=72 clips altogether in April and May.|100 minus 28 = 72|There will be 72 left
+72 total clips|72 total|We need 72 cups|You need 72 cups|I counted 72|We found 72|Clips sold: 72
+Cost per person: $72|Amount left: $72|Since May, 72|72 sq ft|72 lbs|72 oz.|72 mph|A$72
 """
 WRONG_WITH_GOLD = r"""
 7.2e1 -> 7.2|7.2e1 -> 720|7.2e2 -> 72|72e1 -> 72|72e0.5 -> 72|72e100 -> 72|7.2 e1 -> 72|e1 -> 10

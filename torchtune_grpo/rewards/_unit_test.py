@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
-import symtable
+import dis
 import sys
-from collections.abc import Iterator
+from types import CodeType
 from typing import TypeGuard
 
 # Why completions did not pass, in a word.
 FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash")
-_GIVEN_NAMES = {*dir(builtins), "__name__", "__doc__"}
 
 
 def failure_kind(why: str) -> str:
@@ -34,57 +33,46 @@ def unit_test_fault(test: str, *, setup: str, entry_point: str) -> str | None:
         setup (str): what precedes it.
         entry_point (str): the function's name.
     """
-    trees = [ast.parse(setup), ast.parse(test)]
-    before, after = (symtable.symtable(code, "", "exec") for code in (setup, test))
-    imported = {name for tree in trees for name in _imported(tree)}
-    foreign = imported - sys.stdlib_module_names - {"*"}
+    before, after = _Names(setup, nested=False), _Names(test)
+    foreign = (before.imported | after.imported) - sys.stdlib_module_names
     if foreign:
         return f"imports {min(foreign)}, and there is only the standard library"
-    read = _read(after) - _bound(after)
-    unknown = (read | _read(before, nested=False)) - _bound(before) - _GIVEN_NAMES - {entry_point}
-    if unknown and "*" not in imported:
+    known = before.bound | after.bound | {entry_point, *dir(builtins)}
+    unknown = {n for n in (before.read | after.read) - known if not n.startswith("__")}
+    if unknown and not (before.star or after.star):
         return f"uses {min(unknown)}, which is defined nowhere"
-    checks = [node for tree in trees for node in tree.body if _is_check(node)]
-    calls_argument = any(map(_uses_argument, checks))
-    if not checks:
-        calls_argument = "check" in _bound(before) | _bound(after)
-    if calls_argument or entry_point in read:
+    checks = [n for code in (setup, test) for n in ast.parse(code).body if _is_check(n)]
+    by_argument = any(map(_uses_argument, checks)) if checks else "check" in after.bound
+    if by_argument or entry_point in after.read - after.bound:
         return None
     return f"calls neither {entry_point} nor the argument of check"
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """The packages that are imported outside of ``try``, and "*" for what a star brings."""
-    nodes: list[ast.AST] = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
-            yield from (alias.name for alias in node.names if alias.name == "*")
-        elif not isinstance(node, ast.Try):
-            nodes += ast.iter_child_nodes(node)
+class _Names:
+    """The global names that a program reads and binds, and what it imports outside of ``try``.
 
+    Args:
+        source (str): it compiles.
+        nested (bool): whether its functions' and classes' bodies count.
+    """
 
-def _read(table: symtable.SymbolTable, *, nested: bool = True) -> set[str]:
-    """The global names that are read, in functions and classes too."""
-    names = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    if table.get_type() != "module":
-        names &= {s.get_name() for s in table.get_symbols() if s.is_global()}
-    return names.union(*map(_read, table.get_children())) if nested else names
-
-
-def _bound(module: symtable.SymbolTable) -> set[str]:
-    """The global names that code binds."""
-    names = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported()}
-    tables = module.get_children()
-    while tables:
-        table = tables.pop()
-        symbols = [s for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()]
-        names |= {symbol.get_name() for symbol in symbols}
-        tables += table.get_children()
-    return names
+    def __init__(self, source: str, *, nested: bool = True) -> None:
+        self.read: set[str] = set()
+        self.bound: set[str] = set()
+        self.imported: set[str] = set()
+        self.star = False
+        codes = [compile(source, "", "exec")]
+        while codes:
+            code = codes.pop()
+            codes += [part for part in code.co_consts if nested and isinstance(part, CodeType)]
+            for step in dis.get_instructions(code):
+                if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                    self.read.add(step.argval)
+                elif step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+                    self.bound.add(step.argval)
+                elif step.opname == "IMPORT_NAME" and not code.co_exceptiontable:
+                    self.imported.add(step.argval.partition(".")[0])
+                self.star |= "IMPORT_STAR" in step.opname + step.argrepr
 
 
 def _is_check(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:

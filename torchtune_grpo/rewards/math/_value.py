@@ -141,11 +141,12 @@ def _tail_fits(tail: Sequence[Token], *, priced: bool) -> bool:
         if not _fits_in_tail(token, tail[:index][-1:], tail[index + 1 :][:1]):
             return False
     words = [token.text for token in tail if token.kind == "word"]
-    other_number = (
-        words[:1] in (["m"], ["mm"], ["MM"]) if priced else words[:1] == ["a"] and tail[0].glued
-    )
+    means_million = priced and words[:1] in (["m"], ["mm"], ["MM"])
+    glued_article = words[:1] == ["a"] and tail[0].glued  # "12a"
     unit = [token.kind for token in tail[:2]] == ["word", "word"]
-    return not (bracketed or other_number) and tail_is_harmless(words, priced=priced, unit=unit)
+    if bracketed or means_million or glued_article:
+        return False
+    return tail_is_harmless(words, priced=priced, unit=unit)
 
 
 def _fits_in_tail(token: Token, before: Sequence[Token], after: Sequence[Token]) -> bool:

@@ -19,74 +19,56 @@ def _words(text: str) -> frozenset[str]:
 _OPENINGS = _words("""
     am are be been were had have do did make made sell sold spend spent pay paid buy bought take
     took taken get got eat ate eaten give gave given read ran run drove lost kept left won saw found
-    caught brought sent wrote written drank grew laid built held came went met put cut cost need use
-    save earn work walk weigh remain hit answer result total solution sum so therefore thus hence
-    then him her them us me it you with for in at by worth together away out down back usd eur gbp
-    inr cad aud jpy cny
+    caught brought sent wrote grew built laid held came went met put cut cost need use save earn
+    work walk weigh remain answer result total solution sum so therefore thus hence then him her
+    them us me it you with for in at by worth together away out down back usd eur gbp inr cad aud
+    jpy cny
 """)
 _BEFORE_VERBS = _words("to will can must would should did does they we you i")
 # Though they look like verbs; and these verbs, whatever their ending.
 _NO_OPENINGS = _words("""
-    across as besides during including less minus plus times unless versus vs yes towards afterwards
-    within beyond past near exceed surpass top topp approach miss lack round double triple quadruple
-    halv square cube divide multipli multiply differ precede limit bound cap push
+    across as besides during less minus plus times versus yes towards within beyond past near exceed
+    surpass top topp approach miss lack round double triple square halv divide multipli differ limit
+    push
 """)
-_QUANTITIES = _words("""
-    total sum profit loss change discount average mean cost price tip salary rate speed length width
-    height weight distance area volume age amount number value balance remainder difference score
-    capacity increase decrease bonus commission answer result payment temperature
-""")
-_REACHING = _words("""
-    equal equals equivalent add adds added amount amounts amounted come comes came sum sums total
-    totals work works
-""")
-_OPENING_PAIRS = {"of": _QUANTITIES, "to": _REACHING}
+_OPENING_PAIRS = {
+    "of": _words("""
+        total sum profit loss change discount average cost price tip speed length width height
+        weight distance area volume age amount number value balance remainder score result answer
+    """),
+    "to": _words("equal equals equivalent add adds amount amounts amounted come comes came sums"),
+}
 # Change nothing between an opening and its number.
-_PASSED_OVER = _words("""
-    a an the only just exactly precisely also still now altogether currently extra additional
-""")
+_PASSED_OVER = _words("a an the only just exactly precisely also still now altogether additional")
 
-# Spoil a number that they lead in or follow.
-_SPOILERS = _words("""
-    not cannot cant isnt arent wasnt werent dont doesnt didnt wont wouldnt shouldnt couldnt hasnt
-    havent hadnt aint no non nor never none nothing nope nah neither without untrue mistake mistaken
-    mistakenly error erroneous wrongly incorrectly falsely deny denies denied reject rejected refuse
-    fails failed lie lies joke joking kidding anything but except excepting excluding exclude
-    excludes excluded unlike contrary opposite inverse reciprocal hardly barely scarcely ignore
-    instead rather far disproved inaccurate ruled cancel scratch disregard discard dismiss dismissed
-    debunked myth unable
-
-    or either and/or maybe perhaps probably possibly presumably apparently seemingly seem seems
-    seemed appear appears approximately approx approximate approximated roughly circa nearly almost
-    unlikely might may could guess guessed guessing think thinks thought believe believes suppose
-    supposedly assume assumes assuming suspect estimate estimated estimates estimation unsure
-    uncertain doubt doubtful unclear undetermined undefined dunno idk whichever whether depends
-    depending alternatively alternative otherwise range ranges ranging between ish kinda sorta
-    somewhat something somewhere hopefully if unless try trying hmm hm wait unsolved ballpark
-    several few plausible too whatever randomly tentative tentatively conceivably potentially
-    arguably allegedly reportedly hypothetically exceed exceeding bound bounds
-
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen twenty thirty forty fourty fifty sixty seventy eighty ninety
-    hundred hundreds thousand thousands million millions billion billions trillion trillions
-    quadrillion dozen dozens lakh lakhs crore crores myriad googol half halves thirds fourths fifths
-    sixths sevenths eighths ninths tenths hundredth hundredths thousandth thousandths millionth
-    millionths plus minus divided multiplied subtract subtracted modulo mod squareroot sqrt root
-    factorial exponent twice thrice lambda log ln exp sin cos tan pi tau inf infinity infinite nan
-""")
-# So do these, but "72 wrong answers" are 72.
+# Spoil a number that they lead in or follow, but "72 wrong answers" are 72.
 _ADJECTIVES = _words("""
     wrong incorrect false invalid fake negative double doubled triple tripled quadruple quadrupled
     random possible potential probable likely unknown impossible imaginary different
 """)
+# So do these, wherever they stand.
+_SPOILERS = _ADJECTIVES | _words("""
+    not cannot cant wont aint no non nor never none nothing nope nah neither without untrue mistake
+    error wrongly incorrectly falsely deny reject refuse fails failed lie joke anything but except
+    excluding excluded unlike opposite inverse reciprocal hardly ignore instead rather far ruled
+    disregard discard dismiss myth unable or either maybe perhaps probably possibly presumably
+    apparently seemingly seem seems appear appears approximately approx roughly nearly almost
+    unlikely might may could guess guessed think thinks thought believe suppose supposedly assume
+    assuming suspect estimate estimated unsure uncertain doubt doubtful unclear dunno idk whether
+    depends alternative otherwise between ish somewhat something hopefully if unless try hmm wait
+    ballpark several few too whatever potentially allegedly hypothetically bound zero one two three
+    four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds
+    thousand thousands million millions billion billions trillion trillions dozen dozens lakh lakhs
+    crore crores half halves thirds fourths fifths sixths sevenths eighths ninths tenths hundredths
+    thousandths plus minus root factorial twice thrice lambda log pi tau inf infinity nan
+""")
 _DIRECTIONS = _words("about around over under above below up upward upwards to some than")
 _RIGHT_BEHIND = _DIRECTIONS | _words("""
-    and squared cubed odd score gross grand mil mln mn mio bn tn thou st nd rd th ths fold base
-    choose
+    and squared cubed odd score gross max maximum minimum tops grand mil mln mn mio bn tn thou st nd
+    rd th ths fold base choose
 """)
-_ASKING = _words("""
-    is are was were am do does did can could will would should has have had shall what why who how
-""")
+_ASKING = _words("is are was were do does did can could will would should has have had what who")
 
 # One letter behind a number is a unit only if it is one of these: "12k", "12x" and "12i" are other
 # numbers. "a" is the article of "12 a day".
@@ -99,13 +81,18 @@ def _fold(word: str) -> str:
     return "".join(c for c in decomposed if not unicodedata.combining(c)).replace("ø", "o")
 
 
-def _spoils(folded: Sequence[str], index: int) -> bool:
-    """Whether the word at ``index`` spoils a number from anywhere before or behind it."""
-    word = folded[index]
-    if word in ("most", "least"):  # "at the very least", but "the most money"
-        return "at" in folded[:index]
-    last_part = word.rpartition("-")[2]  # "twenty-one", but "two-way"
-    return word.endswith("n't") or last_part in _SPOILERS or last_part in _ADJECTIVES
+def _spoiled(words: Sequence[str], folded: Sequence[str]) -> bool:
+    """Whether one of the words spoils a number from anywhere before or behind it."""
+    for index, word in enumerate(folded):
+        if words[index] == "May" and index > 0:
+            continue
+        if word in ("most", "least") and "at" in folded[:index]:
+            return True  # "at the very least", but "the most money"
+        if word.endswith("n't") or (word.endswith("nt") and word[:-2] in _ASKING):
+            return True
+        if word.rpartition("-")[2] in _SPOILERS:  # "twenty-one", but "two-way"
+            return True
+    return False
 
 
 def _opens(folded: Sequence[str]) -> bool:
@@ -137,10 +124,9 @@ def lead_is_harmless(words: Sequence[str], *, right_before: bool = True) -> bool
     folded = [_fold(word) for word in words]
     if "than" in folded or (len(folded) > 1 and folded[0] in _ASKING):
         return False
-    for index in range(len(folded)):
-        if _spoils(folded, index) and not (index > 0 and words[index] == "May"):
-            return False
-    return not right_before or _opens(folded)
+    if _spoiled(words, folded):
+        return False
+    return _opens(folded) if right_before else _DIRECTIONS.isdisjoint(folded[-1:])
 
 
 def tail_is_harmless(words: Sequence[str], *, priced: bool = False, unit: bool = False) -> bool:
@@ -158,9 +144,6 @@ def tail_is_harmless(words: Sequence[str], *, priced: bool = False, unit: bool =
         return False
     if unit and folded[0] in _ADJECTIVES and words[1].endswith("s") and len(words[1]) > 4:
         folded[0] = ""
-    for index, word in enumerate(words):
-        if len(word) == 1 and word not in _ONE_LETTER_UNITS:
-            return False
-        if _spoils(folded, index) and not (index > 0 and word == "May"):
-            return False
-    return True
+    if any(len(word) == 1 and word not in _ONE_LETTER_UNITS for word in words):
+        return False
+    return not _spoiled(words, folded)
