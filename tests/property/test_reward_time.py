@@ -28,6 +28,7 @@ code = {"entry_point": ["f"], "setup": [""], "test": ["assert f() == 1"]}
 tokens = {"completion_ids": [[7] * SIZE]}
 REWARDS = {
     "math_correctness_reward": math,
+    "last_number_reward": math,
     "math_format_reward": {},
     "math_number_reward": {},
     "math_tag_reward": {},
