@@ -38,7 +38,7 @@ from torchtune_grpo.checkpoint import (
 )
 from torchtune_grpo.command_line import parse
 from torchtune_grpo.components import instantiate
-from torchtune_grpo.data import PromptBatch, collate_prompts, step_indices
+from torchtune_grpo.data import PromptBatch, make_sampler, prompts_of_rank
 from torchtune_grpo.device import find_device
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
@@ -151,6 +151,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self._evaluator = Evaluator(
                 self.cfg, data["eval_dataset"], tokenizer=self._tokenizer, rewards=self._rewards
             )
+        self._sampler = make_sampler(self.cfg.sampler, self._dataset, seed=self.seed)
         self._next_prompts()  # fails if there are too few
 
     def _setup_passes(self) -> None:
@@ -170,6 +171,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         done = state["step"] * self.cfg.ppo_epochs
         restore_optimizer(self._optimizer, self._lr_scheduler, state["optimizer"], steps=done)
         self._guard.load_state_dict(state["guard"])
+        self._sampler.load_state_dict(state["sampler"])
         parallel.restore_random_state(state["torch_rng"], self._device)
         self.global_step = state["step"]
         self._observer.resume(self.global_step)
@@ -344,15 +346,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self._lr_scheduler.step()
 
     def _next_prompts(self) -> PromptBatch:
-        rows = step_indices(
-            step=self.global_step,
-            prompts_per_step=self.cfg.batch_size,
-            dataset_size=len(self._dataset),
-            seed=self.seed,
-            rank=parallel.rank(),
-            world_size=parallel.world_size(),
-        )
-        return collate_prompts([self._dataset[row] for row in rows])
+        rows = self._sampler.next(self.cfg.batch_size * parallel.world_size())
+        ranks = {"rank": parallel.rank(), "world_size": parallel.world_size()}
+        return prompts_of_rank(self._dataset, rows, **ranks)
 
     def _roll_out(self, prompts: PromptBatch) -> Trajectory:
         return roll_out(
@@ -396,10 +392,11 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         return is_end or (every is not None and self.global_step % every == 0)
 
     def _log(self, metrics: StepMetrics) -> None:
-        values = metrics.compute()
+        values = metrics.compute() | self._sampler.metrics
         if self._device.type == "cuda":
             values |= training.get_memory_stats(device=self._device)
-        self._observer.step(self.global_step, values)
+        seen = self._observer.step(self.global_step, values)
+        self._sampler.learn(seen["prompt_index"], seen["pass_rate"])
 
     def _evaluate(self) -> None:
         """Unless a run that is resumed already has."""
@@ -417,6 +414,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             "step": self.global_step,
             "optimizer": optimizer_state(self._optimizer),
             "guard": self._guard.state_dict(),
+            "sampler": self._sampler.state_dict(),
             "torch_rng": parallel.random_states(self._device),
         }
         folder = self._checkpoints.save(self._model, state, step=self.global_step)

@@ -83,6 +83,10 @@ class GRPOConfig:
         "Component: a builder, of torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full"
     )
     dataset: DictConfig = key("Component: prompts to train on, called with the tokenizer")
+    sampler: DictConfig | None = key(
+        "Component: which prompts come next (docs/data.md); null = shuffled passes over the data",
+        None,
+    )
     rewards: ListConfig = key(
         "List of components with `name`, `weight` and arguments; see docs/rewards.md"
     )

@@ -124,8 +124,12 @@ class Observer:
         """The rows of the update, and the trainer's log-probs [N, L] before it."""
         self._groups.trained(trajectory, logprobs)
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A finished step and its metrics. Every rank has to call it."""
+    def step(self, step: int, values: Mapping[str, float]) -> dict[str, list[Any]]:
+        """A finished step and its metrics. Every rank has to call it.
+
+        Returns:
+            dict[str, list[Any]]: a line of ``prompts.jsonl``, the same on every rank.
+        """
         logged = self._metrics(step, values)
         groups, summary = self._groups.take(step)
         self._log.groups(step, groups, share=step / self._cfg.num_steps)
@@ -136,6 +140,7 @@ class Observer:
         every = self._cfg.report_every_n_steps
         if every is not None and step % every == 0:
             self._write_page()
+        return summary
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """What an evaluation says of the policy after so many steps."""

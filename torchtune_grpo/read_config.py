@@ -103,6 +103,7 @@ _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "checkpointer": (0, ("output_dir",)),
     "dataset": (1, ()),
     "eval_dataset": (1, ()),
+    "sampler": (1, ("seed",)),
     "optimizer": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }

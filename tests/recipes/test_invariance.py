@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from runs import tiny_overrides
 from torch import Tensor
 
+from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.logprobs import MicroBatch
 from torchtune_grpo.trajectory import Trajectory
 
@@ -93,6 +94,13 @@ def reordered(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable
     return wrapped
 
 
+class Always(ShuffledSampler):
+    """The same rows in each step."""
+
+    def next(self, count, *, skip=0):
+        return self.rows
+
+
 @dataclass
 class Outcome:
     """What a run left: adapters by name, and what passed through its step.
@@ -129,9 +137,10 @@ def train(tmp_path, monkeypatch):
         cfg.rewards = [{"_component_": f"my_rewards.{reward}"}]
         module = load_recipe_module()
         module.roll_out = reordered(module.roll_out, list(rows))
-        module.step_indices = lambda **_: list(prompts)
         recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
+        recipe._sampler = Always(range(4), seed=0)
+        recipe._sampler.rows = list(prompts)
         grpo_step, calls = recipe.grpo_step, []
 
         def watched(trajectory, parts, metrics, old_logprobs):
@@ -224,6 +233,15 @@ def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
 )
 def test_rows_that_may_have_a_gradient_stay(train, change, rows):
     assert train(change, reward="first_two_differ").trajectory.num_rows == rows
+
+
+def test_a_prompt_that_comes_twice_in_a_step_has_other_samples(train):
+    """Of its first time, those that it has alone."""
+    twice = train([], prompts=(3, 1, 3, 3)).trajectory
+    groups = [twice.select(torch.arange(i, i + GROUP)).completion_ids for i in (0, 8, 12)]
+    assert groups[0] != groups[1] != groups[2] != groups[0]
+    once = train([], prompts=(3, 1, 0, 2)).trajectory
+    assert once.completion_ids[: 2 * GROUP] == twice.completion_ids[: 2 * GROUP]
 
 
 def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):

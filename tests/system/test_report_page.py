@@ -26,7 +26,11 @@ CHOOSE = """(id, value) => {
   list.dispatchEvent(new Event("change"));
   return [...document.querySelectorAll(".group > h3")].map((title) => title.firstChild.textContent);
 }"""
-FITS = "document.documentElement.scrollWidth <= innerWidth"
+FITS = """new Promise((done) => {  // once the curves have taken their new width
+  const fits = () => document.documentElement.scrollWidth <= innerWidth;
+  const look = () => (fits() ? done(true) : requestAnimationFrame(look));
+  look();
+})"""
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def _differences(title: str, names: list[str], configs: Sequence[dict[str, Any]]
     """Keys with several values. The run's own folder is no difference."""
     of_each = [
         {
-            key: text.replace(str(config.get("output_dir")), "OUTPUT_DIR")
+            key: text.replace(config.get("output_dir") or "\0", "OUTPUT_DIR")
             for key, text in flat(config)
         }
         for config in configs
@@ -129,21 +129,29 @@ def _comparison(runs: Sequence[Run], names: list[str]) -> Table:
     columns = []
     for run in runs:
         found, accuracy = verdict(run), [*map(str, scores(run, "accuracy"))]
-        open_findings = (each["name"] for each in found["findings"] if each["until"] is None)
-        same_data = runs[0].config.get("eval_dataset") == run.config.get("eval_dataset")
-        test = tested(runs[0], run, first=-1) if same_data and run is not runs[0] else None
+        open_findings = [each["name"] for each in found["findings"] if each["until"] is None]
         columns.append(
             {
-                "Verdict": " ".join([found["headline"], *found["why"][:1]]),
+                "Verdict": f"{found['headline']} {found['why'][0].partition(':')[0].rstrip('.')}.",
                 "Accuracy before": "".join(accuracy[:1]),
                 "Accuracy after": "".join(accuracy[1:][-1:]),
-                f"After, against {names[0]}": changed_by(test) if test else "",
-                "Open findings": ", ".join(open_findings),
+                f"After, against {names[0]}": "" if run is runs[0] else _against(runs[0], run),
+                "Open findings": ", ".join(open_findings) or "none",
                 **found["facts"],
             }
         )
-    rows = [[key, *(column.get(key, "") for column in columns)] for key in columns[0]]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *(column.get(key, "") for column in columns)] for key in keys]
     return {"title": "Verdicts", "head": ["", *names], "rows": rows}
+
+
+def _against(first: Run, run: Run) -> str:
+    """The paired test of the last evaluations, if their problems are the same."""
+    same_data = first.config.get("eval_dataset") == run.config.get("eval_dataset")
+    test = tested(first, run, first=-1) if same_data else None
+    if test is None:
+        return "no test: not evaluated on the same problems"
+    return f"{100 * test.difference:+.1f} points; {changed_by(test)}"
 
 
 def _page(title: str, headline: str, data: dict[str, Any]) -> Page:

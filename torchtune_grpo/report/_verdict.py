@@ -38,7 +38,7 @@ def percent(share: float) -> str:
 def changed_by(test: Paired) -> str:
     """The interval of a change, and how sure it is."""
     p = "p < 0.001" if test.p < 0.001 else f"p = {test.p:.3f}"
-    return f"{100 * test.low:+.1f} to {100 * test.high:+.1f} points, {p}"
+    return f"{100 * test.low:+.1f} to {100 * test.high:+.1f}, {p}"
 
 
 def scores(run: Run, name: str) -> list[Score]:
@@ -118,7 +118,7 @@ def _judge(run: Run) -> tuple[str, str, list[str]]:
     headline = f"Held-out accuracy {change if moved else f'stayed at {first}'}."
     test = tested(run, run)
     if test is None:
-        return "unsure", headline, ["evaluations.jsonl does not hold both ends: no test of it."]
+        return "unsure", headline, ["Not tested: evaluations.jsonl does not hold both ends."]
     tone = "unsure" if test.p >= _SURE else "good" if test.difference > 0 else "bad"
     return tone, headline, _reasons(run, test, tone)
 
