@@ -3,11 +3,11 @@
     for each step:
         sample a group of completions for each prompt, and score them with the rewards
         advantage of a completion = its reward, centred and scaled within its group
-        ppo_epochs times: one optimizer step on the clipped surrogate + KL to the reference
+        ppo_epochs times, in num_minibatches parts of the groups: an optimizer step on the
+            clipped surrogate + KL to the reference
 
 Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), algorithm 1. Departures: the reference is
-the initial policy throughout (one outer iteration), and each step of ``ppo_epochs`` uses all of the
-step's samples at once.
+the initial policy throughout (one outer iteration).
 
 On one device or, under torchrun, on many: every rank then rolls out, scores and trains on its own
 prompts. The loss's denominator is that of all ranks, so the same prompts give the same step on any
@@ -44,12 +44,13 @@ from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.interrupt import Interrupts, exit_on_signals
 from torchtune_grpo.load_data import load_data
-from torchtune_grpo.logprobs import MicroBatch, in_order, micro_batches, response_logprobs
+from torchtune_grpo.logprobs import in_order, response_logprobs, trajectory_logprobs
 from torchtune_grpo.loss import LossOutput, make_loss
 from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metric_logger import make_profiler
 from torchtune_grpo.metrics import StepMetrics
+from torchtune_grpo.mini_batches import MiniBatch, mini_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.observer import Observer
 from torchtune_grpo.optimizer import make_optimizer
@@ -168,7 +169,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self._reference.shard(self.cfg.distributed, device=self._device)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        done = state["step"] * self.cfg.ppo_epochs
+        done = state["step"] * self.cfg.updates_per_step
         restore_optimizer(self._optimizer, self._lr_scheduler, state["optimizer"], steps=done)
         self._guard.load_state_dict(state["guard"])
         self._sampler.load_state_dict(state["sampler"])
@@ -191,17 +192,17 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self.interrupts.boundary()
                 metrics = StepMetrics()
                 with metrics.timer("step_time"):
-                    trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
-                    old_logprobs = None
-                    if self.cfg.sampling_correction.mode == "old_logprobs":
-                        old_logprobs = trajectory.sampler_logprobs
+                    batches = self.generate_trajectory(self._next_prompts(), metrics)
                     with metrics.timer("time/update"):
+                        old_logprobs = self._old_logprobs(batches)
                         for epoch in range(self.cfg.ppo_epochs):
-                            logprobs = self.grpo_step(trajectory, parts, metrics, old_logprobs)
-                            if epoch == 0:
-                                metrics.add_sampling_gap(trajectory, logprobs)
-                                self._observer.trained(trajectory, logprobs)
-                            old_logprobs = logprobs if old_logprobs is None else old_logprobs
+                            for number, batch in enumerate(batches):
+                                logprobs = self.grpo_step(batch, metrics, old_logprobs[number])
+                                if epoch == number == 0:  # by the policy that sampled
+                                    metrics.add_sampling_gap(batch.trajectory, logprobs)
+                                    self._observer.trained(batch.trajectory, logprobs)
+                                if old_logprobs[number] is None:
+                                    old_logprobs[number] = logprobs
                 self.global_step += 1
                 profiler.step()
                 self._log(metrics)
@@ -211,39 +212,26 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 if is_best or self._is_due(self.cfg.save_every_n_steps):
                     self.save_checkpoint()
 
-    def generate_trajectory(
-        self, prompts: PromptBatch, metrics: StepMetrics
-    ) -> tuple[Trajectory, list[MicroBatch]]:
-        """All that the update needs: N rows, and how they are cut into forward passes.
+    def generate_trajectory(self, prompts: PromptBatch, metrics: StepMetrics) -> list[MiniBatch]:
+        """All that the updates need, for each of the optimizer steps of an epoch.
 
         Args:
             prompts (PromptBatch): the step's B prompts.
             metrics (StepMetrics): receives the rollout's statistics.
         """
         trajectory = self._scored_rollout(prompts, metrics)  # N rows; forks may drop or add some
-        self._num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
-        weights = self._loss.weights(
-            trajectory.response_mask,
-            num_rows=parallel.sum_over_ranks(trajectory.num_rows),
-            num_tokens=self._num_tokens,
-            max_generated_tokens=self.cfg.max_generated_tokens,
-        )  # [N, L]
-        trajectory = replace(trajectory, weights=weights)
-        if not self._loss.needs_all_rows:  # the others count in the denominators alone
-            trajectory = trajectory.select(trajectory.advantages != 0)
         with metrics.timer("time/logprobs"):
-            parts = micro_batches(
-                trajectory,
-                group_size=self.cfg.grpo_samples,
-                pack=self.cfg.pack_groups,
-                rows=self.cfg.rows_per_forward,
-                token_budget=self.cfg.forward_token_budget,
-                dense=self.cfg.compile,
-            )
-            if self._reference is not None:
-                ref_logprobs = self._reference.logprobs(parts, temperature=self.cfg.temperature)
-                trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
-        return trajectory, parts
+            return mini_batches(trajectory, self.cfg, loss=self._loss, reference=self._reference)
+
+    def _old_logprobs(self, batches: list[MiniBatch]) -> list[Tensor | None]:
+        """Of the policy that sampled, [N, L] each; None = the policy is still that one."""
+        if self.cfg.sampling_correction.mode == "old_logprobs":
+            return [batch.trajectory.sampler_logprobs for batch in batches]
+        if len(batches) == 1:
+            return [None]
+        temperature, model = self.cfg.temperature, self._model.train()
+        with torch.no_grad():
+            return [trajectory_logprobs(model, b.parts, temperature=temperature) for b in batches]
 
     def _scored_rollout(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages: B*G rows."""
@@ -262,23 +250,19 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         return trajectory
 
     def grpo_step(
-        self,
-        trajectory: Trajectory,
-        parts: list[MicroBatch],
-        metrics: StepMetrics,
-        old_logprobs: Tensor | None,
+        self, batch: MiniBatch, metrics: StepMetrics, old_logprobs: Tensor | None
     ) -> Tensor:
-        """One optimizer step on the whole trajectory, in micro-batches.
+        """One optimizer step, in micro-batches.
 
         Args:
-            trajectory (Trajectory): N rows.
-            parts (list[MicroBatch]): which rows share a forward pass.
+            batch (MiniBatch): N rows, and which of them share a forward pass.
             metrics (StepMetrics): receives the loss's statistics.
             old_logprobs (Tensor | None): [N, L]; None = the policy is still the one that sampled.
 
         Returns:
             Tensor: [N, L] log-probs before the step.
         """
+        trajectory, parts = batch.trajectory, batch.parts
         self._model.train()
         loss, seen = torch.zeros((), device=self._device), []
         defer = self.cfg.distributed.defer_gradients
@@ -298,7 +282,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             metrics.add_update(output, entropy=entropy, response_mask=part.response_mask)
             loss += output.loss.detach()
             seen.append(logprobs.detach())
-        self._optimizer_step(loss, trajectory, metrics)
+        self._optimizer_step(loss, batch, metrics)
         return in_order(seen, parts)
 
     def _loss_of(
@@ -321,15 +305,15 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             ),
         )
 
-    def _optimizer_step(self, loss: Tensor, trajectory: Trajectory, metrics: StepMetrics) -> None:
+    def _optimizer_step(self, loss: Tensor, batch: MiniBatch, metrics: StepMetrics) -> None:
         """Sums the ranks' gradients, and takes the step if they and the loss are finite."""
         parallel.reduce_gradients(self._model)
         grad_norm = total_grad_norm(self._model.parameters())
-        if self._num_tokens > 0 and self._guard.allows_step(
+        if batch.num_tokens > 0 and self._guard.allows_step(
             loss=loss,
             grad_norm=grad_norm,
             model=self._model,
-            trajectory=trajectory,
+            trajectory=batch.trajectory,
             step=self.global_step + 1,
         ):
             if self.cfg.clip_grad_norm is not None:

@@ -131,7 +131,10 @@ class GRPOConfig:
     )
     # Optimization
     num_steps: int = positive("Steps of roll-out and update")
-    ppo_epochs: int = positive("Optimizer steps on each step's samples (the paper's mu)", 1)
+    ppo_epochs: int = positive("Passes over each step's samples (the paper's mu)", 1)
+    num_minibatches: int = positive(
+        "Optimizer steps in each of these passes, on as many parts of the groups", 1
+    )
     forward_batch_size: int | None = positive(
         "Rows in a forward and backward pass, at most; null = all of the step's", None
     )
@@ -211,6 +214,11 @@ class GRPOConfig:
             temperature=self.temperature,
             **{f.name: getattr(self.sampling, f.name) for f in fields(SamplingConfig)},
         )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps on the samples of one step."""
+        return self.ppo_epochs * self.num_minibatches
 
     @property
     def rows_per_step(self) -> int:

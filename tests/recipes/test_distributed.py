@@ -189,7 +189,7 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4", "seed=1"]
     if config == QLORA:  # QDoRA; half of the groups teach nothing, and get no pass
         objective += ["model.use_dora=True", "optimizer.fused=False", "loss.kl_coeff=0"]
-        objective += ["rewards=[{_component_: my_rewards.reward_half}]"]
+        objective += ["num_minibatches=2", "rewards=[{_component_: my_rewards.reward_half}]"]
     if config == QWEN3:
         objective += from_adapter(tmp_path, config)
     runs = {"one": (0, ["batch_size=4"])}

@@ -106,14 +106,16 @@ class Outcome:
     """What a run left: adapters by name, and what passed through its step.
 
     Attributes:
-        received (list[Tensor | None]): the old log-probs of each epoch.
-        returned (list[Tensor]): the log-probs of each epoch.
+        steps (list[list[int]]): the prompts of each optimizer step.
+        received (list[Tensor | None]): the old log-probs of each.
+        returned (list[Tensor]): the log-probs of each.
     """
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     trajectory: Trajectory
     parts: list[MicroBatch]
+    steps: list[list[int]]
     received: list[Tensor | None]
     returned: list[Tensor]
 
@@ -143,9 +145,9 @@ def train(tmp_path, monkeypatch):
         recipe._sampler.rows = list(prompts)
         grpo_step, calls = recipe.grpo_step, []
 
-        def watched(trajectory, parts, metrics, old_logprobs):
-            logprobs = grpo_step(trajectory, parts, metrics, old_logprobs)
-            calls.append((trajectory, parts, old_logprobs, logprobs))
+        def watched(batch, metrics, old_logprobs):
+            logprobs = grpo_step(batch, metrics, old_logprobs)
+            calls.append((batch.trajectory, batch.parts, old_logprobs, logprobs))
             return logprobs
 
         recipe.grpo_step = watched
@@ -163,6 +165,7 @@ def train(tmp_path, monkeypatch):
             after={name: p.detach() for name, p in trained.items()},
             trajectory=trajectories[0],
             parts=parts[0],
+            steps=[trajectory.prompt_indices.unique().tolist() for trajectory in trajectories],
             received=list(received),
             returned=list(returned),
         )
@@ -257,6 +260,27 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
         assert torch.equal(received, sampler.trajectory.sampler_logprobs)
     assert len(sampler.received) == 2
     assert_same(sampler, base, atol=1e-4)
+
+
+def test_an_epoch_in_several_optimizer_steps(train):
+    """Each on its own groups, with old log-probs of the policy that sampled, in both epochs."""
+    base = train(["num_minibatches=2"])
+    assert base.steps == [[0, 2], [1, 3]] * 2
+    first, second, *again = base.received
+    assert all(torch.equal(a, b) for a, b in zip((first, second), again, strict=True))
+    whole = train([])  # whose first step is by the policy that sampled, too
+    for rows, old in zip(([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]), base.received):
+        mask = whole.trajectory.response_mask[rows][:, : old.shape[1]]
+        expected = whole.returned[0][rows][:, : old.shape[1]]
+        torch.testing.assert_close(old[mask], expected[mask], atol=1e-5, rtol=0)
+    moved = (base.returned[1] - second)[base.received[1] != 0].abs().max()
+    assert moved > 1e-3  # before its first step on these groups, the policy had moved
+    for change in (["forward_batch_size=2"], ["forward_token_budget=64"], ["pack_groups=false"]):
+        assert_same(train(["num_minibatches=2", *change]), base)
+    alone = train(["ppo_epochs=1"], prompts=(0, 2))
+    together = train(["ppo_epochs=1", "num_minibatches=2", "optimizer.lr=0"], prompts=(0, 1, 2, 3))
+    half = together.trajectory.weights
+    torch.testing.assert_close(half, alone.trajectory.weights[:, : half.shape[1]])  # of one step
 
 
 def test_a_budget_that_a_row_can_exceed_is_refused(train):
