@@ -37,9 +37,10 @@ sys.addaudithook(audit)
 """
 DATA = "{_component_: torchtune_grpo.data.RLDataset, source: rows.jsonl"
 QUICK = [
-    *"prepare.warmup_steps=0 num_steps=7 grpo_samples=2 forward_batch_size=null".split(),
-    *"max_generated_tokens=6 eval_samples=0 eval_every_n_steps=1 output_dir=out".split(),
-    *"save_every_n_steps=1 keep_last_n_checkpoints=1 patience=2 keep_best=eval/accuracy".split(),
+    *"prepare.warmup_steps=0 num_steps=7 optimizer.lr=5e-3 grpo_samples=2".split(),
+    *"forward_batch_size=null max_generated_tokens=6 eval_samples=0 eval_every_n_steps=1".split(),
+    *"output_dir=out save_every_n_steps=1 keep_last_n_checkpoints=1 patience=2".split(),
+    "keep_best=eval/accuracy",
     "rewards=[{_component_: mine.varied}, {_component_: mine.planned, weight: 0.0}]",
     *(
         "~dataset",
@@ -153,8 +154,14 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
         ("0 + 1?", "right", "right"),
         ("1 + 1?", "wrong", "right"),
     ]
-    best = evaluate(whole, "--config", "out", "--checkpoint", "best").out
-    assert "Weights: out/step_000002\n" in best
+    evaluate(whole, "--config", "out", "--checkpoint", "best", "--output", str(file))
+    best = json.loads(file.read_text())
+    assert best["weights"]["after"] == "out/step_000002"
+    before, after, of_best = (
+        [(each["prompt"], each["greedy"]["completion"]) for each in answers]
+        for answers in (*report["answers"].values(), best["answers"]["after"])
+    )
+    assert before != after != of_best != before  # each has weights of its own
     for wrong, told in (
         (["--checkpoint", "3"], "--checkpoint=step_000003: is not in out, which has step_000002,"),
         (["--by", "lvl"], "--by=lvl: eval_dataset has no such column, but ['answer', 'level', "),
