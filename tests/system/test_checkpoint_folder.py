@@ -26,7 +26,7 @@ from torchtune_grpo.checkpoint import (
     set_aside_previous_run,
 )
 from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
-from torchtune_grpo.checkpoint._claim import delete
+from torchtune_grpo.checkpoint._claim import STAGING, delete
 from torchtune_grpo.checkpoint._folder import STATE_FILE, _publish
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.sandbox._kernel import CLONE_NEWNS, CLONE_NEWUSER, call_libc
@@ -362,6 +362,29 @@ def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, again):
         assert checkpoints.newest() == newest
         seen.append(number)
     assert seen[-1] == 30 and len(seen) > 10
+
+
+def test_a_kill_while_a_new_best_is_saved_leaves_one_of_the_two(tmp_path, monkeypatch):
+    """Small files in the place of weights."""
+    checkpoints, model = of(tmp_path / "out", keep_last=1), torch.nn.Linear(1, 1)
+    out = tmp_path / "out"
+    monkeypatch.setattr(checkpoints, "_write", lambda *_: complete(out / STAGING, 3, number=3))
+
+    def prepare() -> None:
+        for step in (1, 2):
+            complete(out, step, number=step)
+        checkpoints.keep_best(1)
+
+    def save() -> None:
+        checkpoints.keep_best(3)
+        checkpoints.save(model, {}, step=3)
+
+    seen = [
+        torch.load(out / "best" / STATE_FILE)["number"]
+        for _ in kill_points(save, folder=out, prepare=prepare)
+    ]
+    assert seen == sorted(seen) and {*seen} == {1, 3}
+    assert names(out) == ["best", "step_000003"]
 
 
 @pytest.mark.parametrize(
