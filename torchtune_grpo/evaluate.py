@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,8 @@ def main() -> None:
         parser.error("give one config or one run's folder")
     with told_in_one_line():
         cfg = _config(runs[0], overrides, args)
+        if args.output is not None:
+            args.output.touch()  # what cannot be written fails before an hour of answers
         report = evaluate(cfg, base=args.base, checkpoint=args.checkpoint, by=args.by)
         if parallel.rank() == 0:
             print("\n".join([*table(report), *shown(report, args.show)]))
@@ -136,6 +139,7 @@ def evaluate(
         for who, folder in weights.items():
             step = int(folder.name.removeprefix("step_")) if folder else 0
             state = TrainerState(global_step=step, max_steps=cfg.num_steps)
+            gc.collect()  # one policy's memory before the next one is loaded
             found[who] = evaluator(load_policy(cfg, device=device, checkpoint=folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
     groups = {"all": [*range(len(dataset))]}

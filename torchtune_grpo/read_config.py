@@ -280,6 +280,10 @@ def without_effect(settings: GRPOConfig) -> list[str]:
         "token_truncate, say.": (
             mode in (None, "old_logprobs") and cap != SamplingCorrectionConfig().cap
         ),
+        "stop_at and patience: without eval_every_n_steps a run is evaluated at its end; set it.": (
+            settings.eval_every_n_steps is None
+            and (settings.stop_at, settings.patience) != (None, None)
+        ),
         "reference: there is none with loss.kl_coeff=0; remove the node.": (
             settings.loss.get("kl_coeff") == 0 and settings.reference != ReferenceConfig()
         ),

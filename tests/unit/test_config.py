@@ -204,6 +204,8 @@ WITHOUT_EFFECT = [
     ({"sampling_correction": {"cap": 3.0}}, "sampling_correction.cap=3.0.*mode=None"),
     ({"sampling_correction": {"mode": "old_logprobs", "cap": 3.0}}, "cap=3.0.*mode=old_logprobs"),
     ({"loss__kl_coeff": 0, "reference": {"dtype": "fp32"}}, "reference.*loss.kl_coeff=0"),
+    ({"patience": 2, "eval_every_n_steps": None}, "patience: without eval_every_n_steps"),
+    ({"stop_at": 0.0, "eval_every_n_steps": None}, "stop_at and patience: without eval_every"),
 ]
 EFFECTIVE = [
     {"forward_batch_size": 4, "pack_groups": False},
@@ -212,6 +214,7 @@ EFFECTIVE = [
     {"sampling_correction": {"mode": "token_mask", "cap": 3.0}},
     {"reference": {"dtype": "fp32"}},
     {"eval_samples": 2},
+    {"patience": 2, "stop_at": 0.9},
 ]
 
 
