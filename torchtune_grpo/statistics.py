@@ -120,7 +120,8 @@ def _interval(
     """Percentile bootstrap of the mean of ``values`` and, each with a weight, ``added``."""
     # Resamples are drawn as counts of equal values: few of these, and their order has no effect.
     unique, which = np.unique(np.concatenate([values, added]), return_inverse=True)
-    weights = np.repeat([1.0, weight], [len(values), len(added)])
+    # Of scores beyond 0 and 1, the spread has no such bound.
+    weights = np.repeat([1.0, min(weight, 1.0)], [len(values), len(added)])
     share = np.bincount(which, weights) / weights.sum()
     total = round(weights.sum())
     drawn = np.random.default_rng(0).multinomial(total, share, size=_RESAMPLES)

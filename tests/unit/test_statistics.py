@@ -54,6 +54,15 @@ def test_an_interval_of_equal_values_is_not_empty():
     assert bootstrap_interval([1.0])[0] < 0.5  # one prompt says nearly nothing
 
 
+def test_an_interval_of_scores_beyond_0_and_1_is_the_normals():
+    values = np.array([-1.0, 1.0] * 299 + [1.0] * 2)  # a mean near 0, where nothing else is
+    half = 1.96 * values.std() / sqrt(600)
+    expected = (values.mean() - half, values.mean() + half)
+    assert bootstrap_interval(values) == pytest.approx(expected, abs=0.008)
+    paired = paired_test(np.zeros(600), 3 * values)
+    assert (paired.low, paired.high) == pytest.approx([3 * each for each in expected], abs=0.02)
+
+
 def test_an_interval_of_means_over_samples_is_the_normals_and_has_no_order():
     values = np.random.default_rng(1).binomial(8, 0.3, size=500) / 8
     half = 1.96 * values.std(ddof=1) / sqrt(500)
