@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -401,13 +402,16 @@ NAMES = [*HEALTHY, "eval/accuracy", "eval/accuracy/low", "eval/accuracy/high"]
 CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), max_size=4)
 
 
+@hypothesis.settings(deadline=None)
 @given(changes=CHANGES, common=st.sampled_from([{}, HEALTHY]), repeat=st.integers(1, 60))
 def test_no_record_raises(changes, common, repeat):
     """Missing, null, infinite, huge or foreign values."""
     run([common | change for change in changes] * repeat)
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e308, 10**400, None, "x", True])
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, 1e308, 10**400, None, "x", True], ids=range(8)
+)
 def test_values_that_are_no_numbers(value):
     """In all metrics at first, and again later."""
     run([dict.fromkeys(NAMES, value)] * 4 + [HEALTHY] * 30 + [dict.fromkeys(NAMES, value)] * 4)
