@@ -15,7 +15,7 @@ MISTAKES = {
     "model.num_layers=3": "model.num_layers=3: .*config.json .* says 2",
     "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
     "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
-    "batch_size=13": "batch_size = 13 prompts a step, but dataset has only 12",
+    "batch_size=13": r"batch_size \* ranks = 13 prompts a step, but dataset has only 12",
     "batch_size": "batch_size: no override; write key=value",
 }
 
