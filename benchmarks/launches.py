@@ -209,6 +209,7 @@ def scored_rows(
     rows = random_batch(shape)
     weights = loss.weights(
         rows.response_mask,
+        prompt_indices=rows.prompt_indices,
         num_rows=rows.num_rows,
         num_tokens=int(rows.response_mask.sum()),
         max_generated_tokens=longest,

@@ -201,6 +201,7 @@ def run_update(args: argparse.Namespace) -> dict[str, float]:
     reference = AdapterReference(model)
     weights = loss.weights(
         batch.response_mask,
+        prompt_indices=batch.prompt_indices,
         num_rows=batch.num_rows,
         num_tokens=int(batch.response_mask.sum()),
         max_generated_tokens=args.longest,

@@ -4,8 +4,9 @@
     batch           c / (std of all raw rewards + 1e-4) Lite PPO: Liu et al. 2025, arXiv:2508.08221
     none            c                                   Dr. GRPO: Liu et al. 2025, arXiv:2503.20783
     leave_one_out   r - mean of the others              RLOO: Ahmadian et al. 2024, arXiv:2402.14740
+    max_rl          c / mean of the group, 0 if that is MaxRL: Tajwar et al. 2026, arXiv:2602.02710
 
-with c = r - mean of the group, and every std with ddof=1.
+with c = r - mean of the group, and every std with ddof=1. MaxRL takes no negative reward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchtune_grpo.parallel import gather_over_ranks
 
-NORMALIZATIONS = ("group", "batch", "none", "leave_one_out")
+NORMALIZATIONS = ("group", "batch", "none", "leave_one_out", "max_rl")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 # Keeps the quotient finite where all rewards are (nearly) equal.
@@ -67,6 +68,9 @@ def group_advantages(
 
     Returns:
         Tensor: [N] advantages.
+
+    Raises:
+        ValueError: on every rank, if one has a negative reward under ``max_rl``.
     """
     groups = rewards.view(-1, group_size)  # [B, G]
     # Subtracting one of the rewards first makes equal rewards exactly zero, whatever they are.
@@ -83,6 +87,15 @@ def group_advantages(
         centred = centred / (everyone.std() + STD_EPSILON)
     elif normalization == "leave_one_out":  # r - (sum - r) / (G - 1) = c G / (G - 1)
         centred = centred * group_size / (group_size - 1)
+    elif normalization == "max_rl":
+        lowest = min(gather_over_ranks(float(rewards.min())))
+        if lowest < 0:
+            raise ValueError(
+                f"advantage=max_rl: a completion has the reward {lowest:g}, and means of rewards "
+                "below 0 scale nothing; give rewards and weights from 0 on, or set it to group."
+            )
+        mean = groups.mean(dim=1, keepdim=True)
+        centred = (centred / mean).where(mean > 0, 0)
     return centred.reshape(-1)
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from omegaconf import DictConfig, ListConfig
 
@@ -17,6 +17,7 @@ from torchtune_grpo.parallel import DistributedConfig
 from torchtune_grpo.rollout import RolloutConfig, SamplingConfig, SamplingParams
 
 __all__ = [
+    "EvalSamplingConfig",
     "GRPOConfig",
     "ReferenceConfig",
     "SamplingCorrectionConfig",
@@ -53,6 +54,31 @@ class ReferenceConfig:
     )
     dtype: str | None = one_of("Its dtype; null = `dtype`", None, ("bf16", "fp32"))
     device: str | None = key("Its device; null = `device`", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSamplingConfig:
+    """The keys below ``eval_sampling``: of evaluation's samples, instead of the training's."""
+
+    temperature: float | None = key(
+        "Instead of `temperature`; null = the same",
+        None,
+        valid=lambda v: v is None or v >= 1e-6,
+        hint="give a number above 0, at least 1e-6, or null",
+    )
+    top_k: int | None = positive("Instead of `sampling.top_k`; null = the same", None)
+    top_p: float | None = key(
+        "Instead of `sampling.top_p`, 1 = all; null = the same",
+        None,
+        valid=lambda v: v is None or 0 < v <= 1,
+        hint="give a number in (0, 1], or null",
+    )
+    min_p: float | None = key(
+        "Instead of `sampling.min_p`, 0 = none; null = the same",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a number in [0, 1], or null",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +197,10 @@ class GRPOConfig:
     eval_dataset: DictConfig | None = key("Component: held-out prompts; null = no evaluation", None)
     eval_every_n_steps: int | None = positive("Evaluate every n steps; null = start and end", None)
     eval_samples: int = not_negative(
-        "Also sample n responses a prompt at `temperature` for pass@1; 0 = greedy only", 0
+        "Also sample n responses a prompt, for pass@1; 0 = greedy only", 0
+    )
+    eval_sampling: EvalSamplingConfig = key(
+        "How these are sampled, where not as in training", EvalSamplingConfig()
     )
     eval_reward: str | None = key("Reward that decides accuracy; null = the first", None)
     keep_best: str | None = key(
@@ -219,6 +248,12 @@ class GRPOConfig:
     def updates_per_step(self) -> int:
         """Optimizer steps on the samples of one step."""
         return self.ppo_epochs * self.num_minibatches
+
+    @property
+    def eval_sampling_params(self) -> SamplingParams:
+        """How an evaluation's samples are drawn."""
+        own = {name: value for name, value in vars(self.eval_sampling).items() if value is not None}
+        return replace(self.sampling_params, **own)
 
     @property
     def rows_per_step(self) -> int:

@@ -151,7 +151,7 @@ def evaluate(
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
         "dataset": OmegaConf.to_container(cfg.eval_dataset),
         "samples": cfg.eval_samples,
-        "temperature": cfg.temperature,
+        "temperature": cfg.eval_sampling_params.temperature,
         "groups": {name: _group(answered, rows, graders) for name, rows in groups.items()},
         "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
     }

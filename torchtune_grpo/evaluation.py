@@ -49,7 +49,7 @@ class Answered:
         prompt (str): its text.
         columns (dict[str, Any]): what rewards know of it.
         greedy (Answer): the most probable one.
-        samples (list[Answer]): k of them, at the run's temperature.
+        samples (list[Answer]): k of them, drawn as ``eval_sampling`` says.
     """
 
     index: int
@@ -122,8 +122,8 @@ class Evaluator:
     """Measures a policy on a held-out split, always with the same noise.
 
     Args:
-        cfg (GRPOConfig): ``eval_reward``, ``eval_samples``, the seed, and how responses are sampled
-            are the run's.
+        cfg (GRPOConfig): ``eval_reward``, ``eval_samples``, ``eval_sampling`` and the seed are the
+            run's.
         dataset (RLDataset): the held-out prompts.
         tokenizer (Any): a torchtune tokenizer.
         rewards (RewardSet): the run's rewards; ``eval_reward`` is the one that decides, or the
@@ -165,7 +165,7 @@ class Evaluator:
         mine = range(rank(), len(self._dataset), world_size())
         # A rank without a prompt answers one for nothing: a sharded model needs every rank.
         items = [self._dataset[index] for index in mine or (0,)]
-        k, params = self._cfg.eval_samples, self._cfg.sampling_params
+        k, params = self._cfg.eval_samples, self._cfg.eval_sampling_params
         with make_bar("Evaluation ", total=len(items) * (1 + k), leave=False) as bar:
             greedy = self._answers(engine, items, params.greedy, 1, state, bar)
             samples = self._answers(engine, items, params, k, state, bar)

@@ -1,4 +1,4 @@
-"""The GRPO loss family: ratio, clipping, KL penalty, and an aggregation with its denominator.
+"""What a loss is, and the GRPO family: a surrogate, a KL penalty, an entropy bonus, aggregated.
 
     per token    l = surrogate(new - old, A) + kl_coeff * KL(ref - new) - entropy_coeff * entropy
     whole step   loss = sum over all tokens of l * weight
@@ -11,114 +11,22 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config
 
 from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of
-
-
-def loss_weights(
-    response_mask: Tensor,
-    *,
-    aggregation: str,
-    num_rows: int,
-    num_tokens: int,
-    max_generated_tokens: int,
-) -> Tensor:
-    """Each token's share of the loss; the denominators are of the whole optimizer step.
-
-        grpo       1 / (num_rows * tokens of the row)        Shao et al. 2024, equation 3
-        dapo       1 / num_tokens                            Yu et al. 2025, arXiv:2503.14476, eq. 8
-        dr_grpo    1 / (num_rows * max_generated_tokens)     Liu et al. 2025, arXiv:2503.20783
-
-    Args:
-        response_mask (Tensor): [N, L] bool. A fully masked row counts as 0 in ``grpo``.
-        aggregation (str): which of the three.
-        num_rows (int): rows of the whole step, over all micro-batches and ranks.
-        num_tokens (int): trained tokens of the whole step.
-        max_generated_tokens (int): longest possible response.
-
-    Returns:
-        Tensor: [N, L] float32, 0 where the mask is False.
-    """
-    if aggregation == "grpo":
-        tokens = response_mask.sum(dim=1, keepdim=True).clamp(min=1)  # [N, 1]
-        return response_mask / (tokens * num_rows)
-    denominator = max(num_tokens, 1) if aggregation == "dapo" else num_rows * max_generated_tokens
-    return response_mask / torch.tensor(denominator, device=response_mask.device)
-
-
-def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
-    """GSPO's one ratio per row [n, 1]: the mean over its tokens of new - old.
-
-    ``log_ratio`` [n, L] is 0 where the mask [n, L] is False. Source: Zheng et al. 2025
-    (arXiv:2507.18071), equation 7.
-    """
-    return log_ratio.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def clipped_surrogate(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(log_ratio)``.
-
-    With ``dual_clip`` c the loss of a negative advantage is at most ``-c A``, so that a huge ratio
-    cannot blow it up. Sources: Schulman et al. 2017 (arXiv:1707.06347), equation 7; separate
-    bounds: Yu et al. 2025 (arXiv:2503.14476), equation 10; dual clip: Ye et al. 2020
-    (arXiv:1912.09729), equation 5.
-
-    Args:
-        log_ratio (Tensor): [n, L] or [n, 1] new - old log-prob.
-        advantages (Tensor): [n, 1].
-        epsilon_low (float): the ratio is clipped below 1 - epsilon_low.
-        epsilon_high (float): the ratio is clipped above 1 + epsilon_high.
-        dual_clip (float | None): c > 1, or None.
-
-    Returns:
-        Tensor: of the shape of ``log_ratio``.
-    """
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-    return loss
-
-
-def cispo_surrogate(
-    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, epsilon_high: float
-) -> Tensor:
-    """``-stopgrad(min(r, 1 + high)) A new`` [n, L]: every token keeps a gradient.
-
-    ``logprobs`` [n, L] are the new ones, and the other arguments those of
-    :func:`clipped_surrogate`. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5, with no
-    lower bound, as in its experiments.
-    """
-    ratio = log_ratio.detach().exp().clamp(max=1 + epsilon_high)
-    return -ratio * advantages * logprobs
-
-
-def kl_penalty(d: Tensor, *, estimator: str) -> Tensor:
-    """Per-token estimates [n, L] of KL(policy || reference) with ``d = ref - new`` log-prob [n, L].
-
-        k1  -d;   k2  d * d / 2;   k3  exp(d) - d - 1, unbiased and never negative (the paper's)
-
-    Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, equation 4.
-    """
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return d.square() / 2
-    return d.expm1() - d
+from torchtune_grpo.loss_terms import (
+    cispo_surrogate,
+    clipped_surrogate,
+    dppo_surrogate,
+    kl_penalty,
+    probability_change,
+    sequence_log_ratio,
+)
+from torchtune_grpo.loss_terms import loss_weights as loss_weights
 
 
 @dataclass(frozen=True)
@@ -151,7 +59,13 @@ class Loss(Protocol):
         """Whether rows whose advantage is 0 have a gradient; False spares them their passes."""
 
     def weights(
-        self, response_mask: Tensor, *, num_rows: int, num_tokens: int, max_generated_tokens: int
+        self,
+        response_mask: Tensor,
+        *,
+        prompt_indices: Tensor,
+        num_rows: int,
+        num_tokens: int,
+        max_generated_tokens: int,
     ) -> Tensor:
         """Each token's share [N, L] of the whole step's loss; see :func:`loss_weights`."""
 
@@ -213,6 +127,20 @@ EPSILONS = {
     "token": (0.2, 0.2),  # Schulman et al. 2017, arXiv:1707.06347, and GRPO
     "sequence": (3e-4, 4e-4),  # GSPO, arXiv:2507.18071, section 5.1
     "cispo": (1.0, 4.0),  # no lower one; the upper bound is 5: ScaleRL, arXiv:2510.13786
+    "dppo": (0.15, 0.15),  # of probabilities: DPPO, arXiv:2602.04879
+}
+
+
+# A surrogate -> keys that mean nothing to it, and why.
+_FOREIGN = {
+    "cispo": {
+        "dual_clip": "bounds every ratio already; set it to null",
+        "epsilon_low": "bounds ratios from above only; set it to null",
+    },
+    "dppo": {
+        "dual_clip": "bounds no ratio; set it to null",
+        "importance_sampling_level": "compares tokens' probabilities; set it to token",
+    },
 }
 
 
@@ -243,9 +171,10 @@ class GRPOLoss:
         "One ratio per token, or per sequence (GSPO)", "token", ("token", "sequence")
     )
     surrogate: str = one_of(
-        "PPO's, or CISPO's, which clips the weight and keeps every token's gradient",
+        "PPO's; CISPO's, which clips the weight and keeps every token's gradient; or DPPO's, which "
+        "leaves out tokens whose probability has moved too far",
         "clipped",
-        ("clipped", "cispo"),
+        ("clipped", "cispo", "dppo"),
     )
     dual_clip: float | None = key(
         "Bound of the clipped surrogate where the advantage is negative; null = none",
@@ -258,23 +187,20 @@ class GRPOLoss:
         "The KL penalty is also that of rows whose advantage is 0; false spares them their passes",
         True,
     )
-    aggregation: str = one_of("See `loss_weights`", "grpo", ("grpo", "dapo", "dr_grpo"))
+    aggregation: str = one_of("See `loss_weights`", "grpo", ("grpo", "dapo", "dr_grpo", "prompt"))
     entropy_coeff: float = not_negative("Weight of the entropy bonus", 0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, "loss.")
-        for name in ("dual_clip", "epsilon_low") if self.surrogate == "cispo" else ():
-            if (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"loss.{name}={value}: cispo bounds every ratio, and from above only; set it "
-                    "to null."
-                )
+        for name, why in _FOREIGN.get(self.surrogate, {}).items():
+            if (value := getattr(self, name)) not in (None, "token"):
+                raise ValueError(f"loss.{name}={value}: {self.surrogate} {why}.")
 
     @property
     def epsilons(self) -> tuple[float, float]:
         """The lower and the upper clipping distance."""
-        kind = "cispo" if self.surrogate == "cispo" else self.importance_sampling_level
-        low, high = EPSILONS[kind]
+        is_clipped = self.surrogate == "clipped"
+        low, high = EPSILONS[self.importance_sampling_level if is_clipped else self.surrogate]
         return (
             low if self.epsilon_low is None else self.epsilon_low,
             high if self.epsilon_high is None else self.epsilon_high,
@@ -297,9 +223,9 @@ class GRPOLoss:
         has_kl = self.needs_reference and self.kl_on_uninformative
         return has_own or has_kl or self.needs_entropy_gradient
 
-    def weights(self, response_mask: Tensor, **totals: int) -> Tensor:
+    def weights(self, response_mask: Tensor, **step: Any) -> Tensor:
         """See :func:`loss_weights`."""
-        return loss_weights(response_mask, aggregation=self.aggregation, **totals)
+        return loss_weights(response_mask, aggregation=self.aggregation, **step)
 
     def __call__(
         self,
@@ -320,20 +246,19 @@ class GRPOLoss:
             log_ratio = sequence_log_ratio(log_ratio, response_mask).expand_as(logprobs)
         advantage = advantages[:, None]  # [n, 1]
         low, high = self.epsilons
+        bounds = {"epsilon_low": low, "epsilon_high": high}
+        own = logprobs.where(response_mask, 0)
+        change = log_ratio.detach().expm1()  # of what is bounded
         if self.surrogate == "cispo":
-            own = logprobs.where(response_mask, 0)
             per_token = cispo_surrogate(log_ratio, own, advantage, epsilon_high=high)
+        elif self.surrogate == "dppo":
+            change = probability_change(log_ratio, own)
+            per_token = dppo_surrogate(log_ratio, change, advantage, **bounds)
         else:
-            per_token = clipped_surrogate(
-                log_ratio,
-                advantage,
-                epsilon_low=low,
-                epsilon_high=high,
-                dual_clip=self.dual_clip,
-            )
+            per_token = clipped_surrogate(log_ratio, advantage, **bounds, dual_clip=self.dual_clip)
         if corrections is not None:
             per_token = per_token * corrections.where(response_mask, 0)
-        sums = self._clip_sums(log_ratio.detach().exp(), advantage, response_mask)
+        sums = self._clip_sums(change, advantage, response_mask)
         if self.needs_reference:
             assert ref_logprobs is not None
             d = (ref_logprobs - logprobs).where(response_mask, 0)
@@ -345,11 +270,11 @@ class GRPOLoss:
             per_token = per_token - self.entropy_coeff * entropy.where(response_mask, 0)
         return LossOutput(loss=(per_token * weights).where(response_mask, 0).sum(), sums=sums)
 
-    def _clip_sums(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def _clip_sums(self, change: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """How many trained tokens are clipped where it stops them, under TRL's names."""
         epsilon_low, epsilon_high = self.epsilons
-        low = ((ratio < 1 - epsilon_low) & (advantage < 0) & mask).sum()
-        high = ((ratio > 1 + epsilon_high) & (advantage > 0) & mask).sum()
+        low = ((change < -epsilon_low) & (advantage < 0) & mask).sum()
+        high = ((change > epsilon_high) & (advantage > 0) & mask).sum()
         if self.surrogate == "cispo":  # which does not stop them; TRL counts the high ones
             return {"cispo_clip_ratio": high}
         names = ("low", "high", "region")

@@ -67,6 +67,7 @@ def _mini_batch(
     num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
     weights = loss.weights(
         trajectory.response_mask,
+        prompt_indices=trajectory.prompt_indices,
         num_rows=parallel.sum_over_ranks(trajectory.num_rows),
         num_tokens=num_tokens,
         max_generated_tokens=cfg.max_generated_tokens,

@@ -33,7 +33,12 @@ from torchtune_grpo.components import (
     instantiate,
     plain_arguments,
 )
-from torchtune_grpo.config import GRPOConfig, ReferenceConfig, SamplingCorrectionConfig
+from torchtune_grpo.config import (
+    EvalSamplingConfig,
+    GRPOConfig,
+    ReferenceConfig,
+    SamplingCorrectionConfig,
+)
 from torchtune_grpo.errors import Problems
 from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
@@ -224,7 +229,21 @@ def contradictions(settings: GRPOConfig) -> list[str]:
         weight = reward.get("weight") if isinstance(reward, DictConfig) else None
         is_large = isinstance(weight, (int, float)) and abs(weight) > FLOAT32_MAX
         cases[f"rewards[{number}].weight={weight}: beyond float32; give less."] = is_large
+        cases[
+            f"rewards[{number}]: advantage={settings.advantage} takes no negative reward, and this "
+            "one may be; change its weight or its range, or set advantage to group."
+        ] = settings.advantage == "max_rl" and _may_be_negative(reward)
     return problems + [sentence for sentence, holds in cases.items() if holds]
+
+
+def _may_be_negative(reward: Any) -> bool:
+    """Whether a reward's weight, or the range that it declares, says so."""
+    reward_range = (0.0, 1.0)
+    with suppress(Exception):  # what cannot be imported is told of where it is called
+        declared = _get_component_from_path(reward["_component_"])
+        reward_range = getattr(declared, "reward_range", reward_range)
+    weight = reward.get("weight", 1.0) if isinstance(reward, DictConfig) else 1.0
+    return isinstance(weight, (int, float)) and any(weight * end < 0 for end in reward_range)
 
 
 def _is_checkpoint_in(output_dir: str, folder: str) -> bool:
@@ -272,8 +291,31 @@ def not_on_this_machine(settings: GRPOConfig) -> list[str]:
     return problems
 
 
+# Of the shipped loss, keys that act on the ratio of the current policy to the one that sampled.
+_OF_THE_RATIO = {
+    "importance_sampling_level": "token",
+    "surrogate": "clipped",
+    **dict.fromkeys(("epsilon_low", "epsilon_high", "dual_clip")),
+}
+
+
+def _idle_at_ratio_one(settings: GRPOConfig) -> list[str]:
+    """Keys of the loss that do nothing where each rollout makes one optimizer step."""
+    mode = settings.sampling_correction.mode
+    is_ours = settings.loss.get("_component_") == "torchtune_grpo.loss.GRPOLoss"
+    if settings.updates_per_step > 1 or mode == "old_logprobs" or not is_ours:
+        return []
+    keys = dict(_OF_THE_RATIO)
+    if mode in ("token_truncate", "token_mask"):  # a row's tokens share their weights then
+        del keys["importance_sampling_level"]
+    found = {key: settings.loss.get(key, default) for key, default in keys.items()}
+    return [f"loss.{key}={found[key]}" for key, default in keys.items() if found[key] != default]
+
+
 def without_effect(settings: GRPOConfig) -> list[str]:
     """One sentence for each setting that the others switch off, with the remedy."""
+    idle = ", ".join(_idle_at_ratio_one(settings))
+    own_sampling = settings.eval_sampling != EvalSamplingConfig()
     mode, cap = settings.sampling_correction.mode, settings.sampling_correction.cap
     cases = {
         f"sampling_correction.cap={cap}: nothing is capped under mode={mode}; set mode to "
@@ -289,6 +331,11 @@ def without_effect(settings: GRPOConfig) -> list[str]:
         ),
         "reference.policy=base: without adapter_dir, training starts from the base; remove it.": (
             settings.reference.policy == "base" and settings.adapter_dir is None
+        ),
+        f"{idle}: with one optimizer step per rollout, every ratio is 1; set ppo_epochs or "
+        "num_minibatches above 1, or sampling_correction.mode to old_logprobs.": bool(idle),
+        "eval_sampling: nothing is sampled with eval_samples=0; set that above 0.": (
+            own_sampling and settings.eval_samples == 0
         ),
     }
     return [f"No effect: {sentence}" for sentence, holds in cases.items() if holds]

@@ -143,6 +143,7 @@ def backward(model, loss: GRPOLoss, batch, parts, *, new_tokens: int) -> None:
     """Adds the gradients of the whole batch."""
     weights = loss.weights(
         batch.response_mask,
+        prompt_indices=batch.prompt_indices,
         num_rows=ROWS,
         num_tokens=int(batch.response_mask.sum()),
         max_generated_tokens=new_tokens,

@@ -132,6 +132,7 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     )
     weights = loss.weights(
         rows.response_mask,
+        prompt_indices=rows.prompt_indices,
         num_rows=rows.num_rows,
         num_tokens=int(rows.response_mask.sum()),
         max_generated_tokens=LIMIT,

@@ -20,13 +20,14 @@ RATIOS = {
     "token": {},
     "gspo": {"importance_sampling_level": "sequence"},
     "cispo": {"surrogate": "cispo"},
+    "dppo": {"surrogate": "dppo"},
 }
 LOSSES = {
     f"{name}-{aggregation}": GRPOLoss(
         **options, aggregation=aggregation, kl_estimator=kl, entropy_coeff=0.1
     )
     for name, options in RATIOS.items()
-    for aggregation, kl in (("grpo", "k3"), ("dapo", "k1"), ("dr_grpo", "k2"))
+    for aggregation, kl in (("grpo", "k3"), ("dapo", "k1"), ("dr_grpo", "k2"), ("prompt", "k3"))
 }
 FIELDS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "corrections")
 losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -46,17 +47,22 @@ def batches(draw) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
     batch = {name: values() for name in FIELDS}
     batch["advantages"] = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    batch["prompts"] = torch.randint(3, (len(lengths),), generator=generator)
     return batch, torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def weights_of(loss: GRPOLoss, prompts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    totals = dict(num_rows=len(mask), num_tokens=int(mask.sum()), max_generated_tokens=9)
+    return loss.weights(mask, prompt_indices=prompts, **totals).double()
 
 
 def evaluate(loss: GRPOLoss, batch: dict[str, torch.Tensor], mask: torch.Tensor):
     """Loss, metric sums, and the gradients of log-probs and entropy."""
     leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
-    weights = loss.weights(
-        mask, num_rows=len(mask), num_tokens=int(mask.sum()), max_generated_tokens=9
-    ).double()
-    named = dict(zip(("logprobs", "entropy"), leaves, strict=True))
-    output = loss(**{**batch, **named}, weights=weights, response_mask=mask)
+    weights = weights_of(loss, batch["prompts"], mask)
+    given = {**batch, "logprobs": leaves[0], "entropy": leaves[1]}
+    del given["prompts"]
+    output = loss(**given, weights=weights, response_mask=mask)
     return output.loss.detach(), output.sums, torch.autograd.grad(output.loss, leaves)
 
 
@@ -113,9 +119,7 @@ def test_ratio_one_gives_the_plain_policy_gradient(options, data, known):
     batch, mask = data
     logprobs = batch["logprobs"].requires_grad_()
     loss = GRPOLoss(kl_coeff=0, **options)
-    weights = loss.weights(
-        mask, num_rows=len(mask), num_tokens=int(mask.sum()), max_generated_tokens=9
-    ).double()
+    weights = weights_of(loss, batch["prompts"], mask)
     value = loss(
         logprobs=logprobs,
         old_logprobs=logprobs.detach().clone() if known else None,
@@ -128,6 +132,11 @@ def test_ratio_one_gives_the_plain_policy_gradient(options, data, known):
     torch.testing.assert_close(grad, -batch["advantages"][:, None] * weights)
 
 
+def of_any_sign(scores: torch.Tensor, normalization: str) -> torch.Tensor:
+    """MaxRL's may not be negative."""
+    return scores.abs() if normalization == "max_rl" else scores
+
+
 rewards = st.lists(st.floats(-1e6, 1e6), min_size=6, max_size=6)
 
 
@@ -136,7 +145,7 @@ rewards = st.lists(st.floats(-1e6, 1e6), min_size=6, max_size=6)
 @given(values=rewards, shuffle=st.randoms())
 def test_order_within_a_group_does_not_matter(normalization, values, shuffle):
     """Two groups of three; each is shuffled by itself."""
-    scores = torch.tensor(values, dtype=torch.float64)
+    scores = of_any_sign(torch.tensor(values, dtype=torch.float64), normalization)
     order = [0, 1, 2]
     shuffle.shuffle(order)
     rows = torch.tensor([*order, *(3 + i for i in reversed(order))])
@@ -162,6 +171,7 @@ def test_equal_rewards_give_exactly_zero(normalization, aggregation, equal, othe
     assume(len(set(other)) > 1)
     column = torch.tensor([equal] * 3 + other, dtype=torch.float32)
     scores = torch.stack([column, column.new_tensor([1.0] * 3 + other)], dim=1)  # [6, 2]
+    scores = of_any_sign(scores, normalization)
     failed = torch.zeros_like(scores).bool()
     if fails is not None:
         failed[fails, 0], scores[fails, 0] = True, math.nan

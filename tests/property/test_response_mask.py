@@ -42,7 +42,11 @@ def trajectories(draw) -> Trajectory:
         advantages=torch.randn(8, generator=generator),
         ref_logprobs=-torch.rand(trained.shape, generator=generator),
         weights=LOSS.weights(
-            trained, num_rows=8, num_tokens=int(trained.sum()), max_generated_tokens=9
+            trained,
+            prompt_indices=trajectory.prompt_indices,
+            num_rows=8,
+            num_tokens=int(trained.sum()),
+            max_generated_tokens=9,
         ),
     )
 

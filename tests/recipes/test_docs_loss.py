@@ -36,7 +36,9 @@ def logged_names(node: dict) -> set[str]:
     values = torch.full((2, 3), -1.0)
     loss = make_loss(OmegaConf.create(node["loss"]))
     mask = torch.ones(2, 3, dtype=torch.bool)
-    weights = loss.weights(mask, num_rows=2, num_tokens=6, max_generated_tokens=3)
+    prompts = torch.tensor([0, 0])
+    totals = dict(num_rows=2, num_tokens=6, max_generated_tokens=3)
+    weights = loss.weights(mask, prompt_indices=prompts, **totals)
     output = loss(
         logprobs=values.clone().requires_grad_(),
         old_logprobs=None,

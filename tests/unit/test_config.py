@@ -40,6 +40,7 @@ def test_defaults_and_numbers_are_read():
     params = settings.sampling_params
     assert (params.max_generated_tokens, params.temperature) == (512, 0.7)
     assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
+    assert settings.eval_sampling_params == params
     assert (settings.rows_per_step, settings.rows_per_forward) == (64, 8)
     assert read_config(load(forward_batch_size=None)).rows_per_forward == 64
     assert settings.rollout.max_rows is None  # as many as memory allows
@@ -50,6 +51,8 @@ def test_defaults_and_numbers_are_read():
 
 LORA_1B = "torchtune.models.llama3_2.lora_llama3_2_1b"
 NO_ARGUMENTS = "torchtune.models.qwen2_5.qwen2_5_0_5b"
+NEGATIVE = {"_component_": "torchtune_grpo.rewards.math_correctness_reward", "weight": -0.5}
+PENALTY = {"_component_": "torchtune_grpo.rewards.RepetitionPenalty"}
 ADAM_8BIT = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-6}
 BAD = [
     ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
@@ -111,6 +114,10 @@ BAD = [
     ({"output_dir": "/dev/null/x"}, "output_dir=/dev/null/x", "another folder"),
     ({"sampling": {"suppressed_tokens": [-1]}}, "sampling.suppressed_tokens=(-1,)", "0 or more"),
     ({"rewards": [{"weight": 1e39}]}, "rewards[0].weight=1e+39", "give less"),
+    ({"advantage": "max_rl", "rewards": [NEGATIVE]}, "rewards[0]: advantage=max_rl", "its range"),
+    ({"advantage": "max_rl", "rewards": [PENALTY]}, "rewards[0]: advantage=max_rl", "its range"),
+    ({"eval_sampling": {"temperature": 0}}, "eval_sampling.temperature=0", "above 0"),
+    ({"eval_sampling": {"top_p": 0}}, "eval_sampling.top_p=0", "(0, 1]"),
     ({"clip_grad_norm": 1e39}, "clip_grad_norm=1e+39", "smaller"),
     ({"seed": -1}, "seed=-1", "from 0"),
 ]
@@ -200,12 +207,38 @@ def test_a_row_must_fit_the_budget():
         check_lengths(settings, longest_prompts={"dataset": 101})
 
 
+def test_evaluation_samples_as_training_does_where_not_told_otherwise():
+    sampling = {"top_k": 5, "top_p": 0.9, "stop_strings": ["a"]}
+    settings = read_config(load(sampling=sampling, eval_sampling={"temperature": 0.6, "top_p": 1}))
+    params = settings.eval_sampling_params
+    assert params == dataclasses.replace(settings.sampling_params, temperature=0.6, top_p=1.0)
+    assert params.top_k == 5 and settings.sampling_params.top_p == 0.9
+
+
+OF_THE_RATIO = {
+    "importance_sampling_level": "sequence",
+    "surrogate": "cispo",
+    "epsilon_low": 0.1,
+    "epsilon_high": 0.3,
+    "dual_clip": 3.0,
+}
+TWO_OF_THEM = {"loss__importance_sampling_level": "sequence", "loss__surrogate": "cispo"}
 WITHOUT_EFFECT = [
     ({"sampling_correction": {"cap": 3.0}}, "sampling_correction.cap=3.0.*mode=None"),
     ({"sampling_correction": {"mode": "old_logprobs", "cap": 3.0}}, "cap=3.0.*mode=old_logprobs"),
     ({"loss__kl_coeff": 0, "reference": {"dtype": "fp32"}}, "reference.*loss.kl_coeff=0"),
     ({"patience": 2, "eval_every_n_steps": None}, "patience: without eval_every_n_steps"),
     ({"stop_at": 0.0, "eval_every_n_steps": None}, "stop_at and patience: without eval_every"),
+    ({"eval_samples": 0, "eval_sampling": {"top_k": 3}}, "eval_sampling: .*eval_samples=0"),
+    *(
+        ({f"loss__{key}": value}, rf"loss\.{key}={value}: with one optimizer .*set ppo_epochs")
+        for key, value in OF_THE_RATIO.items()
+    ),
+    ({**TWO_OF_THEM, "sampling_correction": {"mode": "sequence_mask"}}, "level=sequence, .*cispo:"),
+    (
+        {**TWO_OF_THEM, "sampling_correction": {"mode": "token_mask"}},
+        "effect: loss.surrogate=cispo",
+    ),
 ]
 EFFECTIVE = [
     {"forward_batch_size": 4, "pack_groups": False},
@@ -213,8 +246,17 @@ EFFECTIVE = [
     {"forward_batch_size": None},
     {"sampling_correction": {"mode": "token_mask", "cap": 3.0}},
     {"reference": {"dtype": "fp32"}},
-    {"eval_samples": 2},
     {"patience": 2, "stop_at": 0.9},
+    {"eval_samples": 2, "eval_sampling": {"top_k": 3}},
+    {"loss__importance_sampling_level": "token", "loss__dual_clip": None},
+    {"loss__epsilon_high": 0.3, "ppo_epochs": 2},
+    {"loss__importance_sampling_level": "sequence", "sampling_correction": {"mode": "token_mask"}},
+    *(
+        {f"loss__{key}": value, **steps}
+        for key, value in OF_THE_RATIO.items()
+        for steps in ({"num_minibatches": 2}, {"sampling_correction": {"mode": "old_logprobs"}})
+    ),
+    {"advantage": "max_rl", "rewards": [{**PENALTY, "weight": -1.0}, {**NEGATIVE, "weight": 0}]},
 ]
 
 
@@ -283,10 +325,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 
 
 def test_the_table_in_the_docs_is_the_one_in_the_code():
-    """At most 53 keys at the top; the README shows some of them."""
+    """At most 54 keys at the top; the README shows some of them."""
     root = CONFIGS.parents[1]
     assert markdown_tables(GRPOConfig) in (root / "docs" / "config.md").read_text()
-    assert len(dataclasses.fields(GRPOConfig)) <= 53
+    assert len(dataclasses.fields(GRPOConfig)) <= 54
     shown = re.findall(r"^\| `(\w+)` \|", (root / "README.md").read_text(), re.M)
     assert len(shown) == 10 and set(shown) <= {f.name for f in dataclasses.fields(GRPOConfig)}
 

@@ -64,7 +64,7 @@ def fake_roll_out(engine, prompts, *, group_size, params, seed, step, **_):
 def make(size: int, **changes) -> Evaluator:
     params = SamplingParams(max_generated_tokens=4, temperature=0.7, top_k=5, min_new_tokens=1)
     keys = dict(eval_reward="correct", eval_samples=4, seed=3, keep_best=None)
-    cfg = SimpleNamespace(sampling_params=params, **keys | changes)
+    cfg = SimpleNamespace(eval_sampling_params=params, **keys | changes)
     rewards = RewardSet([Reward("length", length), Reward("correct", correct)])
     return Evaluator(cfg, Split(size), tokenizer=None, rewards=rewards)
 

@@ -10,19 +10,20 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
 from torchtune_grpo.importance import importance_weights
-from torchtune_grpo.loss import (
-    GRPOLoss,
+from torchtune_grpo.loss import GRPOLoss, loss_weights, make_loss
+from torchtune_grpo.loss_terms import (
     cispo_surrogate,
     clipped_surrogate,
+    dppo_surrogate,
     kl_penalty,
-    loss_weights,
-    make_loss,
+    probability_change,
     sequence_log_ratio,
 )
 
 ROWS, WIDTH, LIMIT = 6, 5, 8
 LENGTHS = [3, 5, 1, 0, 4, 2]
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+PROMPTS = torch.tensor([7, 7, 2, 2, 2, 7])  # in any order, and any number of rows of each
 
 
 # --- By hand ----------------------------------------------------------------------------------
@@ -40,9 +41,31 @@ def test_advantages_by_hand():
         "batch": 0.5 / (math.sqrt(5.5 / 7) + 1e-4),
         "none": 0.5,
         "leave_one_out": 2 / 3,  # 1 - mean(0, 0, 1) and 0 - mean(1, 0, 1)
+        "max_rl": 1.0,  # 0.5 / 0.5
     }.items():
         values = group_advantages(rewards, group_size=4, normalization=normalization)
         torch.testing.assert_close(values, signs * size)
+
+
+def test_max_rl_weighs_a_success_by_its_rarity():
+    """One success in four has c / mean = 3, three in four 1 / 3; without any, nothing is taught."""
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0])
+    values = group_advantages(rewards, group_size=4, normalization="max_rl")
+    third = 1 / 3
+    expected = torch.tensor([3.0, -1, -1, -1, third, third, third, -1, 0, 0, 0, 0])
+    torch.testing.assert_close(values, expected)
+
+
+def test_max_rl_refuses_a_negative_reward_on_every_rank(monkeypatch):
+    """One that this rank has, or another."""
+    options = dict(group_size=2, normalization="max_rl")
+    with pytest.raises(ValueError, match="advantage=max_rl: .* reward -0.5, .* set it to group"):
+        group_advantages(torch.tensor([1.0, -0.5]), **options)
+    monkeypatch.setattr(
+        "torchtune_grpo.advantages.gather_over_ranks", lambda lowest: [lowest, -2.0]
+    )
+    with pytest.raises(ValueError, match="advantage=max_rl: .* reward -2, "):
+        group_advantages(torch.tensor([1.0, 0.0]), **options)
 
 
 def test_several_rewards_by_hand():
@@ -125,6 +148,26 @@ def test_cispo_by_hand():
     torch.testing.assert_close(new.grad, torch.tensor([[-2.6, -1.0]]))  # clipped, yet not zero
 
 
+def test_dppo_by_hand():
+    """Ratio 3 of a rare token passes, 1.3 of a likely one does not: 0.03 and 0.18 are moved.
+
+    So does one that moves back, from 0.6 to 0.78 with a negative advantage.
+    """
+    old = torch.tensor([[0.01, 0.6, 0.6, 0.9, 0.9]])
+    new = torch.tensor([[0.03, 0.78, 0.78, 0.7, 0.7]]).log().requires_grad_()
+    advantages = torch.tensor([[2.0, 2.0, -2.0, -2.0, 2.0]])
+    log_ratio = new - old.log()
+    change = probability_change(log_ratio, new)
+    torch.testing.assert_close(change, torch.tensor([[0.02, 0.18, 0.18, -0.2, -0.2]]))
+    loss = dppo_surrogate(log_ratio, change, advantages, epsilon_low=0.15, epsilon_high=0.15)
+    expected = torch.tensor([[-6.0, 0, 2.6, 0, -14 / 9]])
+    torch.testing.assert_close(loss, expected)
+    loss.sum().backward()
+    torch.testing.assert_close(new.grad, expected)  # d r / d log-prob = r
+    wide = dppo_surrogate(log_ratio, change, advantages, epsilon_low=0.25, epsilon_high=0.15)
+    torch.testing.assert_close(wide[0, 3], torch.tensor(14 / 9))
+
+
 def test_sequence_ratio_and_kl_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     log_ratio = torch.tensor([[0.2, 0.4, 0.0], [0.3, -0.6, 0.9]])
@@ -144,11 +187,35 @@ def test_weights_by_hand():
         "grpo": [[1 / 4, 0], [1 / 8, 1 / 8], [0, 0]],
         "dapo": [[1 / 9, 0], [1 / 9, 1 / 9], [0, 0]],
         "dr_grpo": [[1 / 20, 0], [1 / 20, 1 / 20], [0, 0]],
+        "prompt": [[1 / 6, 0], [1 / 6, 1 / 6], [0, 0]],  # prompt 5 has three tokens, 8 has none
     }.items():
         weights = loss_weights(
-            mask, aggregation=aggregation, num_rows=4, num_tokens=9, max_generated_tokens=5
+            mask,
+            aggregation=aggregation,
+            prompt_indices=torch.tensor([5, 5, 8]),
+            num_rows=4,
+            num_tokens=9,
+            max_generated_tokens=5,
         )
         torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+def test_prompts_weigh_alike_however_their_rows_are_spread(monkeypatch):
+    """Three ranks, one without a row; a prompt that comes twice is on two of them."""
+    totals = dict(num_rows=ROWS, num_tokens=15, max_generated_tokens=LIMIT, aggregation="prompt")
+    whole = loss_weights(MASK, prompt_indices=PROMPTS, **totals)
+    torch.testing.assert_close(whole[PROMPTS == 7].sum(), torch.tensor(0.5))
+    torch.testing.assert_close(whole[PROMPTS == 2].sum(), torch.tensor(0.5))
+    cuts = [slice(0, 2), slice(2, 6), slice(6, 6)]
+    ranks = [list(zip(PROMPTS[c].tolist(), LENGTHS[c], strict=True)) for c in cuts]
+
+    def gather(own: list) -> list[list]:
+        assert own in ranks
+        return ranks
+
+    monkeypatch.setattr("torchtune_grpo.loss_terms.gather_over_ranks", gather)
+    parts = [loss_weights(MASK[c], prompt_indices=PROMPTS[c], **totals) for c in cuts]
+    torch.testing.assert_close(torch.cat(parts), whole)
 
 
 def test_importance_weights_by_hand():
@@ -195,8 +262,11 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
         for t in range(length):
             whole = loss.importance_sampling_level == "sequence"
             r = torch.exp((new - old).mean() if whole else new[t] - old[t])
+            moved = new[t].exp() - old[t].exp()
             if loss.surrogate == "cispo":
                 policy = torch.clamp(r, max=1.3).detach() * a * new[t]
+            elif loss.surrogate == "dppo":
+                policy = r * a * (moved <= 0.3 if a > 0 else moved >= -0.1)
             else:
                 policy = torch.min(r * a, torch.clamp(r, 0.9, 1.3) * a)
                 if loss.dual_clip is not None and a < 0:
@@ -209,6 +279,7 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
                 "grpo": 1 / (ROWS * length),
                 "dapo": 1 / sum(LENGTHS),
                 "dr_grpo": 1 / (ROWS * LIMIT),
+                "prompt": 1 / (2 * {7: 10, 2: 5}[int(PROMPTS[i])]),
             }[loss.aggregation]
             total = total + token * share
     return total
@@ -216,7 +287,11 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
 
 def step_weights(loss: GRPOLoss) -> torch.Tensor:
     return loss.weights(
-        MASK, num_rows=ROWS, num_tokens=sum(LENGTHS), max_generated_tokens=LIMIT
+        MASK,
+        prompt_indices=PROMPTS,
+        num_rows=ROWS,
+        num_tokens=sum(LENGTHS),
+        max_generated_tokens=LIMIT,
     ).double()
 
 
@@ -231,13 +306,13 @@ COMBINATIONS = [
     )
     for level, surrogate, kl, aggregation, dual, ent in itertools.product(
         ["token", "sequence"],
-        ["clipped", "cispo"],
+        ["clipped", "cispo", "dppo"],
         ["k1", "k2", "k3"],
-        ["grpo", "dapo", "dr_grpo"],
+        ["grpo", "dapo", "dr_grpo", "prompt"],
         [None, 1.5],
         [0.0, 0.1],
     )
-    if not (surrogate == "cispo" and dual)
+    if not (surrogate != "clipped" and dual) and not (surrogate == "dppo" and level == "sequence")
 ]
 
 
@@ -263,11 +338,12 @@ RATIOS = {
     "token": {},
     "gspo": {"importance_sampling_level": "sequence"},
     "cispo": {"surrogate": "cispo"},
+    "dppo": {"surrogate": "dppo"},
 }
 FAMILY = {
     f"{name}-{aggregation}": GRPOLoss(**options, aggregation=aggregation, entropy_coeff=0.1)
     for name, options in RATIOS.items()
-    for aggregation in ("grpo", "dapo", "dr_grpo")
+    for aggregation in ("grpo", "dapo", "dr_grpo", "prompt")
 }
 family = pytest.mark.parametrize("loss", FAMILY.values(), ids=FAMILY)
 
@@ -341,12 +417,16 @@ def test_clip_ratio_counts_tokens_where_clipping_bites():
         assert GRPOLoss(kl_coeff=0)(**inputs).sums == dict(zip(names, (low, high, 2)))
         cispo = GRPOLoss(kl_coeff=0, surrogate="cispo", epsilon_high=0.2)
         assert cispo(**inputs).sums == {"cispo_clip_ratio": high}
+        inputs["logprobs"] = torch.tensor([[0.1, 0.2, 0.8, 0.9]]).log()
+        inputs["old_logprobs"] = torch.tensor([[0.3, 0.3, 0.6, 0.6]]).log()  # 0.1 is no move
+        assert GRPOLoss(kl_coeff=0, surrogate="dppo")(**inputs).sums == dict(
+            zip(names, (low // 2, high, low // 2 + high))
+        )
 
 
 def test_each_ratio_has_the_distances_of_its_source():
-    kinds = ({}, {"importance_sampling_level": "sequence"}, {"surrogate": "cispo"})
-    found = [GRPOLoss(**kind).epsilons for kind in kinds]
-    assert found == [(0.2, 0.2), (3e-4, 4e-4), (1.0, 4.0)]
+    found = [GRPOLoss(**kind).epsilons for kind in RATIOS.values()]
+    assert found == [(0.2, 0.2), (3e-4, 4e-4), (1.0, 4.0), (0.15, 0.15)]
     given = GRPOLoss(importance_sampling_level="sequence", epsilon_low=0.0, epsilon_high=0.3)
     assert given.epsilons == (0.0, 0.3)
 
@@ -366,6 +446,8 @@ def test_each_ratio_has_the_distances_of_its_source():
         {"entropy_coeff": -0.1},
         {"dual_clip": 2.0, "surrogate": "cispo"},
         {"epsilon_low": 0.2, "surrogate": "cispo"},
+        {"dual_clip": 2.0, "surrogate": "dppo"},
+        {"importance_sampling_level": "sequence", "surrogate": "dppo"},
     ],
 )
 def test_bad_options_are_refused_by_name(bad):
@@ -398,7 +480,7 @@ def test_a_loss_that_is_none_is_refused_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_loss", sys.modules[__name__])
     for name, problem in {
         "NoInterface": "it has no weights, it has no needs_reference, it has no needs_ent",
-        "OldInterface": "its weights is called with other arguments: .*'num_tokens'",
+        "OldInterface": "its weights is called with other arguments: .*'prompt_indices'",
     }.items():
         with pytest.raises(ValueError, match=rf"my_loss.{name}: {problem}.*docs/loss.md"):
             make_loss(OmegaConf.create({"_component_": f"my_loss.{name}"}))
