@@ -181,15 +181,16 @@ VARIANTS = {
 def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     """Same prompts, same samples, same metrics, and weights equal to 1e-5 after two steps.
 
-    Every denominator is that of all ranks: of the loss (`dapo`: tokens), and of the advantages
-    (`batch`: the spread of all rewards). With seed 0, one draw of the second step is 4e-8 from
-    the border between two tokens, and weights that differ by 1e-7 turn it; with seed 1, none is
-    closer than 3e-6.
+    Every denominator is that of all ranks: of the loss (`dapo`: tokens; `prompt`: prompts), and of
+    the advantages (`batch`: the spread of all rewards). With seed 0, one draw of the second step is
+    4e-8 from the border between two tokens, and weights that differ by 1e-7 turn it; with seed 1,
+    none is closer than 3e-6.
     """
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4", "seed=1"]
     if config == QLORA:  # QDoRA; half of the groups teach nothing, and get no pass
         objective += ["model.use_dora=True", "optimizer.fused=False", "loss.kl_coeff=0"]
         objective += ["num_minibatches=2", "rewards=[{_component_: my_rewards.reward_half}]"]
+        objective += ["loss.aggregation=prompt"]
     if config == QWEN3:
         objective += from_adapter(tmp_path, config)
     runs = {"one": (0, ["batch_size=4"])}

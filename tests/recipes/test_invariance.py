@@ -283,6 +283,27 @@ def test_an_epoch_in_several_optimizer_steps(train):
     torch.testing.assert_close(half, alone.trajectory.weights[:, : half.shape[1]])  # of one step
 
 
+OBJECTIVES = {
+    "prompt": ["loss.aggregation=prompt", "advantage=max_rl"],
+    "cispo": ["loss.surrogate=cispo", "advantage=batch"],
+    "sequence": ["loss.importance_sampling_level=sequence"],
+    "dppo": ["loss.surrogate=dppo", "sampling_correction.mode=old_logprobs"],
+}
+
+
+def test_objectives_act_in_the_recipe(train):
+    """Each takes another step than the default, and the same however it is cut."""
+    base = train([])
+    for name, change in OBJECTIVES.items():
+        result, cut = train(change), train([*change, "forward_batch_size=2"])
+        assert_same(cut, result)
+        moved = max((result.after[n] - base.after[n]).abs().max() for n in base.after)
+        assert moved > 1e-4, name
+        if name == "prompt":  # four prompts, whose tokens share a quarter each
+            shares = result.trajectory.weights.sum(dim=1).view(4, GROUP).sum(dim=1)
+            torch.testing.assert_close(shares, torch.full((4,), 0.25))
+
+
 def test_a_budget_that_a_row_can_exceed_is_refused(train):
     with pytest.raises(ValueError, match=r"forward_token_budget=30: .* give at least \d+"):
         train(["forward_token_budget=30"])
