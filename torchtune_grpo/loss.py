@@ -129,8 +129,6 @@ EPSILONS = {
     "cispo": (1.0, 4.0),  # no lower one; the upper bound is 5: ScaleRL, arXiv:2510.13786
     "dppo": (0.15, 0.15),  # of probabilities: DPPO, arXiv:2602.04879
 }
-
-
 # A surrogate -> keys that mean nothing to it, and why.
 _FOREIGN = {
     "cispo": {

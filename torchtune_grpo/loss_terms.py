@@ -24,7 +24,7 @@ def loss_weights(
         grpo       1 / (num_rows * tokens of the row)        Shao et al. 2024, equation 3
         dapo       1 / num_tokens                            Yu et al. 2025, arXiv:2503.14476, eq. 8
         dr_grpo    1 / (num_rows * max_generated_tokens)     Liu et al. 2025, arXiv:2503.20783
-        prompt     1 / (prompts * tokens of the prompt)      ScaleRL, arXiv:2510.13786, section 3.2
+        prompt     1 / (prompts * tokens of the prompt)      Khatri et al. 2025, arXiv:2510.13786
 
     For ``prompt``, every rank has to call it: a prompt's tokens are those of all its rows of the
     step, on whichever rank.
