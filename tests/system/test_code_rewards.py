@@ -122,6 +122,24 @@ def test_nothing_carries_over_to_the_next_program(sandbox):
     assert why.why == "ValueError: ([], False)"
 
 
+def test_no_program_finds_another_in_its_memory(sandbox):
+    """Neither where the server's freed blocks are, nor anywhere else in its writable memory."""
+    thief = """
+import ctypes, gc, os, re
+libc, (reader, writer) = ctypes.CDLL(None), os.pipe()
+def solve(n):
+    pages = {id(thing) >> 20 for thing in gc.get_objects()}
+    for address in (page << 20 | offset for page in pages for offset in range(0, 2 ** 20, 32768)):
+        if libc.write(writer, ctypes.c_void_p(address), 32768) > 0:  # no crash where nothing is
+            found = re.search(rb"n \\* n \\+ (\\d{5})", os.read(reader, 32768))
+            if found: return n * n + int(found[1])
+"""
+    other = HONEST["plain"] + "# which is long enough to have a block of its own\n" * 20
+    for _ in range(3):
+        assert judge(sandbox, other).passed
+        assert "AssertionError" in judge(sandbox, thief).why
+
+
 def test_its_own_files_and_processes_are_allowed(sandbox):
     code = f"""
 import os

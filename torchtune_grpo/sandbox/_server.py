@@ -2,7 +2,7 @@
 
 It reads two requests from its socket: ``start`` forks a task, ``stop`` kills every descendant and
 answers when none is left. When the socket closes, because its owner closed it or died, it kills
-them all and ends.
+them all and ends. What a task is to do comes in an open file that only the task reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             sweep()
             return
         if request["do"] == "start":
-            tasks.append(_fork(control, task, request, fds))
+            tasks.append(_fork(control, task, *fds))
             for fd in fds:
                 os.close(fd)
         else:
@@ -58,7 +58,7 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             send(control, {"stopped": True})
 
 
-def _fork(control: socket.socket, task: Task, request: dict[str, Any], fds: list[int]) -> int:
+def _fork(control: socket.socket, task: Task, request: int, *fds: int) -> int:
     server = os.getpid()
     process = os.fork()
     if process:
@@ -69,7 +69,10 @@ def _fork(control: socket.socket, task: Task, request: dict[str, Any], fds: list
             os._exit(1)  # the server died in between
         os.setsid()
         control.close()
-        task(request, fds)
+        with open(request, "rb") as file:
+            file.seek(0)
+            content = parse(file.read())
+        task(content, list(fds))
     finally:
         os._exit(0)
 
