@@ -1,9 +1,13 @@
 """Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
 
+import contextlib
+import json
 import multiprocessing
 import os
 import secrets
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,6 +18,7 @@ import pytest
 from hostile_code import HONEST, KEY, QUICK, SLOW, TEST, WRONG
 from processes import children, is_alive, wait_until
 
+import torchtune_grpo
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
 from torchtune_grpo.rewards._code import code_blocks, extract_program
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
@@ -227,26 +232,238 @@ def check(candidate):
     assert verdict.passed, verdict
 
 
-def test_namespaces_keep_datagrams_in(sandbox):
-    """Landlock cannot, and the log says so."""
-    if not sandbox._servers["candidate"].facts["namespaces"]:
-        assert "CAN SEND UDP PACKETS" in sandbox.confinement()
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.1", 0))
-        server.settimeout(0.3)
-        port = server.getsockname()[1]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as local:
-            local.sendto(b"x", ("127.0.0.1", port))
-        assert server.recv(10) == b"x"
-        judge(
-            sandbox,
-            "import socket\n"
-            "sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
-            f"sender.sendto(b'x', ('127.0.0.1', {port}))",
+REFUSED = """
+import ctypes, os, platform, resource, socket
+libc = ctypes.CDLL(None, use_errno=True)
+text, here, parent = ctypes.create_string_buffer(b"x", 512), os.getpid(), os.getppid() or 1
+by_number = {  # on x86_64 and aarch64
+    "add_key": (248, 217, b"user", b"a", b"b", 1, -4), "keyctl": (250, 219, 0, -4, 1),
+    "request_key": (249, 218, b"user", b"a", 0, -4), "pidfd_open": (434, 434, here, 0),
+    "clone3": (435, 435, 0, 0), "io_uring_setup": (425, 425, 8, text), "bpf": (321, 280, 0, 0, 9),
+    "perf_event_open": (298, 241, text, 0, -1, -1, 0), "userfaultfd": (323, 282, 1),
+    "process_vm_readv": (310, 270, here, 0, 0, 0, 0, 0), "kcmp": (312, 272, here, here, 0, 0, 0),
+    "get_robust_list": (274, 100, here, text, text), "memfd_secret": (447, 447, 0),
+    "open_by_handle_at": (304, 265, -100, text, 0), "ioprio_set": (251, 30, 1, 0, 0),
+    "sched_setattr": (314, 274, 0, text, 0), "rt_sigqueueinfo": (129, 138, parent, 0, text),
+    "another architecture": (0x40000000 + 39, 10000),
+}
+column = ("x86_64", "aarch64").index(platform.machine())
+attempts = {
+    name: lambda n=numbers[column], a=numbers[2:]: libc.syscall(n, *a)
+    for name, numbers in by_number.items()
+}
+for name, arguments in {
+    "shmget": (0, 4096, 0o1666), "semget": (0, 1, 0o1666), "msgget": (77, 0o1666),
+    "mq_open": (b"/x", 0o102, 0o666, None), "memfd_create": (b"x", 0), "unshare": (0x10000000,),
+    "setns": (3, 0), "chroot": (b".",), "mount": (b"x", b".", b"tmpfs", 0, None),
+    "ptrace": (0, 0, 0, 0), "inotify_init": (), "personality": (0,), "swapoff": (b"x",),
+    "clone": (text, ctypes.byref(text, 256), 0x10000011, None), "quotactl": (0, b"", 0, None),
+    "prctl": (1, 0), "setpriority": (0, parent, 19), "sched_setaffinity": (parent, 8, text),
+    "sched_setscheduler": (parent, 5, text), "prlimit": (parent, 0, None, text), "nice": (1,),
+    "socketpair": (1, 2, 0, text), "mknod": (b"fifo", 0o10666, 0), "acct": (None,),
+}.items():
+    attempts[name] = lambda f=getattr(libc, name), a=arguments: f(*a)
+for family, kind in ((1, 1), (2, 1), (2, 2), (2, 3), (10, 2), (16, 3), (17, 3), (38, 5), (40, 1)):
+    attempts[f"socket {family} {kind}"] = lambda f=family, k=kind: socket.socket(f, k).detach()
+attempts["tcp fast open"] = lambda: socket.socket(2, 1, 262).detach()
+for program in ("/lib64/ld-linux-x86-64.so.2", "/usr/lib/git-core/git", "/bin/sh"):
+    attempts[program] = lambda p=program: os.execv(p, [p])
+def solve(n):
+    done = []
+    for name, attempt in attempts.items():
+        ctypes.set_errno(0)
+        try: failed = attempt() == -1 and ctypes.get_errno() in (1, 38)  # by the filter
+        except (PermissionError, FileNotFoundError): failed = True
+        if not failed: done.append((name, ctypes.get_errno()))
+    return done
+"""
+
+
+def test_calls_that_reach_out_or_last_are_refused(sandbox):
+    """Keys, IPC, memory without a limit, sockets, namespaces, tracing, other processes' limits."""
+    verdict = judge(sandbox, REFUSED, test="assert solve(0) == [], solve(0)")
+    assert verdict.passed, verdict
+
+
+def test_no_message_stays_for_the_next_program(sandbox):
+    """In keyrings, which one user namespace shares, in IPC, in names of sockets, in process ids."""
+    leave = """
+import ctypes, os, platform, socket
+libc, add_key = ctypes.CDLL(None), {"x86_64": 248, "aarch64": 217}[platform.machine()]
+for ring in range(-8, 0): libc.syscall(add_key, b"user", b"left", b"x", 1, ring)
+libc.shmget(4711, 4096, 0o1666), libc.semget(4712, 1, 0o1666), libc.msgget(4713, 0o1666)
+try: socket.socket(socket.AF_UNIX).bind("\\0left")
+except OSError: pass
+for _ in range(5):
+    if not (child := os.fork()): os._exit(0)
+    os.waitpid(child, 0)
+"""
+    find = """
+import ctypes, platform
+libc, request_key = ctypes.CDLL(None), {"x86_64": 249, "aarch64": 218}[platform.machine()]
+found = [libc.syscall(request_key, b"user", b"left", None, 0)]
+raise ValueError(found + [libc.shmget(4711, 0, 0), libc.semget(4712, 0, 0), libc.msgget(4713, 0)])
+"""
+    number = "import os\nraise ValueError(os.getpid())"
+    first = judge(sandbox, number).why
+    judge(sandbox, leave)
+    assert judge(sandbox, find).why == "ValueError: [-1, -1, -1, -1]"
+    if sandbox._servers["candidate"].facts["namespaces"]:
+        assert judge(sandbox, number).why == first
+    else:
+        assert "LEARN FROM THEIR PROCESS ID" in sandbox.confinement()
+
+
+def test_only_the_library_is_there(sandbox):
+    """No program to start, no package that happens to be installed beside it."""
+    code = """
+import os, sysconfig
+library = sysconfig.get_paths()["stdlib"]
+def solve(n):
+    seen = []
+    foreign = "/usr/lib/python3/dist-packages", "/usr/lib/git-core"
+    for folder in (library + "/site-packages", *foreign):
+        try: names = os.listdir(folder)
+        except OSError: continue
+        for path in [f"{folder}/{name}" for name in names]:
+            try: seen.append(os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1))
+            except OSError: pass
+    return seen
+"""
+    verdict = judge(sandbox, code, test="assert solve(0) == [], solve(0)")
+    assert verdict.passed, verdict
+
+
+LIBRARY = """
+import asyncio, concurrent.futures, csv, ctypes, email.message, io, multiprocessing, os, pickle
+import queue, shutil, socket, sqlite3, tempfile, threading, unittest, uuid, xml.etree.ElementTree
+def solve(n):
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        numbers = list(threads.map(lambda x: x * n, range(3)))
+    async def one(): return await asyncio.to_thread(lambda: n)
+    numbers.append(asyncio.run(one()))
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    child = multiprocessing.get_context("fork").Process(target=theirs.send, args=(n,))
+    child.start(); numbers.append(ours.recv()); child.join()
+    with open("here", "w") as file: file.write("x")
+    os.rename("here", "there"); os.remove("there")
+    database = sqlite3.connect(":memory:")
+    numbers.append(database.execute("select ?", (n,)).fetchone()[0])
+    return numbers, "\\u00fc".encode("cp1252"), os.cpu_count() > 0
+"""
+
+
+def test_the_standard_library_works(sandbox):
+    """Wherever it lies, below /root for instance: modules, codecs, threads, children, pipes."""
+    test = "assert solve(2) == ([0, 2, 4, 2, 2, 2], b'\\xfc', True), solve(2)"
+    sandbox.limits = Limits(seconds=5)
+    verdict = judge(sandbox, LIBRARY, test=test)
+    sandbox.limits = LIMITS
+    assert verdict.passed, verdict
+
+
+# Of an owner who is not root, and whose processes and files completions could reach by their user.
+OWNER = """
+import json, os, resource, stat, sys, tempfile
+from torchtune_grpo.sandbox import CodeSandbox, Limits
+folder = tempfile.mkdtemp()
+os.chmod(folder, 0o755)
+with open(folder + "/mine", "w") as file: os.utime(file.name, (1, 1))
+before, verdicts = resource.getrlimit(resource.RLIMIT_NOFILE), []
+for namespaces in (True, False):
+    sandbox = CodeSandbox(Limits(seconds=3), namespaces=namespaces)
+    for code, test in json.load(open(sys.argv[1])):
+        code = code.replace("OWNER", str(os.getpid())).replace("MINE", folder + "/mine")
+        verdict = sandbox.judge(code=code, setup="", test=test, entry_point="solve")
+        verdicts.append([verdict.passed, verdict.why])
+    children = {pid: server.pid for pid, server in sandbox._servers.items()}
+    limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in children.values()]
+    assert set(limits) == {before} and resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert {os.getpriority(0, pid) for pid in children.values()} == {os.getpriority(0, 0)}
+    assert os.stat(folder + "/mine").st_mtime == 1
+    sandbox.close()
+os.remove(folder + "/mine"), os.rmdir(folder)
+print(json.dumps(verdicts))
+"""
+
+HARM = """
+import os, resource
+def solve(n):
+    for victim in {OWNER, os.getppid(), os.getppid() - 1} - {0, -1}:  # no parent in a namespace
+        for harm in (
+            lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (4, 4)), lambda: os.nice(3),
+            lambda: os.kill(victim, 9), lambda: os.setpriority(0, victim, 5),
+            lambda: os.sched_setaffinity(victim, [0]), lambda: os.chmod("MINE", 0),
+            lambda: os.utime("MINE"), lambda: os.truncate("MINE", 0), lambda: os.remove("MINE"),
+        ):
+            try: harm()
+            except OSError: continue
+            return "done"
+    return "nothing"
+"""
+
+
+def public_python() -> str | None:
+    """An interpreter that any user may start, and that this package runs on."""
+    for path in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
+        command = [path, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        with contextlib.suppress(OSError):
+            if not subprocess.run(command, user=65534, group=65534, cwd="/").returncode:
+                return path
+    return None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="all tests run as another user than root")
+def test_as_another_user_than_root(tmp_path):
+    """Where completions run as their owner: nothing of the owner's is within reach."""
+    if not (python := public_python()):
+        pytest.skip("no Python here that another user may start")
+    package = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        shutil.copytree(Path(torchtune_grpo.__file__).parent, package / "torchtune_grpo")
+        programs = [
+            (HONEST["plain"], TEST),
+            (HARM, "assert solve(0) == 'nothing', solve(0)"),
+            (REFUSED, "assert solve(0) == [], solve(0)"),
+            (HONEST["plain"], TEST),
+            (
+                "def solve(n): open('x', 'w').write('y'); return open('x').read()",
+                "assert solve(0) == 'y'",
+            ),
+        ]
+        (package / "programs").write_text(json.dumps(programs))
+        for path in (package, *package.rglob("*")):
+            path.chmod(0o755)
+        ran = subprocess.run(
+            [python, "-c", OWNER, package / "programs"],
+            **{"user": 65534, "group": 65534, "extra_groups": [], "cwd": package},
+            env={"PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
         )
-        with pytest.raises(TimeoutError):
-            server.recv(10)
+    finally:
+        shutil.rmtree(package)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == [[True, ""]] * 2 * len(programs)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        "for _ in range(1500): os.mkdir('x'); os.chdir('x')",
+        "for n in range(100000): os.makedirs(f'{n}/x/y/z/x/y/z/x/y/z')",
+        "os.mkdir('x'); open('x/y', 'w'); os.chmod('x', 0)",
+        "os.chmod('.', 0)",
+        "open('x', 'w'); os.chmod('x', 0); os.symlink('/', 'y')",
+        "for n in range(10 ** 6): open(f'{n}', 'w').close()",
+    ],
+)
+def test_whatever_it_builds_is_gone_at_once(sandbox, build):
+    start = time.process_time()
+    verdict = judge(sandbox, f"import os\ntry:\n    {build}\nfinally: os._exit(0)")
+    assert not verdict.passed
+    assert time.process_time() - start < 1.0  # of this process, which deletes the folder
+    assert not os.listdir(tempfile.gettempdir())
 
 
 def test_a_test_that_calls_nothing_proves_nothing(sandbox):
@@ -377,14 +594,15 @@ def test_no_fence_at_all_is_refused(monkeypatch):
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)
     sandbox._start()
-    facts = {**sandbox._servers["candidate"].facts, "landlock": 0}
-    with pytest.raises(SandboxError, match="set unfenced: true"):
+    facts = {**sandbox._servers["candidate"].facts, "landlock": 0, "filter": False}
+    with pytest.raises(SandboxError, match=r"seccomp.* and no namespaces .*set unfenced: true"):
         sandbox._check_fences(facts)
     sandbox.unfenced = True
     sandbox._start()
     sandbox._check_fences(facts)
     sandbox._servers["candidate"].facts = facts
-    assert "READ THIS MACHINE'S FILES and can USE THE NETWORK" in sandbox.confinement()
+    assert "READ THIS MACHINE'S FILES, USE THE NETWORK, " in sandbox.confinement()
+    assert "SYSTEM CALLS ARE NOT FILTERED" in sandbox.confinement()
     sandbox.close()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtune_grpo.sandbox import _kernel
 from torchtune_grpo.sandbox._landlock import restrict_files
+from torchtune_grpo.sandbox._seccomp import restrict_calls
 from torchtune_grpo.sandbox._values import NotPlain, dump, load
 from torchtune_grpo.sandbox._wire import PeerGone, receive, send
 
@@ -27,18 +28,18 @@ PRELOADED = (
 MODULE = "completion"
 
 
-def run_candidate(request: dict[str, Any], fds: list[int]) -> None:
+def run_candidate(request: dict[str, Any], fds: list[int], *, paths: list[tuple[int, int]]) -> None:
     """Confines this process, runs a completion, and answers calls of its function.
 
     Args:
         request (dict[str, Any]): ``code``, ``entry_point``, ``folder``, ``limits``, ``megabytes``,
-            ``uid`` and ``namespaces``.
+            ``uid``, ``namespaces`` and ``filter``.
         fds (list[int]): the checker's socket.
+        paths (list[tuple[int, int]]): of :func:`_landlock.open_paths`.
     """
-    _keep_only(fds[0])
-    calls = socket.socket(fileno=3)
+    calls = socket.socket(fileno=fds[0])
     try:
-        _confine(request)
+        calls = _confine(request, calls, paths)
         function = _load(request["code"], request["entry_point"])
     except BaseException as error:
         send(calls, {"error": _describe(error)})
@@ -52,30 +53,41 @@ def run_candidate(request: dict[str, Any], fds: list[int]) -> None:
         send(calls, _answer(function, call))
 
 
-def _confine(request: dict[str, Any]) -> None:
-    folder = request["folder"]
-    if request["namespaces"]:
-        _kernel.mount_scratch(folder, megabytes=request["megabytes"])
+def _confine(
+    request: dict[str, Any], calls: socket.socket, paths: list[tuple[int, int]]
+) -> socket.socket:
+    """Gives up all that is not the completion's; docs/reward_hacking.md has a picture."""
+    server, folder, namespaces = os.getppid(), request["folder"], request["namespaces"]
+    if namespaces:
+        _kernel.isolate(folder, megabytes=request["megabytes"])
     os.chdir(folder)
     random.seed()
     os.umask(0o077)
-    _kernel.set_limits(request["limits"])
     _kernel.refuse_privileges()
-    # As the user who may read Python's library; the files stay open to the one that comes next.
-    readable = ["/"] if request["namespaces"] else _kernel.visible_paths()
-    restrict_files(readable=readable, writable=folder)
-    _kernel.drop_privileges(request["uid"])
+    restrict_files(paths, writable=folder, folders=namespaces)
+    calls = _keep_only(calls)
+    _kernel.set_limits(request["limits"])
+    _kernel.drop_privileges(request["uid"], new_user_namespace=namespaces)
+    _kernel.die_with_parent()  # once more: a change of the user undoes it
+    if os.getppid() != server:
+        os._exit(1)
+    if request["filter"]:
+        restrict_calls(files=namespaces)
+    return calls
 
 
-def _keep_only(fd: int) -> None:
+def _keep_only(calls: socket.socket) -> socket.socket:
     """Leaves one socket, as descriptor 3, and nothing to read from or to print to."""
     null = os.open("/dev/null", os.O_RDWR)
     # Moved up first, so that no target below is one of the sources.
-    high, null = os.dup2(fd, 1000), os.dup2(null, 1001)
+    high, null = os.dup2(calls.fileno(), 1000), os.dup2(null, 1001)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.dup2(high, 3)
-    os.closerange(4, 65536)
+    calls.detach()
+    os.closerange(4, _kernel.LIBRARY_FD)
+    os.closerange(_kernel.LIBRARY_FD + 1, 65536)
+    return socket.socket(fileno=3)
 
 
 def _load(code: str, entry_point: str) -> Any:

@@ -23,23 +23,24 @@ MAX_FDS = 4
 Task = Callable[[dict[str, Any], list[int]], None]
 
 
-def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> None:
+def serve(control: socket.socket, task: Task, *, pid_namespace: int | None = None) -> None:
     """Serves until the socket closes; never returns in the processes that it forks.
 
     Args:
         control (socket.socket): the owner's requests.
         task (Task): what a forked process does.
-        owns_pid_namespace (bool): whether this is the first process of a pid namespace.
+        pid_namespace (int | None): the open file of the pid namespace whose first process this is;
+            each task gets another one below it. None = there are none.
     """
     tasks: list[int] = []
-    if not owns_pid_namespace:
+    if pid_namespace is None:
         _kernel.adopt_orphans()
 
     def sweep() -> None:
-        if owns_pid_namespace:
-            _sweep_namespace()
-        else:
+        if pid_namespace is None:
             _sweep_descendants(tasks)
+        else:
+            _sweep_namespace()
         tasks.clear()
 
     while True:
@@ -50,6 +51,8 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             sweep()
             return
         if request["do"] == "start":
+            if pid_namespace is not None:
+                _kernel.renew_pid_namespace(pid_namespace)
             tasks.append(_fork(control, task, *fds))
             for fd in fds:
                 os.close(fd)
@@ -65,7 +68,7 @@ def _fork(control: socket.socket, task: Task, request: int, *fds: int) -> int:
         return process
     try:
         _kernel.die_with_parent()
-        if os.getppid() != server:
+        if os.getppid() not in (server, 0):  # 0 from a pid namespace, which ends with the server
             os._exit(1)  # the server died in between
         os.setsid()
         control.close()
