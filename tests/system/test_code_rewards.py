@@ -21,7 +21,7 @@ from processes import children, is_alive, wait_until
 import torchtune_grpo
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
 from torchtune_grpo.rewards._code import code_blocks, extract_program
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _kernel
 
 FENCES = ["namespaces", "landlock"]
 LIMITS = Limits(seconds=0.7)
@@ -473,6 +473,66 @@ def test_a_test_that_calls_nothing_proves_nothing(sandbox):
 def test_a_test_that_cannot_be_sent_is_the_tests_fault(sandbox):
     with pytest.raises(SandboxError, match="passes what cannot be sent: a function is no plain"):
         judge(sandbox, "def solve(f): return f(1)", test="assert solve(lambda x: x) == 1")
+
+
+def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
+    """However deep a completion nests them: a wrong answer, and not a failure of the sandbox."""
+    nested = "def solve(x):\n    for _ in range(DEPTH): x = [x]\n    return x"
+    for depth in (10, 47, 48, 49, 50, 60):
+        for test in (
+            "assert solve(solve(1)) == 1",
+            "x = 1\nfor _ in range(20): x = [[[solve(x)]]]\nassert x == 1",
+        ):
+            assert not judge(sandbox, nested.replace("DEPTH", str(depth)), test=test).passed
+    test = "assert solve(solve(1)) == " + "[" * 40 + "1" + "]" * 40
+    assert judge(sandbox, nested.replace("DEPTH", "20"), test=test).passed
+
+
+@pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration", "GeneratorExit"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "for got, x in zip(map(solve, [1, 2]), [1, 2]): assert got == x",
+        "assert all(map(solve, [1, 2]))",
+        "assert sum(map(solve, [1, 2])) == 0",
+        "assert list(filter(solve, [1, 2])) == []",
+        "for got in iter(lambda: solve(1), None): assert got == 1",
+        "def results():\n    yield solve(1)\nassert not any(results())",
+    ],
+)
+def test_an_exception_does_not_end_the_tests_loops(sandbox, name, test):
+    assert not judge(sandbox, f"def solve(n): raise {name}", test=test).passed
+
+
+def test_time_used_decides_and_not_time_passed():
+    """An honest one passes beside 15 processes, each in its own session, that spin on all CPUs."""
+    spin = """
+import os
+def solve(n):
+    for _ in range(14):
+        if not os.fork():
+            os.setsid()
+            break
+    while True: pass
+"""
+    burn = """
+import time
+def solve(n):
+    while time.process_time() < 0.3: pass
+"""
+    greedy, honest = CodeSandbox(Limits(seconds=3)), CodeSandbox(Limits(seconds=0.6))
+    try:
+        assert passes_again(greedy) and passes_again(honest)
+        server, found = greedy._servers["candidate"].facts["pid"], []
+        thread = threading.Thread(target=lambda: found.append(judge(greedy, spin).why))
+        thread.start()
+        assert wait_until(lambda: len(_kernel.processes_of(server)) == 15)
+        verdict = judge(honest, burn, test="solve(0)")
+        thread.join()
+    finally:
+        greedy.close(), honest.close()
+    assert verdict.passed, verdict
+    assert found == ["no verdict within 3 s"]
 
 
 def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):

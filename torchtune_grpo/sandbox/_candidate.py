@@ -16,7 +16,7 @@ from typing import Any
 from torchtune_grpo.sandbox import _kernel
 from torchtune_grpo.sandbox._landlock import restrict_files
 from torchtune_grpo.sandbox._seccomp import restrict_calls
-from torchtune_grpo.sandbox._values import NotPlain, dump, load
+from torchtune_grpo.sandbox._values import MAX_CALL_DEPTH, NotPlain, dump, load
 from torchtune_grpo.sandbox._wire import PeerGone, receive, send
 
 # Imported before the first fork, so that no completion has to wait for them.
@@ -102,7 +102,7 @@ def _load(code: str, entry_point: str) -> Any:
 
 def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
     try:
-        returned = function(*load(call["args"]), **load(call["kwargs"]))
+        returned = function(*load(call["args"], MAX_CALL_DEPTH), **load(call["kwargs"]))
         return {"value": dump(returned)}
     except NotPlain as error:
         return {"error": ["NotPlain", str(error)]}

@@ -14,7 +14,7 @@ import types
 from typing import Any, NoReturn
 
 from torchtune_grpo.sandbox import _kernel
-from torchtune_grpo.sandbox._values import NotPlain, dump, load
+from torchtune_grpo.sandbox._values import MAX_CALL_DEPTH, NotPlain, TooDeep, dump, load
 from torchtune_grpo.sandbox._wire import PeerGone, receive, send
 
 MAX_ANSWER = 2**20  # bytes
@@ -43,8 +43,10 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            call = {"args": dump(list(args)), "kwargs": dump(kwargs)}
+            call = {"args": dump(list(args), MAX_CALL_DEPTH), "kwargs": dump(kwargs)}
         except NotPlain as error:
+            if self.answers and isinstance(error, TooDeep):
+                self._break("an argument that is made of its answers is nested too deep", error)
             self.unsendable = str(error)
             raise _Broken from error
         try:
@@ -81,7 +83,10 @@ class _StandIn:
         self.answers += 1
         kind = getattr(builtins, name, None)
         raised: Exception = CandidateError(f"{name}: {message}")
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        # As a generator does it: a loop of the test's must not end as if it had been through.
+        if kind in (StopIteration, StopAsyncIteration):
+            raised = RuntimeError(f"the function raised {name}")
+        elif isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 raised = kind(message)
             except Exception:  # such as UnicodeDecodeError, which wants more arguments

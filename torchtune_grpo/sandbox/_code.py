@@ -6,6 +6,7 @@ import hmac
 import math
 import os
 import secrets
+import select
 import socket
 import tempfile
 import time
@@ -13,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_grpo.sandbox._kernel import UIDS
+from torchtune_grpo.sandbox._kernel import UIDS, time_used
 from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
 from torchtune_grpo.sandbox._wire import PeerGone, receive
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
+_PATIENCE = 5  # times the limit may pass before one that others keep from running is given up
 
 
 class SandboxError(RuntimeError):
@@ -30,7 +32,8 @@ class Limits:
     """What a completion may use.
 
     Args:
-        seconds (float): from its start to the end of its test; then all its processes are killed.
+        seconds (float): of its processes and its test, running or asleep; waiting for a CPU that
+            others keep busy does not count. Then all its processes are killed.
         megabytes (int): of memory in each process, and of files in all.
         processes (int): at once, threads included.
     """
@@ -198,7 +201,6 @@ class CodeSandbox:
             )
 
     def _run(self, program: dict[str, Any], exam: dict[str, Any]) -> Verdict:
-        deadline = time.monotonic() + self.limits.seconds
         ours, theirs = socket.socketpair()
         calls = socket.socketpair()
         with ours, theirs, calls[0], calls[1]:
@@ -208,7 +210,7 @@ class CodeSandbox:
             # With these ends closed, the death of one side is seen by the other.
             for end in (theirs, *calls):
                 end.close()
-            report = None if lost else _read_verdict(ours, deadline, exam["secret"])
+            report = None if lost else self._await_verdict(ours, exam["secret"])
         for stop in (ServerProcess.request_stop, ServerProcess.await_stop):
             lost += self._tell("candidate", stop) + self._tell("checker", stop)
         if "checker" in lost:
@@ -221,6 +223,24 @@ class CodeSandbox:
             raise SandboxError(f"the test passes what cannot be sent: {report['unsendable']}")
         return Verdict(report["passed"], report["why"])
 
+    def _await_verdict(self, sock: socket.socket, secret: str) -> dict[str, Any] | None:
+        """The checker's report, or None if it never came."""
+        servers = [self._servers["candidate"].facts["pid"], self._servers["checker"].pid]
+        start, left = time.monotonic(), self.limits.seconds
+        waiter = select.poll()
+        waiter.register(sock, select.POLLIN)
+        while not waiter.poll(left * 1000):
+            passed = time.monotonic() - start
+            ran, waited = time_used(servers)
+            left = self.limits.seconds - max(ran, passed - waited)
+            if left <= 0 or passed > _PATIENCE * self.limits.seconds:
+                return None
+        try:
+            report = receive(sock, limit=_MAX_VERDICT)
+        except PeerGone:
+            return None
+        return report if hmac.compare_digest(report["secret"], secret) else None
+
     def _tell(self, name: str, action: Callable[[ServerProcess], None]) -> list[str]:
         """Calls a server; one that is lost is dropped, and named in the list returned."""
         try:
@@ -230,12 +250,3 @@ class CodeSandbox:
             del self._servers[name]
             return [name]
         return []
-
-
-def _read_verdict(sock: socket.socket, deadline: float, secret: str) -> dict[str, Any] | None:
-    """The checker's report, or None if it never came."""
-    try:
-        report = receive(sock, limit=_MAX_VERDICT, deadline=deadline)
-    except (TimeoutError, PeerGone):
-        return None
-    return report if hmac.compare_digest(report["secret"], secret) else None

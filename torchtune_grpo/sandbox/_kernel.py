@@ -232,6 +232,17 @@ def set_limits(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+def time_used(roots: list[int]) -> tuple[float, float]:
+    """Seconds that all descendants of some processes have run, and have waited for a CPU."""
+    ran = waited = 0.0
+    for process in [child for root in roots for child in processes_of(root)]:
+        with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
+            waited += int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    return ran, waited
+
+
 def processes_of(root: int) -> list[int]:
     """All descendants of a process that are not zombies, from /proc."""
     children: dict[int, list[int]] = {}

@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 from functools import partial
+from typing import Any
 
 from torchtune_grpo.sandbox import _kernel
 from torchtune_grpo.sandbox._server import serve
@@ -39,10 +40,11 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     libraries = _kernel.shared_libraries()
-    facts = {
+    facts: dict[str, Any] = {
         "landlock": landlock_version(),
         "filter": can_filter(),
         "users": os.geteuid() == 0 and _kernel.can_become(_kernel.UIDS[0]),
+        "pid": os.getpid(),
         "refusal": _kernel.enter_namespaces() if namespaces else "they are turned off",
     }
     facts["namespaces"] = not facts["refusal"]
@@ -54,6 +56,7 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
             os.waitpid(first, 0)
             return
         _kernel.die_with_parent()
+        facts["pid"] = int(os.readlink("/proc/self"))  # as the owner sees it
         pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         _kernel.hide_files(libraries)
     elif facts["users"]:

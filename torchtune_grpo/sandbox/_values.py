@@ -10,11 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 50
+MAX_CALL_DEPTH = 2 * MAX_DEPTH  # of arguments, which may hold answers
 _PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
 
 
 class NotPlain(Exception):
     """A value that cannot cross."""
+
+
+class TooDeep(NotPlain):
+    """A value that is nested too deep to cross."""
 
 
 def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -27,7 +32,7 @@ def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
     if value is None or value is True or value is False:
         return value
     if depth == 0:
-        raise NotPlain(f"nested deeper than {MAX_DEPTH}")
+        raise TooDeep("nested too deep")
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
