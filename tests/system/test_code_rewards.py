@@ -178,6 +178,115 @@ def check(candidate):
         ).passed
 
 
+def test_dates_ranges_views_and_exact_numbers_cross(sandbox):
+    test = """
+import datetime
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
+def check(candidate):
+    zone = datetime.timezone(datetime.timedelta(hours=-3))
+    for value in [range(3), range(10 ** 30, 0, -7), Decimal('1.10'), Decimal('-Infinity'),
+                  Fraction(-3, 9), datetime.date(2024, 2, 29), datetime.time(1, 2, 3, 4),
+                  datetime.datetime(2024, 1, 2, 3, 4, 5, 6, zone), datetime.timedelta(-1, 5, 6),
+                  deque([1, [2]], maxlen=5), deque(), {1: 2}.keys(), {1: [2]}.values(),
+                  {(1,): {2}}.items(), {'a': Decimal(1), 'b': [range(2)]}]:
+        got = candidate(value)
+        assert repr(got) == repr(value) and type(got) is type(value), (got, value)
+    assert candidate({1: 2, 3: 4}.keys()) & {1, 5} == {1}
+"""
+    assert judge(sandbox, "def solve(x): return x", test=test).why == ""
+
+
+def test_what_cannot_cross_is_named(sandbox):
+    for value, name in (("object()", "object"), ("[lambda: 1]", "function"), ("re", "module")):
+        why = judge(sandbox, f"import re\ndef solve(n): return {value}").why
+        assert why == f"NotPlain: a {name} is no plain data"
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("yield from range(n)", "assert list(solve(3)) == [0, 1, 2]"),
+        ("return map(str, range(n))", "assert [*solve(2)] == ['0', '1'] and next(solve(1)) == '0'"),
+        ("return zip('ab', range(n))", "assert dict(solve(2)) == {'a': 0, 'b': 1}"),
+        ("return reversed([1, n])", "assert sorted(solve(2)) == [1, 2]"),
+        (
+            "i = n\n  while True:\n    i += 1; yield i",
+            "from itertools import islice\nfor _ in range(2):\n  a, b = solve(4), solve(7)\n"
+            "  assert list(islice(a, 3)) == [5, 6, 7] and next(b) == 8 and next(a) == 8",
+        ),
+        (
+            "yield 1\n  raise KeyError(n)",
+            "got = solve(5)\nassert next(got) == 1\ntry: next(got)\n"
+            "except KeyError as error: assert error.args == (5,)\nelse: assert 0",
+        ),
+    ],
+)
+def test_iterators_are_gone_through_one_by_one(sandbox, code, test):
+    assert judge(sandbox, f"def solve(n):\n  {code}", test=test).why == ""
+    wrong = judge(sandbox, f"def solve(n):\n  {code}", test=f"{test}\nassert list(solve(0)) == 1")
+    assert "AssertionError" in wrong.why or "no verdict" in wrong.why or "KeyError" in wrong.why
+
+
+def test_an_iterator_that_is_passed_on_is_not_the_tests_fault(sandbox):
+    test = "assert solve(solve(3)) == 1"
+    assert "a generator is no plain data" in judge(sandbox, "def solve(n): yield n", test=test).why
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("x.sort(); x.append(9)", "x = y = [3, 1, 2]\nsolve(x)\nassert y == [1, 2, 3, 9]"),
+        ("x[0][1].append(2)", "x = [[1, inner := []]]\nsolve(x)\nassert inner == [2]"),
+        ("x.pop('a'); x['b'].add(1)", "x = {'a': 1, 'b': (s := set())}\nsolve(x)\n"
+         "assert x == {'b': {1}} and s == {1}"),
+        ("x[0].clear()", "x = ([1],)\nsolve(x)\nassert x == ([],)"),
+        ("x.rotate(1); x.append(0)", "from collections import deque\nx = deque([1, 2], 3)\n"
+         "solve(x=x)\nassert x == deque([2, 1, 0]) and x.maxlen == 3"),
+        ("x[0] = 5", "x = bytearray(b'ab')\nsolve(x)\nassert x == b'\\x05b'"),
+        ("x.append(1); raise ValueError", "x = []\ntry: solve(x)\nexcept ValueError: pass\n"
+         "assert x == [1]"),
+        ("print('a', x); print(2)", "import contextlib, io\ncaught = io.StringIO()\n"
+         "with contextlib.redirect_stdout(caught): solve([1])\n"
+         "assert caught.getvalue() == 'a [1]\\n2\\n'"),
+        ("print('no')", "import sys, io\nsolve(1)\nsys.stdout = io.StringIO()\nsolve(2)\n"
+         "assert sys.stdout.getvalue() == 'no\\n'"),
+    ],
+)  # fmt: skip
+def test_what_a_function_does_to_arguments_and_prints_is_seen(sandbox, code, test):
+    assert judge(sandbox, f"def solve(x):\n    {code}", test=test).why == ""
+    assert judge(sandbox, "def solve(x): pass", test=test).why.startswith("AssertionError")
+
+
+def test_exceptions_carry_their_arguments_and_attributes(sandbox):
+    code = """
+class Mine(ValueError):
+    def __init__(self, code): super().__init__(f'code {code}'); self.code = code; self._x = 1
+def solve(n):
+    if n == 0: raise Mine(7)
+    if n == 1: raise KeyError('k', 2)
+    if n == 2: raise FileNotFoundError(2, 'none', 'name')
+    if n == 3: b'\\xff'.decode()
+    raise LookupError
+"""
+    test = """
+def check(candidate):
+    caught = []
+    for n in range(5):
+        try: candidate(n)
+        except Exception as error: caught.append(error)
+    mine, key, missing, decode, bare = caught
+    assert type(mine) is ValueError and str(mine) == 'code 7' and mine.code == 7
+    assert type(key) is KeyError and key.args == ('k', 2)
+    assert type(missing) is FileNotFoundError and missing.errno == 2 and missing.filename == 'name'
+    assert str(missing) == "[Errno 2] none: 'name'"
+    assert type(decode) is UnicodeDecodeError and decode.start == 0 and decode.object == b'\\xff'
+    assert type(bare) is LookupError and bare.args == ()
+"""
+    assert judge(sandbox, code, test=test).why == ""
+
+
 def test_exceptions_cross_as_builtin_ones(sandbox):
     test = """
 def check(candidate):

@@ -6,11 +6,15 @@ checker rebuilds as plain data and compares with what it expects.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 import socket
 import sys
 import types
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torchtune_grpo.sandbox import _kernel
@@ -45,12 +49,13 @@ def run_candidate(request: dict[str, Any], fds: list[int], *, paths: list[tuple[
         send(calls, {"error": _describe(error)})
         return
     send(calls, {"ready": True})
+    iterators: list[Iterator[Any]] = []
     while True:
         try:
             call = receive(calls)
         except PeerGone:
             return
-        send(calls, _answer(function, call))
+        send(calls, _answer(function, iterators, call))
 
 
 def _confine(
@@ -100,21 +105,45 @@ def _load(code: str, entry_point: str) -> Any:
     return function
 
 
-def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
+def _answer(function: Any, iterators: list[Iterator[Any]], call: dict[str, Any]) -> dict[str, Any]:
+    """What became of a call, or of a step of the iterator that an earlier one returned."""
+    if "next" in call:
+        function = partial(next, iterators[call["next"]])
+    printed = io.StringIO()
     try:
-        returned = function(*load(call["args"], MAX_CALL_DEPTH), **load(call["kwargs"]))
-        return {"value": dump(returned)}
+        arguments = load(call["arguments"], MAX_CALL_DEPTH)
+        before = dump(arguments, MAX_CALL_DEPTH)
+        with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
+            answer = _outcome(partial(function, *arguments[0], **arguments[1]), iterators)
+        after = dump(arguments, MAX_CALL_DEPTH)
+        if after != before:
+            answer["arguments"] = after
     except NotPlain as error:
-        return {"error": ["NotPlain", str(error)]}
+        answer = {"error": ["NotPlain", str(error), {}]}
+    return {**answer, "printed": printed.getvalue()}
+
+
+def _outcome(function: Callable[[], Any], iterators: list[Iterator[Any]]) -> dict[str, Any]:
+    try:
+        returned = function()
+        if isinstance(returned, Iterator):
+            iterators.append(returned)
+            return {"iterator": len(iterators) - 1}
+        return {"value": dump(returned)}
+    except NotPlain:
+        raise
     except BaseException as error:
         return {"error": _describe(error)}
 
 
-def _describe(error: BaseException) -> list[str]:
-    """The name of the nearest builtin exception, and the message."""
+def _describe(error: BaseException) -> list[Any]:
+    """The name of the nearest builtin exception, the message, and attributes of plain data."""
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-    try:
+    message, attributes = "", {}
+    with contextlib.suppress(BaseException):
         message = str(error)
-    except BaseException:
-        message = ""
-    return [names[0], message[:500]]
+    for name in dir(error):
+        with contextlib.suppress(BaseException):
+            if not name.startswith("_") and getattr(error, name) is not None:
+                attributes[name] = dump(getattr(error, name))
+    return [names[0], message[:500], attributes]
