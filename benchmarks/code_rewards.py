@@ -2,9 +2,9 @@
 
     python benchmarks/code_rewards.py [--pytest 40]
 
-Judges them with two workers, looks for processes and files that are left over, and compares the
-time per harmless completion with one ``pytest`` process for each (of ``--pytest`` of them, one at a
-time and two at a time; hostile ones would harm the host). Prints one JSON line.
+Judges them with two workers, looks for processes, files, keys and shared memory that are left over,
+and compares the time per harmless completion with one ``pytest`` process for each (of ``--pytest``
+of them, one at a time and two at a time; hostile ones would harm the host). Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -66,6 +66,12 @@ def processes() -> set[str]:
     return found
 
 
+def kept_by_the_kernel() -> int:
+    """Keys, and SysV shared memory, semaphores and queues, of the whole machine."""
+    paths = ["/proc/keys", *(f"/proc/sysvipc/{kind}" for kind in ("shm", "sem", "msg"))]
+    return sum(len(Path(path).read_text().splitlines()) for path in paths if os.path.exists(path))
+
+
 def run_pytest(folder: Path, index: int, code: str) -> float:
     """Seconds of one ``pytest`` process."""
     path = folder / f"test_{index}.py"
@@ -94,8 +100,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3.0)
     args = parser.parse_args()
     harmless, hostile = programs(args.count)
-    files = set(os.listdir(tempfile.gettempdir()))
-    before = processes()
+    tempfile.tempdir = tempfile.mkdtemp()  # nobody else's
+    before, kept = processes(), kept_by_the_kernel()
     reward = CodeReward(workers=2, timeout=args.timeout)
     judge(reward, ["def solve(n):\n    return 0\n"])  # starts the sandboxes
     wrong = 0
@@ -111,7 +117,8 @@ def main() -> None:
         "hostile": len(hostile),
         "wrong_verdicts": wrong,
         "leaked_processes": len(processes() - before),
-        "leaked_files": len(set(os.listdir(tempfile.gettempdir())) - files),
+        "leaked_files": len(os.listdir(tempfile.gettempdir())),
+        "leaked_keys_and_ipc": kept_by_the_kernel() - kept,
         "seconds": round(sum(seconds), 2),
         "seconds_hostile": round(seconds[1], 2),
         "ms_per_harmless": round(seconds[0] / len(harmless) * 1000, 2),

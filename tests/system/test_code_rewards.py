@@ -129,20 +129,11 @@ def test_nothing_carries_over_to_the_next_program(sandbox):
 
 def test_no_program_finds_another_in_its_memory(sandbox):
     """Neither where the server's freed blocks are, nor anywhere else in its writable memory."""
-    thief = """
-import ctypes, gc, os, re
-libc, (reader, writer) = ctypes.CDLL(None), os.pipe()
-def solve(n):
-    pages = {id(thing) >> 20 for thing in gc.get_objects()}
-    for address in (page << 20 | offset for page in pages for offset in range(0, 2 ** 20, 32768)):
-        if libc.write(writer, ctypes.c_void_p(address), 32768) > 0:  # no crash where nothing is
-            found = re.search(rb"n \\* n \\+ (\\d{5})", os.read(reader, 32768))
-            if found: return n * n + int(found[1])
-"""
     other = HONEST["plain"] + "# which is long enough to have a block of its own\n" * 20
     for _ in range(3):
         assert judge(sandbox, other).passed
-        assert "AssertionError" in judge(sandbox, thief).why
+        thief = QUICK["searches its memory page by page"]
+        assert "AssertionError" in judge(sandbox, thief).why  # it went through to the end
 
 
 def test_its_own_files_and_processes_are_allowed(sandbox):
@@ -322,6 +313,30 @@ def check(candidate):
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
 
 
+def test_the_number_of_processes_and_files_is_limited(sandbox):
+    code = """
+import os, signal
+def solve(n):
+    children = files = 0
+    try:
+        while children < 50:
+            if not os.fork(): signal.pause()
+            children += 1
+    except BlockingIOError: pass
+    try:
+        while files < 5000:
+            open(f'{files}', 'w').close()
+            files += 1
+    except OSError: pass
+    return children, files
+"""
+    most = 4095 if "of their own" in sandbox.confinement() else 5000
+    sandbox.limits = Limits(seconds=5)
+    verdict = judge(sandbox, code, test=f"got = solve(0)\nassert got == (15, {most}), got")
+    sandbox.limits = LIMITS
+    assert verdict.passed, verdict
+
+
 def test_every_limit_is_set_and_no_right_is_left(sandbox):
     code = """
 import os, resource
@@ -417,7 +432,7 @@ raise ValueError(found + [libc.shmget(4711, 0, 0), libc.semget(4712, 0, 0), libc
     first = judge(sandbox, number).why
     judge(sandbox, leave)
     assert judge(sandbox, find).why == "ValueError: [-1, -1, -1, -1]"
-    if sandbox._servers["candidate"].facts["namespaces"]:
+    if "of their own" in sandbox.confinement():
         assert judge(sandbox, number).why == first
     else:
         assert "LEARN FROM THEIR PROCESS ID" in sandbox.confinement()
@@ -788,6 +803,22 @@ def test_a_lost_server_is_replaced():
     assert passes_again(sandbox)
     sandbox.close()
     assert set(children()) == before
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_nothing_outlives_a_server_that_is_killed(namespaces):
+    """Its completion dies with it, though it runs as another user, in a session of its own."""
+    sandbox = CodeSandbox(Limits(seconds=100), namespaces=namespaces)
+    sandbox._start()
+    server = sandbox._servers["candidate"].facts["pid"]
+    thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
+    thread.start()
+    assert wait_until(lambda: len(_kernel.processes_of(server)) == 1)
+    (task,) = _kernel.processes_of(server)
+    os.kill(server, 9)
+    thread.join()
+    assert not is_alive(task)
+    sandbox.close()
 
 
 def own_two_rewards(folder: Path) -> None:
