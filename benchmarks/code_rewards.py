@@ -1,6 +1,6 @@
 """Code rewards: verdicts, leaks and speed on 1,000 completions, a tenth of them hostile.
 
-    python benchmarks/code_rewards.py [--pytest 40]
+    python benchmarks/code_rewards.py [--pytest 40] [--without-namespaces]
 
 Judges them with two workers, looks for processes, files, keys and shared memory that are left over,
 and compares the time per harmless completion with one ``pytest`` process for each (of ``--pytest``
@@ -17,12 +17,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 from hostile_code import HONEST, HOSTILE, TEST, WRONG
 
-from torchtune_grpo.rewards import CodeReward
+from torchtune_grpo.rewards import CodeReward, _code
+from torchtune_grpo.sandbox import CodeSandbox
 
 
 def programs(count: int) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
@@ -98,7 +100,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--pytest", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=3.0)
+    parser.add_argument("--without-namespaces", action="store_true")
     args = parser.parse_args()
+    if args.without_namespaces:
+        _code.CodeSandbox = partial(CodeSandbox, namespaces=False)
     harmless, hostile = programs(args.count)
     tempfile.tempdir = tempfile.mkdtemp()  # nobody else's
     before, kept = processes(), kept_by_the_kernel()

@@ -43,7 +43,9 @@ def run_candidate(request: dict[str, Any], fds: list[int], *, paths: list[tuple[
     """
     calls = socket.socket(fileno=fds[0])
     try:
-        calls = _confine(request, calls, paths)
+        _leave_the_machine(request, paths)
+        calls = _keep_only(calls)
+        _give_up_rights(request)
         function = _load(request["code"], request["entry_point"])
     except BaseException as error:
         send(calls, {"error": _describe(error)})
@@ -58,11 +60,8 @@ def run_candidate(request: dict[str, Any], fds: list[int], *, paths: list[tuple[
         send(calls, _answer(function, iterators, call))
 
 
-def _confine(
-    request: dict[str, Any], calls: socket.socket, paths: list[tuple[int, int]]
-) -> socket.socket:
-    """Gives up all that is not the completion's; docs/reward_hacking.md has a picture."""
-    server, folder, namespaces = os.getppid(), request["folder"], request["namespaces"]
+def _leave_the_machine(request: dict[str, Any], paths: list[tuple[int, int]]) -> None:
+    folder, namespaces = request["folder"], request["namespaces"]
     if namespaces:
         _kernel.isolate(folder, megabytes=request["megabytes"])
     os.chdir(folder)
@@ -70,7 +69,10 @@ def _confine(
     os.umask(0o077)
     _kernel.refuse_privileges()
     restrict_files(paths, writable=folder, folders=namespaces)
-    calls = _keep_only(calls)
+
+
+def _give_up_rights(request: dict[str, Any]) -> None:
+    server, namespaces = os.getppid(), request["namespaces"]
     _kernel.set_limits(request["limits"])
     _kernel.drop_privileges(request["uid"], new_user_namespace=namespaces)
     _kernel.die_with_parent()  # once more: a change of the user undoes it
@@ -78,7 +80,6 @@ def _confine(
         os._exit(1)
     if request["filter"]:
         restrict_calls(files=namespaces)
-    return calls
 
 
 def _keep_only(calls: socket.socket) -> socket.socket:

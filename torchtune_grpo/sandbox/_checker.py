@@ -152,9 +152,9 @@ def run_checker(request: dict[str, Any], fds: list[int]) -> None:
         if not stand_in.answers:
             why = "the test never called the function"
     except BaseException as error:
-        why = f"{type(error).__name__}: {error}"[:500]
+        why = f"{type(error).__name__}: {error}"
     # A test's own `except:` may have swallowed it.
-    why = stand_in.broken or why
+    why = (stand_in.broken or why)[:500]
     send(
         verdict,
         {

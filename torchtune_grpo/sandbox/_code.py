@@ -108,7 +108,7 @@ class CodeSandbox:
     def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
         facts = self._servers["candidate"].facts
         # A user of its own, so that the limit on processes counts this completion's alone.
-        uid = secrets.choice(UIDS) if facts["users"] else None
+        uid = facts["users"] and facts["users"] + secrets.randbelow(UIDS)
         program = {
             "code": code,
             "entry_point": entry_point,

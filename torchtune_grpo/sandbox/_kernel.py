@@ -29,7 +29,8 @@ LIBRARY_FD = 1002  # of open_library; no program's own descriptor
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _LINKS = ("/lib", "/lib64", "/usr/lib64")
 _WHEN_THREADS_END = "libgcc_s.so.1"  # libc loads it then
-UIDS = range(20_000, 60_000)  # that completions run as; one is nobody else's
+# Users that completions run as, and nobody else: where the first ones of these begin that can be.
+_FIRST_UIDS, UIDS = (10**9, 20_000), 40_000
 _MAX_FILES = 4096  # of one completion, in memory
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -212,15 +213,18 @@ def become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def can_become(uid: int) -> bool:
-    """Whether this process may. In many a container it may not, or there is no such user."""
-    child = os.fork()
-    if not child:
-        with contextlib.suppress(OSError):
-            become(uid)
-            os._exit(0)
-        os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
+def first_uid() -> int | None:
+    """Where ``UIDS`` users begin that this process can become; None if it may not."""
+    for uid in _FIRST_UIDS if os.geteuid() == 0 else ():
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError):
+                become(uid)
+                os._exit(0)
+            os._exit(1)
+        if os.waitpid(child, 0)[1] == 0:
+            return uid
+    return None
 
 
 def set_limits(limits: dict[str, int]) -> None:

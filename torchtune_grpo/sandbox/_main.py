@@ -43,7 +43,7 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
     facts: dict[str, Any] = {
         "landlock": landlock_version(),
         "filter": can_filter(),
-        "users": os.geteuid() == 0 and _kernel.can_become(_kernel.UIDS[0]),
+        "users": _kernel.first_uid(),
         "pid": os.getpid(),
         "refusal": _kernel.enter_namespaces() if namespaces else "they are turned off",
     }

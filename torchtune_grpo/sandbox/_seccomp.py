@@ -2,8 +2,9 @@
 
 Not on it is what would reach other processes, last longer than a completion, or take memory that no
 limit counts: keys, SysV and POSIX IPC, memfd, sockets, new namespaces, tracing, scheduling, mounts,
-starting programs, modes and times of files. See seccomp(2); the filter is classic BPF, written
-down here because libseccomp would be one more library of the system's for a list of numbers.
+starting programs, modes and times of files, what the kernel has cached of a file. See seccomp(2).
+The filter is classic BPF, written down here because libseccomp is a library of the system's, which
+pip cannot install.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from torchtune_grpo.sandbox import _kernel
 # Names, and the kernel's numbers on x86_64 and aarch64 (-: it has no such call).
 _CALLS = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69,
-pwritev 296 70, preadv2 327 286, pwritev2 328 287, lseek 8 62, close 3 57, close_range 436 436,
-dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, open 2 -, openat 257 56, creat 85 -,
-stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48,
-faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents 78 -, getdents64 217 61,
-getcwd 79 17, chdir 80 49, fchdir 81 50, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -,
-unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276, link 86 -, linkat 265 37,
-symlink 88 -, symlinkat 266 36, ftruncate 77 46, fallocate 285 47, fsync 74 82, fdatasync 75 83,
-flock 73 32, umask 95 166, sendfile 40 71, copy_file_range 326 285, fadvise64 221 223, poll 7 -,
-ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -, epoll_create1 291 20,
-epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, eventfd 284 -,
-eventfd2 290 19, signalfd 282 -, signalfd4 289 74, timerfd_create 283 85, timerfd_settime 286 86,
-timerfd_gettime 287 87, sendto 44 206, sendmsg 46 211, recvfrom 45 207, recvmsg 47 212,
-shutdown 48 210, getsockname 51 204, getpeername 52 205, brk 12 214, mmap 9 222, munmap 11 215,
-mprotect 10 226, mremap 25 216, madvise 28 233, msync 26 227, mincore 27 232, rt_sigaction 13 134,
+pwritev 296 70, lseek 8 62, close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24,
+pipe 22 -, pipe2 293 59, open 2 -, openat 257 56, creat 85 -, stat 4 -, lstat 6 -, fstat 5 80,
+newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -,
+readlinkat 267 78, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50,
+mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38,
+renameat2 316 276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, ftruncate 77 46,
+fallocate 285 47, fsync 74 82, fdatasync 75 83, flock 73 32, umask 95 166, sendfile 40 71,
+copy_file_range 326 285, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441,
+eventfd 284 -, eventfd2 290 19, signalfd 282 -, signalfd4 289 74, timerfd_create 283 85,
+timerfd_settime 286 86, timerfd_gettime 287 87, sendto 44 206, sendmsg 46 211, recvfrom 45 207,
+recvmsg 47 212, shutdown 48 210, getsockname 51 204, getpeername 52 205, brk 12 214, mmap 9 222,
+munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, msync 26 227, rt_sigaction 13 134,
 rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133,
 rt_sigtimedwait 128 137, sigaltstack 131 132, kill 62 129, tkill 200 130, tgkill 234 131,
 restart_syscall 219 128, alarm 37 -, pause 34 -, getitimer 36 102, setitimer 38 103,
