@@ -46,7 +46,7 @@ DEMO := grpo_full_finetune_single_device --config tiny_arithmetic_grpo
 
 demo: $(STAMP)
 	$(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)
-	$(BIN)/python -m torchtune_grpo.compare $(DEMO_DIR)
+	$(BIN)/python -m torchtune_grpo.evaluate $(DEMO_DIR) --show 3
 	$(BIN)/python -m torchtune_grpo.report $(DEMO_DIR)
 	@echo
 	@echo "Now try:"

@@ -4,8 +4,8 @@
     python benchmarks/demo_seeds.py --lora --seeds 0
 
 Prints one JSON line: per seed the held-out pass@1 at the training temperature and the greedy
-accuracy, before and after, how many of 16 samples say what 3 + 4 is, and the seconds and the CPU
-seconds that making the checkpoint and training took.
+accuracy, before and after, how many of 16 samples say what 3 + 4 is, the findings (there should be
+none), and the seconds and the CPU seconds that making the checkpoint and training took.
 """
 
 import argparse
@@ -17,11 +17,18 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from torchtune_grpo.findings import FindingsWatch, Settings
+from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.read_config import read_config
 
 LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=3e-3"]
 
 
-def run(seed: int, overrides: list[str], folder: Path) -> dict[str, float]:
+def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
     """One demo run in a folder of its own."""
     command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
     command += ["--config", "tiny_arithmetic_grpo", f"output_dir={folder}", f"seed={seed}"]
@@ -33,7 +40,10 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, float]:
     sample = [sys.executable, "-m", "torchtune_grpo.sample", "What is 3 + 4?", "--samples", "16"]
     sample += ["--config", str(folder / "torchtune_config.yaml")]
     said = subprocess.run(sample, check=True, capture_output=True, text=True).stdout
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(folder / "metrics.jsonl")
+    cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
+    watch = FindingsWatch(Settings.from_config(cfg))
+    found = [line for record in records for line in watch.add(record)]
     evaluated = [record for record in records if "eval/pass@1" in record]
     first, last = evaluated[0], evaluated[-1]
     return {
@@ -43,6 +53,7 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, float]:
         "greedy before": round(first["eval/accuracy"], 3),
         "greedy after": round(last["eval/accuracy"], 3),
         "3 + 4": said.count("<answer>7</answer>"),
+        "findings": [line["name"] for line in found if line["event"] == "begins"],
         "seconds": round(seconds),
         "CPU seconds": round(usage.ru_utime + usage.ru_stime),
     }
@@ -59,7 +70,7 @@ def main() -> None:
     overrides = (LORA if args.lora else []) + args.overrides
     with tempfile.TemporaryDirectory() as work:
 
-        def run_seed(seed: int) -> dict[str, float]:
+        def run_seed(seed: int) -> dict[str, Any]:
             return run(seed, overrides, Path(work) / str(seed))
 
         with ThreadPoolExecutor(max_workers=args.jobs) as pool:

@@ -27,7 +27,6 @@ import torch
 from safetensors.torch import load_file
 
 from torchtune_grpo.jsonl import read_jsonl
-from torchtune_grpo.report import axes_of_a_run, series
 
 CONFIG = "tiny_arithmetic_grpo"
 PROMPTS, SAMPLES = 16, 16  # of the config: all ranks together, in a group
@@ -42,6 +41,12 @@ RUNS = {
 }
 LOOKS = {"lw": 4, "alpha": 0.4}, {"lw": 1.5}, {"lw": 1.5, "ls": "--", "color": "black"}
 TOLERANCE = 1e-9  # of a mean reward
+
+
+def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, where it was recorded."""
+    found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
 
 
 def train(name: str, args: argparse.Namespace) -> Path:
@@ -107,12 +112,23 @@ def summary(folder: Path) -> dict[str, float]:
 
 
 def draw(folders: dict[str, Path], picture: Path) -> None:
-    """All runs in one picture."""
-    with axes_of_a_run(picture) as (left, right):
-        for (name, folder), look in zip(folders.items(), LOOKS, strict=True):
-            records = read_jsonl(folder / "metrics.jsonl")
-            left.plot(*series(records, "reward"), label=name, **look)
-            right.plot(*series(records, "eval/pass@1"), marker="o", ms=4, label=name, **look)
+    """All runs in one picture: training reward, held-out accuracy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for (name, folder), look in zip(folders.items(), LOOKS, strict=True):
+        records = read_jsonl(folder / "metrics.jsonl")
+        left.plot(*series(records, "reward"), label=name, **look)
+        right.plot(*series(records, "eval/pass@1"), marker="o", ms=4, label=name, **look)
+    left.set(xlabel="step", title="Training reward")
+    right.set(xlabel="step", title="Held-out accuracy", ylim=(-0.02, 1.02))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+    figure.savefig(picture, dpi=120)
 
 
 def main() -> None:

@@ -89,6 +89,7 @@ def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
         indices=list(range(len(lengths))),
         prompts=[""] * len(lengths),
         columns={},
+        uses=[0] * len(lengths),
     )
 
 

@@ -3,11 +3,11 @@
     for each step:
         sample a group of completions for each prompt, and score them with the rewards
         advantage of a completion = its reward, centred and scaled within its group
-        ppo_epochs times: one optimizer step on the clipped surrogate + KL to the reference
+        ppo_epochs times, in num_minibatches parts of the groups: an optimizer step on the
+            clipped surrogate + KL to the reference
 
 Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), algorithm 1. Departures: the reference is
-the initial policy throughout (one outer iteration), and each step of ``ppo_epochs`` uses all of the
-step's samples at once.
+the initial policy throughout (one outer iteration).
 
 On one device or, under torchrun, on many: every rank then rolls out, scores and trains on its own
 prompts. The loss's denominator is that of all ranks, so the same prompts give the same step on any
@@ -38,26 +38,29 @@ from torchtune_grpo.checkpoint import (
 )
 from torchtune_grpo.command_line import parse
 from torchtune_grpo.components import instantiate
-from torchtune_grpo.data import PromptBatch, collate_prompts, step_indices
+from torchtune_grpo.data import PromptBatch, make_sampler, prompts_of_rank
 from torchtune_grpo.device import find_device
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.interrupt import Interrupts, exit_on_signals
 from torchtune_grpo.load_data import load_data
-from torchtune_grpo.logprobs import MicroBatch, in_order, micro_batches, response_logprobs
+from torchtune_grpo.logprobs import in_order, response_logprobs, trajectory_logprobs
 from torchtune_grpo.loss import LossOutput, make_loss
 from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.metric_logger import make_profiler
 from torchtune_grpo.metrics import StepMetrics
+from torchtune_grpo.mini_batches import MiniBatch, mini_batches
 from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.observer import Observer
 from torchtune_grpo.optimizer import make_optimizer
 from torchtune_grpo.policy import build_policy, empty_model, should_shard
+from torchtune_grpo.quiet import set_seed
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
+from torchtune_grpo.stopping import Course
 from torchtune_grpo.threads import limit_threads
 from torchtune_grpo.trajectory import Trajectory
 
@@ -85,9 +88,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = read_config(cfg)
         self._device = find_device(self.cfg.device)
         parallel.init_process_group(self._device)
-        self._output_dir = Path(self.cfg.output_dir)
-        parallel.on_first_rank(claim_output_dir, self._output_dir)
-        self.seed = training.set_seed(seed=self.cfg.seed)
+        parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
+        self.seed = set_seed(self.cfg.seed)
         self.global_step = 0
         self.interrupts = Interrupts()
 
@@ -100,6 +102,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             limit_threads(empty_model(self.cfg))
         self._is_sharded = should_shard(self.cfg, device=self._device)
         self._checkpoints = Checkpoints.of_run(self.cfg)
+        self._course = Course(self.cfg, self._checkpoints)
         checkpoint = self._checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
         self._tokenizer = instantiate("tokenizer", self.cfg.tokenizer)
         self._rewards = RewardSet.from_config(
@@ -117,7 +120,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             stop_tokens=self._tokenizer.stop_tokens,
             device=self._device,
         )
-        self._guard = NonFiniteGuard(self._output_dir)
+        self._guard = NonFiniteGuard(Path(self.cfg.output_dir))
         self._profiler = make_profiler(self.cfg.profiler)
 
         home = torch.device("cpu") if self._is_sharded else self._device
@@ -147,14 +150,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._dataset, self._evaluator = data["dataset"], None
         if "eval_dataset" in data:
             self._evaluator = Evaluator(
-                dataset=data["eval_dataset"],
-                tokenizer=self._tokenizer,
-                rewards=self._rewards,
-                accuracy_reward=self.cfg.eval_reward,
-                params=self.cfg.sampling_params,
-                num_samples=self.cfg.eval_samples,
-                seed=self.seed,
+                self.cfg, data["eval_dataset"], tokenizer=self._tokenizer, rewards=self._rewards
             )
+        self._sampler = make_sampler(self.cfg.sampler, self._dataset, seed=self.seed)
         self._next_prompts()  # fails if there are too few
 
     def _setup_passes(self) -> None:
@@ -171,13 +169,15 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self._reference.shard(self.cfg.distributed, device=self._device)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        done = state["step"] * self.cfg.ppo_epochs
+        done = state["step"] * self.cfg.updates_per_step
         restore_optimizer(self._optimizer, self._lr_scheduler, state["optimizer"], steps=done)
         self._guard.load_state_dict(state["guard"])
+        self._sampler.load_state_dict(state["sampler"])
         parallel.restore_random_state(state["torch_rng"], self._device)
         self.global_step = state["step"]
         self._observer.resume(self.global_step)
         utils.log_rank_zero(log, f"Resumed after step {self.global_step}.")
+        self._course.judge(self._observer.records)
 
     def train(self) -> None:
         """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
@@ -188,59 +188,50 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         ):
             if self._is_due(self.cfg.eval_every_n_steps):
                 self._evaluate()
-            while self.global_step < self.cfg.num_steps:
+            while self.global_step < self.cfg.num_steps and not self._course.is_over:
                 self.interrupts.boundary()
                 metrics = StepMetrics()
                 with metrics.timer("step_time"):
-                    trajectory, parts = self.generate_trajectory(self._next_prompts(), metrics)
-                    old_logprobs = None
-                    if self.cfg.sampling_correction.mode == "old_logprobs":
-                        old_logprobs = trajectory.sampler_logprobs
+                    batches = self.generate_trajectory(self._next_prompts(), metrics)
                     with metrics.timer("time/update"):
+                        old_logprobs = self._old_logprobs(batches)
                         for epoch in range(self.cfg.ppo_epochs):
-                            logprobs = self.grpo_step(trajectory, parts, metrics, old_logprobs)
-                            if epoch == 0:
-                                metrics.add_sampling_gap(trajectory, logprobs)
-                                self._observer.trained(trajectory, logprobs)
-                            old_logprobs = logprobs if old_logprobs is None else old_logprobs
+                            for number, batch in enumerate(batches):
+                                logprobs = self.grpo_step(batch, metrics, old_logprobs[number])
+                                if epoch == number == 0:  # by the policy that sampled
+                                    metrics.add_sampling_gap(batch.trajectory, logprobs)
+                                    self._observer.trained(batch.trajectory, logprobs)
+                                if old_logprobs[number] is None:
+                                    old_logprobs[number] = logprobs
                 self.global_step += 1
                 profiler.step()
                 self._log(metrics)
                 if self._is_due(self.cfg.eval_every_n_steps):
                     self._evaluate()
-                if self._is_due(self.cfg.save_every_n_steps):
+                is_best = self._checkpoints.best == self.global_step
+                if is_best or self._is_due(self.cfg.save_every_n_steps):
                     self.save_checkpoint()
 
-    def generate_trajectory(
-        self, prompts: PromptBatch, metrics: StepMetrics
-    ) -> tuple[Trajectory, list[MicroBatch]]:
-        """All that the update needs: N rows, and how they are cut into forward passes.
+    def generate_trajectory(self, prompts: PromptBatch, metrics: StepMetrics) -> list[MiniBatch]:
+        """All that the updates need, for each of the optimizer steps of an epoch.
 
         Args:
             prompts (PromptBatch): the step's B prompts.
             metrics (StepMetrics): receives the rollout's statistics.
         """
         trajectory = self._scored_rollout(prompts, metrics)  # N rows; forks may drop or add some
-        weights = self._loss.weights(
-            trajectory.response_mask,
-            num_rows=parallel.sum_over_ranks(trajectory.num_rows),
-            num_tokens=parallel.sum_over_ranks(int(trajectory.response_mask.sum())),
-            max_generated_tokens=self.cfg.max_generated_tokens,
-        )  # [N, L]
-        trajectory = replace(trajectory, weights=weights)
         with metrics.timer("time/logprobs"):
-            parts = micro_batches(
-                trajectory,
-                group_size=self.cfg.grpo_samples,
-                pack=self.cfg.pack_groups,
-                rows=self.cfg.rows_per_forward,
-                token_budget=self.cfg.forward_token_budget,
-                dense=self.cfg.compile,
-            )
-            if self._reference is not None:
-                ref_logprobs = self._reference.logprobs(parts, temperature=self.cfg.temperature)
-                trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
-        return trajectory, parts
+            return mini_batches(trajectory, self.cfg, loss=self._loss, reference=self._reference)
+
+    def _old_logprobs(self, batches: list[MiniBatch]) -> list[Tensor | None]:
+        """Of the policy that sampled, [N, L] each; None = the policy is still that one."""
+        if self.cfg.sampling_correction.mode == "old_logprobs":
+            return [batch.trajectory.sampler_logprobs for batch in batches]
+        if len(batches) == 1:
+            return [None]
+        temperature, model = self.cfg.temperature, self._model.train()
+        with torch.no_grad():
+            return [trajectory_logprobs(model, b.parts, temperature=temperature) for b in batches]
 
     def _scored_rollout(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages: B*G rows."""
@@ -259,23 +250,19 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         return trajectory
 
     def grpo_step(
-        self,
-        trajectory: Trajectory,
-        parts: list[MicroBatch],
-        metrics: StepMetrics,
-        old_logprobs: Tensor | None,
+        self, batch: MiniBatch, metrics: StepMetrics, old_logprobs: Tensor | None
     ) -> Tensor:
-        """One optimizer step on the whole trajectory, in micro-batches.
+        """One optimizer step, in micro-batches.
 
         Args:
-            trajectory (Trajectory): N rows.
-            parts (list[MicroBatch]): which rows share a forward pass.
+            batch (MiniBatch): N rows, and which of them share a forward pass.
             metrics (StepMetrics): receives the loss's statistics.
             old_logprobs (Tensor | None): [N, L]; None = the policy is still the one that sampled.
 
         Returns:
             Tensor: [N, L] log-probs before the step.
         """
+        trajectory, parts = batch.trajectory, batch.parts
         self._model.train()
         loss, seen = torch.zeros((), device=self._device), []
         defer = self.cfg.distributed.defer_gradients
@@ -295,7 +282,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             metrics.add_update(output, entropy=entropy, response_mask=part.response_mask)
             loss += output.loss.detach()
             seen.append(logprobs.detach())
-        self._optimizer_step(loss, trajectory, metrics)
+        self._optimizer_step(loss, batch, metrics)
         return in_order(seen, parts)
 
     def _loss_of(
@@ -318,16 +305,15 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             ),
         )
 
-    def _optimizer_step(self, loss: Tensor, trajectory: Trajectory, metrics: StepMetrics) -> None:
+    def _optimizer_step(self, loss: Tensor, batch: MiniBatch, metrics: StepMetrics) -> None:
         """Sums the ranks' gradients, and takes the step if they and the loss are finite."""
         parallel.reduce_gradients(self._model)
         grad_norm = total_grad_norm(self._model.parameters())
-        num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
-        if num_tokens > 0 and self._guard.allows_step(
+        if batch.num_tokens > 0 and self._guard.allows_step(
             loss=loss,
             grad_norm=grad_norm,
             model=self._model,
-            trajectory=trajectory,
+            trajectory=batch.trajectory,
             step=self.global_step + 1,
         ):
             if self.cfg.clip_grad_norm is not None:
@@ -344,15 +330,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self._lr_scheduler.step()
 
     def _next_prompts(self) -> PromptBatch:
-        rows = step_indices(
-            step=self.global_step,
-            prompts_per_step=self.cfg.batch_size,
-            dataset_size=len(self._dataset),
-            seed=self.seed,
-            rank=parallel.rank(),
-            world_size=parallel.world_size(),
-        )
-        return collate_prompts([self._dataset[row] for row in rows])
+        rows = self._sampler.next(self.cfg.batch_size * parallel.world_size())
+        ranks = {"rank": parallel.rank(), "world_size": parallel.world_size()}
+        return prompts_of_rank(self._dataset, rows, **ranks)
 
     def _roll_out(self, prompts: PromptBatch) -> Trajectory:
         return roll_out(
@@ -392,14 +372,15 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         return TrainerState(global_step=self.global_step, max_steps=self.cfg.num_steps)
 
     def _is_due(self, every: int | None) -> bool:
-        is_end = self.global_step in (0, self.cfg.num_steps)
+        is_end = self._course.is_over or self.global_step in (0, self.cfg.num_steps)
         return is_end or (every is not None and self.global_step % every == 0)
 
     def _log(self, metrics: StepMetrics) -> None:
-        values = metrics.compute()
+        values = metrics.compute() | self._sampler.metrics
         if self._device.type == "cuda":
             values |= training.get_memory_stats(device=self._device)
-        self._observer.step(self.global_step, values)
+        seen = self._observer.step(self.global_step, values)
+        self._sampler.learn(seen["prompt_index"], seen["pass_rate"])
 
     def _evaluate(self) -> None:
         """Unless a run that is resumed already has."""
@@ -407,8 +388,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             return
         self.interrupts.boundary()
         self._model.eval()
-        values = self._evaluator(self._engine, state=self._trainer_state)
-        self._observer.evaluation(self.global_step, values)
+        evaluation = self._evaluator(self._engine, state=self._trainer_state)
+        self._observer.evaluation(self.global_step, evaluation)
+        self._course.judge(self._observer.records)
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
@@ -416,6 +398,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             "step": self.global_step,
             "optimizer": optimizer_state(self._optimizer),
             "guard": self._guard.state_dict(),
+            "sampler": self._sampler.state_dict(),
             "torch_rng": parallel.random_states(self._device),
         }
         folder = self._checkpoints.save(self._model, state, step=self.global_step)

@@ -69,11 +69,12 @@ def run_ranks(
     cwd: Path,
     check: bool = True,
     recipe: Path | None = None,
+    module: str | None = None,
     **env: str,
 ) -> list[Result]:
-    """The recipe's file, or a copy, with arguments, as torchrun starts it, in forked processes.
+    """The recipe's file, or a copy, or a module, as torchrun starts it, in forked processes.
 
-    Of one machine. ``--config`` and the name of a shipped config come first.
+    Of one machine. ``--config`` and the name of a shipped config, or a path, come first.
     """
     first, name, *rest = map(str, arguments)
     assert first == "--config"
@@ -87,7 +88,8 @@ def run_ranks(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     file = str(recipe or recipes_folder() / "grpo_full_finetune.py")
-    command = [file, "--config", str(config_files()[name]), *rest]
+    start = ["-m", module] if module else [file]
+    command = [*start, "--config", str(config_files().get(name, name)), *rest]
     envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     if _needs_gpu(command):
         with ThreadPoolExecutor(ranks) as pool:

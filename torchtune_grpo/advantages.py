@@ -49,13 +49,21 @@ def total_reward(scores: Tensor, failed: Tensor, weights: Tensor, *, group_size:
     return (filled.nan_to_num(nan=0.0).double() * weights).sum(dim=1).float()
 
 
-def group_advantages(rewards: Tensor, *, group_size: int, normalization: str = "group") -> Tensor:
+def group_advantages(
+    rewards: Tensor,
+    *,
+    group_size: int,
+    normalization: str = "group",
+    filled: Tensor | None = None,
+) -> Tensor:
     """Compares each reward with the others of its group; equal rewards give zeros.
 
     Args:
         rewards (Tensor): [N] with N = B * G, prompt-major; all of this rank's rows of the step.
         group_size (int): G, at least 2.
         normalization (str): see the module's docstring.
+        filled (Tensor | None): [N] bool, the rewards that are their group's mean because they were
+            missing; a group's std is that of the others.
 
     Returns:
         Tensor: [N] advantages.
@@ -65,7 +73,11 @@ def group_advantages(rewards: Tensor, *, group_size: int, normalization: str = "
     shifted = groups - groups[:, :1]
     centred = shifted - shifted.mean(dim=1, keepdim=True)
     if normalization == "group":
-        centred = centred / (shifted.std(dim=1, keepdim=True) + STD_EPSILON)
+        std = shifted.std(dim=1, keepdim=True)
+        if filled is not None:
+            others = group_size - filled.view_as(groups).sum(dim=1, keepdim=True)
+            std = std * ((group_size - 1) / (others - 1).clamp(min=1)).sqrt()
+        centred = centred / (std + STD_EPSILON)
     elif normalization == "batch":
         everyone = torch.cat(gather_over_ranks(rewards))
         centred = centred / (everyone.std() + STD_EPSILON)
@@ -86,13 +98,15 @@ def reward_advantages(
     """Turns several rewards into one advantage per row.
 
     ``sum_then_normalize`` normalizes the weighted sum (GRPO). ``normalize_then_sum`` normalizes
-    each reward by itself and sums the results with the weights, so that a reward with a small
-    spread is not drowned by one with a large spread (GDPO, arXiv:2601.05242).
+    each reward by itself, sums the results with the weights, and divides by the sums' std over the
+    batch, so that a reward with a small spread is not drowned by one with a large spread, and the
+    number of rewards does not scale the step (GDPO, arXiv:2601.05242; the sums' mean, which it
+    subtracts, is 0, as that of each group is).
 
     Args:
         total (Tensor): [N] the weighted sum.
         scores (Tensor): [N, R]; NaN, where a reward does not apply or failed, counts as the mean of
-            its group when rewards are normalized one by one.
+            its group when rewards are normalized one by one, and not in its std.
         weights (Tensor): [R].
         group_size (int): G.
         normalization (str): see :func:`group_advantages`.
@@ -103,9 +117,14 @@ def reward_advantages(
     """
     if aggregation == "sum_then_normalize":
         return group_advantages(total, group_size=group_size, normalization=normalization)
-    filled = fill_with_group_means(scores, scores.isnan(), group_size=group_size)
+    missing = scores.isnan()
+    filled = fill_with_group_means(scores, missing, group_size=group_size)
     normalized = [
-        group_advantages(column, group_size=group_size, normalization=normalization)
-        for column in filled.unbind(dim=-1)
+        group_advantages(
+            column, group_size=group_size, normalization=normalization, filled=column_missing
+        )
+        for column, column_missing in zip(filled.unbind(1), missing.unbind(1), strict=True)
     ]
-    return (torch.stack(normalized, dim=1) * weights).sum(dim=1)
+    combined = (torch.stack(normalized, dim=1) * weights).sum(dim=1)
+    everyone = torch.cat(gather_over_ranks(combined))
+    return combined / (everyone.std() + STD_EPSILON)

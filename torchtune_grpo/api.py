@@ -26,7 +26,7 @@ from torchtune_grpo._import_path import extend_import_path
 from torchtune_grpo.check_config import check_config
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
 from torchtune_grpo.command_line import load_config
-from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import ConfigError, Problems, problems_in
 from torchtune_grpo.evaluation import Evaluator
@@ -34,7 +34,8 @@ from torchtune_grpo.interrupt import Interrupted
 from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.read_config import check_lengths, check_vocabulary
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.sample import generate, items_of
+from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.sample import items_of
 
 log = utils.get_logger("INFO")
 
@@ -260,7 +261,8 @@ class GRPO:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe._model.eval()
         with torch.random.fork_rng(devices=[]):  # what rewards draw is not the run's
-            return evaluator(recipe._engine, state=recipe._trainer_state)
+            metrics = evaluator(recipe._engine, state=recipe._trainer_state).metrics
+        return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
     def _evaluator_of(self, recipe: GRPOFullFinetuneRecipe, data: Any) -> Evaluator:
         source = str(data) if isinstance(data, (str, Path)) else None
@@ -269,15 +271,7 @@ class GRPO:
         recipe._rewards.check_data(dataset, key="data")
         check_lengths(recipe.cfg, longest_prompts={"data": dataset.max_prompt_length})
         check_vocabulary(recipe.cfg, highest_tokens={"data": dataset.highest_token})
-        return Evaluator(
-            dataset=dataset,
-            tokenizer=recipe._tokenizer,
-            rewards=recipe._rewards,
-            accuracy_reward=recipe.cfg.eval_reward,
-            params=recipe.cfg.sampling_params,
-            num_samples=recipe.cfg.eval_samples,
-            seed=recipe.seed,
-        )
+        return Evaluator(recipe.cfg, dataset, tokenizer=recipe._tokenizer, rewards=recipe._rewards)
 
     def generate(
         self,
@@ -324,14 +318,15 @@ class GRPO:
         highest = max(max(item["tokens"], default=0) for item in items)
         check_vocabulary(recipe.cfg, highest_tokens={"prompts": highest})
         recipe._model.eval()
-        rows = generate(
+        rows = roll_out(
             recipe._engine,
-            items,
+            collate_prompts(items),
             tokenizer=recipe._tokenizer,
             params=params,
             group_size=num_samples,
             prefill=recipe._dataset.prefill,
             seed=recipe.seed if seed is None else seed,
+            step=0,
         )
         starts = range(0, rows.num_rows, num_samples)
         texts = [rows.completions[i : i + num_samples] for i in starts]

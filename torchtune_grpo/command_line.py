@@ -60,11 +60,12 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
             f"--config {name}: holds no keys; `tune cp` copies a config to start from."
         )
     for override in overrides:
-        _apply(cfg, override)
+        apply_override(cfg, override)
     return cfg
 
 
-def _apply(cfg: DictConfig, override: str) -> None:
+def apply_override(cfg: DictConfig, override: str) -> None:
+    """Changes a config as ``key=value`` or ``~key`` says; raises a ValueError if it cannot."""
     key, is_set, text = override.partition("=")
     removed = key.startswith("~")
     if not key or not (is_set or removed) or key.startswith("-"):

@@ -83,6 +83,10 @@ class GRPOConfig:
         "Component: a builder, of torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full"
     )
     dataset: DictConfig = key("Component: prompts to train on, called with the tokenizer")
+    sampler: DictConfig | None = key(
+        "Component: which prompts come next (docs/data.md); null = shuffled passes over the data",
+        None,
+    )
     rewards: ListConfig = key(
         "List of components with `name`, `weight` and arguments; see docs/rewards.md"
     )
@@ -127,7 +131,10 @@ class GRPOConfig:
     )
     # Optimization
     num_steps: int = positive("Steps of roll-out and update")
-    ppo_epochs: int = positive("Optimizer steps on each step's samples (the paper's mu)", 1)
+    ppo_epochs: int = positive("Passes over each step's samples (the paper's mu)", 1)
+    num_minibatches: int = positive(
+        "Optimizer steps in each of these passes, on as many parts of the groups", 1
+    )
     forward_batch_size: int | None = positive(
         "Rows in a forward and backward pass, at most; null = all of the step's", None
     )
@@ -174,7 +181,10 @@ class GRPOConfig:
         hint="name a metric of evaluations, such as eval/accuracy",
     )
     stop_at: float | None = key(
-        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)", None
+        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a share from 0 to 1",
     )
     patience: int | None = positive(
         "End the run after so many evaluations in a row that were not its best", None
@@ -192,7 +202,7 @@ class GRPOConfig:
         "Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none", 2
     )
     report_every_n_steps: int | None = positive(
-        "Write run.html every n steps; null = only at the end", None
+        "Write run.html every n steps; null = only at the end", 10
     )
     profiler: DictConfig | None = key("Component: torchtune.training.setup_torch_profiler", None)
 
@@ -204,6 +214,11 @@ class GRPOConfig:
             temperature=self.temperature,
             **{f.name: getattr(self.sampling, f.name) for f in fields(SamplingConfig)},
         )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps on the samples of one step."""
+        return self.ppo_epochs * self.num_minibatches
 
     @property
     def rows_per_step(self) -> int:

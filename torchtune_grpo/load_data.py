@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchtune_grpo.components import instantiate
@@ -13,16 +14,20 @@ from torchtune_grpo.rewards import RewardSet
 
 
 def load_data(
-    cfg: GRPOConfig, *, tokenizer: Any, rewards: RewardSet | None
+    cfg: GRPOConfig,
+    *,
+    tokenizer: Any,
+    rewards: RewardSet | None,
+    keys: Sequence[str] = ("dataset", "eval_dataset"),
 ) -> dict[str, RLDataset]:
-    """Makes ``dataset`` and, if the config has one, ``eval_dataset``.
+    """Makes ``dataset`` and, if the config has one, ``eval_dataset``; or one of them.
 
     Raises:
         ConfigError: where one cannot be read, lacks what a reward needs, or holds prompts that with
             their responses are too long for the model, or tokens that it lacks.
     """
     problems, data = Problems(), {}
-    for name in ("dataset", "eval_dataset"):
+    for name in keys:
         node = getattr(cfg, name)
         if node is not None:
             with problems.noted():

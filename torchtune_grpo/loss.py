@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from omegaconf import DictConfig
@@ -95,19 +95,15 @@ def clipped_surrogate(
 
 
 def cispo_surrogate(
-    log_ratio: Tensor,
-    logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, epsilon_high: float
 ) -> Tensor:
-    """``-stopgrad(clip(r, 1 - low, 1 + high)) A new`` [n, L]: every token keeps a gradient.
+    """``-stopgrad(min(r, 1 + high)) A new`` [n, L]: every token keeps a gradient.
 
     ``logprobs`` [n, L] are the new ones, and the other arguments those of
-    :func:`clipped_surrogate`. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5.
+    :func:`clipped_surrogate`. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5, with no
+    lower bound, as in its experiments.
     """
-    ratio = log_ratio.detach().exp().clamp(1 - epsilon_low, 1 + epsilon_high)
+    ratio = log_ratio.detach().exp().clamp(max=1 + epsilon_high)
     return -ratio * advantages * logprobs
 
 
@@ -150,6 +146,10 @@ class Loss(Protocol):
     def needs_entropy_gradient(self) -> bool:
         """Whether the loss differentiates ``entropy``; False spares its backward pass."""
 
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether rows whose advantage is 0 have a gradient; False spares them their passes."""
+
     def weights(
         self, response_mask: Tensor, *, num_rows: int, num_tokens: int, max_generated_tokens: int
     ) -> Tensor:
@@ -190,9 +190,9 @@ def make_loss(node: DictConfig) -> Loss:
         ValueError: if it lacks something that :class:`Loss` has.
     """
     loss = config.instantiate(node)
-    needed = ("needs_reference", "needs_entropy_gradient", "weights", "__call__")
+    needed = ("weights", "__call__", "needs_reference", "needs_entropy_gradient", "needs_all_rows")
     problem = ", ".join(f"it has no {name}" for name in needed if not hasattr(loss, name))
-    for name in needed[2:] if not problem else ():
+    for name in needed[:2] if not problem else ():
         asked = list(inspect.signature(getattr(Loss, name)).parameters.values())[1:]
         positional = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
         try:
@@ -208,6 +208,14 @@ def make_loss(node: DictConfig) -> Loss:
     return loss
 
 
+# The lower and the upper clipping distance of each kind of ratio, in its source.
+EPSILONS = {
+    "token": (0.2, 0.2),  # Schulman et al. 2017, arXiv:1707.06347, and GRPO
+    "sequence": (3e-4, 4e-4),  # GSPO, arXiv:2507.18071, section 5.1
+    "cispo": (1.0, 4.0),  # no lower one; the upper bound is 5: ScaleRL, arXiv:2510.13786
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
     """The loss family, see :class:`Loss`; the defaults are the paper's objective.
@@ -219,13 +227,18 @@ class GRPOLoss:
     kl_coeff: float = not_negative(
         "Weight of the KL penalty (beta); 0 trains without a reference", 0.04
     )
-    epsilon_low: float = key(
-        "Lower clipping distance",
-        0.2,
-        valid=lambda v: 0 <= v <= 1,
-        hint="give a number in [0, 1]",
+    epsilon_low: float | None = key(
+        "Lower clipping distance; null = that of the ratio's source",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a number in [0, 1], or null",
     )
-    epsilon_high: float = not_negative("Upper clipping distance", 0.2)
+    epsilon_high: float | None = key(
+        "Upper clipping distance; null = that of the ratio's source",
+        None,
+        valid=lambda v: v is None or v >= 0,
+        hint="give 0 or more, or null",
+    )
     importance_sampling_level: str = one_of(
         "One ratio per token, or per sequence (GSPO)", "token", ("token", "sequence")
     )
@@ -241,15 +254,31 @@ class GRPOLoss:
         hint="give more than 1, or null",
     )
     kl_estimator: str = one_of("See `kl_penalty`", "k3", ("k1", "k2", "k3"))
+    kl_on_uninformative: bool = key(
+        "The KL penalty is also that of rows whose advantage is 0; false spares them their passes",
+        True,
+    )
     aggregation: str = one_of("See `loss_weights`", "grpo", ("grpo", "dapo", "dr_grpo"))
     entropy_coeff: float = not_negative("Weight of the entropy bonus", 0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, "loss.")
-        if self.dual_clip is not None and self.surrogate == "cispo":
-            raise ValueError(
-                f"loss.dual_clip={self.dual_clip}: cispo clips every ratio already; set it to null."
-            )
+        for name in ("dual_clip", "epsilon_low") if self.surrogate == "cispo" else ():
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"loss.{name}={value}: cispo bounds every ratio, and from above only; set it "
+                    "to null."
+                )
+
+    @property
+    def epsilons(self) -> tuple[float, float]:
+        """The lower and the upper clipping distance."""
+        kind = "cispo" if self.surrogate == "cispo" else self.importance_sampling_level
+        low, high = EPSILONS[kind]
+        return (
+            low if self.epsilon_low is None else self.epsilon_low,
+            high if self.epsilon_high is None else self.epsilon_high,
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -260,6 +289,13 @@ class GRPOLoss:
     def needs_entropy_gradient(self) -> bool:
         """See :class:`Loss`."""
         return self.entropy_coeff > 0
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """See :class:`Loss`; of a class of one's own with another ``__call__``, nobody knows."""
+        has_own = type(self).__call__ is not GRPOLoss.__call__
+        has_kl = self.needs_reference and self.kl_on_uninformative
+        return has_own or has_kl or self.needs_entropy_gradient
 
     def weights(self, response_mask: Tensor, **totals: int) -> Tensor:
         """See :func:`loss_weights`."""
@@ -283,12 +319,18 @@ class GRPOLoss:
         if self.importance_sampling_level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, response_mask).expand_as(logprobs)
         advantage = advantages[:, None]  # [n, 1]
-        clip: dict[str, Any] = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        low, high = self.epsilons
         if self.surrogate == "cispo":
             own = logprobs.where(response_mask, 0)
-            per_token = cispo_surrogate(log_ratio, own, advantage, **clip)
+            per_token = cispo_surrogate(log_ratio, own, advantage, epsilon_high=high)
         else:
-            per_token = clipped_surrogate(log_ratio, advantage, dual_clip=self.dual_clip, **clip)
+            per_token = clipped_surrogate(
+                log_ratio,
+                advantage,
+                epsilon_low=low,
+                epsilon_high=high,
+                dual_clip=self.dual_clip,
+            )
         if corrections is not None:
             per_token = per_token * corrections.where(response_mask, 0)
         sums = self._clip_sums(log_ratio.detach().exp(), advantage, response_mask)
@@ -305,8 +347,9 @@ class GRPOLoss:
 
     def _clip_sums(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """How many trained tokens are clipped where it stops them, under TRL's names."""
-        low = ((ratio < 1 - self.epsilon_low) & (advantage < 0) & mask).sum()
-        high = ((ratio > 1 + self.epsilon_high) & (advantage > 0) & mask).sum()
+        epsilon_low, epsilon_high = self.epsilons
+        low = ((ratio < 1 - epsilon_low) & (advantage < 0) & mask).sum()
+        high = ((ratio > 1 + epsilon_high) & (advantage > 0) & mask).sum()
         if self.surrogate == "cispo":  # which does not stop them; TRL counts the high ones
             return {"cispo_clip_ratio": high}
         names = ("low", "high", "region")

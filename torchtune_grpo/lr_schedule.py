@@ -23,7 +23,7 @@ def make_lr_scheduler(cfg: GRPOConfig, optimizer: torch.optim.Optimizer) -> Any:
     """
     if cfg.lr_scheduler is None:
         return None
-    num_steps = cfg.num_steps * cfg.ppo_epochs
+    num_steps = cfg.num_steps * cfg.updates_per_step
     trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     instantiate("lr_scheduler", cfg.lr_scheduler, trial, num_training_steps=num_steps)
     starts_at_0 = trial.param_groups[0]["lr"] == 0

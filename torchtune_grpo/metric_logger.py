@@ -57,4 +57,6 @@ def _remedy(error: Exception) -> str:
 
 def make_profiler(node: DictConfig | None) -> Any:
     """The config's profiler, or one that does nothing."""
-    return training.DummyProfiler() if node is None else config.instantiate(node)[0]
+    if node is None or node.get("enabled") is False:
+        return training.DummyProfiler()
+    return config.instantiate(node)[0]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torchtune.utils import get_logger
 
 from torchtune_grpo.loss import LossOutput
-from torchtune_grpo.parallel import gather_over_ranks, rank
+from torchtune_grpo.parallel import gather_over_ranks
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
-
-log = get_logger("INFO")
 
 _NEGATED = "-"  # begins the name of a smallest value among the largest
 _OF_NOTHING = -math.inf  # the largest of no values
@@ -78,6 +75,10 @@ class StepMetrics:
         self.add_values("reward_std_in_group", spread)
         self.add_values("frac_reward_zero_std", spread == 0)
         self.add_values("frac_informative_groups", informative)
+        texts = trajectory.completions
+        groups = [texts[i : i + group_size] for i in range(0, len(texts), group_size)]
+        same = torch.tensor([len({*group}) == 1 for group in groups])
+        self.add_values("frac_groups_same_text", same)
         for column, name in enumerate(scores.names):
             failed = scores.failed[:, column]
             none = scores.scores[:, column].isnan() & ~failed
@@ -179,38 +180,3 @@ def _merged(
         for name, value in rank_maxima.items():
             maxima[name] = max(value, maxima.get(name, -math.inf))
     return sums, maxima
-
-
-class LearningWatch:
-    """Notices a run that cannot learn, whatever it goes on to do."""
-
-    _SEEN = {
-        "no group had completions with different rewards": (
-            "the problems are too easy or too hard, or the rewards tell nothing apart; see "
-            "rewards, dataset, temperature, grpo_samples"
-        ),
-        "every completion was cut off": "see max_generated_tokens and rollout.deadline",
-        "no token was trained on": "see mask_truncated_completions and max_generated_tokens",
-    }
-    STEPS = 3  # so many in a row are no accident
-
-    def __init__(self) -> None:
-        self._in_a_row = dict.fromkeys(self._SEEN, 0)
-
-    def warn(self, values: Mapping[str, float]) -> None:
-        """Logs a line for each thing that was seen in three steps in a row, once in a run.
-
-        Args:
-            values (Mapping[str, float]): what :meth:`StepMetrics.compute` says of a step.
-        """
-        now = (
-            values["frac_informative_groups"] == 0,
-            values["completions/clipped_ratio"] == 1,
-            "entropy" not in values,  # the mean over trained tokens
-        )
-        for (what, why), seen in zip(self._SEEN.items(), now, strict=True):
-            count = self._in_a_row[what]
-            if count < self.STEPS:
-                self._in_a_row[what] = count + 1 if seen else 0
-                if self._in_a_row[what] == self.STEPS and rank() == 0:
-                    log.warning(f"In {self.STEPS} steps in a row, {what}: {why}.")

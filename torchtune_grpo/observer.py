@@ -1,4 +1,4 @@
-"""What a run tells of itself: files, the metric logger, and the terminal."""
+"""What a run tells of itself: files, the metric logger, the terminal, findings and the page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from torch import Tensor
 from torchtune import utils
 
 from torchtune_grpo.config import GRPOConfig
+from torchtune_grpo.evaluation import Evaluation
+from torchtune_grpo.findings import FindingsWatch, Settings
 from torchtune_grpo.groups import GroupRecorder
 from torchtune_grpo.metric_logger import make_metric_logger
-from torchtune_grpo.parallel import world_size
+from torchtune_grpo.parallel import rank, world_size
+from torchtune_grpo.plain import describe, plain
 from torchtune_grpo.progress import RunProgress
+from torchtune_grpo.report import write_page
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.rollout import Progress
-from torchtune_grpo.run_log import RunLog
+from torchtune_grpo.run_log import METRICS_FILE, RunLog
+from torchtune_grpo.summary import evaluation_line, summary
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -69,11 +74,14 @@ class Observer:
             seed=cfg.seed,
         )
         self._accuracy = f"rewards/{cfg.eval_reward or rewards[0]}/mean"
+        self._findings = FindingsWatch(Settings.from_config(cfg))
         self._progress: RunProgress | None = None
 
     def resume(self, step: int) -> None:
         """Forgets what was recorded after the step that the run goes on from."""
         self._log.keep_until(step)
+        for record in self.records:
+            self._findings.add(record)
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -86,7 +94,7 @@ class Observer:
 
     @contextmanager
     def shown(self, *, done: int) -> Iterator[None]:
-        """While the run goes on: its line on the terminal.
+        """While the run goes on, its line on the terminal; then the page, and a summary.
 
         Args:
             done (int): steps that it begins with.
@@ -94,7 +102,14 @@ class Observer:
         self._log.append(STARTS_FILE, done, [_start(self._given, self._device)])
         steps = self._cfg.num_steps
         with RunProgress(steps, done=done, accuracy=self._accuracy) as self._progress:
-            yield
+            try:
+                yield
+            finally:
+                self._write_page()
+        records = self.records
+        if rank() == 0:
+            for line in summary(records, self._findings.current, self._folder):
+                log.info(line)
 
     def rollout(self, now: Progress) -> None:
         """How far a rollout is."""
@@ -109,22 +124,53 @@ class Observer:
         """The rows of the update, and the trainer's log-probs [N, L] before it."""
         self._groups.trained(trajectory, logprobs)
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A finished step and its metrics. Every rank has to call it."""
-        logged = self._log.metrics(step, values)
+    def step(self, step: int, values: Mapping[str, float]) -> dict[str, list[Any]]:
+        """A finished step and its metrics. Every rank has to call it.
+
+        Returns:
+            dict[str, list[Any]]: a line of ``prompts.jsonl``, the same on every rank.
+        """
+        logged = self._metrics(step, values)
         groups, summary = self._groups.take(step)
         self._log.groups(step, groups, share=step / self._cfg.num_steps)
         self._log.append("prompts.jsonl", step, [summary])
-        self._metric_logger.log_dict(logged, step=step)
         if self._progress is not None:
             self._progress.step_done(step, logged)
+        self._tell_findings(step, logged)
+        every = self._cfg.report_every_n_steps
+        if every is not None and step % every == 0:
+            self._write_page()
+        return summary
 
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """What an evaluation says of the policy after so many steps."""
-        self._log.metrics(step, values)
-        self._metric_logger.log_dict(values, step=step)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-        utils.log_rank_zero(log, f"Step {step}: {shown}")
+        logged = self._metrics(step, evaluation.metrics)
+        self._log.append("evaluations.jsonl", step, [evaluation.record])
+        utils.log_rank_zero(log, f"Step {step}: held-out {evaluation_line(logged)}")
+        self._tell_findings(step, logged)
+
+    def _metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        logged = self._log.metrics(step, values)
+        self._metric_logger.log_dict(logged, step=step)
+        return logged
+
+    def _tell_findings(self, step: int, logged: Mapping[str, float]) -> None:
+        """Says each once when it begins and when it ends."""
+        for line in self._findings.add(plain({"step": step, **logged})):
+            self._log.append("findings.jsonl", step, [line])
+            if line["event"] == "ends":
+                utils.log_rank_zero(log, f"Finding {line['name']} has ended.")
+            elif rank() == 0:
+                log.warning(f"Finding {line['name']}: {line['evidence']} {line['remedy']}")
+
+    def _write_page(self) -> None:
+        """A page that cannot be written ends no run."""
+        if rank() > 0 or not (self._folder / METRICS_FILE).exists():
+            return
+        try:
+            write_page(self._folder)
+        except Exception as error:
+            log.warning(f"The run's page is not written: {describe(error)}")
 
     def close(self) -> None:
         """Ends the metric logger."""

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune import config, utils
 
+from torchtune_grpo.quiet import no_advice
+
 log = utils.get_logger("INFO")
 
 MASTER = "master"  # of a parameter's state: its value in float32
@@ -34,6 +36,7 @@ def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torc
         node (DictConfig): the config's node ``optimizer``.
         parameters (Iterable[nn.Parameter]): of the model; those without gradients are left out.
     """
+    no_advice()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = config.instantiate(node, trained)
     narrow = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)

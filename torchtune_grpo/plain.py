@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 # All but newline and tab of C0 and C1, which hold the terminal's commands; what turns the direction
-# of writing; and lone surrogates, which cannot be encoded.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# of writing, or ends a line unseen; and lone surrogates, which cannot be encoded.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _MAX_DEPTH = 50
 _LARGEST_INT = 2**63 - 1
 

@@ -39,6 +39,7 @@ from torchtune_grpo.lr_schedule import make_lr_scheduler
 from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
 from torchtune_grpo.plain import read_json
 from torchtune_grpo.policy import empty_model
+from torchtune_grpo.stopping import scores
 
 log = utils.get_logger("INFO")
 T = TypeVar("T", bound=GRPOConfig)
@@ -102,6 +103,7 @@ _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "checkpointer": (0, ("output_dir",)),
     "dataset": (1, ()),
     "eval_dataset": (1, ()),
+    "sampler": (1, ("seed",)),
     "optimizer": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
@@ -188,6 +190,10 @@ def contradictions(settings: GRPOConfig) -> list[str]:
         f"{settings.forward_batch_size}; set one of them to null.": (
             settings.forward_token_budget is not None and settings.forward_batch_size is not None
         ),
+        f"num_minibatches={settings.num_minibatches}: batch_size={settings.batch_size} groups cannot "
+        "be dealt out evenly; give a divisor.": (
+            settings.batch_size % settings.num_minibatches != 0
+        ),
         "checkpointer.checkpoint_dir: missing; name the folder of the base model.": (
             checkpoint_dir is None
         ),
@@ -197,6 +203,15 @@ def contradictions(settings: GRPOConfig) -> list[str]:
             and Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve()
         ),
     }
+    for key in ("keep_best", "stop_at", "patience"):
+        value, best = getattr(settings, key), scores(settings.eval_samples)
+        cases[f"{key}={value}: needs evaluations; set eval_dataset to held-out prompts."] = (
+            value is not None and settings.eval_dataset is None
+        )
+    cases[
+        f"keep_best={settings.keep_best}: no evaluation with eval_samples={settings.eval_samples} "
+        f"has it; give one of {', '.join(best)}, or more samples."
+    ] = settings.keep_best not in (None, *best)
     for key, folder in (
         ("checkpointer.checkpoint_dir", checkpoint_dir),
         ("adapter_dir", settings.adapter_dir),
@@ -264,6 +279,10 @@ def without_effect(settings: GRPOConfig) -> list[str]:
         f"sampling_correction.cap={cap}: nothing is capped under mode={mode}; set mode to "
         "token_truncate, say.": (
             mode in (None, "old_logprobs") and cap != SamplingCorrectionConfig().cap
+        ),
+        "stop_at and patience: without eval_every_n_steps a run is evaluated at its end; set it.": (
+            settings.eval_every_n_steps is None
+            and (settings.stop_at, settings.patience) != (None, None)
         ),
         "reference: there is none with loss.kl_coeff=0; remove the node.": (
             settings.loss.get("kl_coeff") == 0 and settings.reference != ReferenceConfig()

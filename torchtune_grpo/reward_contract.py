@@ -55,10 +55,12 @@ class TrainerState:
     Args:
         global_step (int): finished optimizer steps.
         max_steps (int): steps of the whole run.
+        epoch (float): passes over the data set that these steps have made.
     """
 
     global_step: int
     max_steps: int
+    epoch: float = 0.0
 
 
 class RewardNotes:

@@ -21,6 +21,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from omegaconf import DictConfig
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo import parallel
 from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.command_line import load_config
 from torchtune_grpo.components import instantiate
@@ -37,13 +39,14 @@ from torchtune_grpo.device import find_device
 from torchtune_grpo.errors import told_in_one_line
 from torchtune_grpo.memory import keep_freed_memory
 from torchtune_grpo.plain import visible
-from torchtune_grpo.policy import build_policy, empty_model
+from torchtune_grpo.policy import build_policy, empty_model, should_shard
 from torchtune_grpo.read_config import check_checkpoint_files, read_config
-from torchtune_grpo.rewards import RewardScores, RewardSet
-from torchtune_grpo.rollout import RolloutEngine, SamplingParams, make_engine, roll_out
+from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rollout import RolloutEngine, make_engine, roll_out
 from torchtune_grpo.threads import limit_threads
-from torchtune_grpo.trajectory import Trajectory
 
+CONFIG_HELP = "name of a shipped config, a file, or the folder of a run"
+CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
 _OVERRIDE = re.compile(r"(?=~|[\w.]+=)~?([A-Za-z_]\w*)[\w.]*(?:=|$)")
 _KEYS = {field.name for field in fields(GRPOConfig)}
 
@@ -59,7 +62,7 @@ def main() -> None:
         metavar="prompt, or key=value",
         help="without a prompt, the data set's first ones; key=value overrides one of the config",
     )
-    parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
+    parser.add_argument("--config", required=True, help=CONFIG_HELP)
     parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
     parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
     parser.add_argument("--base", action="store_true", help="take the weights before training")
@@ -67,9 +70,7 @@ def main() -> None:
     overrides = [text for text in args.prompts if is_override(text)]
     args.prompts = [text for text in args.prompts if not is_override(text)]
     with told_in_one_line():
-        cfg = load_config(args.config, overrides)
-        leave_out_own_keys(cfg, overrides)
-        _say(read_config(cfg), args)
+        _say(read_config(load_run_config(args.config, overrides)), args)
 
 
 def is_override(text: str) -> bool:
@@ -78,25 +79,65 @@ def is_override(text: str) -> bool:
     return match is not None and (match[1] in _KEYS or not re.search(r"\s", text))
 
 
-def leave_out_own_keys(cfg: DictConfig, overrides: list[str]) -> None:
-    """Those of the file that only a recipe of one's own reads; a misspelt override stays."""
+def load_run_config(name: str, overrides: list[str]) -> DictConfig:
+    """A config, or that of a run's folder, without keys that only a recipe of one's own reads.
+
+    Raises:
+        ValueError: if there is none, or an override is misspelt or cannot be applied.
+    """
+    if Path(name).is_dir():
+        overrides, name = [f"output_dir={name}", *overrides], str(Path(name, CONFIG_FILE))
+    cfg = load_config(name, overrides)
     given = {match[1] for text in overrides if (match := _OVERRIDE.match(text))}
-    own = sorted(set(cfg) - _KEYS - given)
-    for name in own:
-        del cfg[name]
-    if own:
+    own = sorted(map(str, set(cfg) - _KEYS - given))
+    for key in own:
+        del cfg[key]
+    if own and parallel.rank() == 0:
         print(f"Left out, as keys of another recipe: {', '.join(own)}")
+    return cfg
 
 
 def open_run(cfg: GRPOConfig) -> tuple[torch.device, Any]:
-    """Checks the files that a config names; returns the device and the tokenizer."""
+    """Joins the ranks, if there are any, and checks files; returns the device and the tokenizer."""
     device = find_device(cfg.device)
-    config.instantiate(cfg.prepare)
+    parallel.init_process_group(device)
+    parallel.on_first_rank(config.instantiate, cfg.prepare)
     check_checkpoint_files(cfg)
     if device.type == "cpu":
         keep_freed_memory()
         limit_threads(empty_model(cfg))
     return device, instantiate("tokenizer", cfg.tokenizer)
+
+
+def newest_checkpoint(cfg: GRPOConfig) -> Path | None:
+    """A run's newest one; None before the first one."""
+    with contextlib.suppress(ValueError):
+        return Checkpoints.of_run(cfg).newest()
+    return None
+
+
+def load_policy(cfg: GRPOConfig, *, device: torch.device, checkpoint: Path | None) -> RolloutEngine:
+    """Samples from the weights of a checkpoint, or with None from those that a run starts from."""
+    checkpoints, is_sharded = Checkpoints.of_run(cfg), should_shard(cfg, device=device)
+    start = " with ".join(filter(None, [cfg.checkpointer.checkpoint_dir, cfg.adapter_dir]))
+    if parallel.rank() == 0:
+        print(f"Weights: {checkpoint or start}")
+    if checkpoint is not None:
+        checkpoints.check_policy(checkpoint)
+    home = torch.device("cpu") if is_sharded else device
+    model = build_policy(cfg, checkpoints.base_weights(), device=home)
+    if checkpoint is not None:
+        checkpoints.restore(model, checkpoint)
+    engine = make_engine(
+        model.eval(),
+        cfg.rollout,
+        gather=cfg.distributed.gather,
+        is_sharded=is_sharded,
+        device=device,
+    )
+    if is_sharded:
+        parallel.shard(model, cfg.distributed, device=device)
+    return engine
 
 
 def items_of(prompts: Sequence[Any], dataset: RLDataset) -> list[dict[str, Any]]:
@@ -107,43 +148,6 @@ def items_of(prompts: Sequence[Any], dataset: RLDataset) -> list[dict[str, Any]]
     ]
 
 
-def generate(
-    engine: RolloutEngine,
-    items: list[dict[str, Any]],
-    *,
-    tokenizer: Any,
-    params: SamplingParams,
-    group_size: int,
-    prefill: str,
-    seed: int,
-) -> Trajectory:
-    """A policy's answers to items of a data set, ``group_size`` to each."""
-    return roll_out(
-        engine,
-        collate_prompts(items),
-        tokenizer=tokenizer,
-        group_size=group_size,
-        params=params,
-        prefill=prefill,
-        seed=seed,
-        step=0,
-    )
-
-
-def score(cfg: GRPOConfig, rows: Trajectory) -> RewardScores:
-    """What the config's rewards say about answers."""
-    rewards = RewardSet.from_config(cfg.rewards)
-    try:
-        return rewards(
-            prompts=rows.prompts,
-            completions=rows.completions,
-            columns=rows.columns,
-            completion_ids=rows.completion_ids,
-        )
-    finally:
-        rewards.close()
-
-
 def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
     device, tokenizer = open_run(cfg)
     dataset = _dataset(cfg, tokenizer, rows=1 if args.prompts else args.num_prompts)
@@ -151,51 +155,42 @@ def _say(cfg: GRPOConfig, args: argparse.Namespace) -> None:
     if args.prompts:
         items = items_of(args.prompts, dataset)
     group_size = args.samples or cfg.grpo_samples
-    rows = generate(
-        load_policy(cfg, device=device, base=args.base),
-        items,
+    rows = roll_out(
+        load_policy(cfg, device=device, checkpoint=None if args.base else newest_checkpoint(cfg)),
+        collate_prompts(items),
         tokenizer=tokenizer,
-        params=cfg.sampling_params,
         group_size=group_size,
+        params=cfg.sampling_params,
         prefill=dataset.prefill,
         seed=cfg.seed,
+        step=0,
     )
-    rewards = [""] * rows.num_rows
+    said = [""] * rows.num_rows
     if not args.prompts:
-        rewards = [f", reward {total:.3f}" for total in score(cfg, rows).total.tolist()]
+        rewards = RewardSet.from_config(cfg.rewards)
+        with contextlib.closing(rewards):
+            scores = rewards(
+                prompts=rows.prompts,
+                completions=rows.completions,
+                columns=rows.columns,
+                completion_ids=rows.completion_ids,
+            )
+        said = [f", reward {total:.3f}" for total in scores.total.tolist()]
     for row, completion in enumerate(rows.completions):
         if row % group_size == 0:
             print(f"\n=== {visible(rows.prompts[row])}")
         length = int(rows.response_lengths[row])
         cut = ", cut off" if rows.truncated[row] else ""
-        print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{rewards[row]}")
+        print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{said[row]}")
         print(visible(completion))
 
 
 def _dataset(cfg: GRPOConfig, tokenizer: Any, *, rows: int) -> RLDataset:
     """The config's data set, of which only the first rows are read where it can be told so."""
     component = _get_component_from_path(cfg.dataset._component_)
-    limit = (
-        {"num_samples": rows} if "num_samples" in inspect.signature(component).parameters else {}
-    )
+    takes = inspect.signature(component).parameters
+    limit = {"num_samples": rows} if "num_samples" in takes else {}
     return instantiate("dataset", cfg.dataset, tokenizer, **limit)
-
-
-def load_policy(cfg: GRPOConfig, *, device: torch.device, base: bool) -> RolloutEngine:
-    """Samples from a run's newest weights, or with ``base`` from those that it started from."""
-    checkpoints = Checkpoints.of_run(cfg)
-    trained = None
-    if not base:
-        with contextlib.suppress(ValueError):  # before the first one
-            trained = checkpoints.newest()
-    start = " with ".join(filter(None, [cfg.checkpointer.checkpoint_dir, cfg.adapter_dir]))
-    print(f"Weights: {trained or start}")
-    if trained is not None:
-        checkpoints.check_policy(trained)
-    model = build_policy(cfg, checkpoints.base_weights(), device=device)
-    if trained is not None:
-        checkpoints.restore(model, trained)
-    return make_engine(model.eval(), cfg.rollout)
 
 
 if __name__ == "__main__":

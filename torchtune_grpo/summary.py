@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune_grpo.findings import Finding
+
 _PREFIX, _LOW, _HIGH = "eval/", "/low", "/high"
 _OUTPUTS = {
     "run.html": "the run's page",
@@ -26,19 +28,19 @@ def rates(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
-    """One evaluation: ``accuracy 0.914 [0.859, 0.961], pass@1 ...``."""
-    return ", ".join(f"{name} {said}" for name, said in rates(record).items())
+    """One evaluation: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
+    first, *others = rates(record).items()
+    return ", ".join([" ".join(first), *(f"{name} {said.split()[0]}" for name, said in others)])
 
 
 def summary(
-    records: Iterable[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], folder: Path
+    records: Iterable[Mapping[str, Any]], findings: Sequence[Finding], folder: Path
 ) -> list[str]:
     """Lines for the end of a run.
 
     Args:
         records (Iterable[Mapping[str, Any]]): the lines of ``metrics.jsonl``.
-        findings (Sequence[Mapping[str, Any]]): those that hold at the end, as in
-            ``findings.jsonl``.
+        findings (Sequence[Finding]): those that hold at the end.
         folder (Path): the run's.
     """
     evaluations = [record for record in records if rates(record)]
@@ -55,8 +57,7 @@ def summary(
             lines.append("  ".join(cells).rstrip())
     for finding in findings:
         lines.append(
-            f"{finding['name']} since step {finding['since']}: {finding['evidence']} "
-            f"{finding['remedy']}"
+            f"{finding.name} since step {finding.since}: {finding.evidence} {finding.remedy}"
         )
     if not findings:
         lines.append("findings: none")

@@ -19,11 +19,12 @@ from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.advantages import group_advantages, reward_advantages
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
 from torchtune_grpo.logprobs._packing import packed_layout
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 with warnings.catch_warnings():
@@ -34,6 +35,7 @@ HEADS = {"num_heads": TINY["num_heads"], "num_kv_heads": TINY["num_kv_heads"]}
 LIMIT, GROUP, TEMPERATURE = 9, 3, 0.8
 PROMPTS = [5, 5, 5, 2, 2, 2]
 RESPONSES = [4, 9, 1, 7, 9, 2]
+NAN = float("nan")
 TRUNCATED = [False, True, False, False, True, False]
 
 
@@ -153,10 +155,10 @@ POLICIES = {
     "token, wide": (dict(epsilon=0.1, epsilon_high=0.4), dict(epsilon_low=0.1, epsilon_high=0.4)),
     "two-sided": (dict(delta=1.5), dict(dual_clip=1.5)),
     "sequence": (
-        dict(importance_sampling_level="sequence"),
-        dict(importance_sampling_level="sequence"),
+        dict(importance_sampling_level="sequence"),  # TRL keeps the distances of tokens
+        dict(importance_sampling_level="sequence", epsilon_low=0.2, epsilon_high=0.2),
     ),
-    "cispo": (dict(epsilon_high=1.3), dict(surrogate="cispo", epsilon_low=1.0, epsilon_high=0.3)),
+    "cispo": (dict(epsilon_high=1.3), dict(surrogate="cispo", epsilon_high=0.3)),
 }
 AGGREGATIONS = {"grpo": "grpo", "bnpo": "dapo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
 CASES = [
@@ -252,3 +254,70 @@ def test_advantages(folder, scale):
     expected = group_advantages(torch.tensor(seen), group_size=GROUP, normalization=scale)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rewards_that_are_normalized_one_by_one(folder):
+    """GDPO with three rewards and weights, one of which now and then does not apply."""
+    seen: list[list[float | None]] = []
+
+    def lengths(completions, **_):
+        seen.append([float(len(set(text)) + 3 * i % 5) for i, text in enumerate(completions)])
+        return seen[-1]
+
+    def large(completions, **_):
+        seen.append([100.0 * (i % 3) for i, _ in enumerate(completions)])
+        return seen[-1]
+
+    def sometimes(completions, **_):
+        seen.append([None if i % 4 == 1 else float(i % 5) for i, _ in enumerate(completions)])
+        return seen[-1]
+
+    weights = [1.0, 0.5, 2.0]
+    trainer = make_trainer(
+        folder,
+        [lengths, large, sometimes],
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=weights,
+    )
+    prompts = [{"prompt": prompt} for prompt in ("w5 w6", "w9") for _ in range(GROUP)]
+    output = trainer._generate_and_score_completions(prompts)
+    scores = torch.tensor([[NAN if v is None else v for v in column] for column in seen]).T
+    expected = reward_advantages(
+        torch.zeros(2 * GROUP),
+        scores,
+        torch.tensor(weights),
+        group_size=GROUP,
+        aggregation="normalize_then_sum",
+    )
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_reward_factories():
+    """Called by dotpath with the config's keys; what they make is named and scored as in TRL."""
+    from trl import rewards as trl_rewards
+
+    cosine = dict(min_value_wrong=-1.0, max_value_wrong=-0.5)
+    cosine |= dict(max_len=10, min_value_correct=0.5, max_value_correct=1.0)
+    settings = {
+        "get_soft_overlong_punishment": dict(max_completion_len=10, soft_punish_cache=4),
+        "get_repetition_penalty_reward": dict(ngram_size=2),
+        "get_cosine_scaled_reward": cosine,
+    }
+    nodes = [
+        {"_component_": f"trl.rewards.{n}", "format": "chat", **s} for n, s in settings.items()
+    ]
+    given = dict(completion_ids=[[5] * 8, [1, 2, 3, 4]], solution=[r"$\frac13$", r"$\frac12$"])
+    answers = [r"It is $\boxed{\frac{1}{3}}$."] * 2
+    chats = [[{"role": "assistant", "content": answer}] for answer in answers]
+    theirs = [getattr(trl_rewards, name)(**made) for name, made in settings.items()]
+    expected = [reward(completions=chats, prompts=[], **given) for reward in theirs]
+    columns, ids = {"solution": given["solution"]}, given["completion_ids"]
+    inputs = dict(prompts=["a"] * 2, completions=answers, columns=columns, completion_ids=ids)
+    rewards = RewardSet.from_config(nodes)
+    assert rewards.names == [reward.__name__ for reward in theirs]
+    torch.testing.assert_close(rewards(**inputs).scores, torch.tensor(expected).T)
+    assert all(first != second for first, second in expected)
+    nodes[2].pop("format")
+    with pytest.raises(RewardFailure, match="set format: chat in its node"):
+        RewardSet.from_config(nodes)(**inputs)

@@ -37,6 +37,10 @@ import os, signal
 def reward_length(prompts, completions, **columns):
     return [float(len(c) % 7) for c in completions]
 
+def reward_half(prompts, completions, answer, **columns):
+    scores = reward_length(prompts, completions)
+    return [score if int(gold) % 2 else 1.0 for score, gold in zip(scores, answer)]
+
 def reward_kill(prompts, completions, trainer_state, **columns):
     if os.environ.get("RANK") == "1" and trainer_state.global_step == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -183,8 +187,9 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     closer than 3e-6.
     """
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4", "seed=1"]
-    if config == QLORA:  # QDoRA
-        objective += ["model.use_dora=True", "optimizer.fused=False"]
+    if config == QLORA:  # QDoRA; half of the groups teach nothing, and get no pass
+        objective += ["model.use_dora=True", "optimizer.fused=False", "loss.kl_coeff=0"]
+        objective += ["num_minibatches=2", "rewards=[{_component_: my_rewards.reward_half}]"]
     if config == QWEN3:
         objective += from_adapter(tmp_path, config)
     runs = {"one": (0, ["batch_size=4"])}

@@ -25,6 +25,7 @@ def test_runs_from_an_empty_folder(tmp_path, recipe, more):
     records = metrics(output)
     assert [r["step"] for r in records if "reward" in r] == [1, 2]
     assert [r["step"] for r in records if "eval/pass@1" in r] == [0, 2]
+    assert not (output / "findings.jsonl").exists()  # two steps are too few to find anything
     assert (output / "step_000002" / "training_state.pt").is_file()
     assert (output / "step_000002" / "adapter").exists() == bool(more)
     if not more:
@@ -32,11 +33,14 @@ def test_runs_from_an_empty_folder(tmp_path, recipe, more):
 
 
 def check_what_shows_it(output, cwd):
-    """The report draws the run, and two problems are answered before and after it."""
+    """The run has written its page, and two problems are answered before and after it."""
+    page = output / "run.html"
+    assert page.stat().st_size > 1_000_000
+    page.unlink()
     report = run("-m", "torchtune_grpo.report", output, cwd=cwd).out
-    assert "held-out pass@1:" in report and "after (step 2)" in report
-    assert (output / "reward_curve.png").stat().st_size > 10_000
-    shown = run("-m", "torchtune_grpo.compare", output, "--num-prompts", "2", cwd=cwd).out
+    assert report.startswith("Held-out accuracy") and report.endswith(f"{page}\n")
+    assert "Believe it" in page.read_text() or "Do not believe" in page.read_text()
+    shown = run("-m", "torchtune_grpo.evaluate", output, "--show", "2", cwd=cwd).out
     assert shown.count("=== What is") == 2
     assert shown.count("--- before: wrong") == shown.count("--- after: wrong") == 2
     assert "tiny_llama" in shown and "step_000002" in shown

@@ -12,20 +12,20 @@ from safetensors.torch import load_file
 
 from torchtune_grpo._plugin import config_files
 from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.data import step_indices
+from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.read_config import read_config
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 PAGE = Path(__file__).parents[2] / "docs" / "forking.md"
 ROWS = 12
-# In which steps a prompt teaches something: its own completions' lengths, else the same for all.
+# In which steps a prompt teaches something: its completions' letters decide, else nothing does.
 REWARD = """
 TEACHES = {teaches}
 
 def reward_some(prompts, completions, trainer_state, weight, **columns):
     step = trainer_state.global_step
     return [
-        float(len(text) % 7) if n in TEACHES[step] else 1.0
+        float(sum(map(ord, text)) % 7) if n in TEACHES[step] else 1.0
         for text, n in zip(completions, weight)
     ]
 """
@@ -74,17 +74,16 @@ def settings(folder: Path, config: str, teaches: dict[int, set[int]], *more: str
         "eval_every_n_steps=null",
         "dtype=fp32",
         "grpo_samples=4",
-        "seed=1",
+        "seed=2",
         "save_every_n_steps=1",
         "keep_last_n_checkpoints=null",
         *more,
     ]
 
 
-def prompts(step: int, number: int = 0, *, batch_size: int, max_rollouts: int) -> list[int]:
-    """The rows of the data set that a rollout takes."""
-    turn = step * max_rollouts + number
-    return step_indices(step=turn, prompts_per_step=batch_size, dataset_size=ROWS, seed=1)
+def prompts(first: int, last: int) -> list[int]:
+    """The rows of the data set that a run draws first, next, ...: of these numbers."""
+    return ShuffledSampler(range(ROWS), seed=2).next(last - first + 1, skip=first)
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
@@ -104,13 +103,9 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 def test_a_fork_drops_refills_and_skips_a_step(tmp_path):
     """Step 1 is full at once, 2 has nothing, 3 fills up, 4 (resumed) keeps one group of three."""
     work = tmp_path / "work"
-    kw = dict(batch_size=2, max_rollouts=2)
-    teaches = {
-        0: set(prompts(0, **kw)),
-        1: set(),
-        2: {prompts(2, **kw)[0], *prompts(2, 1, **kw)},
-        3: {step_indices(step=9, prompts_per_step=2, dataset_size=ROWS, seed=1)[0]},
-    }
+    teaches = {0: set(prompts(0, 1)), 1: set()}  # which draws two, and two more
+    teaches |= {2: {prompts(6, 6)[0], *prompts(8, 9)}, 3: {prompts(14, 14)[0]}}
+    assert not teaches[3] & set(prompts(10, 13))
     adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-2", "lr_scheduler.num_warmup_steps=0"]
     changes = settings(work, LORA, teaches, *adam, "batch_size=2", "loss.kl_coeff=0.1")
     command = ["run", "my_grpo.py", "--config", "my_config.yaml", *changes]
@@ -151,8 +146,7 @@ def test_ranks_keep_different_numbers_of_rows(tmp_path, config):
 
     Without momentum nothing would tell a step on zeros from none.
     """
-    kw = dict(batch_size=4, max_rollouts=1)
-    teaches = {0: set(prompts(0, **kw)[:2]), 1: set(), 2: set(prompts(2, **kw)[1:])}
+    teaches = {0: set(prompts(0, 1)), 1: set(), 2: set(prompts(9, 11))}
     sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=0.5", "optimizer.momentum=0.9"]
     sgd += ["lr_scheduler=null", "max_rollouts=1", "num_steps=3"]
     sgd += ["~optimizer.bf16_stochastic_round"] if config == FULL else []

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from runs import tiny_overrides
 from torch import Tensor
 
+from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.logprobs import MicroBatch
 from torchtune_grpo.trajectory import Trajectory
 
@@ -52,6 +53,28 @@ VARIANTS = {
 }
 
 
+REWARDS = """
+from torchtune_grpo.loss import GRPOLoss
+
+def length(prompts, completions, **_):
+    return [len(c) % 5 for c in completions]
+
+def second_of_four(prompts, completions, **_):
+    # Groups 1 and 3 are equal; nobody has the mean of groups 0 and 2.
+    return [7.0 * (row % 4 == 1) * (row // 4 % 2 == 0) for row, _ in enumerate(completions)]
+
+def first_two_differ(prompts, completions, **_):
+    return [(1.0, 3.0, 2.0, 2.0)[row % 4] for row, _ in enumerate(completions)]
+
+class EveryRow(GRPOLoss):
+    needs_all_rows = True
+
+class Own(GRPOLoss):
+    def __call__(self, **inputs):
+        return super().__call__(**inputs)
+"""
+
+
 def load_recipe_module():
     spec = importlib.util.spec_from_file_location("recipe", ROOT / "grpo_full_finetune.py")
     module = importlib.util.module_from_spec(spec)
@@ -71,19 +94,28 @@ def reordered(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable
     return wrapped
 
 
+class Always(ShuffledSampler):
+    """The same rows in each step."""
+
+    def next(self, count, *, skip=0):
+        return self.rows
+
+
 @dataclass
 class Outcome:
     """What a run left: adapters by name, and what passed through its step.
 
     Attributes:
-        received (list[Tensor | None]): the old log-probs of each epoch.
-        returned (list[Tensor]): the log-probs of each epoch.
+        steps (list[list[int]]): the prompts of each optimizer step.
+        received (list[Tensor | None]): the old log-probs of each.
+        returned (list[Tensor]): the log-probs of each.
     """
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     trajectory: Trajectory
     parts: list[MicroBatch]
+    steps: list[list[int]]
     received: list[Tensor | None]
     returned: list[Tensor]
 
@@ -91,14 +123,12 @@ class Outcome:
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Runs the recipe; returns its adapters' weights before and after, and its trajectories."""
-    (tmp_path / "my_rewards.py").write_text(
-        "def length(prompts, completions, **_):\n    return [len(c) % 5 for c in completions]\n"
-    )
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
     overrides = tiny_overrides(CONFIG, tmp_path)
     runs = 0
 
-    def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3)):
+    def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length"):
         nonlocal runs
         runs += 1
         cfg = OmegaConf.load(ROOT / "configs" / f"{CONFIG}.yaml")
@@ -106,17 +136,18 @@ def train(tmp_path, monkeypatch):
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
         del cfg.optimizer.fused, cfg.optimizer.weight_decay
         cfg.eval_dataset, cfg.eval_every_n_steps = None, None
-        cfg.rewards = [{"_component_": "my_rewards.length"}]
+        cfg.rewards = [{"_component_": f"my_rewards.{reward}"}]
         module = load_recipe_module()
         module.roll_out = reordered(module.roll_out, list(rows))
-        module.step_indices = lambda **_: list(prompts)
         recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
+        recipe._sampler = Always(range(4), seed=0)
+        recipe._sampler.rows = list(prompts)
         grpo_step, calls = recipe.grpo_step, []
 
-        def watched(trajectory, parts, metrics, old_logprobs):
-            logprobs = grpo_step(trajectory, parts, metrics, old_logprobs)
-            calls.append((trajectory, parts, old_logprobs, logprobs))
+        def watched(batch, metrics, old_logprobs):
+            logprobs = grpo_step(batch, metrics, old_logprobs)
+            calls.append((batch.trajectory, batch.parts, old_logprobs, logprobs))
             return logprobs
 
         recipe.grpo_step = watched
@@ -134,6 +165,7 @@ def train(tmp_path, monkeypatch):
             after={name: p.detach() for name, p in trained.items()},
             trajectory=trajectories[0],
             parts=parts[0],
+            steps=[trajectory.prompt_indices.unique().tolist() for trajectory in trajectories],
             received=list(received),
             returned=list(returned),
         )
@@ -172,6 +204,49 @@ def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
     assert_same(train(split, prompts=(3, 1, 0, 2)), base)
 
 
+@pytest.mark.parametrize(
+    ("reward", "cut", "kept", "atol"),
+    [
+        ("second_of_four", ["forward_batch_size=4"], [0, 1, 2, 3, 8, 9, 10, 11], 0),
+        ("second_of_four", [], [0, 1, 2, 3, 8, 9, 10, 11], 1e-6),
+        ("first_two_differ", ["loss.aggregation=grpo"], [0, 1, 4, 5, 8, 9, 12, 13], 1e-6),
+        ("first_two_differ", ["pack_groups=false"], [0, 1, 4, 5, 8, 9, 12, 13], 1e-6),
+    ],
+)
+def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
+    """The same weights without them: to the bit where the passes are cut the same."""
+    change = [*cut, "loss.kl_coeff=0", "optimizer.lr=0.1"]
+    every = train([*change, "loss._component_=my_rewards.EveryRow"], reward=reward)
+    assert every.trajectory.num_rows == 16
+    result = train(change, reward=reward)
+    assert result.trajectory.num_rows == len(kept)
+    assert torch.equal(result.trajectory.weights, every.trajectory.weights[kept])
+    assert_same(result, every, atol=atol)
+    assert max((result.after[n] - result.before[n]).abs().max() for n in result.before) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (["loss.kl_coeff=0.1"], 16),
+        (["loss.kl_coeff=0.1", "loss.kl_on_uninformative=false"], 8),
+        (["loss.kl_coeff=0", "loss.entropy_coeff=0.1"], 16),
+        (["loss.kl_coeff=0", "loss._component_=my_rewards.Own"], 16),
+    ],
+)
+def test_rows_that_may_have_a_gradient_stay(train, change, rows):
+    assert train(change, reward="first_two_differ").trajectory.num_rows == rows
+
+
+def test_a_prompt_that_comes_twice_in_a_step_has_other_samples(train):
+    """Of its first time, those that it has alone."""
+    twice = train([], prompts=(3, 1, 3, 3)).trajectory
+    groups = [twice.select(torch.arange(i, i + GROUP)).completion_ids for i in (0, 8, 12)]
+    assert groups[0] != groups[1] != groups[2] != groups[0]
+    once = train([], prompts=(3, 1, 0, 2)).trajectory
+    assert once.completion_ids[: 2 * GROUP] == twice.completion_ids[: 2 * GROUP]
+
+
 def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
     """In float32 sampler and trainer agree, so that training to either gives the same weights."""
     base = train([])
@@ -185,6 +260,27 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
         assert torch.equal(received, sampler.trajectory.sampler_logprobs)
     assert len(sampler.received) == 2
     assert_same(sampler, base, atol=1e-4)
+
+
+def test_an_epoch_in_several_optimizer_steps(train):
+    """Each on its own groups, with old log-probs of the policy that sampled, in both epochs."""
+    base = train(["num_minibatches=2"])
+    assert base.steps == [[0, 2], [1, 3]] * 2
+    first, second, *again = base.received
+    assert all(torch.equal(a, b) for a, b in zip((first, second), again, strict=True))
+    whole = train([])  # whose first step is by the policy that sampled, too
+    for rows, old in zip(([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]), base.received):
+        mask = whole.trajectory.response_mask[rows][:, : old.shape[1]]
+        expected = whole.returned[0][rows][:, : old.shape[1]]
+        torch.testing.assert_close(old[mask], expected[mask], atol=1e-5, rtol=0)
+    moved = (base.returned[1] - second)[base.received[1] != 0].abs().max()
+    assert moved > 1e-3  # before its first step on these groups, the policy had moved
+    for change in (["forward_batch_size=2"], ["forward_token_budget=64"], ["pack_groups=false"]):
+        assert_same(train(["num_minibatches=2", *change]), base)
+    alone = train(["ppo_epochs=1"], prompts=(0, 2))
+    together = train(["ppo_epochs=1", "num_minibatches=2", "optimizer.lr=0"], prompts=(0, 1, 2, 3))
+    half = together.trajectory.weights
+    torch.testing.assert_close(half, alone.trajectory.weights[:, : half.shape[1]])  # of one step
 
 
 def test_a_budget_that_a_row_can_exceed_is_refused(train):

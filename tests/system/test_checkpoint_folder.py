@@ -26,7 +26,7 @@ from torchtune_grpo.checkpoint import (
     set_aside_previous_run,
 )
 from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
-from torchtune_grpo.checkpoint._claim import delete
+from torchtune_grpo.checkpoint._claim import STAGING, delete
 from torchtune_grpo.checkpoint._folder import STATE_FILE, _publish
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.sandbox._kernel import CLONE_NEWNS, CLONE_NEWUSER, call_libc
@@ -158,6 +158,29 @@ def test_the_oldest_go_and_never_for_a_damaged_one(tmp_path):
     assert checkpoints.newest().name == "step_000011"
 
 
+def test_the_best_is_kept_beside_the_last_and_linked(tmp_path):
+    checkpoints, model = saving(tmp_path, keep_last=1)
+    out = tmp_path / "out"
+
+    def save(step):
+        checkpoints.save(model, {}, step=step)
+        return names(out)
+
+    checkpoints.keep_best(2)  # about to be saved: nothing to link yet
+    assert save(1) == ["step_000001"]
+    assert save(2) == ["best", "step_000002"]
+    assert save(3) == save(3) == ["best", "step_000002", "step_000003"]
+    assert os.readlink(out / "best") == "step_000002"  # also where the folder moves
+    checkpoints.keep_best(4)  # the old one is linked until the new one is there
+    assert (out / "best" / STATE_FILE).is_file()
+    assert save(4) == ["best", "step_000004"] and (out / "best").resolve().name == "step_000004"
+    (out / "best.new").symlink_to("left by a kill")
+    checkpoints.keep_best(4)
+    assert names(out) == ["best", "step_000004"]
+    checkpoints.keep_best(None)  # nobody asks for it any longer
+    assert names(out) == ["step_000004"]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
     checkpoints, model = saving(tmp_path, keep_last=1)
@@ -286,6 +309,7 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
     assert names(out) == ["logs", "notes.txt"]  # no run was here
     for number in (1, 2):
         complete(out, 5)
+        (out / "best").symlink_to("step_000005")
         (out / "metrics.jsonl").write_text(str(number))
         for folder in ("nonfinite", "logs"):
             (out / folder).mkdir(exist_ok=True)
@@ -294,8 +318,9 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         assert names(out) == ["notes.txt", "previous_runs"]
         archive = out / "previous_runs" / str(number)
         assert names(archive) == [
-            *("logs", "metrics.jsonl", "nonfinite", "step_000005", "torchtune_config.yaml")
+            *("best", "logs", "metrics.jsonl", "nonfinite", "step_000005", "torchtune_config.yaml")
         ]
+        assert (archive / "best" / STATE_FILE).is_file()
         assert (archive / "metrics.jsonl").read_text() == str(number)
         (out / "previous_runs" / "README.txt").touch()  # somebody else's
 
@@ -337,6 +362,29 @@ def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, again):
         assert checkpoints.newest() == newest
         seen.append(number)
     assert seen[-1] == 30 and len(seen) > 10
+
+
+def test_a_kill_while_a_new_best_is_saved_leaves_one_of_the_two(tmp_path, monkeypatch):
+    """Small files in the place of weights."""
+    checkpoints, model = of(tmp_path / "out", keep_last=1), torch.nn.Linear(1, 1)
+    out = tmp_path / "out"
+    monkeypatch.setattr(checkpoints, "_write", lambda *_: complete(out / STAGING, 3, number=3))
+
+    def prepare() -> None:
+        for step in (1, 2):
+            complete(out, step, number=step)
+        checkpoints.keep_best(1)
+
+    def save() -> None:
+        checkpoints.keep_best(3)
+        checkpoints.save(model, {}, step=3)
+
+    seen = [
+        torch.load(out / "best" / STATE_FILE)["number"]
+        for _ in kill_points(save, folder=out, prepare=prepare)
+    ]
+    assert seen == sorted(seen) and {*seen} == {1, 3}
+    assert names(out) == ["best", "step_000003"]
 
 
 @pytest.mark.parametrize(

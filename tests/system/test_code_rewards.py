@@ -19,8 +19,14 @@ from hostile_code import HONEST, KEY, QUICK, SLOW, TEST, WRONG
 from processes import children, is_alive, wait_until
 
 import torchtune_grpo
-from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, code_format_reward
-from torchtune_grpo.rewards._code import code_blocks, extract_program
+from torchtune_grpo.rewards import (
+    CodeReward,
+    Reward,
+    RewardSet,
+    TrainerState,
+    code_format_reward,
+)
+from torchtune_grpo.rewards._program import extract_program
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _kernel
 
 FENCES = ["namespaces", "landlock"]
@@ -741,28 +747,61 @@ def test_hostile_and_honest_ones_at_once(tmp_path):
         ("```bash\ndef f(): 1\n```", "S\n\n```bash\ndef f(): 1\n```\n"),
         ("    return 1", "S    return 1\n"),
         ("def f(x): return 1", "S\n\ndef f(x): return 1\n"),
-        ("```python\ndef f(): 1\n", "S\n\n```python\ndef f(): 1\n\n"),  # cut off
+        ("```python\ndef f(): 1\n", "S\n\ndef f(): 1\n\n\n"),  # cut off
         ("```python\ndef ff(): 1\n```", "S```python\ndef ff(): 1\n```\n"),
+        ("1. So:\n   ```py\n   def f():\n       1\n   ```\n", "S\n\ndef f():\n    1\n\n"),
+        ("```py\r\ndef f():\r\n  1\r\n```\r\n", "S\n\ndef f():\n  1\n\n"),
+        ("~~~python\ndef f(): 1\n```\n~~~", "S\n\ndef f(): 1\n```\n\n"),
+        ("````python\ndef f(): 1\n```\n````", "S\n\ndef f(): 1\n```\n\n"),
+        ("```{python}\ndef f(): 1\n```", "S\n\ndef f(): 1\n\n"),
+        ("```{.py .x}\ndef f(): 1\n```", "S\n\ndef f(): 1\n\n"),
+        ("```def f(): 1```\ndef f(): 2", "S\n\n```def f(): 1```\ndef f(): 2\n"),
+        (
+            '```\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n```\nBye\n```\nf()\n```',
+            'S\n\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n\n',
+        ),
+        ("```\nf = lambda x: 1\n```", "S\n\nf = lambda x: 1\n\n"),
+        ("```\nf: F = lambda x: 1\n```", "S\n\nf: F = lambda x: 1\n\n"),
+        ("```\nf == 1\n```", "S```\nf == 1\n```\n"),
+        (
+            "```\nimport re\nA = 1\ndef g():\n  2\n```\n```\ndef f(): g()\n```\n```\nx = f()\n```",
+            "S\n\nimport re\nA = 1\ndef g():\n  2\n\n\ndef f(): g()\n\n",
+        ),
+        ("```\ndef f(): g()\n```\n```\ndef g(): 1\n```", "S\n\ndef f(): g()\n\n\ndef g(): 1\n\n"),
     ],
 )
 def test_the_program_of_a_completion(text, program):
     assert extract_program(text, setup="S", entry_point="f") == program
 
 
-def test_blocks_are_found_in_linear_time():
-    start = time.process_time()
-    for text in ("```" * 70_000, "```\n" * 50_000, "`" * 200_000, "```python\ndef f" * 15_000):
-        code_blocks(text)
-        extract_program(text, setup="", entry_point="f")
-    assert time.process_time() - start < 1.0
-
-
 def test_code_format_reward():
     block = "```python\ndef f(x):\n    return 1\n```"
     think = f"<think>{block}</think>"
-    texts = [block, think + block, f"{block}\n{block}", "def f(x): 1", think, ""]
-    scores = code_format_reward([""] * 6, texts, entry_point=["f"] * 6)
-    assert scores == [1, 1, 0, 0, 0, 0]
+    texts = [block, think + block, "~~~\nf = lambda: 1\n~~~"]
+    texts += [f"{block}\n{block}", "def f(x): 1", think, "", block[:-3], f"{block}\n" * 2000]
+    scores = code_format_reward([""] * 9, texts, entry_point=["f"] * 9)
+    assert scores == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_what_a_reward_tells_of_its_verdicts():
+    """Why each completion failed, the share of each kind, and a failure that is the test's own."""
+    texts = ["def f(): return 1", "def f(): return 2", "def f(): 1 / 0", "def f(:", "def g(): 1"]
+    texts += ["def f():\n while 1: 0", "import os\ndef f(): os._exit(0)", "def f(): return 1"]
+    tests = ["assert f() == 1"] * 7 + ["if 0:\n f()"]
+    rewards = RewardSet([Reward("code", CodeReward(timeout=0.7))], max_failure_share=0.5)
+    columns = {"test": tests, "entry_point": ["f"] * len(texts)}
+    state = TrainerState(global_step=0, max_steps=1)
+    scores = rewards(
+        prompts=[""] * len(texts), completions=texts, columns=columns, trainer_state=state
+    )
+    rewards.close()
+    assert scores.scores[:7, 0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert scores.failed[:, 0].tolist() == [False] * 7 + [True]
+    starts = ["", "AssertionError", "ZeroDivisionError: ", "SyntaxError: ", "KeyError: 'f'"]
+    starts += ["no verdict within", "the completion's process ended", "the test never called"]
+    assert all(map(str.startswith, scores.extra["why"], starts))
+    kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 1}
+    assert dict(scores.metrics) == {f"code/{kind}": n / 7 for kind, n in kinds.items()}
 
 
 def test_bad_settings_and_long_completions():

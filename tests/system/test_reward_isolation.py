@@ -43,6 +43,10 @@ class Actor:
             grandchild = subprocess.Popen(["setsid", "sleep", "1000"])
             open(self.folder + "/pids", "w").write(f"{child.pid} {grandchild.pid} {os.getpid()}")
             time.sleep(1000)
+        if text == "later":  # a thread keeps the interpreter's lock once this is answered
+            hang = lambda: (time.sleep(0.02), re.match("(a+)+$", "a" * 60 + "b"))
+            threading.Thread(target=hang, daemon=True).start()
+            return [1.0]
         if text == "print": print("noise"); os.write(1, b"noise"); os.write(2, b"noise")
         if text == "nan": return [float("nan")]
         if text == "none": return [None]
@@ -65,6 +69,9 @@ async def waits(prompts, completions, completion_ids, answer, trainer_state, log
 
 def scaled(prompts, completions, factor, **columns):
     return [factor * float(completions[0])]
+
+def make_scaled(factor):
+    return lambda prompts, completions, **columns: [factor * float(completions[0])]
 
 def chats(prompts, completions, **columns):
     return [float(completions[0][0]["content"])]
@@ -184,6 +191,19 @@ def test_it_works_off_the_main_thread(make):
     thread.join()
     assert results[0].failed[:, 0].tolist() == [True, False]
     assert score(rewards, "4").total.tolist() == [4]  # the thread's end killed no worker
+
+
+def test_a_request_that_nobody_takes_costs_one_sample(make):
+    """The request is larger than a socket holds, and the worker cannot read it."""
+    rewards = make(workers=1)
+    assert score(rewards, "later").scores.tolist() == [[1.0]]
+    large = {"text": ["x" * 2**22]}
+    assert wait_until(lambda: score(rewards, "1", columns=large).failed.item())
+    assert score(rewards, "2", columns=large).scores.tolist() == [[2.0]]
+
+
+def test_a_factory_makes_its_reward_in_the_worker(make):
+    assert score(make("make_scaled", factor=3), "2").scores.tolist() == [[6.0]]
 
 
 def test_output_does_not_disturb_the_protocol(make):

@@ -1,5 +1,8 @@
 """Answers beyond one number, by math-verify in processes of its own."""
 
+import os
+import signal
+import threading
 import time
 
 import pytest
@@ -39,6 +42,13 @@ RIGHT = [
     ("12", "12"),
     (r"\frac{1}{2}", "0.5"),
     ("12 apples", "12"),
+    (r"x = \sqrt{2}", r"\sqrt{2}"),
+    (r"= \sqrt{2}", r"\sqrt{2}"),
+    (r"f(x) = \sqrt{x}", r"\sqrt{x}"),
+    (r"x_1 = \sqrt{8} = 2\sqrt{2}", r"2\sqrt{2}"),
+    (r"\theta = \frac{\pi}{2}", r"\frac{\pi}{2}"),
+    ("y = 2x + 1", "y=2x+1"),
+    ("x = (0, 1)", "(0,1)"),
 ]
 WRONG = [
     (r"\frac{\sqrt{2}}{3}", r"\frac{1}{\sqrt{2}}"),
@@ -53,6 +63,14 @@ WRONG = [
     ("12 or 13", "12"),
     ("112", "12"),
     ("", "x"),
+    (r"3 = \sqrt{2}", r"\sqrt{2}"),
+    (r"1 = 2 = \sqrt{2}", r"\sqrt{2}"),
+    (r"\sqrt{9} = 2\sqrt{2}", r"2\sqrt{2}"),
+    (r"x^2 + 1 = \sqrt{2}", r"\sqrt{2}"),
+    (r"(3 = \sqrt{2})", r"\sqrt{2}"),
+    (r"1, 3 = \sqrt{2}", r"\sqrt{2}"),
+    (r"x \approx \sqrt{2}", r"\sqrt{2}"),
+    ("z = 2x + 1", "y=2x+1"),
     (r"\frac{", "x"),
     ("__import__('os')._exit(0)", "x"),
 ]
@@ -79,6 +97,23 @@ def test_what_keeps_sympy_busy_is_wrong_in_time(reward):
     start = time.monotonic()
     assert grade(reward, pairs) == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert time.monotonic() - start < 25
+
+
+def test_a_worker_that_is_killed_is_a_failure(reward):
+    """Nobody knows whether the answer is right; other answers are graded as ever."""
+    assert grade(reward, RIGHT[:2]) == [1.0, 1.0]
+
+    def kill():
+        for server in children():
+            for worker in children(of=server):
+                os.kill(worker, signal.SIGKILL)
+
+    killer = threading.Timer(0.3, kill)
+    killer.start()
+    lost = grade(reward, [(f"(x+1)^{{9999999{digit}}}", "(1+x)^2") for digit in "12"])
+    killer.join()
+    assert [str(score).startswith("its process ended") for score in lost] == [True, True]
+    assert grade(reward, RIGHT[:2]) == [1.0, 1.0]
 
 
 def test_an_unreadable_gold_is_a_failure(reward):

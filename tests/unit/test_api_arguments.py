@@ -40,8 +40,8 @@ def names_a_table(mode, *, mode_names=()):
         ({"loss_kl_coeff": 0.5}, "loss.kl_coeff", 0.5),
         ({"loss_aggregation": "dapo"}, "loss.aggregation", "dapo"),  # not in the node before
         ({"loss": {"kl_coeff": 0.5}}, "loss.kl_coeff", 0.5),
-        ({"loss": {"kl_coeff": 0.5}}, "loss.epsilon_low", 0.2),  # stays
-        ({"loss": GRPOLoss}, "loss.epsilon_low", 0.2),
+        ({"optimizer": {"lr": 0.5}}, "optimizer.weight_decay", 0.0),  # stays
+        ({"loss": GRPOLoss}, "loss.kl_coeff", 0.0),
         ({"optimizer": torch.optim.SGD}, "optimizer._component_", "torch.optim.SGD"),
         ({"optimizer": "torch.optim.SGD"}, "optimizer.lr", 3e-4),
         ({"optimizer": {"_component_": "torch.optim.SGD"}}, "optimizer.lr", None),

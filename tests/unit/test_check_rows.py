@@ -140,8 +140,16 @@ def test_a_column_that_is_missing_names_the_data_set() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("test", "", "test='' has neither check"),
-        ("test", "assert True", "has neither check(candidate) nor add"),
+        ("test", "", "test='' calls neither add nor the argument of check"),
+        ("test", "assert True", "calls neither add nor the argument of check"),
+        ("test", "def check(candidate):\n    assert True", "calls neither add nor"),
+        ("test", "def check():\n    assert True", "calls neither add nor"),
+        ("test", "def add(x): return 2\nassert add(1) == 2", "calls neither add nor"),
+        ("test", "assert ad(1) == 2", "uses ad, which is defined nowhere"),
+        ("test", "assert math.isqrt(add(1)) == 1", "uses math, which is defined nowhere"),
+        ("test", "def check(f):\n    assert f(lost) == 2", "uses lost, which is defined nowhere"),
+        ("test", "import numpy as np\nassert add(np.one) == 2", "imports numpy, and there is only"),
+        ("setup", "def add(x=math.pi):\n    pass", "uses math, which is defined nowhere"),
         ("test", None, "test=None is no text"),
         ("test", "def check(candidate):", "is no Python: IndentationError"),
         ("test", "assert add(1) == 2\0", "is no Python: "),
@@ -156,12 +164,27 @@ def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> 
     assert message in str(fault(CODE, CODE_ROW, {**CODE_ROW, column: value}))
 
 
+GOOD_TESTS = [
+    r"assert add('\d') == 2",
+    "import os.path as p, math\nassert math.isclose(add(p.sep), 2)",
+    "def check(*given):\n    assert given[0](1) == 2",
+    "check = lambda candidate: candidate(1)",
+    "assert [*map(add, [1])] == [2]",
+    "from math import *\nassert sqrt(add(1)) == 1",
+    "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert add(1) == 2",
+    "def prepare():\n    global one\n    one = 1\nprepare()\nassert add(one) == 2",
+    "class Case:\n    one = 1\n    def run(self):\n        assert add(Case.one) == 2\nCase().run()",
+    "def check(candidate):\n    def inner():\n        return candidate(1)\n    assert inner() == 2",
+    "for x in range(3):\n    assert [add(y) for y in (x,)] == [(z := x + 1)]",
+    "try:\n    add(None)\nexcept TypeError as error:\n    assert __name__ and str(error)",
+]
+
+
 @pytest.mark.filterwarnings("error")
 def test_tests_that_a_program_can_pass() -> None:
     """Without setup, with one that the config fixes, called by name; warnings are no errors."""
     plain = {name: CODE_ROW[name] for name in ("test", "entry_point")}
-    rows = [plain, {**plain, "test": r"assert add('\d') == 2"}]
-    assert fault(CODE, *rows) is None
+    assert fault(CODE, plain, *({**plain, "test": test} for test in GOOD_TESTS)) is None
     assert fault(CODE, {**CODE_ROW, "setup": ""}) is None
     fenced = SHIPPED + "code_format_reward"
     assert fault(fenced, plain) is None

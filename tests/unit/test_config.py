@@ -62,6 +62,14 @@ BAD = [
     ({"batch_size": True}, "batch_size=True", "not of type int"),
     ({"batch_size": 0}, "batch_size=0", "above 0"),
     ({"temperature": 0}, "temperature=0", "above 0"),
+    ({"stop_at": 90}, "stop_at=90", "a share from 0 to 1"),
+    ({"patience": 0}, "patience=0", "above 0"),
+    ({"keep_best": "accuracy"}, "keep_best=accuracy", "such as eval/accuracy"),
+    ({"keep_best": "eval/pass@1", "eval_samples": 0}, "keep_best=eval/pass@1", "of eval/accuracy,"),
+    ({"keep_best": "eval/pass@8", "eval_samples": 6}, "eval_samples=6", "eval/pass@6, eval/maj@6,"),
+    ({"keep_best": "eval/accuracy", "eval_dataset": None}, "keep_best=eval/acc", "set eval_data"),
+    ({"stop_at": 0.9, "eval_dataset": None}, "stop_at=0.9: needs evaluations", "set eval_dataset"),
+    ({"patience": 3, "eval_dataset": None}, "patience=3: needs evaluations", "set eval_dataset"),
     ({"temperature": "nan"}, "temperature=nan", "finite"),
     ({"top_k": 5}, "top_k=5: unknown config key", "Did you mean sampling.top_k?"),
     ({"sampling__temperature": 2}, "sampling.temperature=2: unknown", "Did you mean temperature?"),
@@ -196,6 +204,8 @@ WITHOUT_EFFECT = [
     ({"sampling_correction": {"cap": 3.0}}, "sampling_correction.cap=3.0.*mode=None"),
     ({"sampling_correction": {"mode": "old_logprobs", "cap": 3.0}}, "cap=3.0.*mode=old_logprobs"),
     ({"loss__kl_coeff": 0, "reference": {"dtype": "fp32"}}, "reference.*loss.kl_coeff=0"),
+    ({"patience": 2, "eval_every_n_steps": None}, "patience: without eval_every_n_steps"),
+    ({"stop_at": 0.0, "eval_every_n_steps": None}, "stop_at and patience: without eval_every"),
 ]
 EFFECTIVE = [
     {"forward_batch_size": 4, "pack_groups": False},
@@ -204,6 +214,7 @@ EFFECTIVE = [
     {"sampling_correction": {"mode": "token_mask", "cap": 3.0}},
     {"reference": {"dtype": "fp32"}},
     {"eval_samples": 2},
+    {"patience": 2, "stop_at": 0.9},
 ]
 
 
@@ -272,10 +283,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 
 
 def test_the_table_in_the_docs_is_the_one_in_the_code():
-    """At most 47 keys at the top; the README shows some of them."""
+    """At most 53 keys at the top; the README shows some of them."""
     root = CONFIGS.parents[1]
     assert markdown_tables(GRPOConfig) in (root / "docs" / "config.md").read_text()
-    assert len(dataclasses.fields(GRPOConfig)) <= 47
+    assert len(dataclasses.fields(GRPOConfig)) <= 53
     shown = re.findall(r"^\| `(\w+)` \|", (root / "README.md").read_text(), re.M)
     assert len(shown) == 10 and set(shown) <= {f.name for f in dataclasses.fields(GRPOConfig)}
 

@@ -1,24 +1,16 @@
-"""Scores of samples -> rates, by hand, and a split that two ranks share."""
+"""Answers -> accuracy, pass@k, maj@k, by hand, on a split that ranks share; and who is lenient."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchtune_grpo import evaluation
-from torchtune_grpo.evaluation import Evaluator, pass_rates
+from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
+from torchtune_grpo.rewards._lenient import names_answer, stated_answer
+from torchtune_grpo.rewards.math import math_correctness_reward
 from torchtune_grpo.rollout import SamplingParams
-
-
-def test_pass_at_n_is_the_share_of_prompts_with_a_right_answer():
-    """Neither the share of right answers nor that of the sample that is right most often."""
-    scores = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, math.nan]])
-    assert pass_rates(scores) == {"pass@1": pytest.approx(4 / 12), "pass@3": 3 / 4}
-
-
-def test_one_sample_has_no_pass_at_n():
-    assert pass_rates(torch.tensor([[1.0], [0.0]])) == {"pass@1": 0.5}
 
 
 class Split:
@@ -33,29 +25,48 @@ class Split:
         return self.size
 
     def __getitem__(self, index: int) -> dict:
-        return {"index": index, "tokens": [index], "prompt": str(index), "columns": {}}
+        return {"index": index, "tokens": [index], "prompt": str(index), "columns": {"n": index}}
 
 
-class Rewards:
-    """Two rewards; prompt p's sample s is right, by the second, if s < p (greedy: if p is odd)."""
+def correct(prompts, completions, **columns):
+    """None, which counts as wrong, for a text that gives up."""
+    return [None if c == "?" else float(c == "right") for c in completions]
 
-    names = ["length", "correct"]
 
-    def __call__(self, *, completions, trainer_state, **rows):
-        assert trainer_state == "state"
-        return SimpleNamespace(scores=torch.tensor([[9.0, float(c)] for c in completions]))
+def length(prompts, completions, trainer_state, **columns):
+    assert trainer_state == "state"
+    return [9.0] * len(completions)
+
+
+correct.answer_of = lambda text: None if text == "?" else text
 
 
 def fake_roll_out(engine, prompts, *, group_size, params, seed, step, **_):
+    """Prompt p's sample s of 4 is right if s < p; greedy ones are if p is odd; 4 is cut off."""
     assert (seed, step) == (3, -1)
     if params.temperature == 0:
         assert group_size == 1 and params.top_k is None and params.min_new_tokens == 1
-        right = [p % 2 for p in prompts.indices]
+        texts = ["right" if p % 2 else "?" for p in prompts.indices]
     else:
-        assert params.temperature == 0.7 and params.top_k == 5
-        right = [s < p for p in prompts.indices for s in range(group_size)]
-    completions = [int(value) for value in right]
-    return SimpleNamespace(prompts=[], completions=completions, columns={}, completion_ids=[])
+        assert params.temperature == 0.7 and params.top_k == 5 and group_size == 4
+        texts = ["right" if s < p else "wrong" for p in prompts.indices for s in range(4)]
+    rows = [p for p in prompts.indices for _ in range(group_size)]
+    return SimpleNamespace(
+        prompts=rows,
+        completions=texts,
+        columns={"n": rows},
+        completion_ids=[[0]] * len(rows),
+        response_lengths=torch.tensor(rows) + 1,
+        truncated=torch.tensor(rows) == 4,
+    )
+
+
+def make(size: int, **changes) -> Evaluator:
+    params = SamplingParams(max_generated_tokens=4, temperature=0.7, top_k=5, min_new_tokens=1)
+    keys = dict(eval_reward="correct", eval_samples=4, seed=3, keep_best=None)
+    cfg = SimpleNamespace(sampling_params=params, **keys | changes)
+    rewards = RewardSet([Reward("length", length), Reward("correct", correct)])
+    return Evaluator(cfg, Split(size), tokenizer=None, rewards=rewards)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -63,33 +74,94 @@ def test_ranks_share_the_prompts_and_agree(ranks, monkeypatch):
     """Each prompt counts once on any number of ranks, more than there are prompts included."""
     monkeypatch.setattr(evaluation, "roll_out", fake_roll_out)
     monkeypatch.setattr(evaluation, "world_size", lambda: ranks)
-    evaluator = Evaluator(
-        dataset=Split(5),
-        tokenizer=None,
-        rewards=Rewards(),
-        accuracy_reward="correct",
-        params=SamplingParams(max_generated_tokens=4, temperature=0.7, top_k=5, min_new_tokens=1),
-        num_samples=2,
-        seed=3,
-    )
-    gathered: list[list[torch.Tensor]] = [[], []]  # greedy and sampled scores, rank by rank
+    gathered: list[list] = []
 
-    def gather(scores):
-        everyone = gathered[scores.shape[1] - 1]
-        everyone.append(scores)
-        return everyone
+    def gather(answered):
+        gathered.append(answered)
+        return gathered
 
     monkeypatch.setattr(evaluation, "gather_over_ranks", gather)
-    for rank in range(ranks):  # the last one finds the scores of all others
+    for rank in range(ranks):  # the last one finds the answers of all others
         monkeypatch.setattr(evaluation, "rank", lambda rank=rank: rank)
-        result = evaluator(None, state="state")
-    # Greedy: prompts 1 and 3 of 5. Sampled: 0, 1, 2, 2, 2 right of 2; 4 of 5 prompts at all.
-    assert result == pytest.approx({"eval/accuracy": 0.4, "eval/pass@1": 0.7, "eval/pass@2": 0.8})
+        result = make(5)(None, state="state")
+    metrics = result.metrics
+    assert metrics.pop("time/eval") >= 0
+    values = {name: v for name, v in metrics.items() if not name.endswith(("/low", "/high"))}
+    # 0, 1, 2, 3, 4 of 4 samples are right. Two of them miss with C(4 - c, 2) of 6 pairs. The vote
+    # is right for 3 and 4, and for 2, where both answers have two votes and the right one is first.
+    assert values == pytest.approx(
+        {
+            "eval/accuracy": 2 / 5,
+            "eval/pass@1": (0 + 1 + 2 + 3 + 4) / 20,
+            "eval/pass@2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5,
+            "eval/pass@4": 4 / 5,
+            "eval/maj@4": 3 / 5,
+            "eval/mean_length": 3.0,
+            "eval/clipped_ratio": 1 / 5,
+        }
+    )
+    scored = [name for name in values if f"{name}/low" in metrics]
+    assert len(metrics) == 7 + 2 * len(scored) and len(scored) == 5
+    assert all(metrics[f"{n}/low"] < metrics[n] < metrics[f"{n}/high"] for n in scored)
+    assert result.record == {
+        "reward": "correct",
+        "prompt_index": [0, 1, 2, 3, 4],
+        "greedy": [0, 1, 0, 1, 0],
+        "samples": [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1] * 4],
+    }
 
 
-def test_unknown_accuracy_reward_is_refused():
-    settings = dict(dataset=Split(1), tokenizer=None, rewards=Rewards(), num_samples=0, seed=0)
+def test_without_samples_there_is_the_greedy_answer_alone(monkeypatch):
+    monkeypatch.setattr(evaluation, "roll_out", fake_roll_out)
+    result = make(5, eval_samples=0)(None, state="state")
+    names = {name.removesuffix("/low").removesuffix("/high") for name in result.metrics}
+    assert names == {"eval/accuracy", "eval/mean_length", "eval/clipped_ratio", "time/eval"}
+    assert "samples" not in result.record
+
+
+def test_a_reward_that_cannot_do_it_is_refused():
     with pytest.raises(ValueError, match="no reward of this name; rewards has length, correct"):
-        Evaluator(
-            accuracy_reward="corect", params=SamplingParams(max_generated_tokens=1), **settings
-        )
+        make(1, eval_reward="corect")
+    with pytest.raises(ValueError, match="keep_best=eval/maj@4: the reward 'length' cannot say"):
+        make(1, eval_reward=None, keep_best="eval/maj@4")
+    make(1, keep_best="eval/maj@4")
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "lenient"),
+    [
+        ("<think>3+4</think><answer>7</answer>", 1, 1),
+        ("The answer is 7.", 0, 1),
+        ("5 + 2 = $7.00", 0, 1),
+        ("<answer>7</answer> as 10-3 is 7,", 1, 1),  # a minus that subtracts, a comma that ends
+        ("<answer>7</answer> in 2 steps", 1, 0),
+        ("It is -7", 0, 0),
+        ("7 or 17", 0, 0),
+        ("no number", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_strict_and_lenient(text, strict, lenient):
+    given = dict(prompts=[""], completions=[text], answer=["7"])
+    assert math_correctness_reward(**given) == [strict]
+    assert last_number_reward(**given) == [lenient]
+
+
+def test_answers_of_one_value_vote_together():
+    """Whatever the spelling; and each reward says what it sees itself."""
+    spellings = ["7", "7.0", "$7", "14/2", r"\boxed{7}", "7 apples"]
+    assert {stated_answer(f"<answer>{text}</answer>") for text in spellings} == {"7"}
+    assert stated_answer("<answer>1,000.50</answer>") == "2001/2"
+    assert stated_answer("<answer>7</answer><answer>8</answer>") is None
+    assert stated_answer("7") is stated_answer("<answer>x</answer>") is None
+    long = "1" * 300
+    assert stated_answer(f"<answer>{long}</answer>") == long
+    lenient = names_answer(Reward("last", last_number_reward))
+    assert lenient is not None and lenient("7 or 8.50") == "17/2" and lenient("none") is None
+    assert SymbolicMathReward.answer_of(r"<answer>\sqrt{2}</answer>") == r"\sqrt{2}"
+    assert names_answer(Reward("length", length)) is None
+
+
+def test_the_lenient_grader_is_fast_on_hostile_texts():
+    for text in ("1," * 100_000, "-" * 200_000, "1." * 100_000, "9" * 200_000):
+        assert last_number_reward([""], [text], answer=["7"]) == [0.0]

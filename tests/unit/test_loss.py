@@ -60,7 +60,16 @@ def test_several_rewards_by_hand():
     one = 0.5 / (math.sqrt(1 / 3) + 1e-4)
     two = 50 / (100 * math.sqrt(1 / 3) + 1e-4)
     expected = torch.tensor([-one - two / 2, one - two / 2, -one + two / 2, one + two / 2])
-    torch.testing.assert_close(apart, expected)
+    torch.testing.assert_close(apart, expected / (expected.std() + 1e-4))
+
+
+def test_groups_that_teach_nothing_stay_exactly_so_in_a_batch_that_does():
+    """Of rewards that are normalized one by one, too; 0.1 is no binary fraction."""
+    scores = torch.tensor([[0.1, 7.3], [0.1, 7.3], [1.0, 0.3], [0.0, 0.1]])
+    total, weights = scores.sum(dim=1), torch.tensor([0.3, 0.7])
+    for options in ({}, {"aggregation": "normalize_then_sum"}):
+        advantages = reward_advantages(total, scores, weights, group_size=2, **options)
+        assert (advantages != 0).tolist() == [False, False, True, True]
 
 
 def test_a_reward_that_does_not_apply_is_left_out():
@@ -73,7 +82,8 @@ def test_a_reward_that_does_not_apply_is_left_out():
     summed = reward_advantages(total, scores, weights, **options)
     torch.testing.assert_close(summed, torch.tensor([0.5, -0.5, 2.5, -2.5]))
     apart = reward_advantages(total, scores, weights, **options, aggregation="normalize_then_sum")
-    torch.testing.assert_close(apart, torch.tensor([0.5, -0.5, 0.5, -0.5]))
+    expected = torch.tensor([0.5, -0.5, 0.5, -0.5])
+    torch.testing.assert_close(apart, expected / (expected.std() + 1e-4))
 
 
 def test_a_failed_reward_counts_as_its_groups_mean():
@@ -109,10 +119,10 @@ def test_surrogate_by_hand():
 def test_cispo_by_hand():
     new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old = new.detach() - torch.tensor([[1.5, 0.5]]).log()
-    loss = cispo_surrogate(new - old, new, torch.tensor([[2.0]]), epsilon_low=0.2, epsilon_high=0.3)
-    torch.testing.assert_close(loss, torch.tensor([[2.6, 3.2]]))
+    loss = cispo_surrogate(new - old, new, torch.tensor([[2.0]]), epsilon_high=0.3)
+    torch.testing.assert_close(loss, torch.tensor([[2.6, 2.0]]))
     loss.sum().backward()
-    torch.testing.assert_close(new.grad, torch.tensor([[-2.6, -1.6]]))  # clipped, yet not zero
+    torch.testing.assert_close(new.grad, torch.tensor([[-2.6, -1.0]]))  # clipped, yet not zero
 
 
 def test_sequence_ratio_and_kl_by_hand():
@@ -185,11 +195,10 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
         for t in range(length):
             whole = loss.importance_sampling_level == "sequence"
             r = torch.exp((new - old).mean() if whole else new[t] - old[t])
-            clipped = torch.clamp(r, 1 - loss.epsilon_low, 1 + loss.epsilon_high)
             if loss.surrogate == "cispo":
-                policy = clipped.detach() * a * new[t]
+                policy = torch.clamp(r, max=1.3).detach() * a * new[t]
             else:
-                policy = torch.min(r * a, clipped * a)
+                policy = torch.min(r * a, torch.clamp(r, 0.9, 1.3) * a)
                 if loss.dual_clip is not None and a < 0:
                     policy = torch.max(policy, loss.dual_clip * a)
             d = ref[t] - new[t]
@@ -236,7 +245,8 @@ COMBINATIONS = [
 @pytest.mark.parametrize("kl_coeff", [0.0, 0.7])
 def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
     batch = random_batch()
-    loss = GRPOLoss(kl_coeff=kl_coeff, epsilon_low=0.1, epsilon_high=0.3, **options)
+    low = None if options["surrogate"] == "cispo" else 0.1
+    loss = GRPOLoss(kl_coeff=kl_coeff, epsilon_low=low, epsilon_high=0.3, **options)
     leaves = [batch["logprobs"].requires_grad_(), batch["entropy"].requires_grad_()]
     value = loss(**batch, weights=step_weights(loss), response_mask=MASK).loss
     grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
@@ -329,8 +339,16 @@ def test_clip_ratio_counts_tokens_where_clipping_bites():
         )
         names = ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
         assert GRPOLoss(kl_coeff=0)(**inputs).sums == dict(zip(names, (low, high, 2)))
-        cispo = GRPOLoss(kl_coeff=0, surrogate="cispo")
+        cispo = GRPOLoss(kl_coeff=0, surrogate="cispo", epsilon_high=0.2)
         assert cispo(**inputs).sums == {"cispo_clip_ratio": high}
+
+
+def test_each_ratio_has_the_distances_of_its_source():
+    kinds = ({}, {"importance_sampling_level": "sequence"}, {"surrogate": "cispo"})
+    found = [GRPOLoss(**kind).epsilons for kind in kinds]
+    assert found == [(0.2, 0.2), (3e-4, 4e-4), (1.0, 4.0)]
+    given = GRPOLoss(importance_sampling_level="sequence", epsilon_low=0.0, epsilon_high=0.3)
+    assert given.epsilons == (0.0, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +365,7 @@ def test_clip_ratio_counts_tokens_where_clipping_bites():
         {"aggregation": "mean"},
         {"entropy_coeff": -0.1},
         {"dual_clip": 2.0, "surrogate": "cispo"},
+        {"epsilon_low": 0.2, "surrogate": "cispo"},
     ],
 )
 def test_bad_options_are_refused_by_name(bad):
@@ -362,7 +381,7 @@ class NoInterface:
 
 
 class OldInterface:
-    needs_reference = needs_entropy_gradient = False
+    needs_reference = needs_entropy_gradient = needs_all_rows = False
 
     def weights(self, response_mask, *, num_rows): ...
 
@@ -378,7 +397,7 @@ class Reinforce(OldInterface):
 def test_a_loss_that_is_none_is_refused_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_loss", sys.modules[__name__])
     for name, problem in {
-        "NoInterface": "it has no needs_reference, it has no needs_entropy_gradient, it has no w",
+        "NoInterface": "it has no weights, it has no needs_reference, it has no needs_ent",
         "OldInterface": "its weights is called with other arguments: .*'num_tokens'",
     }.items():
         with pytest.raises(ValueError, match=rf"my_loss.{name}: {problem}.*docs/loss.md"):

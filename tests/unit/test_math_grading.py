@@ -68,7 +68,8 @@ def test_gsm8k_golds_and_last_lines():
     graded = {True: 0, False: 0}
     for row in map(json.loads, GSM8K.read_text(encoding="utf-8").splitlines()):
         solution, gold = row["answer"].split("\n#### ")
-        assert grade_math_answer(block(gold), gold.replace(",", ""))
+        for stated in (gold, f"She has ${gold} left.", f"**{gold}** clips", f"Total: ({gold})"):
+            assert grade_math_answer(block(stated), gold.replace(",", ""))
         assert not grade_math_answer(block(gold), gold.replace(",", "") + "1")
         last = re.sub("<<.*?>>", "", solution).splitlines()[-1]
         if len(re.findall("[0-9][0-9.,]*", last)) == 1:

@@ -15,7 +15,7 @@ from steps import make_scores, make_trajectory
 from torchtune_grpo import metrics as metrics_module
 from torchtune_grpo._plugin import recipes_folder
 from torchtune_grpo.loss import GRPOLoss, LossOutput
-from torchtune_grpo.metrics import LearningWatch, StepMetrics
+from torchtune_grpo.metrics import StepMetrics
 
 NAN = math.nan
 
@@ -29,6 +29,7 @@ def test_what_a_rollout_logs():
         "reward_std_in_group": statistics.stdev([1, 3]) / 2,  # and 0 of the second group
         "frac_reward_zero_std": 0.5,
         "frac_informative_groups": 0.5,
+        "frac_groups_same_text": 0.0,
         "rewards/a/mean": 7 / 3,
         "rewards/a/std": statistics.stdev([1, 2, 4]),
         "rewards/a/errors": 0.25,
@@ -64,6 +65,14 @@ def test_a_failed_reward_makes_no_group_informative():
     values = metrics.compute()
     assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
     assert values["reward_std_in_group"] == 0
+
+
+def test_a_group_whose_texts_are_all_the_same():
+    """The second of two; that another group has its text says nothing."""
+    trajectory = replace(make_trajectory(), completions=["a", "b", "a", "a"])
+    metrics = StepMetrics()
+    metrics.add_rollout(trajectory, make_scores(), group_size=2)
+    assert metrics.compute()["frac_groups_same_text"] == 0.5
 
 
 def test_groups_are_informative_by_their_advantages():
@@ -175,9 +184,10 @@ num_input_tokens_seen
 """.split()
 # What TRL has no name for.
 NOT_TRLS = """
-reward_std_in_group frac_informative_groups sampling/kept_mass nonfinite_steps tokens_per_second
-rollout/tokens_per_second time/rollout time/reward time/logprobs time/update rewards/a/errors
-rewards/a/none rewards/b/errors rewards/b/none rewards/a/depth time/rewards/a time/rewards/b
+reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass nonfinite_steps
+tokens_per_second rollout/tokens_per_second time/rollout time/reward time/logprobs time/update
+rewards/a/errors rewards/a/none rewards/b/errors rewards/b/none rewards/a/depth time/rewards/a
+time/rewards/b
 """.split()
 
 
@@ -212,26 +222,3 @@ def test_names_are_trls_where_trl_has_one():
     ours, trls = set(metrics.compute()), trl_names()
     assert ours - trls == set(NOT_TRLS)
     assert trls - ours == set(NOT_OURS)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"frac_informative_groups": 0.0}, "no group had .* see rewards, dataset, temperature"),
-        (
-            {"completions/clipped_ratio": 1.0},
-            "every completion was cut off: see max_",
-        ),
-        ({"entropy": None}, "no token was trained on: see mask_truncated_completions"),
-    ],
-)
-def test_three_steps_in_a_row_that_teach_nothing_are_said_once(change, message, caplog):
-    good = {"frac_informative_groups": 0.5, "completions/clipped_ratio": 0.5, "entropy": 1.0}
-    bad = {name: value for name, value in (good | change).items() if value is not None}
-    watch, said = LearningWatch(), []
-    for step, values in enumerate([bad, bad, good, bad, bad, bad, bad, good, bad, bad, bad]):
-        caplog.clear()
-        watch.warn(values)
-        said += [(step, text) for text in caplog.messages]
-    ((step, text),) = said
-    assert step == 5 and re.search(f"In 3 steps in a row, {message}", text)

@@ -1,27 +1,308 @@
-"""What a report says of a run's metrics."""
+"""The page of a run: what it says, what it holds of a long run, and what it makes of anything."""
 
-from torchtune_grpo import report
+import json
+import re
+import subprocess
+import sys
 
-RECORDS = [
-    {"step": 0, "eval/accuracy": 0.25},
-    {"step": 1, "reward": 0.5, "reward_std_in_group": 0.1},
-    {"step": 2, "reward": 0.75, "reward_std_in_group": 0.2, "eval/accuracy": None},
-    {"step": 3, "reward": 1.0, "reward_std_in_group": 0.0, "eval/accuracy": 0.5},
-]
+import pytest
+from kill_points import disk_of, kill_points
+from recorded_runs import HOSTILE, write_lines, write_run
 
+from torchtune_grpo.report import write_page
+from torchtune_grpo.report.__main__ import main
 
-def test_series_hold_the_steps_at_which_a_metric_was_recorded():
-    assert report.series(RECORDS, "eval/accuracy") == ([0, 3], [0.25, 0.5])
-    assert report.series(RECORDS, "nothing") == ([], [])
-
-
-def test_a_run_with_nulls_is_drawn(tmp_path):
-    nulls = {"reward": 1.0, "reward_std_in_group": None, "eval/pass@1": None}
-    report.draw_reward_curve([*RECORDS, {"step": 4, **nulls}], tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-    assert len(report.summary([*RECORDS, {"step": 4, **nulls}])) == 1
+MB = 1_000_000
 
 
-def test_the_summary_tells_the_first_and_the_last_value():
-    (line,) = report.summary(RECORDS)
-    assert line == "held-out accuracy: 0.250 before (step 0), 0.500 after (step 3)"
+def data_of(page):
+    """What the page's script reads: all of it lies in one element, and only there."""
+    text = page.read_text(encoding="utf-8")
+    (data,) = re.findall('<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(data)
+
+
+def of_run(folder):
+    return data_of(write_page(folder))
+
+
+def panel(data, title):
+    (found,) = (each for each in data["panels"] if each["title"] == title)
+    return found
+
+
+def evaluations(folder, *scores):
+    """Held-out scores before and after three steps, and nothing else."""
+    steps = [0, 3][: len(scores)]
+    folder.mkdir(exist_ok=True)
+    write_lines(
+        folder / "metrics.jsonl",
+        [{"step": s, "eval/accuracy": sum(v) / len(v)} for s, v in zip(steps, scores)],
+    )
+    rows = [
+        {"step": s, "prompt_index": [*range(len(v))], "greedy": v} for s, v in zip(steps, scores)
+    ]
+    write_lines(folder / "evaluations.jsonl", rows)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "before, after, tone, headline, why",
+    [
+        ([0, 0, 1] * 20, [1, 1, 1] * 20, "good", "rose from 33.3 % to 100 %", "better on 40 and"),
+        ([1, 1, 1] * 20, [0, 1, 0] * 20, "bad", "fell from 100 % to 33.3 %", "worse on 40"),
+        ([0, 1] * 30, [0, 1] * 29 + [1, 1], "unsure", "rose from 50 % to 51.7 %", "Do not believe"),
+        ([0, 1] * 30, [0, 1] * 30, "unsure", "stayed at 50 %", "better on 0 and worse on 0"),
+    ],
+)
+def test_the_verdict_says_what_changed_and_whether_to_believe_it(
+    tmp_path, before, after, tone, headline, why
+):
+    verdict = of_run(evaluations(tmp_path, before, after))["verdict"]
+    assert verdict["tone"] == tone
+    assert verdict["headline"] == f"Held-out accuracy {headline}."
+    assert why in verdict["why"][0] and f"of {len(before)} problems" in verdict["why"][0]
+
+
+def test_a_change_on_few_problems_comes_with_how_much_they_can_show(tmp_path):
+    verdict = of_run(evaluations(tmp_path, [0] * 8, [1] * 8))["verdict"]
+    assert verdict["tone"] == "good"
+    assert "8 problems only show a change of about" in verdict["why"][2]
+
+
+def test_evaluations_of_other_prompts_are_not_tested_against_each_other(tmp_path):
+    verdict = of_run(evaluations(tmp_path, [0] * 60, [1] * 61))["verdict"]
+    assert verdict["tone"] == "unsure" and verdict["scores"][0]["test"] == ""
+
+
+def test_a_run_without_evaluation_is_not_believed(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": s, "reward": s / 10} for s in range(1, 21)])
+    verdict = of_run(tmp_path)["verdict"]
+    assert verdict["headline"] == "The training reward went from 0.15 to 1.95."
+    assert "eval_dataset" in verdict["why"][0] and verdict["scores"] == []
+
+
+def test_findings_that_are_open_come_first(tmp_path):
+    found = of_run(write_run(tmp_path))["verdict"]["findings"]
+    assert [(each["name"], each["since"], each["until"]) for each in found] == [
+        ("stage dominates", 7, None),
+        ("truncated", 3, 9),
+    ]
+    assert found[0]["key"] == "rewards.0.workers" and found[1]["remedy"].startswith("Set max_")
+
+
+def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
+    """Null is a hole; a band is drawn around the mean; a metric that nothing has, not at all."""
+    lines = [
+        {
+            "step": 1,
+            "reward": 0.5,
+            "reward_std_in_group": 0.25,
+            "time/rollout": 3,
+            "time/update": 2,
+        },
+        {"step": 2, "reward": None, "reward_std_in_group": 0.25, "time/rollout": 1, "kl": None},
+        {"step": 3, "eval/accuracy": 0.5, "eval/accuracy/low": 0.25, "eval/accuracy/high": 0.75},
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    data = of_run(tmp_path)
+    assert [each["title"] for each in data["panels"]] == [
+        "Reward",
+        "Held-out accuracy",
+        "Seconds of a step",
+    ]
+    (reward,) = panel(data, "Reward")["lines"]
+    assert (reward["values"], reward["low"], reward["high"]) == (
+        [0.5, None],
+        [0.25, None],
+        [0.75, None],
+    )
+    (accuracy,) = panel(data, "Held-out accuracy")["lines"]
+    assert [accuracy[key] for key in ("steps", "low", "high")] == [[3], [0.25], [0.75]]
+    rollout, update = panel(data, "Seconds of a step")["lines"]
+    assert (rollout["low"], rollout["high"]) == ([0, 0], [3, 1])
+    assert (update["low"], update["high"]) == ([3, 1], [5, 1])
+
+
+def test_pass_rates_by_prompt_and_over_all(tmp_path):
+    """By hand: prompt 7 is seen three times, 2 twice and is harder, 9 once and has no row."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "reward": 1.0} for step in range(1, 5)])
+    seen = [(1, [7, 9], [0.25, 1.0]), (2, [7, 2], [0.5, 0.0]), (4, [7, 2], [1.0, 0.75])]
+    lines = [{"step": s, "prompt_index": p, "pass_rate": r, "reward": r} for s, p, r in seen]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    data = of_run(tmp_path)
+    assert data["map"] == {
+        "prompts": [2, 7],
+        "num_repeated": 2,
+        "rows": [0, 0, 1, 1, 1],
+        "starts": [2, 4, 1, 2, 4],
+        "ends": [4, 5, 2, 4, 5],
+        "rates": [0.0, 0.75, 0.25, 0.5, 1.0],
+    }
+    shares = panel(data, "How many of a group's answers are right")["lines"]
+    assert [line["values"] for line in shares] == [
+        [0, 0.5, 0],
+        [0.5, 0, 0],
+        [0, 0.5, 0],
+        [0, 0, 0.5],
+        [0.5, 0, 0.5],
+    ]
+
+
+def completion(sample, correct, formed, **more):
+    rewards = {"correctness": correct, "format": formed}
+    row = {"step": 1, "prompt_index": 4, "sample": sample, "prompt": "p", "completion": "c"}
+    return {**row, "rewards": rewards, "advantage": 0.5, "ended": "stop_token", **more}
+
+
+def test_filters_find_what_they_name(tmp_path):
+    write_run(tmp_path, steps=1)
+    rows = [
+        completion(0, 1.0, 1.0),
+        completion(1, 1.0, 0.0, advantage=-0.5),
+        completion(2, 0.0, 1.0),
+        completion(3, 0.0, 0.0, ended="deadline", sampler_logprob=-1.0, trainer_logprob=-1.5),
+        completion(4, None, 1.0, failed=["correctness"], ended="length"),
+        completion(0, 0.0, 1.0),  # the same prompt came again
+    ]
+    write_lines(tmp_path / "completions.jsonl", rows)
+    first, second = of_run(tmp_path)["groups"]
+    found = [set(row["is"]) - {"mixed"} for row in first["rows"]]
+    assert found == [set(), {"ill"}, {"wrong"}, {"cut", "gap"}, {"cut", "failed"}]
+    assert all("mixed" in row["is"] for row in first["rows"])
+    assert [row["is"] for row in second["rows"]] == [["wrong"]]
+
+
+@pytest.mark.parametrize("text", ["a <&>語\x1b" * 300, "short"])
+def test_500_steps_fit_into_8_mb(tmp_path, text):
+    """Whole groups, informative ones first, from all parts of the run; nothing cut unsaid."""
+    page = write_page(write_run(tmp_path, steps=500, group_size=4, text=text))
+    assert page.stat().st_size <= 8 * MB
+    data = data_of(page)
+    assert data["recorded"] == 1000 and len(data["groups"]) >= (1000 if text == "short" else 30)
+    assert all(len(group["rows"]) == 4 for group in data["groups"])
+    steps = [group["step"] for group in data["groups"]]
+    assert steps == sorted(steps)
+    assert max(b - a for a, b in zip([0, *steps], [*steps, 500])) <= 17
+    if text != "short":
+        head, left_out, tail = data["groups"][0]["rows"][0]["text"]
+        assert left_out > 0 and tail and head
+
+
+def test_a_long_completion_says_how_much_is_left_out(tmp_path):
+    text = "start " + "x" * 200_000 + " end"
+    row = of_run(write_run(tmp_path, steps=1, text=text))["groups"][0]["rows"][0]
+    head, left_out, tail = row["text"]
+    assert head.startswith("start ") and tail.endswith(" end")
+    assert len(head) + left_out + len(tail) == len(text)
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    """Nothing ends the data's element, nothing invisible is left, and all of it can be read."""
+    folder = write_run(tmp_path / "<img src=x onerror=alert(1)>", steps=2, text=HOSTILE)
+    rows = [
+        completion(n, 1.0, 1.0, extra={HOSTILE: [HOSTILE]}, columns={"gold": HOSTILE}) for n in "ab"
+    ]
+    for number, row in enumerate(rows):
+        row |= {"sample": number, "rewards": {HOSTILE: 1.0}, "failed": [HOSTILE], "prompt": HOSTILE}
+    with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**row, "step": 3}) + "\n" for row in rows)
+    write_lines(folder / "findings.jsonl", [{"step": 1, "event": "begins", "name": HOSTILE}])
+    page = write_page(folder)
+    data = data_of(page)  # read to its end, so nothing in it ended the element
+    shown = json.dumps(data, ensure_ascii=False)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\ud800-\udfff]", shown)
+    assert data["groups"][0]["rows"][0]["text"].startswith("</script><script>window.broken=1")
+    assert r"\x1b[31mred" in data["groups"][-1]["prompt"] and "😀" in data["groups"][-1]["prompt"]
+    assert "<title>&lt;img src=x" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "missing", ["metrics", "completions", "prompts", "evaluations", "findings", "starts"]
+)
+def test_a_file_that_is_missing_costs_its_part_only(tmp_path, missing):
+    folder = write_run(tmp_path, steps=12)
+    (folder / f"{missing}.jsonl").unlink()
+    data = of_run(folder)
+    assert bool(data["groups"]) == (missing != "completions")
+    assert bool(data["curves"]) == (missing != "metrics")
+    assert bool(data["map"]) == (missing != "prompts")
+    assert bool(data["setup"]) == (missing != "starts")
+    assert data["verdict"]["headline"]
+
+
+def test_a_run_of_an_older_version_is_shown(tmp_path):
+    """It had neither samples' numbers nor reasons."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    row = {"step": 1, "completion": "c", "reward": 1.0, "rewards": {"right": 1.0}, "tokens": 3}
+    rows = [{**row, "prompt": p, "truncated": p == "b"} for p in "aab"]
+    write_lines(tmp_path / "completions.jsonl", rows)
+    groups = of_run(tmp_path)["groups"]
+    assert [len(group["rows"]) for group in groups] == [2, 1]
+    assert groups[1]["rows"][0]["ended"] == "length" and "cut" in groups[1]["rows"][0]["is"]
+
+
+def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = write_run(tmp_path / "one", steps=12)
+    two = write_run(tmp_path / "two", steps=12, final=0.5, seed=1)
+    (changed,) = (t for t in of_run(one)["setup"] if t["title"] == "Changed between starts")
+    assert changed["rows"] == [["optimizer.lr", "0.0003", "0.0001"]]
+    monkeypatch.setattr(sys, "argv", ["report", str(one), str(two)])
+    main()
+    data = data_of(tmp_path / "comparison.html")
+    (differences,) = data["setup"]
+    assert differences["rows"] == [["seed", "0", "1"]], "the run's own folder is no difference"
+    table = {row[0]: row[1:] for row in data["comparison"]["rows"]}
+    assert table["Accuracy after"][0].startswith("9") and table["Steps"] == ["12 of 12"] * 2
+    assert table["After, against one"][0] == "" and table["After, against one"][1].endswith(
+        ", p < 0.001"
+    )
+    for each in data["panels"]:
+        assert [(line["label"], line["colour"]) for line in each["lines"]] == [
+            ("one", 1),
+            ("two", 2),
+        ]
+
+
+@pytest.mark.parametrize("name, why", [("nowhere", "is no folder"), (".", "has no metrics.jsonl")])
+def test_a_folder_without_a_run_is_named(tmp_path, monkeypatch, capsys, name, why):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / name)])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert f"{tmp_path / name} {why}; give the output_dir of a run." in said
+
+
+def test_a_page_is_whole_or_the_old_one(tmp_path):
+    """Killed anywhere, or on a full disk."""
+    folder, old = tmp_path / "run", "the old page"
+
+    def prepare():
+        write_run(folder, steps=2)
+        (folder / "run.html").write_text(old)
+
+    for where in kill_points(
+        lambda: write_page(folder), folder=folder, prepare=prepare, sizes=[1_400_000]
+    ):
+        page = folder / "run.html"
+        assert page.read_text(encoding="utf-8") == old or data_of(page)["recorded"] == 4, where
+    assert data_of(page)["recorded"] == 4
+    page.write_text(old)
+    with disk_of(1_000_000), pytest.raises(OSError):
+        write_page(folder)
+    assert page.read_text() == old
+    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".html"}, "nothing is left"
+
+
+def test_torch_is_not_needed(tmp_path):
+    """A page is written in the middle of training, and on machines that have no torch."""
+    write_run(tmp_path, steps=2)
+    script = (
+        "import sys; from pathlib import Path; from torchtune_grpo.report import write_page; "
+        f"write_page(Path({str(tmp_path)!r})); print({{'torch', 'numpy'}} & {{*sys.modules}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "{'numpy'}", done.stderr

@@ -381,7 +381,7 @@ def _rank(rank, folder, answers):
 
     def reward(prompts, completions, log_extra, *, case, **columns):
         if case == "contract" and rank == 1:
-            log_extra("step", completions)
+            log_extra("said", completions[1:])
         if case == "exit" and rank == 1:
             raise SystemExit(0)
         return fails_on("c1", "c2")(prompts, completions) if rank == 1 else [1.0] * len(prompts)
@@ -412,7 +412,7 @@ def test_all_ranks_judge_failures_alike(tmp_path):
     failed, contract, ended = said[0]
     assert "'r0' failed on 2 of 8 completions, first at index 1 of rank 1: KeyError" in failed
     assert 'raise error("mine")' in failed
-    assert "log_extra('step', ...)" in contract
+    assert "log_extra('said', ...) got 3 values for 4 completions" in contract
     assert "failed on 4 of 8 completions, first at index 0 of rank 1: SystemExit: 0" in ended
 
 

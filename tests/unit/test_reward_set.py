@@ -228,6 +228,7 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts is 1"),
         ([{"_component_": "HERE.length_reward", "scael": 1}], r"scael is 1.*did you mean 'scale'"),
         ([{"_component_": "HERE.Bonus", "valeu": 1}], r"valeu is 1.*did you mean 'value'"),
+        ([{"_component_": "HERE.returns"}], r"rewards\[0\] gives .*missing.*'value'"),
         ([{"_component_": "HERE.Bonus"}], r"rewards\[0\] gives .*missing.*'value'"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_grpo.data import PromptBatch, step_indices
+from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import RolloutRequest, SamplingParams, roll_out, row_keys
 from torchtune_grpo.rollout._text import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
@@ -148,7 +148,9 @@ def test_roll_out_joins_samples_prompts_texts_and_columns():
 
     rows = roll_out(
         Engine(),
-        PromptBatch(tokens=[[8, 9]], indices=[5], prompts=["why"], columns={"answer": ["7"]}),
+        PromptBatch(
+            tokens=[[8, 9]], indices=[5], prompts=["why"], columns={"answer": ["7"]}, uses=[2]
+        ),
         tokenizer=_Tokenizer(),
         group_size=2,
         params=SamplingParams(max_generated_tokens=3, stop_strings=("bc",)),
@@ -159,7 +161,7 @@ def test_roll_out_joins_samples_prompts_texts_and_columns():
     (request,) = asked
     assert request.prompts == [[8, 9]] and request.stop_tokens == [26]
     assert request.decode([2, 3]) == "bc"
-    keys = row_keys(seed=1, step=2, prompt_indices=[5], group_size=2)
+    keys = row_keys(seed=1, step=2, prompt_indices=[5], group_size=6)[4:]  # the third time
     assert torch.equal(request.keys, keys)
     assert rows.tokens.tolist() == [[8, 9, 1, 2, 3], [8, 9, 4, 26, 0]]
     assert rows.completion_ids == [[1, 2, 3], [4, 26]]
@@ -169,21 +171,7 @@ def test_roll_out_joins_samples_prompts_texts_and_columns():
     assert rows.sampler_logprobs.tolist() == [[1, 2, 3], [4, 26, 99]]
     assert rows.behaviour_logprobs.tolist() == [[2, 3, 4], [5, 27, 100]]
     assert rows.prompts == ["why"] * 2 and rows.completions == [">abc", ">d"]
-    assert rows.columns == {"answer": ["7"] * 2}
-
-
-def test_step_indices_pass_over_the_data_without_repeats_or_gaps():
-    """7 rows, 3 a step: 7 steps are exactly 3 passes, each a permutation, each a different one."""
-    kw = dict(prompts_per_step=3, dataset_size=7, seed=1)
-    flat = [i for step in range(7) for i in step_indices(step=step, **kw)]
-    passes = [flat[0:7], flat[7:14], flat[14:21]]
-    assert all(sorted(p) == list(range(7)) for p in passes)
-    assert passes[0] != passes[1] != passes[2]
-    assert step_indices(step=5, **kw) == flat[15:18]  # no state: any step can be asked for
-    assert step_indices(step=0, **{**kw, "seed": 2}) != flat[:3]
-    assert step_indices(step=1, **kw, shuffle=False) == [3, 4, 5]
-    with pytest.raises(ValueError, match="dataset"):
-        step_indices(step=0, prompts_per_step=8, dataset_size=7, seed=0)
+    assert rows.columns == {"answer": ["7"] * 2} and rows.prompt_indices.tolist() == [5, 5]
 
 
 class _Tokenizer:

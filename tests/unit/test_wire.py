@@ -52,6 +52,15 @@ def test_half_a_message_ends_with_the_deadline_or_with_its_sender(ends):
         send(ours, 1)
 
 
+def test_a_message_that_nobody_takes_ends_with_the_deadline(ends):
+    """More than the socket holds; one that fits is sent."""
+    ours, theirs = ends
+    send_bytes(ours, b"small", deadline=time.monotonic() + 10)
+    assert receive_bytes(theirs)[0] == b"small"
+    with pytest.raises(TimeoutError):
+        send_bytes(ours, bytes(2**22), deadline=time.monotonic() + 0.01)
+
+
 @pytest.mark.parametrize("data", [b"{", b"\xff", b"[" * 10**5])
 def test_what_is_no_message_is_refused(ends, data):
     ours, theirs = ends

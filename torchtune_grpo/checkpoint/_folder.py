@@ -14,7 +14,6 @@ A checkpoint is a folder ``step_<n>``, written atomically:
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -45,10 +44,12 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.nonfinite import NonFiniteError
 from torchtune_grpo.parallel import on_first_rank
+from torchtune_grpo.quiet import quiet
 from torchtune_grpo.run_log import METRICS_FILE
 
 log = utils.get_logger("INFO")
 
+BEST = "best"  # a link to a checkpoint
 STATE_FILE = "training_state.pt"
 RUN_CONFIG_FILE = "run_config.json"
 
@@ -84,6 +85,7 @@ class Checkpoints:
         self._keep_last = keep_last
         self._checkpointer = self._make_checkpointer()
         self.last_step = 0  # of the checkpoint that the run began with, or wrote last
+        self.best: int | None = None  # of the one that is kept beside the last
         self._run_config: dict[str, Any] = {}
         if run is not None:
             files = self._checkpointer._checkpoint_paths
@@ -212,6 +214,27 @@ class Checkpoints:
         self.last_step = step
         return target
 
+    def keep_best(self, step: int | None) -> None:
+        """From now on keeps this step's checkpoint, and the link ``best`` to it.
+
+        Every rank has to call it. The checkpoint may be about to be saved; then the link follows.
+        """
+        self.best = step
+        on_first_rank(self._link_best)
+
+    def _link_best(self) -> None:
+        link, name = self._folder / BEST, _folder_name(self.best or 0)
+        if self.best is None:
+            link.unlink(missing_ok=True)
+        elif (self._folder / name).is_dir():
+            beside = link.with_name(f"{BEST}.new")
+            beside.unlink(missing_ok=True)
+            try:
+                beside.symlink_to(name)
+                beside.replace(link)
+            except OSError as error:
+                log.warning(f"{link}: cannot be linked to {name}, which is the best: {error}.")
+
     def rehearse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes a checkpoint as :meth:`save` does, and deletes it: what would fail fails now.
 
@@ -264,8 +287,9 @@ class Checkpoints:
             folder = self._write(model, state, training_state, target.name)
             write_sums(folder)
             _publish(folder, target)
+        self._link_best()
         if self._keep_last is not None:
-            _delete_older(target, keep=self._keep_last)
+            _delete_older(target, keep=self._keep_last, best=self.best)
 
     @contextmanager
     def _written(self, what: str, *, remedy: str) -> Iterator[None]:
@@ -294,7 +318,7 @@ class Checkpoints:
         adapter = {name: state[name].clone() for name in adapter_names(model)}
         if not (adapter and self._adapter_only):
             merged = merged_state(model, state) if adapter else dict(state)
-            with _quiet():  # of files that are about to be renamed
+            with quiet():  # of files that are about to be renamed
                 self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
         base = Path(self._cfg.checkpoint_dir)
         keep_base_files(base, folder)
@@ -342,7 +366,7 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     profiles move along if they have a folder of their own in ``output_dir``.
     """
     output_dir = Path(cfg.output_dir)
-    names = ("step_*", "*.jsonl", "*.jsonl.new", "nonfinite")
+    names = (BEST, "step_*", "*.jsonl", "*.jsonl.new", "nonfinite")
     left = [path for name in names for path in output_dir.glob(name)]
     if not left:
         return
@@ -366,17 +390,6 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     log.info(f"Moved the previous run's files from {output_dir} to {target}.")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torchtune logs warnings only."""
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
 def _publish(folder: Path, target: Path) -> None:
     """Renames a complete folder into place."""
     if target.exists():
@@ -386,14 +399,15 @@ def _publish(folder: Path, target: Path) -> None:
     shutil.rmtree(folder.parent)
 
 
-def _delete_older(newest: Path, *, keep: int) -> None:
-    """Deletes all but some checkpoints.
+def _delete_older(newest: Path, *, keep: int, best: int | None = None) -> None:
+    """Deletes all but the newest checkpoints, and the best.
 
     Those of later steps are damaged, or the run would have resumed from one; they do not count.
     """
     steps = _by_step(newest.parent)
     for old in steps[: steps.index(newest) + 1][:-keep]:
-        delete(old)
+        if _step_number(old) != best:
+            delete(old)
 
 
 def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Path) -> None:

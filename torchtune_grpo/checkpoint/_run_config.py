@@ -25,6 +25,7 @@ FIXED = {
     "adapter_dir": "training started from it",
     "seed": "it decides the order of the prompts",
     "dataset": "it decides which prompts come next",
+    "sampler": "it decides which prompts come next",
     "batch_size * ranks": "it decides which prompts come next",
     "optimizer": "the saved states are those of another one",
     "lr_scheduler._component_": "the learning rate would jump",

@@ -17,16 +17,23 @@ class PromptBatch:
         prompts (list[str]): B texts as rewards see them, without special tokens; those of a
             data set know all messages (:class:`~torchtune_grpo.reward_contract.Prompt`).
         columns (dict[str, list]): every other column of the data set, B values each.
+        uses (list[int]): how often each has come in this step before, on any rank: it gets noise of
+            its own each time.
     """
 
     tokens: list[list[int]]
     indices: list[int]
     prompts: list[str]
     columns: dict[str, list[Any]]
+    uses: list[int]
 
 
-def collate_prompts(items: Sequence[dict[str, Any]]) -> PromptBatch:
+def collate_prompts(
+    items: Sequence[dict[str, Any]], *, uses: Sequence[int] | None = None
+) -> PromptBatch:
     """One batch of B items of an :class:`~torchtune_grpo.data.RLDataset`, in their order.
+
+    ``uses`` are those of :class:`PromptBatch`; None = each comes for the first time.
 
     Raises:
         ValueError: if the items do not share the same columns.
@@ -45,4 +52,5 @@ def collate_prompts(items: Sequence[dict[str, Any]]) -> PromptBatch:
         indices=[item["index"] for item in items],
         prompts=[item["prompt"] for item in items],
         columns={name: [item["columns"][name] for item in items] for name in names},
+        uses=[0] * len(items) if uses is None else [*uses],
     )

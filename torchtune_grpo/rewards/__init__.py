@@ -8,6 +8,7 @@ to a completion. docs/rewards.md tells more.
 
 from torchtune_grpo.reward_contract import TrainerState
 from torchtune_grpo.rewards._code import CodeReward, code_format_reward
+from torchtune_grpo.rewards._lenient import last_number_reward
 from torchtune_grpo.rewards._reward import Reward, RewardFunction
 from torchtune_grpo.rewards._reward_set import RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards._shaping import (
@@ -39,6 +40,7 @@ __all__ = [
     "TrainerState",
     "code_format_reward",
     "grade_math_answer",
+    "last_number_reward",
     "math_correctness_reward",
     "math_format_holds",
     "math_format_reward",

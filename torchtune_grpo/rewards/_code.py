@@ -8,55 +8,24 @@ gets across. docs/reward_hacking.md tells what that is good for.
 from __future__ import annotations
 
 import queue
-import re
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchtune.utils import get_logger
 
 from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.rewards._program import code_blocks, definition_of, extract_program
+from torchtune_grpo.rewards._unit_test import FAILURE_KINDS, failure_kind, unit_test_fault
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
-_END_THINK = "</think>"
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[ \t]*$", re.MULTILINE)
-_LANGUAGES = ("", "python", "python3", "py")
-
 # More than anybody writes for one function; far below what would slow a message down.
 LONGEST_COMPLETION = 100_000
-
-
-def code_blocks(text: str) -> list[str]:
-    """The complete fenced blocks of Python (or of no named language) behind a text's thinking."""
-    text = text.rpartition(_END_THINK)[2]
-    fences = list(_FENCE.finditer(text))
-    pairs = zip(fences[::2], fences[1::2])
-    blocks = [
-        (opening.group(1), text[opening.end() + 1 : closing.start()]) for opening, closing in pairs
-    ]
-    return [block for language, block in blocks if language.lower() in _LANGUAGES]
-
-
-def extract_program(text: str, *, setup: str, entry_point: str) -> str:
-    """The program that a completion stands for.
-
-    It is ``setup`` and the last fenced block that defines the function. Without any such block the
-    text behind the thinking is the program, or, if it does not define the function, the
-    continuation of ``setup``, as a base model writes it. It need not be valid code.
-
-    Args:
-        text (str): prefill and completion.
-        setup (str): the prompt's code: imports, helpers, and the function's head.
-        entry_point (str): the function's name.
-    """
-    defines = re.compile(rf"^(?:(?:async[ ]+)?def|class)[ ]+{re.escape(entry_point)}\b", re.M)
-    blocks = [block for block in code_blocks(text) if defines.search(block)]
-    if blocks:
-        return f"{setup}\n\n{blocks[-1]}\n"
-    tail = text.rpartition(_END_THINK)[2]
-    return f"{setup}\n\n{tail}\n" if defines.search(tail) else f"{setup}{tail}\n"
+_NEVER_CALLED = "the test never called the function"
 
 
 def code_format_reward(
@@ -74,8 +43,8 @@ def code_format_reward(
     scores = []
     for text, name in zip(completions, entry_point, strict=True):
         blocks = code_blocks(text)
-        head = re.compile(rf"^(?:async[ ]+)?def[ ]+{re.escape(name)}\b", re.M)
-        scores.append(float(len(blocks) == 1 and bool(head.search(blocks[0]))))
+        is_one = len(blocks) == 1 and blocks[0].closed
+        scores.append(float(is_one and bool(definition_of(name).search(blocks[0].code))))
     return scores
 
 
@@ -89,9 +58,7 @@ def _source_fault(name: str, code: object) -> str | None:
     if not isinstance(code, str):
         return f"{name}={shortened(repr(code))} is no text"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its backslashes, say
-            compile(code, f"<{name}>", "exec")
+        compile(code, f"<{name}>", "exec")
     except Exception as error:  # also RecursionError, and MemoryError for too many brackets
         return f"{name}={shortened(repr(code))} is no Python: {describe(error).splitlines()[-1]}"
     return None
@@ -147,9 +114,11 @@ class CodeReward:
         test: list[str],
         entry_point: list[str],
         setup: list[str] | None = None,
-        **columns: list[Any],
+        log_extra: Callable[[str, list[str]], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
     ) -> list[float | Exception]:
-        """Runs each completion's test.
+        """Runs each completion's test. Reports why each failed, and the share that did so by kind.
 
         Args:
             prompts, completions, **columns: as all rewards get them.
@@ -168,17 +137,26 @@ class CodeReward:
         verdicts = self.judge(
             completions, test=test, entry_point=entry_point, setup=setup or [""] * len(completions)
         )
+        if log_extra is not None:
+            log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
+        if log_metric is not None:
+            why = [verdict.why for verdict in verdicts if isinstance(verdict, Verdict)]
+            kinds = Counter(map(failure_kind, filter(None, why)))
+            for kind in FAILURE_KINDS:
+                log_metric(kind, kinds[kind] / max(len(why), 1))
         return [v if isinstance(v, Exception) else float(v.passed) for v in verdicts]
 
     @staticmethod
     def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
         """What keeps every completion from passing a row's test, or None; it runs nothing."""
-        fault = _name_fault(entry_point=entry_point)
-        for name, code in (("test", test), ("setup", setup)):
-            fault = fault or _source_fault(name, code)
-        if fault is None and not re.search(rf"\b(?:check|{entry_point})\b", str(test)):
-            fault = f"test={shortened(repr(test))} has neither check(candidate) nor {entry_point}"
-        return fault
+        with warnings.catch_warnings(action="ignore"):  # about backslashes, say
+            fault = _name_fault(entry_point=entry_point)
+            for name, code in (("test", test), ("setup", setup)):
+                fault = fault or _source_fault(name, code)
+            if fault is not None:
+                return fault
+            fault = unit_test_fault(str(test), setup=str(setup), entry_point=str(entry_point))
+        return fault and f"test={shortened(repr(test))} {fault}"
 
     def judge(
         self, completions: list[str], *, test: list[str], entry_point: list[str], setup: list[str]
@@ -216,18 +194,16 @@ class CodeReward:
         text, test, entry_point, setup = job
         if len(text) > LONGEST_COMPLETION:
             return Verdict(False, f"longer than {LONGEST_COMPLETION} characters")
+        code = extract_program(text, setup=setup, entry_point=entry_point)
         sandbox = self._idle.get()
         try:
-            return sandbox.judge(
-                code=extract_program(text, setup=setup, entry_point=entry_point),
-                setup=setup,
-                test=test,
-                entry_point=entry_point,
-            )
+            verdict = sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
         finally:
             self._idle.put(sandbox)
+        # No completion can say this: what it raises comes with a colon.
+        return SandboxError(verdict.why) if verdict.why == _NEVER_CALLED else verdict
 
 
 code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]

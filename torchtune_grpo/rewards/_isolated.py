@@ -21,6 +21,10 @@ _LOAD_SECONDS = 120.0
 _NOT_PER_COMPLETION = ("trainer_state", "log_extra", "log_metric")
 
 
+class WorkerLost(RuntimeError):
+    """A worker process ended before it answered."""
+
+
 class IsolatedReward:
     """Calls a reward in ``workers`` processes, one completion at a time.
 
@@ -31,6 +35,7 @@ class IsolatedReward:
     Args:
         path (str): the component's dotpath; workers import it themselves.
         arguments (Mapping[str, Any]): keyword arguments of a function, or of a class's constructor.
+        makes (bool): whether the component is called with them to get the reward, as a class is.
         name (str): for errors.
         timeout (float): seconds for one completion.
         workers (int): processes.
@@ -41,6 +46,7 @@ class IsolatedReward:
         path: str,
         *,
         arguments: Mapping[str, Any],
+        makes: bool = False,
         name: str,
         timeout: float,
         workers: int,
@@ -48,6 +54,7 @@ class IsolatedReward:
         request = {
             "path": path,
             "arguments": dict(arguments),
+            "makes": makes,
             "name": name,
             "import_path": list(sys.path),
             "folder": os.getcwd(),
@@ -114,6 +121,8 @@ class IsolatedReward:
 def _score(answer: dict[str, Any]) -> Score:
     if "contract" in answer:
         raise ContractError(answer["contract"])
+    if "lost" in answer:
+        return WorkerLost(answer["lost"])
     return RuntimeError(answer["error"]) if "error" in answer else answer["value"]
 
 
@@ -129,17 +138,19 @@ class _Worker:
         """Returns the worker's answer, or what became of it."""
         try:
             sock = self._socket or self._load()
-            send_bytes(sock, pickle.dumps(request))
-            return dict(receive(sock, deadline=time.monotonic() + timeout))
+            data = pickle.dumps(request)
+            deadline = time.monotonic() + timeout
+            send_bytes(sock, data, deadline=deadline)
+            return dict(receive(sock, deadline=deadline))
         except TimeoutError:
             self._kill()
             return {"error": f"no answer within {timeout} s; its processes were killed"}
         except PeerGone as error:
             self._kill()
-            return {"error": f"its process ended ({error})"}
+            return {"lost": f"its process ended ({error})"}
         except ServerLost as error:
             self.close()
-            return {"error": str(error)}
+            return {"lost": str(error)}
 
     def give_up(self) -> None:
         """Ends a call of :meth:`ask` in another thread, as if the process had ended."""

@@ -58,19 +58,22 @@ def _reward(node: Any, key: str) -> Reward:
     own = (*_OWN_KEYS, *isolated)
     arguments = {str(name): value for name, value in node.items() if name not in own}
     _check_arguments(component, arguments, key, own)
-    name = node.get("name", getattr(component, "__name__", type(component).__name__))
+    is_class, is_factory = inspect.isclass(component), _is_factory(component)
+    if is_class or is_factory:
+        _check_constructor(component, arguments, key)
+    declared: RewardFunction = component(**arguments) if is_factory else component
+    name = node.get("name", getattr(declared, "__name__", type(declared).__name__))
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{key}.name is {name!r}; give a text that is not blank, or no name.")
     text_or_chat = node.get("format", "text")
     if text_or_chat not in _FORMATS:
         raise ValueError(f"{key}.format is {text_or_chat!r}; give one of {', '.join(_FORMATS)}.")
-    is_class = inspect.isclass(component)
-    if is_class:
-        _check_constructor(component, arguments, key)
-    declared = component if is_class or not arguments else partial(component, **arguments)
+    if arguments and not (is_class or is_factory):
+        declared = partial(component, **arguments)
     function: RewardFunction
     if isolated:
-        function = IsolatedReward(path, arguments=arguments, name=name, **isolated)
+        makes = is_class or is_factory
+        function = IsolatedReward(path, arguments=arguments, makes=makes, name=name, **isolated)
     else:
         function = component(**arguments) if is_class else declared
     return Reward(
@@ -108,6 +111,16 @@ def _component(path: str, key: str) -> Callable[..., Any]:
     if not callable(component):
         raise ValueError(f"{key} is {path!r}, which is {component!r}; give a function or a class.")
     return cast(Callable[..., Any], component)
+
+
+def _is_factory(component: Callable[..., Any]) -> bool:
+    """Whether a function makes a reward and is none: no reward lacks ``**columns``."""
+    if inspect.isclass(component) or takes_any_keyword(component):
+        return False
+    return (
+        not {"prompts", "completions", "completion_ids"}
+        & inspect.signature(component).parameters.keys()
+    )
 
 
 def _check_arguments(

@@ -276,6 +276,8 @@ class RewardSet:
                 f"The reward {name!r} failed on {failed} of {count} completions, first at {where}: "
                 f"{first.error}"
             )
+            if not self.rewards[index].chat and "string indices must be" in first.error:
+                message += " (does it want messages? set format: chat in its node)"
             if failed > self._max_failure_share * count:
                 failure = RewardFailure(
                     f"{message}. That is more than max_reward_failure_share="

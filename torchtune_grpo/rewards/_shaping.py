@@ -8,6 +8,7 @@ gold somewhere: what earns it best is a list of all numbers. docs/rewards.md tel
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torchtune_grpo.rewards.math import (
@@ -110,8 +111,22 @@ class RepetitionPenalty:
         return [-self._repeated(text.lower().split()) for text in completions]
 
     def _repeated(self, words: list[str]) -> float:
-        grams = list(zip(*(words[start:] for start in range(self._ngram))))
+        grams = _numbered(words, self._ngram)
         return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _numbered(words: Sequence[Hashable], length: int) -> Sequence[Hashable]:
+    """The n-grams in order, equal ones with equal numbers: each is two that overlap, half as long.
+
+    In this way long n-grams take hardly more time than short ones.
+    """
+    if length == 1:
+        return words
+    half = (length + 1) // 2
+    parts = _numbered(words, half)
+    numbers: dict[tuple[Hashable, Hashable], int] = {}
+    pairs = zip(parts, parts[length - half :])
+    return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
 
 
 class CosineLengthReward:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from torchtune_grpo.plain import shortened
-from torchtune_grpo.rewards._isolated import IsolatedReward
+from torchtune_grpo.rewards._isolated import IsolatedReward, WorkerLost
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
     is_worked_answer,
@@ -18,6 +18,8 @@ from torchtune_grpo.rewards.math import (
 
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_MARK = re.compile(r"[\[\](){},]|(?<![<>!:])=")
+_NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?[a-z])*\))?|")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
 # Words that are mathematics. Any other makes the answer prose: a hedge ("x or y"), a negation.
 _FUNCTIONS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh".split())
@@ -69,23 +71,28 @@ class SymbolicMathReward:
         """Grades N completions.
 
         Returns:
-            N numbers, 1.0 or 0.0; an exception where the gold cannot be read.
+            N numbers, 1.0 or 0.0; an exception where the gold cannot be read or a worker was lost.
         """
         scores: list[float | Exception] = [0.0] * len(completions)
-        asked: dict[tuple[str, str], list[int]] = {}
+        asked: dict[tuple[str, str], Any] = {}
+        parts: dict[int, list[tuple[str, str]]] = {}
         for row, (text, gold) in enumerate(zip(completions, answer, strict=True)):
             if not isinstance(gold, str) or stated_value(gold) is not None:
                 scores[row] = float(grade_math_answer(text, gold))
                 continue
             expression = stated_expression(text)
             if expression is not None:
-                asked.setdefault((expression, gold), []).append(row)
+                parts[row] = [(side, gold) for side in _sides(expression, gold)]
+                asked |= dict.fromkeys(parts[row])
         if asked:
-            for (_, gold), rows, value in zip(asked, asked.values(), self._ask(list(asked))):
-                for row in rows:
-                    scores[row] = float(value == 1.0)  # 0 for an exception, too
-                    if value == _UNREADABLE_GOLD:
-                        scores[row] = ValueError(f"cannot read the answer {gold!r}")
+            asked = dict(zip(asked, self._ask(list(asked)), strict=True))
+        for row, pairs in parts.items():
+            values = [asked[pair] for pair in pairs]
+            if _UNREADABLE_GOLD in values:
+                scores[row] = ValueError(f"cannot read the answer {answer[row]!r}")
+            else:  # 0 for what took too long or was too much
+                lost = (value for value in values if isinstance(value, WorkerLost))
+                scores[row] = next(lost, float(all(value == 1.0 for value in values)))
         return scores
 
     @staticmethod
@@ -123,6 +130,28 @@ class SymbolicMathReward:
         return self._equal([""] * len(pairs), given, answer=golds)
 
 
+def _sides(expression: str, gold: str) -> list[str]:
+    """What must equal a gold: of a chain of equations all sides but a name before the first "=".
+
+    With a gold that is an equation itself, or where a comma parts the answer: all of it. An
+    equation in brackets equals nothing.
+    """
+    sides, start, depth, braces = [], 0, 0, 0
+    for found in _MARK.finditer(expression):
+        mark = found.group()
+        depth += (mark in "([{") - (mark in ")]}")
+        braces += (mark == "{") - (mark == "}")
+        if "=" in gold or (mark == "," and depth == 0):
+            return [expression]
+        if mark == "=" and depth > braces:
+            return [""]
+        if mark == "=" and depth == 0:
+            sides.append(expression[start : found.start()].strip())
+            start = found.end()
+    named = bool(sides) and _NAME.fullmatch(sides[0]) is not None
+    return [*sides, expression[start:].strip()][named:]
+
+
 def stated_expression(text: str) -> str | None:
     """A text's located answer as LaTeX without delimiters, or None unless it is one expression."""
     blocks = located_answers(text)
@@ -134,7 +163,9 @@ def stated_expression(text: str) -> str | None:
         if block.startswith(opening) and block.endswith(closing) and len(block) > len(opening):
             block = block[len(opening) : -len(closing)].strip()
             break
-    if not block or len(block) > LONGEST_ANSWER or "$" in block or not block.isprintable():
+    if not block or len(block) > LONGEST_ANSWER or not block.isprintable():
+        return None
+    if "$" in block or "\\approx" in block or "\\sim" in block:
         return None
     words = _WORD.findall(_COMMAND.sub(" ", block))
     return block if all(word in _FUNCTIONS for word in words) else None

@@ -32,15 +32,25 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift_right(bits, 31)
 
 
-def row_keys(*, seed: int, step: int, prompt_indices: Sequence[int], group_size: int) -> Tensor:
+def row_keys(
+    *,
+    seed: int,
+    step: int,
+    prompt_indices: Sequence[int],
+    group_size: int,
+    uses: Sequence[int] | None = None,
+) -> Tensor:
     """The keys [B*G] int64 of the rows' noise, prompt-major.
 
     ``prompt_indices`` are the B prompts' positions in the data set. Steps count from 0; evaluation
-    uses -1.
+    uses -1. A prompt that has come in the step before, ``uses`` times, goes on counting samples.
     """
     key = torch.zeros((), dtype=torch.int64)
     prompts = torch.tensor(prompt_indices)[:, None]
-    for part in (seed, step, prompts, torch.arange(group_size)):
+    samples = torch.arange(group_size)
+    if uses is not None:
+        samples = samples + torch.tensor(uses)[:, None] * group_size
+    for part in (seed, step, prompts, samples):
         key = _mix((key + _GOLDEN) ^ _mix(torch.as_tensor(part) + _GOLDEN))
     return key.flatten()
 

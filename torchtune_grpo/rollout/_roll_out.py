@@ -57,7 +57,11 @@ def roll_out(
             params=params,
             stop_tokens=stop_tokens,
             keys=row_keys(
-                seed=seed, step=step, prompt_indices=prompts.indices, group_size=group_size
+                seed=seed,
+                step=step,
+                prompt_indices=prompts.indices,
+                group_size=group_size,
+                uses=prompts.uses,
             ),
             decode=partial(decode_tokens, tokenizer),
             report=report,

@@ -25,7 +25,8 @@ def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
     """Loads a reward and calls it for each request, until the socket closes.
 
     Args:
-        request (dict[str, Any]): ``path``, ``arguments``, ``name``, ``import_path`` and ``folder``.
+        request (dict[str, Any]): ``path``, ``arguments``, ``makes``, ``name``, ``import_path``
+            and ``folder``.
         fds (list[int]): the socket. Requests are pickles, because a data set's columns may hold
             anything and their sender is this process's owner; answers are plain data.
     """
@@ -39,10 +40,9 @@ def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
     try:
         module, _, name = request["path"].rpartition(".")
         function = getattr(importlib.import_module(module), name)
-        if inspect.isclass(function):
-            function = function(**request["arguments"])
-        else:
-            function = partial(function, **request["arguments"])
+        function = partial(function, **request["arguments"])
+        if request["makes"]:
+            function = function()
     except BaseException:
         send(requests, {"error": traceback.format_exc(limit=-3)})
         return

@@ -21,18 +21,25 @@ class PeerGone(Exception):
     """The other side closed the socket, or sent what cannot be read."""
 
 
-def send_bytes(sock: socket.socket, data: bytes, *, fds: Sequence[int] = ()) -> None:
+def send_bytes(
+    sock: socket.socket, data: bytes, *, fds: Sequence[int] = (), deadline: float | None = None
+) -> None:
     """Sends one message, together with open files.
 
     Raises:
+        TimeoutError: if it was not taken whole by the deadline (on ``time.monotonic``'s clock).
         PeerGone: if nobody is there to read it.
     """
+    left = memoryview(_LENGTH.pack(len(data)) + data)
     try:
         if fds:
-            socket.send_fds(sock, [_LENGTH.pack(len(data))], list(fds))
-            sock.sendall(data)
-        else:
-            sock.sendall(_LENGTH.pack(len(data)) + data)
+            left = left[socket.send_fds(sock, [left[: _LENGTH.size]], list(fds)) :]
+        while left:
+            _await(sock, select.POLLOUT, deadline)
+            flags = 0 if deadline is None else socket.MSG_DONTWAIT
+            left = left[sock.send(left, flags) :]
+    except TimeoutError:
+        raise
     except OSError as error:
         raise PeerGone(str(error)) from error
 
@@ -100,12 +107,7 @@ def _read(
     """Reads that many bytes; descriptors that come with the first of them go to ``fds``."""
     parts: list[bytes] = []
     while count:
-        if deadline is not None:
-            # poll and not select, which cannot watch descriptors beyond 1,023.
-            waiter = select.poll()
-            waiter.register(sock, select.POLLIN)
-            if not waiter.poll(max(deadline - time.monotonic(), 0) * 1000):
-                raise TimeoutError
+        _await(sock, select.POLLIN, deadline)
         try:
             if max_fds and not parts:
                 part, received, _, _ = socket.recv_fds(sock, count, max_fds)
@@ -119,3 +121,13 @@ def _read(
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def _await(sock: socket.socket, event: int, deadline: float | None) -> None:
+    """Returns when the socket is ready; at once without a deadline."""
+    if deadline is not None:
+        # poll and not select, which cannot watch descriptors beyond 1,023.
+        waiter = select.poll()
+        waiter.register(sock, event)
+        if not waiter.poll(max(deadline - time.monotonic(), 0) * 1000):
+            raise TimeoutError

@@ -22,8 +22,13 @@ def read_operand(token: Token) -> Rational | None:
         return read_decimal(token.text)
     if token.kind != "fraction":
         return None
-    numerator, denominator = map(read_decimal, token.text.split("/"))
+    numerator, denominator = map(_read_signed, token.text.split("/"))
     return numerator.over(denominator) if numerator and denominator else None
+
+
+def _read_signed(text: str) -> Rational | None:
+    value = read_decimal(text.removeprefix("-"))
+    return value.negated() if value and text.startswith("-") else value
 
 
 def evaluate(tokens: Sequence[Token]) -> Rational | None:

@@ -58,19 +58,20 @@ class Rational:
 
 
 def read_decimal(text: str) -> Rational | None:
-    """Reads unsigned ASCII digits with an optional fraction part and optional comma groups.
+    """Reads unsigned ASCII digits with optional fraction part, comma groups and exponent.
 
     Args:
-        text (str): digits such as ``"1,234.50"`` or ``".5"``; nothing else may stand in it.
+        text (str): digits such as ``"1,234.50"``, ``".5"`` or ``"7.2e1"``; nothing else.
 
     Returns:
         The number, or None where the commas do not part groups of exactly three digits.
     """
-    whole, _, fraction = text.partition(".")
+    mantissa, _, exponent = text.lower().partition("e")
+    whole, _, fraction = mantissa.partition(".")
     first, *groups = whole.split(",")
     if groups:
         # "0,123" is how half of the world writes 0.123, and no way to write 123.
         if not 1 <= len(first) <= 3 or first[0] == "0" or any(len(g) != 3 for g in groups):
             return None
         whole = whole.replace(",", "")
-    return Rational(Decimal(f"{whole or '0'}.{fraction}"))
+    return Rational(Decimal(f"{whole or '0'}.{fraction}e{exponent or '0'}"))

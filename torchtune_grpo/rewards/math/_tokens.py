@@ -18,11 +18,14 @@ _MAX_WORD = 40
 _LETTER = "A-Za-zÀ-ÖØ-öø-ÿμΩ\u00b5\u2126"
 _SPACE = "\t\n\v\f\r\u0020\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
+_EXPONENT = "(?:[eE][-+]?[0-9]{1,2}(?![0-9]))?"
+
 # No alternative can fail after a repetition, so scanning never goes back: linear time.
 _TOKEN = re.compile(
     rf"""
-      (?P<space>(?:[{_SPACE}]+|\\(?:[ ,;:!]|(?:q?quad|displaystyle)(?![A-Za-z])))+)
-    | (?P<number>[0-9]+(?:(?:,|\{{,\}}|,\\!)[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)
+      (?P<space>(?:[{_SPACE}]+|\\(?:[ ,;:!]|(?:q?quad|displaystyle)(?![A-Za-z]))
+                |(?<=[0-9A-Za-z{{}}])~(?=[A-Za-z\\]))+)
+    | (?P<number>[0-9]+(?:(?:,|\{{,\}}|,\\!)[0-9]+)*(?:\.[0-9]+)?{_EXPONENT}|\.[0-9]+{_EXPONENT})
     | (?P<word>[{_LETTER}]+(?:['’-][{_LETTER}]+)*(?:(?<=[sS])['’])?)
     | (?P<command>\\(?:[A-Za-z]+|[^A-Za-z]))
     | (?P<currency>[€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿])
@@ -42,14 +45,13 @@ _BRACED = frozenset(
     + ["\\mathrm", "\\mathbf", "\\mathit"]
 )
 _OPENING = {"\\(": "\\)", "\\[": "\\]"}
-_FRACTION_BODY = ["{", "number", "}", "{", "number", "}"]
 
 
 class Token(NamedTuple):
     """``kind`` is number, fraction, power, degree, word, currency, or the mark itself.
 
-    ``glued`` says that no white space stands before it. A fraction's text is ``"a/b"``, a power's
-    its exponent.
+    ``glued`` says that no white space stands before it. A fraction's text is ``"a/b"`` or
+    ``"-a/b"``, a power's its exponent.
     """
 
     kind: str
@@ -119,9 +121,26 @@ def unwrap(tokens: list[Token], *, dollars_wrap: bool) -> list[Token] | None:
         elif kind == "**" or (dollars_wrap and kind in ("$", "$$")):
             awaited.append((kind, len(inside)))
         else:
-            if kind in _FRACTIONS and [t.kind for t in following] == _FRACTION_BODY:
-                kind, text = "fraction", f"{following[1].text}/{following[4].text}"
-                position += len(following)
+            if kind in _FRACTIONS and (fraction := _fraction(tokens[position : position + 8])):
+                kind, (text, width) = "fraction", fraction
+                position += width
             inside.append(Token("currency" if kind == "$" else kind, text, glued))
             glued = True
     return None if awaited else inside
+
+
+def _fraction(following: list[Token]) -> tuple[str, int] | None:
+    """What ``\\frac`` stands before: ``"a/b"``, and in how many tokens; None if no two numbers."""
+    digits = following[0].text if following else ""
+    if following and following[0].kind == "number" and len(digits) == 2 and digits.isdigit():
+        return f"{digits[0]}/{digits[1]}", 1
+    kinds = [token.kind for token in following]
+    parts, position = [], 0
+    for _ in range(2):
+        sign = "-" if kinds[position + 1 : position + 2] == ["-"] else ""
+        inner = position + 1 + len(sign)
+        if kinds[position : position + 1] != ["{"] or kinds[inner : inner + 2] != ["number", "}"]:
+            return None
+        parts.append(sign + following[inner].text)
+        position = inner + 2
+    return "/".join(parts), position

@@ -2,7 +2,7 @@
 
     content  := lead? (number | fraction | equation) tail?
     lead     := words, with "," ":" "=" between or behind them     "The answer is", "x ="
-    number   := sign? currency? digits                             "-$1,234.50"
+    number   := sign? currency? digits, or this in brackets        "-$1,234.50", "minus 7", "(7)"
     equation := arithmetic "=" (number | fraction)                 "6 * 2 = 12", and it must hold
     tail     := "%", a currency sign, a unit or further words      "km/h", "m²", "clips in May."
 
@@ -12,6 +12,7 @@ Whatever does not fit states no number. Nothing is executed, and nothing is appr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torchtune_grpo.rewards.math._equation import VALUE_STARTS, evaluate, read_operand
 from torchtune_grpo.rewards.math._rational import Rational
@@ -19,6 +20,7 @@ from torchtune_grpo.rewards.math._tokens import Token, tokenize, unwrap
 from torchtune_grpo.rewards.math._words import lead_is_harmless, tail_is_harmless
 
 _GLUED_CURRENCIES = frozenset(["USD", "EUR", "GBP", "INR", "CAD", "AUD", "JPY", "CNY", "Rs"])
+_VALUES = frozenset(["number", "fraction", "currency"])
 _ABBREVIATIONS = frozenset(["mr", "mrs", "ms", "dr", "st", "rs", "sq", "cu"])
 _UNITS_WITH_POWER = frozenset(["mm", "cm", "dm", "m", "km", "in", "ft", "yd", "mi"])
 
@@ -37,6 +39,7 @@ def stated_value(content: str) -> Rational | None:
 
 
 def _statement(tokens: Sequence[Token]) -> Rational | None:
+    tokens = _signs(tokens)
     start = next((i for i, token in enumerate(tokens) if token.kind in VALUE_STARTS), None)
     if start is None or not _lead_fits(tokens[:start], tokens[start]):
         return None
@@ -51,6 +54,15 @@ def _statement(tokens: Sequence[Token]) -> Rational | None:
         if left is None or not left.same_as(value):
             return None
     return value
+
+
+def _signs(tokens: Sequence[Token]) -> list[Token]:
+    """The tokens with a sign for each word "minus" or "negative" right before a number."""
+    signed = list(tokens)
+    for index, (word, number) in enumerate(pairwise(tokens)):
+        if word.text.lower() in ("minus", "negative") and number.kind in _VALUES:
+            signed[index : index + 2] = [Token("-", "-", word.glued), number._replace(glued=True)]
+    return signed
 
 
 def _lead_fits(lead: Sequence[Token], first: Token) -> bool:
@@ -68,10 +80,13 @@ def _lead_fits(lead: Sequence[Token], first: Token) -> bool:
         }
         if not fits.get(token.kind, False):
             return False
-    joined = first.glued and bool(lead) and lead[-1].kind == "word"
-    if joined and first.kind != "currency" and lead[-1].text not in _GLUED_CURRENCIES:
-        return False  # x12, x-12
-    return lead_is_harmless([token.text for token in lead if token.kind == "word"])
+    right_before = bool(lead) and lead[-1].kind in ("word", ".")
+    if right_before and first.glued:  # US$12, USD12, but not x12 and x-12
+        right_before = False
+        if first.kind != "currency" and lead[-1].text not in _GLUED_CURRENCIES:
+            return False
+    words = [token.text for token in lead if token.kind == "word"]
+    return lead_is_harmless(words, right_before=right_before)
 
 
 def _number(tokens: Sequence[Token]) -> tuple[Rational | None, int, bool]:
@@ -81,6 +96,10 @@ def _number(tokens: Sequence[Token]) -> tuple[Rational | None, int, bool]:
         The value or None, how many tokens it takes, and whether a currency sign stands before it.
     """
     failed = None, 0, False
+    if tokens and tokens[0].kind == "(":
+        value, width, priced = _number(tokens[1:])
+        closed = [token.kind for token in tokens[width + 1 : width + 2]] == [")"]
+        return (value, width + 2, priced) if closed else failed
     signs = currencies = ""
     position = 0
     while position < len(tokens) and tokens[position].kind in ("+", "-", "currency"):
@@ -123,7 +142,11 @@ def _tail_fits(tail: Sequence[Token], *, priced: bool) -> bool:
             return False
     words = [token.text for token in tail if token.kind == "word"]
     means_million = priced and words[:1] in (["m"], ["mm"], ["MM"])
-    return not bracketed and not means_million and tail_is_harmless(words, priced=priced)
+    glued_article = words[:1] == ["a"] and tail[0].glued  # "12a"
+    unit = [token.kind for token in tail[:2]] == ["word", "word"]
+    if bracketed or means_million or glued_article:
+        return False
+    return tail_is_harmless(words, priced=priced, unit=unit)
 
 
 def _fits_in_tail(token: Token, before: Sequence[Token], after: Sequence[Token]) -> bool:

@@ -1,0 +1,93 @@
+"""No text takes more than 250 ms of the trainer, whatever shipped reward is configured."""
+
+import gc
+import time
+from collections.abc import Callable
+
+import pytest
+
+from torchtune_grpo import rewards as shipped
+from torchtune_grpo.rewards import RepetitionPenalty, RewardSet
+from torchtune_grpo.rewards._program import extract_program
+
+SIZE = 200_000
+BOUND = 0.25  # seconds of this process; none takes 60% of it on an idle core
+UNITS = r"""
+<think> </think> <answer> </answer> <answer>7</answer> <think><answer> ` ``` ~~~ ```python ( ) [ {
+\frac{ \frac12 \boxed{ \( $ ** - 7 7, 7. 7e 7e1 1/ 7+ a a- n't ' " ''' # \ = def f= @ é ~a 7~a | ^
+""".split()
+UNITS += [" ", "\n", "\r\n", "\t", "\u200b", "\x00", "a ", "not ", "minus ", "of ", "7 ", "f :"]
+UNITS += ["```\n", "```\nf=1\n```\n", "```\nx = 1\n```\n", '"""\n', "def f\n", "(\n", " \n```\n"]
+SHAPES = [unit * (SIZE // len(unit)) for unit in UNITS]
+SHAPES += [f"```{' ' * SIZE}!", f"```{'{' * SIZE}", f"```python\n{'x' * SIZE}", f"f{' ' * SIZE}:"]
+SHAPES += ["9" * 99_000 + "=" + "9" * 99_000, " ".join(map(str, range(30_000)))]
+AROUND = [("", ""), ("<think>7</think>\n<answer>", "</answer>"), ("```python\ndef f():\n", "\n```")]
+
+math = {"answer": ["7"]}
+code = {"entry_point": ["f"], "setup": [""], "test": ["assert f() == 1"]}
+tokens = {"completion_ids": [[7] * SIZE]}
+REWARDS = {
+    "math_correctness_reward": math,
+    "last_number_reward": math,
+    "math_format_reward": {},
+    "math_number_reward": {},
+    "math_tag_reward": {},
+    "code_format_reward": code,
+    "CodeReward": code,
+    "SymbolicMathReward": {"answer": [r"\sqrt{7}"]},
+    "CosineLengthReward": {**math, **tokens},
+    "OverlongPenalty": tokens,
+    "RepetitionPenalty": {},
+}
+SETTINGS = {
+    "CosineLengthReward": {"max_length": 9},
+    "OverlongPenalty": {"max_length": 9, "cache": 3},
+}
+
+
+def test_every_shipped_reward_is_here() -> None:
+    public = {name: getattr(shipped, name) for name in shipped.__all__}
+    marked = {n for n, v in public.items() if hasattr(v, "decides") or hasattr(v, "reward_range")}
+    assert marked == REWARDS.keys()
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_no_text_takes_long(name: str) -> None:
+    """Each shape by itself, in an answer block and in a fence, through a set of rewards."""
+    if name == "SymbolicMathReward":
+        pytest.importorskip("math_verify")
+    node = {"_component_": f"torchtune_grpo.rewards.{name}", **SETTINGS.get(name, {})}
+    rewards = RewardSet.from_config([node])
+    columns = dict(REWARDS[name])
+    ids = columns.pop("completion_ids", None)
+
+    def score(text: str) -> None:
+        rewards(prompts=[""], completions=[text], columns=columns, completion_ids=ids)
+
+    assert slowest(score) < BOUND
+    rewards.close()
+
+
+def test_the_program_of_no_text_takes_long() -> None:
+    """CodeReward refuses long completions before it looks for their programs."""
+    assert slowest(lambda text: extract_program(text, setup="", entry_point="f")) < BOUND
+
+
+def test_long_ngrams_take_no_longer() -> None:
+    penalty = RepetitionPenalty(ngram=1000)
+    assert slowest(lambda text: penalty([""], [text])) < BOUND
+
+
+def slowest(score: Callable[[str], object]) -> float:
+    """Seconds for the slowest of the texts."""
+    gc.collect()
+    gc.disable()  # a collection of all that the test process holds is not the reward's time
+    took = []
+    for shape in SHAPES:
+        for before, after in AROUND:
+            text = before + shape + after
+            start = time.process_time()
+            score(text)
+            took.append(time.process_time() - start)
+    gc.enable()
+    return max(took)

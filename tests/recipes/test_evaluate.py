@@ -1,0 +1,224 @@
+"""Evaluations of real runs: what they end, what they keep, and the command that repeats them."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from runs import RECIPE, Result, metrics, run, run_ranks, tune
+
+CONFIG = "tiny_arithmetic_grpo"
+RESUME = "resume_from_checkpoint=True"
+# The held-out accuracy after each step is planned: so many of four prompts are right.
+PLAN = [1, 2, 3, 2, 3, 2, 4, 1]
+MY_REWARDS = f"""
+import os, signal, sys
+
+def planned(prompts, completions, trainer_state, n, **columns):
+    at(f"evaluation {{trainer_state.global_step}}")
+    return [float(number < {PLAN}[trainer_state.global_step]) for number in n]
+
+def varied(prompts, completions, **columns):
+    return [len(set(text)) / 9 for text in completions]
+
+def at(place):  # SIGNAL=name of a place: a signal is sent there
+    wanted, _, number = os.environ.get("SIGNAL", "").partition(":")
+    if wanted == place:
+        os.kill(os.getpid(), int(number))
+
+def audit(event, arguments):
+    if event == "os.rename" and os.path.basename(arguments[1]).startswith("step_"):
+        at("save " + os.path.basename(arguments[1]).lstrip("step_0"))
+
+sys.addaudithook(audit)
+"""
+DATA = "{_component_: torchtune_grpo.data.RLDataset, source: rows.jsonl"
+QUICK = [
+    *"prepare.warmup_steps=0 num_steps=7 optimizer.lr=5e-3 grpo_samples=2".split(),
+    *"forward_batch_size=null max_generated_tokens=6 eval_samples=0 eval_every_n_steps=1".split(),
+    *"output_dir=out save_every_n_steps=1 keep_last_n_checkpoints=1 patience=2".split(),
+    "keep_best=eval/accuracy",
+    "rewards=[{_component_: mine.varied}, {_component_: mine.planned, weight: 0.0}]",
+    *(
+        "~dataset",
+        "~eval_dataset",
+        f"dataset={DATA}}}",
+        f"eval_dataset={DATA}, num_samples: 4}}",
+        "eval_reward=planned",
+    ),
+]
+ONE, TWO = "batch_size=4", "batch_size=2"
+
+
+def go(folder: Path, *more: str, at: str = "", check: bool = True) -> Result:
+    (folder / "mine.py").write_text(MY_REWARDS)
+    rows = [
+        {"prompt": f"{n} + 1?", "n": n, "answer": 7 + (n % 3 == 0), "level": n // 2}
+        for n in range(8)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = {"PYTHONPATH": str(folder), "SIGNAL": at}
+    command = ["run", RECIPE, "--config", CONFIG, *QUICK, ONE, *more]
+    return tune(*command, cwd=folder, check=check, **env)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Iterator[Path]:
+    """The folder of a run that nobody has touched; tests only read it.
+
+    It saves what is the best so far, and what it ends with.
+    """
+    folder = tmp_path_factory.mktemp("whole")
+    done = go(folder, "save_every_n_steps=null")
+    assert re.findall("Saved out/(.*)", done.out + done.err) == [
+        *("step_000001", "step_000002", "step_000004")
+    ]
+    reason = "after step 4: the last 2 evaluations were not above the eval/accuracy of 0.750"
+    assert reason in done.out + done.err
+    yield folder
+
+
+def evaluations(out: Path) -> list[dict]:
+    return [
+        {name: value for name, value in record.items() if name.startswith(("step", "eval/"))}
+        for record in metrics(out)
+        if "eval/accuracy" in record
+    ]
+
+
+def kept(out: Path) -> tuple[list[str], str]:
+    return sorted(path.name for path in out.glob("step_*")), os.readlink(out / "best")
+
+
+def test_patience_ends_a_run_and_the_best_is_kept(whole):
+    """0.75 after step 2 is the best; after 3 it is worse, after 4 as good, which is not better."""
+    found = evaluations(whole / "out")
+    assert [(e["step"], e["eval/accuracy"]) for e in found] == [
+        *((0, 0.25), (1, 0.5), (2, 0.75), (3, 0.5), (4, 0.75))
+    ]
+    assert kept(whole / "out") == (["step_000002", "step_000004"], "step_000002")
+    assert [r["step"] for r in metrics(whole / "out") if "reward" in r] == [1, 2, 3, 4]
+
+
+def test_a_killed_run_ends_as_if_nobody_had_killed_it(whole, tmp_path):
+    """And then at once, until a key allows more."""
+    term, kill = 15, 9
+    first = go(tmp_path, at=f"evaluation 2:{term}", check=False)  # dropped: is step 2 the best?
+    out, both = tmp_path / "out", ["step_000001", "step_000002"]
+    assert first.code == 143 and kept(out) == (both, "step_000001")
+    second = go(tmp_path, RESUME, at=f"save 3:{kill}", check=False)
+    assert second.code == -kill and kept(out) == (both, "step_000002")
+    go(tmp_path, RESUME)
+    assert kept(out) == kept(whole / "out") and evaluations(out) == evaluations(whole / "out")
+    weights = [path / "step_000004" / "model.safetensors" for path in (out, whole / "out")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    again = go(tmp_path, RESUME)
+    assert "Ends after step 4: the last 2 evaluations" in again.out + again.err
+    assert evaluations(out) == evaluations(whole / "out") and "Saved" not in again.out + again.err
+    more = go(tmp_path, RESUME, "patience=null", "stop_at=1.0")
+    assert "step 6: eval/accuracy is 1.000, and has reached stop_at=1.0" in more.out + more.err
+    assert kept(out) == (["step_000006"], "step_000006") and evaluations(out)[-1]["step"] == 6
+
+
+def test_two_ranks_end_together(whole, tmp_path):
+    """With the same numbers, and one best checkpoint; the policy is sharded."""
+    for name in ("mine.py", "rows.jsonl"):
+        (tmp_path / name).write_bytes((whole / name).read_bytes())
+    run_ranks("--config", CONFIG, *QUICK, TWO, ranks=2, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert kept(tmp_path / "out") == kept(whole / "out")
+    assert evaluations(tmp_path / "out") == evaluations(whole / "out")
+
+
+def evaluate(folder: Path, *arguments: str, **settings) -> Result:
+    start = ["-m", "torchtune_grpo.evaluate", *arguments]
+    return run(*start, cwd=folder, PYTHONPATH=str(folder), **settings)
+
+
+def test_the_command_says_what_the_run_said(whole, tmp_path):
+    """To the last digit, before and after; one prompt of four is right, then three."""
+    file = tmp_path / "found.json"
+    said = evaluate(whole, "out", "--show", "2", "--output", str(file)).out
+    report = json.loads(file.read_text())
+    first, *_, last = evaluations(whole / "out")
+    found = report["groups"]["all"]["graders"]["planned"]
+    assert {"step": 0, **found["before"]} == first and {"step": 4, **found["after"]} == last
+    change = found["change"]["eval/accuracy"]
+    assert (change["difference"], change["p"]) == (0.5, 0.5)  # two won, none lost: 2 / 2^2
+    assert re.search(
+        r"accuracy +before +0\.250 \[.*\n +after +0\.750 \[.*\n +change +\+0\.500 ", said
+    )
+    assert re.findall(r"=== (.*)\n--- before: (.*)\n[^=]*?--- after: (.*)\n", said) == [
+        ("0 + 1?", "right", "right"),
+        ("1 + 1?", "wrong", "right"),
+    ]
+    evaluate(whole, "--config", "out", "--checkpoint", "best", "--output", str(file))
+    best = json.loads(file.read_text())
+    assert best["weights"]["after"] == "out/step_000002"
+    before, after, of_best = (
+        [(each["prompt"], each["greedy"]["completion"]) for each in answers]
+        for answers in (*report["answers"].values(), best["answers"]["after"])
+    )
+    assert before != after != of_best != before  # each has weights of its own
+    for wrong, told in (
+        (["--checkpoint", "3"], "--checkpoint=step_000003: is not in out, which has step_000002,"),
+        (["--by", "lvl"], "--by=lvl: eval_dataset has no such column, but ['answer', 'level', "),
+    ):
+        done = evaluate(whole, "out", *wrong, check=False)
+        assert done.code == 1 and done.err.startswith(f"Error: {told}"), done.err
+
+
+def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, tmp_path):
+    """Each answer begins with the prefill, hence every strict verdict is known: the gold is 7.
+
+    What the random policy writes behind it makes the last number, which is counted here anew.
+    """
+    arguments = [
+        *("--base", "--samples", "4", "--by", "level", "--dataset", "num_samples=8"),
+        *("--dataset", "prefill='<think>.</think><answer>7</answer>'", "eval_reward=null"),
+        "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right}]",
+        "--output",
+    ]
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    said = evaluate(whole, "--config", "out", *arguments, str(files[0])).out
+    ranks = dict(ranks=2, module="torchtune_grpo.evaluate", PYTHONPATH=str(whole))
+    first, second = run_ranks("--config", "out", *arguments, str(files[1]), cwd=whole, **ranks)
+    assert files[0].read_bytes() == files[1].read_bytes() and first.out == said != second.out == ""
+    report = json.loads(files[0].read_text())
+    assert [*report["groups"]] == ["all", "level=0", "level=1", "level=2", "level=3"]
+    for name, group in report["groups"].items():
+        rows = report["answers"]["before"]
+        rows = [r for r in rows if name in ("all", f"level={r['columns']['level']}")]
+        assert group["prompts"] == len(rows) == (8 if name == "all" else 2)
+        answers = [[row["greedy"], *row["samples"]] for row in rows]
+        golds = [row["columns"]["answer"] for row in rows]
+        strict = [[gold == 7] * 5 for gold in golds]
+        lenient = [
+            [int(re.findall(r"[0-9]+", answer["completion"])[-1]) == gold for answer in each]
+            for gold, each in zip(golds, answers, strict=True)
+        ]
+        graders = group["graders"]
+        check(graders["right"]["before"], strict)
+        check(graders["last_number"]["before"], lenient)
+        assert graders["right"]["before"]["eval/maj@4"] == golds.count(7) / len(golds)
+        tokens = [each[0]["tokens"] for each in answers]
+        assert graders["right"]["before"]["eval/mean_length"] == sum(tokens) / len(tokens)
+        title = re.escape(f"\n{name}: {len(rows)} prompts")
+        shown = re.search(rf"{title} +right +last_number\n((?:  .*\n)+)", said)[1]
+        for metric in ("accuracy", "pass@1", "pass@2", "pass@4", "maj@4"):
+            cell = r"([\d.]+) \[[\d.]+, [\d.]+\]"
+            (cells,) = re.findall(rf"  {metric} +before +{cell} +{cell}\n", shown)
+            both = [each["before"][f"eval/{metric}"] for each in graders.values()]
+            assert cells == tuple(f"{value:.3f}" for value in both)
+    both = report["groups"]["all"]["graders"].values()
+    assert len({each["before"]["eval/pass@1"] for each in both}) == 2  # or they are mixed up
+
+
+def check(found: dict, rows: list[list[bool]]) -> None:
+    """[prompt][greedy and 4 samples]: right or wrong -> the metrics, by counting."""
+    assert found["eval/accuracy"] == pytest.approx(sum(row[0] for row in rows) / len(rows))
+    for k in (1, 2, 4):
+        solved = [any(some) for row in rows for some in combinations(row[1:], k)]
+        assert found[f"eval/pass@{k}"] == pytest.approx(sum(solved) / len(solved))

@@ -1,0 +1,119 @@
+"""Each finding is provoked by a real run of the tiny random model."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from runs import RECIPE, tune
+
+from torchtune_grpo._finding_rules import BEGINS_AFTER
+from torchtune_grpo.findings import FindingsWatch, Settings
+from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.read_config import read_config
+
+PARTS = '''
+import time
+from torchtune_grpo.loss import GRPOLoss
+
+def quarter(prompts, completions, **columns):
+    return [0.25] * len(completions)
+
+def brevity(prompts, completions, completion_ids, **columns):
+    return [-len(ids) / 24 for ids in completion_ids]
+
+def right(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+def sleeps(prompts, completions, **columns):
+    time.sleep(0.2)
+    return [None] * len(completions)
+
+def fails(prompts, completions, **columns):
+    return [1.0, float("nan")] * (len(completions) // 2)
+
+def alternates(prompts, completions, **columns):
+    return [0.0, 1.0] * (len(completions) // 2)
+
+class RoughLoss(GRPOLoss):
+    """Huge in steps 15 to 19, not a number in 22 and 24."""
+    step = 0
+    def __call__(self, *, advantages, **more):
+        type(self).step += 1
+        factor = 1e3 if 15 <= self.step < 20 else float("nan") if self.step in (22, 24) else 1.0
+        return super().__call__(advantages=advantages * factor, **more)
+'''
+NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
+
+
+def rewards(*names: str) -> str:
+    return f"rewards=[{','.join(f'{{_component_: provoking.{name}}}' for name in names)}]"
+
+
+# Of each run: its overrides, and the findings that it provokes.
+RUNS = {
+    # What is paid for is to say nothing, at once.
+    "collapse": (
+        [rewards("quarter", "brevity"), "num_steps=22", "batch_size=4", "grpo_samples=8"]
+        + ["max_generated_tokens=24", "optimizer.lr=1e-2", "loss.kl_coeff=0.001"]
+        + ["eval_every_n_steps=3", "eval_samples=0", "eval_dataset.num_samples=2"],
+        "kl_runaway responses_shrink reward_hacking entropy_collapsed all_wrong same_texts "
+        "only_shaping_rises",
+    ),
+    "nothing_works": (
+        [rewards("right", "sleeps", "fails"), "max_reward_failure_share=1", "num_steps=7"]
+        + ["batch_size=16", "grpo_samples=2", "max_generated_tokens=2", "sampling.min_new_tokens=2"]
+        + ["mask_truncated_completions=true", *NO_EVALUATION],
+        "all_right truncated nothing_trained reward_fails reward_never_applies rewards_slow",
+    ),
+    "rough": (
+        [rewards("alternates"), "loss._component_=provoking.RoughLoss", "optimizer.lr=1e-12"]
+        + ["num_steps=102", "batch_size=1", "grpo_samples=2", "max_generated_tokens=2"]
+        + NO_EVALUATION,
+        "gradient_spikes steps_skipped learning_stopped",
+    ),
+    "dropout": (
+        [rewards("alternates"), "model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=0.1"]
+        + ["model.lora_dropout=0.5", "num_steps=4", "batch_size=2", "grpo_samples=4"]
+        + ["max_generated_tokens=4", *NO_EVALUATION],
+        "sampler_trainer_gap",
+    ),
+    # Nothing is paid for but entropy, and at first there is little.
+    "noise": (
+        [rewards("right"), "temperature=0.05", "loss.entropy_coeff=1", "optimizer.lr=1e-3"]
+        + ["num_steps=12", "batch_size=4", "grpo_samples=4", "max_generated_tokens=16"]
+        + NO_EVALUATION,
+        "entropy_exploding",
+    ),
+    "one_row_at_a_time": (
+        [rewards("alternates"), "num_steps=6", "batch_size=1", "grpo_samples=2"]
+        + ["rollout.max_rows=1", "max_generated_tokens=160", "sampling.min_new_tokens=160"]
+        + NO_EVALUATION,
+        "rollout_slow",
+    ),
+}
+
+
+def events(folder: Path) -> list[dict]:
+    """The run's ``findings.jsonl``, and that a watch of its metrics says the same."""
+    cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
+    watch = FindingsWatch(Settings.from_config(cfg))
+    lines = [line for record in read_jsonl(folder / "metrics.jsonl") for line in watch.add(record)]
+    if (folder / "findings.jsonl").exists():
+        assert read_jsonl(folder / "findings.jsonl") == lines
+    return lines
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_provokes_its_findings(tmp_path, monkeypatch, name):
+    overrides, expected = RUNS[name]
+    (tmp_path / "provoking.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    common = ["--config", "tiny_arithmetic_grpo", "prepare.warmup_steps=0", "lr_scheduler=null"]
+    tune("run", RECIPE, *common, "output_dir=out", *overrides, cwd=tmp_path)
+    lines = events(tmp_path / "out")
+    begun = [line["name"] for line in lines if line["event"] == "begins"]
+    assert {*expected.split()} <= {*begun}
+
+
+def test_every_finding_is_provoked():
+    assert {name for _, expected in RUNS.values() for name in expected.split()} == {*BEGINS_AFTER}

@@ -1,0 +1,61 @@
+"""What a run prints: one line a step, evaluations, a summary that names the page; nothing else."""
+
+import json
+import re
+
+from runs import RECIPE, run, tiny_overrides, tune
+
+NUMBER = r"-?\d+\.\d+"
+STEP = (
+    rf"Step {{}}/2: reward {NUMBER}, accuracy {NUMBER}, informative {NUMBER}, "
+    r"[\d.]+[kM]? tok/s, \d\d:\d\d left"
+)
+EVALUATION = rf"Step {{}}: held-out accuracy {NUMBER} \[{NUMBER}, {NUMBER}\], pass@1 {NUMBER}, .*"
+CELL = rf"{NUMBER} \[{NUMBER}, {NUMBER}\]"
+
+
+def lines_of(text):
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
+    """A new interpreter, whose libraries warn at import, and their loggers at every call."""
+    config = "llama3_2_1B_lora_grpo"
+    overrides = [*tiny_overrides(config, tmp_path), "eval_samples=2"]
+    done = tune("run", RECIPE, "--config", config, *overrides, cwd=tmp_path, fresh=True)
+    out = tmp_path / "out"
+    assert not lines_of(done.out)
+    expected = [
+        EVALUATION.format(0),
+        STEP.format(1),
+        STEP.format(2),
+        EVALUATION.format(2),
+        f"Saved {out / 'step_000002'}",
+        r"held-out, 95 % interval\s+before \(step 0\)\s+after \(step 2\)",
+        *(rf"{name}\s+{CELL}\s+{CELL}" for name in ("accuracy", "pass@1", "pass@2", "maj@2")),
+        "findings: none",
+        rf"{out / 'run.html'}\s+the run's page",
+        rf"{out / 'metrics.jsonl'}\s+its numbers",
+        rf"{out / 'completions.jsonl'}\s+what the policy wrote",
+        rf"{out / 'step_000002'}\s+the last checkpoint",
+    ]
+    said = lines_of(done.err)
+    assert len(said) == len(expected), done.err
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
+    (start,) = map(json.loads, (out / "starts.jsonl").read_text().splitlines())
+    assert start["command"].startswith(f"tune run {RECIPE} --config {config} ")
+    assert start["versions"]["torchtune"] == "0.6.1" and start["config"]["eval_samples"] == 2
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
+    overrides = tiny_overrides("llama3_2_1B_lora_grpo", tmp_path)
+    (tmp_path / "out/run.html/in the way").mkdir(parents=True)
+    overrides += ["eval_dataset=null", "eval_every_n_steps=null", "num_steps=1"]
+    overrides += ["metric_logger.api_key=hidden"]
+    done = tune("run", RECIPE, "--config", "llama3_2_1B_lora_grpo", *overrides, cwd=tmp_path)
+    assert "The run's page is not written: " in done.err and "step_000001" in done.err
+    start = (tmp_path / "out/starts.jsonl").read_text()
+    assert "api_key" in start and "hidden" not in json.loads(start)["config"]["metric_logger"]
+    assert json.loads(start)["config"]["metric_logger"]["api_key"] == "..."
+    assert run("-m", "torchtune_grpo.report", tmp_path / "no", cwd=tmp_path, check=False).code != 0

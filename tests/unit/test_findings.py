@@ -1,0 +1,394 @@
+"""Each finding begins at its threshold and not below, once, and ends once."""
+
+import math
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_grpo._finding_rules import BEGINS_AFTER
+from torchtune_grpo.command_line import load_config
+from torchtune_grpo.findings import Finding, FindingsWatch, Settings
+from torchtune_grpo.read_config import read_config
+
+HEALTHY = {
+    "reward": 0.5,
+    "reward_std": 0.5,
+    "frac_informative_groups": 0.5,
+    "frac_groups_same_text": 0.0,
+    "rewards/correctness/mean": 0.4,
+    "rewards/correctness/std": 0.5,
+    "rewards/correctness/errors": 0.0,
+    "rewards/correctness/none": 0.0,
+    "rewards/format/mean": 0.9,
+    "rewards/format/std": 0.3,
+    "rewards/format/errors": 0.0,
+    "rewards/format/none": 0.0,
+    "completions/mean_length": 40.0,
+    "completions/max_length": 48.0,
+    "completions/clipped_ratio": 0.2,
+    "sampling/sampling_logp_difference/mean": 0.02,
+    "sampling/kept_mass": 1.0,
+    "kl": 0.05,
+    "entropy": 0.8,
+    "grad_norm": 0.2,
+    "learning_rate": 3e-4,
+    "nonfinite_steps": 0.0,
+    "step_time": 1.0,
+    "time/rollout": 0.6,
+    "time/reward": 0.1,
+    "time/rewards/correctness": 0.02,
+    "time/rewards/format": 0.08,
+}
+LEVEL, FORMAT = "rewards/correctness/mean", "rewards/format/mean"
+UNINFORMATIVE = {"frac_informative_groups": 0.0}
+
+
+@cache
+def settings(*changes: str) -> Settings:
+    """Of the demo: 16 groups a step."""
+    return Settings.from_config(read_config(load_config("tiny_arithmetic_grpo", list(changes))))
+
+
+def step(number: int, **changes: float | None) -> dict:
+    return HEALTHY | {"step": number} | changes
+
+
+def run(records: list[dict], *changes: str) -> list[dict]:
+    """The lines that a watch makes of records, numbered as they come."""
+    watch = FindingsWatch(settings(*changes))
+    numbered = ({**record, "step": number} for number, record in enumerate(records, 1))
+    return [line for record in numbered for line in watch.add(record)]
+
+
+# Finding -> signs at the threshold, the same just below, steps until it begins, config, remedy.
+CASES = {
+    "all_right": (
+        UNINFORMATIVE | {LEVEL: 0.5},
+        UNINFORMATIVE | {LEVEL: 0.5, "frac_informative_groups": 0.06},
+        3, [], ("dataset", "Take harder prompts in dataset, or end the run."),
+    ),
+    "all_wrong": (
+        UNINFORMATIVE,
+        {"frac_informative_groups": 0.06},
+        6, ["batch_size=4"],
+        ("dataset", "Take easier prompts in dataset. If some are solved at times: "
+         "Set grpo_samples: 16 -> 32."),
+    ),
+    "same_texts": (
+        {"frac_groups_same_text": 0.9},
+        {"frac_groups_same_text": 0.89},
+        3, ["temperature=0.8"], ("temperature", "Set temperature: 0.8 -> 1.2."),
+    ),
+    "truncated": (
+        {"completions/clipped_ratio": 0.9},
+        {"completions/clipped_ratio": 0.89},
+        3, [], ("max_generated_tokens", "Set max_generated_tokens: 48 -> 96."),
+    ),
+    "nothing_trained": (
+        {"sampling/kept_mass": None},
+        {"entropy": None},
+        3, ["mask_truncated_completions=true"],
+        ("mask_truncated_completions", "Set mask_truncated_completions: True -> False."),
+    ),
+    "responses_shrink": (
+        {"completions/mean_length": 3.9},
+        {"completions/mean_length": 4.0},
+        3, [], ("sampling.min_new_tokens", "Set sampling.min_new_tokens: 0 -> 4."),
+    ),
+    "entropy_collapsed": (
+        {"entropy": 0.049},
+        {"entropy": 0.05},
+        3, [], ("loss.entropy_coeff", "Set loss.entropy_coeff: 0.001."),
+    ),
+    "entropy_exploding": (
+        {"entropy": 1.81},
+        {"entropy": 1.8},
+        3, [], ("optimizer.lr", "Set optimizer.lr: 0.0003 -> 0.00015."),
+    ),
+    "kl_runaway": (
+        {"kl": 1.01},
+        {"kl": 1.0},
+        3, ["loss.kl_coeff=0.04"], ("loss.kl_coeff", "Set loss.kl_coeff: 0.04 -> 0.08."),
+    ),
+    "sampler_trainer_gap": (
+        {"sampling/sampling_logp_difference/mean": 0.11},
+        {"sampling/sampling_logp_difference/mean": 0.1},
+        3, [],
+        ("sampling_correction.mode", "Set sampling_correction.mode: null -> token_truncate."),
+    ),
+    "reward_fails": (
+        {"rewards/format/errors": 0.01},
+        {"rewards/format/errors": 0.009},
+        3, [],
+        ("rewards.1", "Correct what its error in the log says, or return None there."),
+    ),
+    "reward_never_applies": (
+        {"rewards/format/none": 1.0, FORMAT: None},
+        {"rewards/format/none": 0.99},
+        7, [],
+        ("rewards.1", "Correct the column or the condition that it looks for, or leave it out."),
+    ),
+    "rewards_slow": (
+        {"time/reward": 0.51},
+        {"time/reward": 0.5},
+        5, [], ("rewards.1.isolation", "Set rewards.1.isolation: process."),
+    ),
+    "rollout_slow": (
+        {"time/rollout": 0.91},
+        {"time/rollout": 0.9},
+        5, ["rollout.max_rows=32"], ("rollout.max_rows", "Set rollout.max_rows: 32 -> 256."),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
+    """After so many steps; one good step neither ends it nor lets it begin again."""
+    signs, _, steps, config, (key, remedy) = CASES[name]
+    good = [HEALTHY] * 5
+    bad = [{k: v for k, v in (HEALTHY | signs).items() if v is not None}] * steps
+    assert run([*good, *bad[1:], *good], *config) == []
+    lines = run([*good, *bad, *bad, HEALTHY, *bad, *good, *good], *config)
+    assert [(line["step"], line["event"]) for line in lines] == [
+        (5 + steps, "begins"),
+        (5 + 3 * steps + 1 + 5, "ends"),
+    ]
+    first, last = lines
+    assert (first["name"], first["since"], first["key"]) == (name, 6, key)
+    assert first["remedy"] == remedy and first["evidence"].endswith(".")
+    assert last == first | {"step": last["step"], "event": "ends"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_finding_begins_below_its_threshold(name):
+    _, below, _, config, _ = CASES[name]
+    below = {k: v for k, v in (HEALTHY | below).items() if v is not None}
+    assert run([HEALTHY] * 5 + [below] * 30, *config) == []
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"entropy": 0.001},
+        {"frac_groups_same_text": 1.0},
+        {"completions/mean_length": 2.0},
+    ],
+)
+def test_what_success_looks_like_too_is_no_finding(signs):
+    """With a high deciding reward; with a low one it is."""
+    high = {LEVEL: 0.85, "reward": 0.95}
+    assert run([HEALTHY] * 5 + [HEALTHY | signs | high] * 30) == []
+    assert len(run([HEALTHY] * 5 + [HEALTHY | signs] * 30)) == 1
+
+
+REMEDIES = {
+    "rollout.deadline=2": (
+        {"completions/clipped_ratio": 1.0, "completions/max_length": 30.0},
+        "Set rollout.deadline: 2 -> 4.",
+    ),
+    "max_generated_tokens=8": ({"sampling/kept_mass": None}, "Set max_generated_tokens: 8 -> 16."),
+    "loss.entropy_coeff=0.01": ({"entropy": 0.01}, "Set loss.entropy_coeff: 0.01 -> 0.02."),
+    "sampling_correction.mode=token_mask dtype=bf16": (
+        {"sampling/sampling_logp_difference/mean": 1.0},
+        "Set dtype: bf16 -> fp32.",
+    ),
+    "model=torchtune_grpo.models.lora_hf_model model.lora_dropout=0.5": (
+        {"sampling/sampling_logp_difference/mean": 1.0},
+        "Set model.lora_dropout: 0.5 -> 0.",
+    ),
+    "rewards.1.workers=3": ({"time/reward": 0.9}, "Set rewards.1.workers: 3 -> 6."),
+    "batch_size=24": ({"time/rollout": 0.95}, "Set batch_size: 24 -> 48."),
+    "clip_grad_norm=null": ({"grad_norm": 20.0}, "Set clip_grad_norm: null -> 0.4."),
+}
+
+
+@pytest.mark.parametrize("change", REMEDIES)
+def test_the_remedy_follows_from_the_config(change):
+    signs, remedy = REMEDIES[change]
+    changed = {k: v for k, v in (HEALTHY | signs).items() if v is not None}
+    (line, *_) = run([HEALTHY] * 20 + [changed] * 6, *change.split())
+    assert line["remedy"] == remedy
+
+
+def noisy(low: float, high: float, count: int) -> list[float]:
+    """A straight line, and in turn 0.02 above and below it."""
+    return [low + (high - low) * k / (count - 1) + (0.02 if k % 2 else -0.02) for k in range(count)]
+
+
+def shaping(paid: tuple[float, float], deciding: tuple[float, float]) -> list[dict]:
+    values = zip(noisy(*paid, 30), noisy(*deciding, 30), strict=True)
+    return [HEALTHY | {FORMAT: form, LEVEL: level} for form, level in values]
+
+
+def test_only_shaping_rises():
+    """From 0.1 to 0.9 in 30 steps; not if the deciding reward rises too, or it rises less."""
+    (line,) = run(shaping((0.1, 0.9), (0.2, 0.2)))
+    assert line["name"] == "only_shaping_rises" and line["step"] == 22
+    assert line["evidence"] == "In 20 steps format changed by +0.276; correctness did not rise."
+    assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
+    assert run(shaping((0.1, 0.9), (0.2, 0.4))) == []
+    assert run(shaping((0.1, 0.4), (0.2, 0.2))) == []
+    assert run(shaping((0.9, 0.1), (0.2, 0.2))) == []
+    # A penalty is earned by falling, and a reward of weight 0 is only watched.
+    (line,) = run(shaping((0.9, 0.1), (0.2, 0.2)), "rewards.1.weight=-0.1")
+    assert line["remedy"] == "Set rewards.1.weight: -0.1 -> -0.05."
+    assert run(shaping((0.1, 0.9), (0.2, 0.2)), "rewards.1.weight=0") == []
+
+
+def evaluated(rewards: list[float], accuracies: list[float], *, margin: float = 0.04) -> list[dict]:
+    """An evaluation, then before each other one five steps with a reward."""
+    records = []
+    for index, accuracy in enumerate(accuracies):
+        if index:
+            paid = noisy(rewards[index - 1], rewards[index - 1], 5)
+            records += [HEALTHY | {"reward": reward} for reward in paid]
+        interval = {"low": accuracy - margin, "high": accuracy + margin}
+        named = {f"eval/accuracy/{name}": value for name, value in interval.items()}
+        records.append({"eval/accuracy": accuracy} | named)
+    return records
+
+
+def test_reward_hacking():
+    rewards, flat = [0.5, 0.7, 0.8], [0.3, 0.3, 0.29, 0.3]
+    (line,) = run(evaluated(rewards, flat))
+    assert (line["name"], line["step"]) == ("reward_hacking", 19)
+    assert line["evidence"] == (
+        "In 3 evaluations the reward rose from 0.496 to 0.796, and held-out accuracy went from 0.3 "
+        "to 0.3."
+    )
+    assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
+    alone = "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward}]"
+    assert [line["remedy"] for line in run(evaluated(rewards, flat), alone)] == [
+        "Set loss.kl_coeff: 0 -> 0.04."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "accuracies", "margin"),
+    [
+        ([0.5, 0.7, 0.8], [0.3, 0.4, 0.5, 0.6], 0.04),  # accuracy rises
+        ([0.5, 0.7, 0.8], [0.3, 0.35, 0.3, 0.3], 0.08),  # a rise of 0.1 cannot be excluded
+        ([0.5, 0.7, 0.8], [0.3, 0.3, 0.31, 0.3], 0.04),  # one of the last two is better
+        ([0.5, 0.6, 0.7], [0.3, 0.3, 0.3, 0.3], 0.04),  # less than half a spread
+        ([0.5, 0.7, 0.8], [0.0, 0.0, 0.0, 0.0], 0.0),  # nothing was there to lose
+        ([0.5, 0.7, 0.8], [0.3, 0.3, 0.3], 0.04),  # too few
+    ],
+)
+def test_no_reward_hacking(rewards, accuracies, margin):
+    assert run(evaluated(rewards, accuracies, margin=margin)) == []
+
+
+def test_samples_that_catch_up_with_a_greedy_accuracy_are_no_hacking():
+    """They rise to 0.8, which greedy responses had before; above 0.9, they are."""
+
+    def levels(offset: float) -> list[dict]:
+        records = evaluated([0.4, 0.6, 0.8], [0.8, 0.8, 0.8, 0.8])
+        return [r | ({LEVEL: r["reward"] + offset} if "reward" in r else {}) for r in records]
+
+    assert run(levels(0.0)) == []
+    assert [line["name"] for line in run(levels(0.1))] == ["reward_hacking"]
+
+
+def test_three_of_10_gradient_norms_are_spikes():
+    norms = [0.2, 0.3, 0.1, 0.0] * 5
+    quiet = [HEALTHY | {"grad_norm": norm} for norm in norms]
+    spike, less = HEALTHY | {"grad_norm": 2.6}, HEALTHY | {"grad_norm": 2.0}
+    assert run([*quiet, spike, spike, *quiet]) == []
+    assert run([*quiet, *[less] * 3, *quiet]) == []
+    assert run([*[spike] * 3, *quiet[:5]]) == []  # too few to know what is usual
+    lines = run([*quiet, spike, spike, HEALTHY, spike, *quiet, *quiet])
+    assert [(line["step"], line["event"]) for line in lines] == [(24, "begins"), (35, "ends")]
+    assert lines[0]["remedy"] == "Set optimizer.lr: 0.0003 -> 0.00015."
+
+
+def test_two_of_20_steps_skipped():
+    counts = [0, 1, 1, 1, 2, 2, 2]
+    lines = run([HEALTHY | {"nonfinite_steps": count} for count in counts])
+    assert [(line["name"], line["step"]) for line in lines] == [("steps_skipped", 5)]
+    assert lines[0]["evidence"] == "2 of 20 steps were not finite and skipped."
+    apart = [0] * 5 + [1] * 20 + [2] * 20
+    assert run([HEALTHY | {"nonfinite_steps": count} for count in apart]) == []
+    at_once = run([HEALTHY | {"nonfinite_steps": count} for count in [1, 2]])
+    assert [line["step"] for line in at_once] == [2]
+
+
+def plateau(slope: float = 0.0, **changes: float) -> list[dict]:
+    return [HEALTHY | {"reward": r} | changes for r in noisy(0.5, 0.5 + slope, 102)]
+
+
+def test_learning_has_stopped():
+    """After 100 steps that would have shown a rise; not if one is there, or none is expected."""
+    (line,) = run(plateau())
+    assert (line["name"], line["step"], line["since"]) == ("learning_stopped", 102, 100)
+    assert line["remedy"] == "Set optimizer.lr: 0.0003 -> 0.0006."
+    assert run(plateau(slope=0.02)) == []
+    assert run(plateau(learning_rate=2.9e-5)) == []
+    assert run(plateau(**{LEVEL: 0.9})) == []
+    assert run(plateau(reward_std=0.05)) == []  # a rise of a tenth of it might be hidden
+    held_out = [{"eval/accuracy": 0.3}, *plateau()[:90], {"eval/accuracy": 0.4}, *plateau()[:50]]
+    assert run(held_out) == []
+    assert run([{**r, "eval/accuracy": 0.3} if "eval/accuracy" in r else r for r in held_out])
+
+
+def test_a_resumed_run_finds_the_same():
+    """What it reads again, as JSON has it, brings the watch into the same state."""
+    bad = HEALTHY | {"kl": 2.0, "grad_norm": math.nan}
+    records = [HEALTHY] * 4 + [bad] * 4 + [HEALTHY] * 8
+    records = [{**record, "step": number} for number, record in enumerate(records, 1)]
+    once, config = FindingsWatch(settings()), settings()
+    lines = [line for record in records for line in once.add(record)]
+    assert [line["event"] for line in lines] == ["begins", "ends"]
+    for cut in range(len(records)):
+        again = FindingsWatch(config)
+        read = [r | {"grad_norm": None} if r["grad_norm"] != 0.2 else r for r in records[:cut]]
+        said = [line for record in read for line in again.add(record)]
+        assert said + [line for record in records[cut:] for line in again.add(record)] == lines
+
+
+def test_current_findings():
+    watch = FindingsWatch(settings("loss.kl_coeff=0.1"))
+    for number in range(1, 4):
+        watch.add(step(number, kl=2.0))
+    evidence, key = "The KL to the reference is 2 nats a token.", "loss.kl_coeff"
+    remedy = "Set loss.kl_coeff: 0.1 -> 0.2."
+    assert watch.current == [Finding("kl_runaway", 1, evidence, key, remedy)]
+    for number in range(4, 9):
+        watch.add(step(number))
+    assert watch.current == []
+
+
+def test_a_short_run_that_begins_badly_has_no_finding():
+    """As those of the tests, with their two steps."""
+    bad = {name: value for signs, *_ in CASES.values() for name, value in signs.items()}
+    assert run([HEALTHY | bad] * 2) == []
+
+
+VALUES = st.one_of(
+    st.none(), st.floats(), st.sampled_from([0.0, 1.0, 1e308, -1e308]), st.text(), st.booleans()
+)
+NAMES = [*HEALTHY, "eval/accuracy", "eval/accuracy/low", "eval/accuracy/high"]
+CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), max_size=4)
+
+
+@given(changes=CHANGES, common=st.sampled_from([{}, HEALTHY]), repeat=st.integers(1, 60))
+def test_no_record_raises(changes, common, repeat):
+    """Missing, null, infinite, huge or foreign values."""
+    run([common | change for change in changes] * repeat)
+
+
+def test_every_finding_is_tested_here_and_in_the_docs():
+    special = {"reward_hacking", "only_shaping_rises", "gradient_spikes", "steps_skipped"}
+    assert {*CASES} | special | {"learning_stopped"} == {*BEGINS_AFTER}
+    page = (Path(__file__).parents[2] / "docs/findings.md").read_text()
+    assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == {*BEGINS_AFTER}
+
+
+def test_no_torch_is_imported():
+    code = "import sys, torchtune_grpo.findings; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

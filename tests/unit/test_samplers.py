@@ -1,0 +1,129 @@
+"""Which prompts come next: passes without gaps, curricula, and the same ones when asked again."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from torchtune_grpo.data import (
+    ShuffledSampler,
+    make_sampler,
+    prompts_of_rank,
+)
+
+LEVELS = [3, 1, 2, 1, 2, 1, 3, 1, 3, 2]
+ROWS = [
+    {"index": i, "tokens": [i], "prompt": str(i), "columns": {"level": level}}
+    for i, level in enumerate(LEVELS)
+]
+
+
+def make(name, **arguments):
+    node = OmegaConf.create({"_component_": f"torchtune_grpo.data.{name}", **arguments})
+    return make_sampler(node, ROWS, seed=1)
+
+
+def draw(sampler, count, steps, rate=lambda row: 0.5):
+    """What comes in some steps."""
+    drawn = []
+    for _ in range(steps):
+        rows = sampler.next(count)
+        sampler.learn(rows, [rate(row) for row in rows])
+        drawn.append(rows)
+    return drawn
+
+
+def test_passes_over_the_data_without_repeats_or_gaps():
+    """7 rows, 3 a step: 7 steps are exactly 3 passes, each a permutation, each a different one."""
+    flat = sum(draw(ShuffledSampler(range(7), seed=1), 3, 7), [])
+    passes = [flat[0:7], flat[7:14], flat[14:21]]
+    assert all(sorted(p) == list(range(7)) for p in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert draw(ShuffledSampler(range(7), seed=2), 3, 1)[0] != flat[:3]
+    ordered = ShuffledSampler(range(5), seed=0, shuffle=False)
+    assert draw(ordered, 4, 2) == [[0, 1, 2, 3], [4, 0, 1, 2]]
+    with pytest.raises(ValueError, match=r"batch_size \* ranks = 8 prompts a step, but dataset ha"):
+        ShuffledSampler(range(7), seed=1).next(8)
+
+
+@pytest.mark.parametrize("name", ["ShuffledSampler", "LevelSampler", "DifficultySampler"])
+def test_a_step_gets_the_same_prompts_until_it_is_done_and_a_resumed_run_goes_on(name, tmp_path):
+    sampler, told = make(name), lambda row: row / 10
+    draw(sampler, 4, 7, told)
+    assert sampler.next(4) == sampler.next(4)
+    assert sampler.next(2) + sampler.next(2, skip=2) == sampler.next(4)  # as rounds of a step
+    torch.save(sampler.state_dict(), tmp_path / "state.pt")
+    resumed = make(name)
+    assert resumed.next(4) != sampler.next(4)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.metrics == sampler.metrics
+    assert draw(resumed, 4, 9, told) == draw(sampler, 4, 9, told)
+    with pytest.raises(ValueError, match="lower batch_size"):
+        sampler.next(11)
+
+
+@pytest.mark.parametrize("name", ["LevelSampler", "DifficultySampler"])
+def test_a_weighted_step_sees_no_prompt_twice_if_it_can(name):
+    for rows in draw(make(name), 4, 20):
+        assert len(set(rows)) == 4
+    few = make("LevelSampler").next(6)  # of four of the first level
+    assert len(set(few)) == 4 and few[4:] == few[:2]
+
+
+def test_levels_are_added_when_the_newest_is_solved():
+    sampler = make("LevelSampler", window=8, pass_rate=0.75)
+    solved = {1}
+
+    def rate(row):
+        return 1.0 if LEVELS[row] in solved else 0.7
+
+    def levels(steps):
+        return {LEVELS[row] for rows in draw(sampler, 4, steps, rate) for row in rows}
+
+    assert levels(2) == {1} and sampler.metrics["sampler/level"] == 1
+    assert levels(30) == {1, 2} and sampler.metrics["sampler/level"] == 1
+    assert sampler.metrics["sampler/level_pass_rate"] == pytest.approx(0.7)
+    solved.add(2)
+    levels(8)
+    assert sampler.metrics["sampler/level"] == 2
+    solved.add(3)
+    drawn = [LEVELS[row] for rows in draw(sampler, 3, 400, rate) for row in rows]
+    counts = [drawn.count(level) / len(drawn) for level in (1, 2, 3)]
+    assert counts == pytest.approx([1 / 3] * 3, abs=0.04)  # whatever the number of their rows
+
+
+def test_half_solved_prompts_come_most_and_hopeless_ones_no_more():
+    """Row 0 is always right, row 1 never, row 2 was once; the others half of the time."""
+    sampler = make("DifficultySampler", give_up_after=3)
+    rates, came = {0: 1.0, 1: 0.0, 2: 0.0}, []
+    sampler.learn([2], [0.25])
+    for rows in draw(sampler, 3, 600, lambda row: rates.get(row, 0.5)):
+        came += rows
+    counts = [came.count(row) for row in range(10)]
+    assert counts[1] == 3
+    usual = sum(counts[3:]) / 7
+    assert all(0.05 * usual < counts[row] < 0.25 * usual for row in (0, 2))
+    metrics = sampler.metrics
+    assert metrics["sampler/given_up"] == pytest.approx(0.1) and metrics["sampler/seen"] == 1
+    assert metrics["sampler/pass_rate"] == pytest.approx((1 + 7 * 0.5) / 10, abs=0.01)
+    hopeless = make("DifficultySampler", give_up_after=1)
+    assert len(draw(hopeless, 10, 3, lambda row: 0.0)) == 3  # then all come again
+
+
+def test_ranks_share_a_step_and_count_what_came_before():
+    rows = [4, 2, 4, 4, 9, 2]
+    ranks = [prompts_of_rank(ROWS, rows, rank=rank, world_size=2) for rank in range(2)]
+    assert [batch.indices for batch in ranks] == [[4, 2, 4], [4, 9, 2]]
+    assert [batch.uses for batch in ranks] == [[0, 0, 1], [2, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("LevelSampler", {"column": "depth"}, r"sampler.column=depth: dataset has level\."),
+        ("LevelSampler", {"pass_rate": 0}, r"sampler.pass_rate=0, window=32: give \(0, 1\]"),
+        ("DifficultySampler", {"revisit": 0.3}, r"sampler.revisit=0.3, give_up_after=4: give"),
+    ],
+)
+def test_a_sampler_that_cannot_be_made_is_told(name, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        make(name, **arguments)

@@ -1,0 +1,254 @@
+"use strict";
+// All text comes in through text nodes: nothing that a completion holds is read as HTML.
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const SHOWN = 6; // groups at once
+
+function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name in node) node[name] = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== ""));
+  return node;
+}
+
+function number(value, digits = 2) {
+  return typeof value === "number" ? String(+value.toFixed(digits)) : "–";
+}
+
+// A text, or its beginning, how many characters are left out, and its end.
+function text(value) {
+  if (typeof value === "string") return [value];
+  const [head, left, tail] = value;
+  const mark = `\n[… ${left.toLocaleString("en")} characters left out …]\n`;
+  return [head, el("span", { className: "cutmark" }, mark), tail];
+}
+
+function table({ title, head, rows, empty, folded }) {
+  const cell = (tag) => (value) => el(tag, {}, value);
+  const body = rows.map((row) => el("tr", {}, row.map(cell("td"))));
+  const parts = [head ? el("thead", {}, el("tr", {}, head.map(cell("th")))) : null, el("tbody", {}, body)];
+  const shown = rows.length ? el("div", { className: "scroll" }, el("table", {}, parts)) : el("p", {}, empty || "");
+  if (folded) return el("details", {}, el("summary", {}, title), shown);
+  return el("div", { className: "block" }, el("h3", {}, title), shown);
+}
+
+// ---- Verdict
+
+function bar(ends) {
+  const at = (share) => `${100 * Math.min(1, Math.max(0, share))}%`;
+  const node = el("div", { className: "bar" });
+  ends.forEach(({ mean, low, high }, end) => {
+    const which = `end${ends.length === 1 ? 1 : end}`;
+    if (low !== null) {
+      const band = el("i", { className: which });
+      band.style.left = at(low);
+      band.style.width = `calc(${at(high)} - ${at(low)})`;
+      node.append(band);
+    }
+    const dot = el("b", { className: which });
+    dot.style.left = at(mean);
+    node.append(dot);
+  });
+  return node;
+}
+
+function scoreRow({ label, ends, change, test }) {
+  const cell = (main, below) => el("td", {}, el("strong", {}, main), el("br"), el("small", {}, below));
+  const cells = ends.map(({ text, step }) => {
+    const [mean, interval] = text.split(" (");
+    return cell(mean, interval ? interval.slice(0, -1) : `step ${step}`);
+  });
+  if (cells.length === 1) cells.push(el("td"));
+  return el("tr", {}, el("td", {}, label), ...cells, cell(change, test), el("td", {}, bar(ends)));
+}
+
+function finding({ name, since, until, evidence, key, remedy }) {
+  const when = until === null ? `since step ${since}` : `steps ${since} to ${until}; over`;
+  const title = el("h3", {}, name, " ", el("small", { className: "note" }, when));
+  const does = el("p", {}, key ? el("code", {}, key) : null, key ? " " : null, remedy);
+  return el("div", { className: until === null ? "finding" : "finding over" }, title, el("p", {}, evidence), does);
+}
+
+function showVerdict({ tone, headline, why, scores, facts, findings }) {
+  const place = byId("verdict");
+  const [first, ...others] = why;
+  place.append(el("h1", {}, headline), el("p", { className: `why ${tone}` }, first));
+  others.forEach((sentence) => place.append(el("p", {}, sentence)));
+  const open = findings.filter((each) => each.until === null);
+  const over = findings.filter((each) => each.until !== null);
+  const count = open.length ? `${open.length} open finding${open.length > 1 ? "s" : ""}` : "No open findings";
+  place.append(el("h2", {}, count), ...open.map(finding));
+  if (over.length) place.append(el("details", {}, el("summary", {}, `${over.length} that ended`), over.map(finding)));
+  const pair = ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
+  place.append(el("dl", { className: "facts" }, Object.entries(facts).map(pair)));
+  if (scores.length) {
+    const names = ["Held-out", "before", "after", "change", "0 to 100 %, with 95 % intervals"];
+    const head = el("thead", {}, el("tr", {}, names.map((name) => el("th", {}, name))));
+    const body = el("tbody", {}, scores.map(scoreRow));
+    place.append(el("div", { className: "scroll" }, el("table", { className: "scores" }, head, body)));
+  }
+}
+
+// ---- Curves
+
+function showPanel({ title, what, lines }, position) {
+  const keys = lines.length > 1 ? lines.map(({ label, colour }) => {
+    const key = el("span", {}, label);
+    key.style.setProperty("--key", `var(--c${colour})`);
+    return key;
+  }) : [];
+  const card = el("div", { className: "card" }, el("h3", {}, title), el("p", { className: "what" }, what),
+    el("div", { className: "legend" }, keys), el("div", { className: "plot", id: `panel-${position}` }));
+  byId(position < data.curves ? "panels" : "prompt-panels").append(card);
+}
+
+function showMap({ prompts, num_repeated }) {
+  const all = prompts.length === num_repeated;
+  const which = all ? `The ${num_repeated} prompts` : `${prompts.length} of the ${num_repeated} prompts`;
+  const what = `${which} that came at least twice, the hardest on top; a cell lasts until the prompt comes again. ` +
+    "Good: rows turn from red to blue. A row that stays red is too hard or has a wrong gold answer.";
+  byId("prompt-panels").append(el("div", { className: "card" }, el("h3", {}, "Pass rate by prompt and step"),
+    el("p", { className: "what" }, what), el("div", { className: "plot", id: "map" })));
+}
+
+// ---- Completions
+
+const chosen = { step: "", prompt: "", filter: "", shown: SHOWN };
+const promptOf = (group) => (group.index === null ? text(group.prompt)[0] : String(group.index));
+
+// Equal answers with equal rewards are one card that counts them.
+function merged(rows) {
+  const cards = new Map();
+  for (const row of rows) {
+    const key = JSON.stringify([row.text, row.reward, row.advantage, row.ended, row.failed]);
+    const card = cards.get(key) || { ...row, count: 0, is: [] };
+    cards.set(key, { ...card, count: card.count + 1, is: [...card.is, ...row.is] });
+  }
+  return [...cards.values()].sort((a, b) => (b.advantage || 0) - (a.advantage || 0));
+}
+
+function showRow(row, largest) {
+  const much = largest ? Math.sqrt(Math.abs(row.advantage || 0) / largest) : 0;
+  const dim = chosen.filter && !row.is.includes(chosen.filter);
+  const card = el("div", { className: `row${row.advantage < 0 ? " below" : ""}${dim ? " dim" : ""}` });
+  card.style.setProperty("--much", `${Math.round(100 * much)}%`);
+  const cut = row.is.includes("cut");
+  const parts = [
+    ...row.rewards.map(([name, score]) => `${name} ${score === null ? "none" : number(score)}`),
+    `${number(row.tokens, 0)} tokens`,
+    row.sampler_logprob === null ? "" : `log-prob ${number(row.sampler_logprob, 3)}, trainer ${number(row.trainer_logprob, 3)}`,
+  ].filter(Boolean).map((part) => el("span", {}, part));
+  const ended = el("span", { className: cut ? "tag" : "" }, row.ended);
+  const failed = row.failed.map((name) => el("span", { className: "tag" }, `${name} failed`));
+  const extra = row.extra.map(([name, value]) => el("span", { dir: "auto" }, `${name}: `, text(value)));
+  card.append(
+    el("div", { className: "head" }, el("strong", {}, `${row.count > 1 ? `${row.count} × ` : ""}reward ${number(row.reward)}`), el("span", {}, `advantage ${number(row.advantage)}`)),
+    el("pre", { dir: "auto" }, text(row.text)),
+    el("div", { className: "foot" }, parts, ended, failed, extra));
+  return card;
+}
+
+function showGroup(group) {
+  const advantages = group.rows.map((row) => Math.abs(row.advantage || 0));
+  const largest = Math.max(0, ...advantages);
+  const columns = group.columns.map(([name, value]) => el("small", { dir: "auto" }, `${name}: `, text(value)));
+  const title = `Step ${group.step}` + (group.index === null ? "" : `, prompt #${group.index}`);
+  return el("article", { className: "group" }, el("h3", {}, title, columns,
+    largest ? null : el("small", {}, "all alike: teaches nothing")),
+  el("pre", { dir: "auto" }, text(group.prompt)), el("div", { className: "rows" }, merged(group.rows).map((row) => showRow(row, largest))));
+}
+
+function showGroups() {
+  const fits = (group) => (!chosen.step || String(group.step) === chosen.step) &&
+    (!chosen.prompt || promptOf(group) === chosen.prompt) &&
+    (!chosen.filter || group.rows.some((row) => row.is.includes(chosen.filter)));
+  const found = data.groups.filter(fits);
+  const teaches = (group) => group.rows[0].is.includes("mixed");
+  // The latest step first, in it what teaches; one prompt from its first step on.
+  if (!chosen.prompt) found.sort((a, b) => b.step - a.step || teaches(b) - teaches(a));
+  const place = byId("groups");
+  place.replaceChildren(...found.slice(0, chosen.shown).map(showGroup));
+  if (!found.length) place.append(el("p", {}, "None."));
+  if (found.length > chosen.shown) {
+    const more = el("button", { type: "button" }, `more (${found.length - chosen.shown} groups)`);
+    more.onclick = () => choose({ shown: chosen.shown + SHOWN });
+    place.append(more);
+  }
+}
+
+function choose(change) {
+  Object.assign(chosen, { shown: SHOWN }, change);
+  for (const chip of byId("controls").querySelectorAll("button[data-filter]")) {
+    chip.setAttribute("aria-pressed", chip.dataset.filter === chosen.filter);
+  }
+  byId("step").value = chosen.step;
+  byId("prompt").value = chosen.prompt;
+  showGroups();
+}
+
+function select(id, all, options) {
+  const node = el("select", { id, "aria-label": id }, el("option", { value: "" }, all),
+    options.map(([value, label]) => el("option", { value }, label)));
+  node.onchange = () => choose({ [id]: node.value });
+  return node;
+}
+
+function showCompletions() {
+  const { groups, recorded, filters } = data;
+  byId("groups-note").textContent = groups.length ?
+    "Answers to the same prompt side by side: blue ones became more likely, orange ones less, the stronger the colour." +
+    (groups.length < recorded ? ` Shown are ${groups.length} of ${recorded} recorded groups; completions.jsonl has all.` : "") :
+    "None were recorded (log_groups).";
+  if (!groups.length) return;
+  const steps = [...new Set(groups.map((group) => group.step))].reverse();
+  const prompts = new Map();
+  for (const group of groups) {
+    const known = prompts.get(promptOf(group)) || { count: 0, title: text(group.prompt)[0] };
+    prompts.set(promptOf(group), { ...known, count: known.count + 1 });
+  }
+  const often = [...prompts].sort((a, b) => b[1].count - a[1].count).map(([value, { count, title }]) => {
+    const line = title.replace(/\s+/g, " ");
+    return [value, `${count} × ${line.length > 60 ? `${line.slice(0, 60)} …` : line}`];
+  });
+  const chips = filters.map(([name, label, what]) => {
+    const count = groups.flatMap((group) => group.rows).filter((row) => row.is.includes(name)).length;
+    const chip = el("button", { type: "button", title: what, disabled: !count }, `${label} (${count})`);
+    chip.dataset.filter = name;
+    chip.onclick = () => choose({ filter: chosen.filter === name ? "" : name });
+    return chip;
+  });
+  byId("controls").append(select("step", "all steps, latest first", steps.map((step) => [String(step), `step ${step}`])),
+    select("prompt", "all prompts", often), ...chips);
+  const teaching = groups.filter((group) => group.rows[0].is.includes("mixed"));
+  choose({ step: String((teaching.length ? teaching : groups).at(-1).step) });
+}
+
+// ---- All of it
+
+byId("name").textContent = data.name;
+byId("written").textContent = `written ${data.written}`;
+data.panels.forEach(showPanel);
+if (data.map) showMap(data.map);
+else byId("prompt-panels").append(el("p", { className: "note" }, "A map of pass rates by prompt appears once a prompt has come twice."));
+data.setup.forEach((each) => byId("setup").append(table(each)));
+if (data.comparison) {
+  byId("verdict").append(el("h1", {}, data.headline), table(data.comparison));
+  for (const id of ["completions", "prompts"]) {
+    byId(id).remove();
+    document.querySelector(`nav a[href="#${id}"]`).remove();
+  }
+} else {
+  showVerdict(data.verdict);
+  showCompletions();
+  const long = data.panels.some((panel) => panel.lines.some((line) => line.steps.length >= SMOOTH_FROM));
+  byId("curves-note").textContent = [
+    matchMedia("(pointer: coarse)").matches ? "" : "Drag over a curve to zoom into steps.",
+    long ? "Thin: each step; thick: its moving mean." : "",
+    data.resumes.length ? "Dashed: the run was resumed there." : "",
+    data.thinned,
+  ].filter(Boolean).join(" ");
+}
+const drawn = drawCurves(data.panels, data.map, data.resumes, byId("reset"));

@@ -1,0 +1,116 @@
+"""Which evaluation was the best, and whether a run ends before ``num_steps``. No torch here.
+
+All is decided by the lines of ``metrics.jsonl``, so that a resumed run decides as the first one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtune_grpo.checkpoint import Checkpoints
+    from torchtune_grpo.config import GRPOConfig
+
+log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
+ACCURACY = "eval/accuracy"
+
+
+class Course:
+    """Ends a run and keeps its best checkpoint, as ``keep_best``, ``stop_at`` and ``patience`` say.
+
+    Args:
+        cfg (GRPOConfig): the run's config.
+        checkpoints (Checkpoints): the run's.
+    """
+
+    def __init__(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> None:
+        self._cfg, self._checkpoints = cfg, checkpoints
+        self.is_over = False
+
+    def judge(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Every rank calls it after an evaluation or a resume, with the same record."""
+        self._checkpoints.keep_best(best_step(records, self._cfg.keep_best))
+        reason = should_stop(
+            records,
+            metric=self._cfg.keep_best,
+            stop_at=self._cfg.stop_at,
+            patience=self._cfg.patience,
+        )
+        self.is_over = reason is not None
+        if reason and int(os.environ.get("RANK", 0)) == 0:
+            log.info(reason)
+
+
+def passes(num_samples: int) -> list[int]:
+    """The k of pass@k: powers of two up to the number of samples, and that."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples] if num_samples else []
+
+
+def scores(num_samples: int) -> list[str]:
+    """The metrics of an evaluation that can be its best: shares of right answers."""
+    votes = [f"eval/maj@{num_samples}"] if num_samples > 1 else []
+    return [ACCURACY, *(f"eval/pass@{k}" for k in passes(num_samples)), *votes]
+
+
+def best_step(records: Sequence[Mapping[str, Any]], metric: str | None) -> int | None:
+    """The step of a run's best checkpoint.
+
+    Args:
+        records (Sequence[Mapping[str, Any]]): lines of ``metrics.jsonl``, in order.
+        metric (str | None): of evaluations, the higher the better; None asks for no best.
+
+    Returns:
+        int | None: the first of the steps with the highest value. Step 0 does not count: it is the
+        base, and has no checkpoint.
+    """
+    values = [(value, step) for step, value in _evaluations(records, metric) if step > 0]
+    return max(values, key=lambda each: each[0])[1] if values else None
+
+
+def should_stop(
+    records: Sequence[Mapping[str, Any]],
+    *,
+    metric: str | None,
+    stop_at: float | None,
+    patience: int | None,
+) -> str | None:
+    """Whether a run ends with the newest evaluation of its record.
+
+    Args:
+        records (Sequence[Mapping[str, Any]]): lines of ``metrics.jsonl``, in order.
+        metric (str | None): of evaluations; None = the accuracy.
+        stop_at (float | None): it ends if the newest evaluation reaches this.
+        patience (int | None): it ends if so many evaluations in a row are not above the best before
+            them. That of step 0 is one to beat; but no run ends with it.
+
+    Returns:
+        str | None: the reason, with the key to change; None if it goes on.
+    """
+    metric = metric or ACCURACY
+    evaluations = _evaluations(records, metric)
+    if not evaluations or evaluations[-1][0] == 0:
+        return None
+    (step, newest), values = evaluations[-1], [value for _, value in evaluations]
+    if stop_at is not None and newest >= stop_at:
+        return (
+            f"Ends after step {step}: {metric} is {newest:.3f}, and has reached stop_at={stop_at}."
+        )
+    best = values.index(max(values))
+    waited = len(values) - 1 - best
+    if patience is not None and waited >= patience:
+        return (
+            f"Ends after step {step}: the last {waited} evaluations were not above the {metric} "
+            f"of {values[best]:.3f} after step {evaluations[best][0]}, and patience={patience}."
+        )
+    return None
+
+
+def _evaluations(
+    records: Sequence[Mapping[str, Any]], metric: str | None
+) -> list[tuple[int, float]]:
+    """Step and value of each evaluation."""
+    return [(r["step"], r[metric]) for r in records if metric and r.get(metric) is not None]
