@@ -78,8 +78,8 @@ class CodeSandbox:
     Args:
         limits (Limits): what a completion may use.
         namespaces (bool): False does without them, as where the kernel refuses them.
-        unfenced (bool): whether to go on where the kernel can neither hide this machine's files and
-            processes from a completion nor keep it from sending them signals.
+        unfenced (bool): whether to go on where the kernel cannot filter system calls, or can neither
+            hide this machine's files and processes from a completion nor keep signals from them.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -129,7 +129,9 @@ class CodeSandbox:
         if facts["namespaces"]:
             return self._run(program, exam)
         # It can only hold plain files, so that it is quick to delete.
-        with tempfile.TemporaryDirectory(prefix="torchtune_grpo_code_") as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
+        ) as folder:
             if uid is not None:
                 os.chown(folder, uid, uid)
             return self._run({**program, "folder": folder}, exam)

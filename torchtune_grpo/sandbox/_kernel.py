@@ -131,7 +131,9 @@ def hide_files(libraries: list[str]) -> None:
         libraries (list[str]): of :func:`shared_libraries`.
     """
     folders = {os.path.dirname(path) for path in libraries if not path.startswith(LIBRARY)}
-    paths = [*DEVICES, LIBRARY, *sorted(folders), *filter(os.path.exists, ["/etc/ld.so.cache"])]
+    # In order, so that none is hidden by a folder that it lies in.
+    paths = [*DEVICES, *sorted({LIBRARY, *folders})]
+    paths += filter(os.path.exists, ["/etc/ld.so.cache"])
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     # The new root is put together on /proc, a folder that exists and holds nothing of interest.
     root = "/proc"
