@@ -78,8 +78,9 @@ class CodeSandbox:
     Args:
         limits (Limits): what a completion may use.
         namespaces (bool): False does without them, as where the kernel refuses them.
-        unfenced (bool): whether to go on where the kernel cannot filter system calls, or can neither
-            hide this machine's files and processes from a completion nor keep signals from them.
+        unfenced (bool): whether to go on where the kernel cannot filter system calls, or can
+            neither hide this machine's files and processes from a completion nor keep its
+            signals from them.
     """
 
     limits: Limits = field(default_factory=Limits)
