@@ -208,6 +208,7 @@ def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
         for test in (
             "assert solve(solve(1)) == 1",
             "x = 1\nfor _ in range(20): x = [[[solve(x)]]]\nassert x == 1",
+            "x = solve(1)\nfor _ in range(120): x = [x]\nassert solve(x) == 1",
         ):
             assert not judge(sandbox, nested.replace("DEPTH", str(depth)), test=test).passed
     test = "assert solve(solve(1)) == " + "[" * 40 + "1" + "]" * 40

@@ -29,7 +29,8 @@ LIBRARY_FD = 1002  # of open_library; no program's own descriptor
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _LINKS = ("/lib", "/lib64", "/usr/lib64")
 _WHEN_THREADS_END = "libgcc_s.so.1"  # libc loads it then
-# Users that completions run as, and nobody else: where the first ones of these begin that can be.
+# Users that completions run as and nobody else: the first of them (a container may not know large
+# numbers), and how many they are.
 _FIRST_UIDS, UIDS = (10**9, 20_000), 40_000
 _MAX_FILES = 4096  # of one completion, in memory
 
@@ -66,21 +67,28 @@ def enter_namespaces() -> str:
     Returns:
         An empty string, or what the kernel said if it does not allow it.
     """
+    child = os.fork()  # tries it first: who has entered cannot leave
+    if not child:
+        try:
+            _enter_namespaces()
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or 1)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        return os.strerror(code)
+    _enter_namespaces()
+    return ""
+
+
+def _enter_namespaces() -> None:
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.geteuid(), os.getegid()
-    try:
-        call_libc("unshare", flags)
-        return ""
-    except OSError:
-        pass
-    try:
+    if libc.unshare(flags):
         call_libc("unshare", flags | CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-        return ""
-    except OSError as error:
-        return str(error)
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)  # some allow the namespaces and no mount there
 
 
 def renew_pid_namespace(own: int) -> None:
@@ -134,7 +142,6 @@ def hide_files(libraries: list[str]) -> None:
     # In order, so that none is hidden by a folder that it lies in.
     paths = [*DEVICES, *sorted({LIBRARY, *folders})]
     paths += filter(os.path.exists, ["/etc/ld.so.cache"])
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     # The new root is put together on /proc, a folder that exists and holds nothing of interest.
     root = "/proc"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
