@@ -369,7 +369,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     @property
     def _trainer_state(self) -> TrainerState:
-        return TrainerState(global_step=self.global_step, max_steps=self.cfg.num_steps)
+        done = self.global_step * self.cfg.batch_size * parallel.world_size()
+        epoch = done / len(self._dataset)  # passes over the data
+        return TrainerState(self.global_step, max_steps=self.cfg.num_steps, epoch=epoch)
 
     def _is_due(self, every: int | None) -> bool:
         is_end = self._course.is_over or self.global_step in (0, self.cfg.num_steps)

@@ -190,8 +190,8 @@ def contradictions(settings: GRPOConfig) -> list[str]:
         f"{settings.forward_batch_size}; set one of them to null.": (
             settings.forward_token_budget is not None and settings.forward_batch_size is not None
         ),
-        f"num_minibatches={settings.num_minibatches}: batch_size={settings.batch_size} groups cannot "
-        "be dealt out evenly; give a divisor.": (
+        f"num_minibatches={settings.num_minibatches}: cannot deal out batch_size="
+        f"{settings.batch_size} groups evenly; give a divisor.": (
             settings.batch_size % settings.num_minibatches != 0
         ),
         "checkpointer.checkpoint_dir: missing; name the folder of the base model.": (

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -21,7 +21,8 @@ UNITS += ["```\n", "```\nf=1\n```\n", "```\nx = 1\n```\n", '"""\n', "def f\n", "
 SHAPES = [unit * (SIZE // len(unit)) for unit in UNITS]
 SHAPES += [f"```{' ' * SIZE}!", f"```{'{' * SIZE}", f"```python\n{'x' * SIZE}", f"f{' ' * SIZE}:"]
 SHAPES += ["9" * 99_000 + "=" + "9" * 99_000, " ".join(map(str, range(30_000)))]
-AROUND = [("", ""), ("<think>7</think>\n<answer>", "</answer>"), ("```python\ndef f():\n", "\n```")]
+ANSWER = ("<think>7</think>\n<answer>", "</answer>")
+FENCE = ("```python\ndef f():\n", "\n```")
 
 math = {"answer": ["7"]}
 code = {"entry_point": ["f"], "setup": [""], "test": ["assert f() == 1"]}
@@ -53,38 +54,45 @@ def test_every_shipped_reward_is_here() -> None:
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_no_text_takes_long(name: str) -> None:
-    """Each shape by itself, in an answer block and in a fence, through a set of rewards."""
+    """Each shape by itself, and in an answer block or in a fence, through a set of rewards."""
     if name == "SymbolicMathReward":
         pytest.importorskip("math_verify")
     node = {"_component_": f"torchtune_grpo.rewards.{name}", **SETTINGS.get(name, {})}
     rewards = RewardSet.from_config([node])
-    columns = dict(REWARDS[name])
-    ids = columns.pop("completion_ids", None)
+    columns = {name: values for name, values in REWARDS[name].items() if name != "completion_ids"}
+    ids = REWARDS[name].get("completion_ids")
 
     def score(text: str) -> None:
         rewards(prompts=[""], completions=[text], columns=columns, completion_ids=ids)
 
-    assert slowest(score) < BOUND
+    assert slowest(score, around=FENCE if "entry_point" in columns else ANSWER) < BOUND
     rewards.close()
 
 
 def test_the_program_of_no_text_takes_long() -> None:
     """CodeReward refuses long completions before it looks for their programs."""
-    assert slowest(lambda text: extract_program(text, setup="", entry_point="f")) < BOUND
+
+    def extract(text: str) -> None:
+        extract_program(text, setup="", entry_point="f")
+
+    assert slowest(extract, around=FENCE) < BOUND
 
 
 def test_long_ngrams_take_no_longer() -> None:
     penalty = RepetitionPenalty(ngram=1000)
-    assert slowest(lambda text: penalty([""], [text])) < BOUND
+    shapes = ["a " * 100_000, SHAPES[-1]]
+    assert slowest(lambda text: penalty([""], [text]), around=ANSWER, shapes=shapes) < BOUND
 
 
-def slowest(score: Callable[[str], object]) -> float:
-    """Seconds for the slowest of the texts."""
+def slowest(
+    score: Callable[[str], object], *, around: tuple[str, str], shapes: Sequence[str] = SHAPES
+) -> float:
+    """Seconds for the slowest shape, bare or with ``around`` before and behind it."""
     gc.collect()
     gc.disable()  # a collection of all that the test process holds is not the reward's time
     took = []
-    for shape in SHAPES:
-        for before, after in AROUND:
+    for shape in shapes:
+        for before, after in (("", ""), around):
             text = before + shape + after
             start = time.process_time()
             score(text)

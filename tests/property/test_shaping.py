@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_grpo.rewards import (
@@ -156,3 +156,13 @@ def test_cosine_by_hand():
 def test_settings_are_checked(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=12), st.integers(1, 9))
+@settings(deadline=None)
+def test_repeated_ngrams_of_any_length_are_counted(words, length):
+    """Against the n-grams themselves."""
+    grams = [tuple(words[start : start + length]) for start in range(len(words) - length + 1)]
+    expected = -(1 - len(set(grams)) / len(grams)) if grams else 0
+    (score,) = RepetitionPenalty(ngram=length)([""], [" ".join(words)])
+    assert score == expected

@@ -17,7 +17,7 @@ QUICK = """
 prepare.warmup_steps=0 num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
 max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 eval_samples=0
 eval_every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
-num_minibatches=2 sampler=torchtune_grpo.data.DifficultySampler
+num_minibatches=2 sampler._component_=torchtune_grpo.data.DifficultySampler
 model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
 """.split()
 ISOLATED = "{_component_: apart.isolated, isolation: process, timeout: 99}"
@@ -61,7 +61,7 @@ def tokenizer(model_dir):
     made = hf_tokenizer(model_dir)
     class Tokenizer(type(made)):
         @property
-        def stop_tokens(self):  # read when a rollout begins
+        def stop_tokens(self):  # read at the start, and when a rollout begins
             at("rollout")
             return self.__dict__["stop_tokens"]
         @stop_tokens.setter
@@ -174,10 +174,10 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
     out = folder / "out"
     run(folder, check=True)
     out.rename(folder / "whole")
-    first = run(folder, moment="rollout:1:SIGINT")
+    first = run(folder, moment="rollout:2:SIGINT")
     assert first.code == 130 and "before the first step" in said(first) and not steps(out)
     for moment, code, step in (
-        ("rollout:3:SIGINT", 130, 1),  # of step 2
+        ("rollout:4:SIGINT", 130, 1),  # of step 2
         ("hang:3:SIGTERM", 143, 2),  # step 3, a reward that never returns
         ("update:1:SIGTERM", 143, 3),  # step 3, the first of two epochs: both are done
         ("isolated:2:SIGINT", 130, 4),  # the evaluation behind step 4
@@ -200,7 +200,7 @@ def test_two_ranks_leave_together_whichever_was_told(folder):
     run(folder, *three, ranks=2, check=True)
     out.rename(folder / "whole")
     for moment, step in (
-        ("rollout:3:SIGTERM:1", 1),  # rank 1 alone is told, as it begins
+        ("rollout:4:SIGTERM:1", 1),  # rank 1 alone is told, as it begins
         ("hang:1:SIGTERM:0", 1),  # rank 1 hangs, and rank 0 alone is told
     ):
         done = run(folder, *three, *([RESUME] if steps(out) else []), moment=moment, ranks=2)

@@ -1,5 +1,6 @@
 """Each finding is provoked by a real run of the tiny random model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,21 +99,36 @@ def events(folder: Path) -> list[dict]:
     cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
     watch = FindingsWatch(Settings.from_config(cfg))
     lines = [line for record in read_jsonl(folder / "metrics.jsonl") for line in watch.add(record)]
-    if (folder / "findings.jsonl").exists():
-        assert read_jsonl(folder / "findings.jsonl") == lines
+    assert read_jsonl(folder / "findings.jsonl") == lines
     return lines
+
+
+def start(name: str, folder: Path, *more: str) -> list[dict]:
+    overrides, _ = RUNS[name]
+    (folder / "provoking.py").write_text(PARTS)
+    common = ["--config", "tiny_arithmetic_grpo", "prepare.warmup_steps=0", "lr_scheduler=null"]
+    tune("run", RECIPE, *common, "output_dir=out", *overrides, *more, cwd=folder)
+    return events(folder / "out")
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_provokes_its_findings(tmp_path, monkeypatch, name):
-    overrides, expected = RUNS[name]
-    (tmp_path / "provoking.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path)
-    common = ["--config", "tiny_arithmetic_grpo", "prepare.warmup_steps=0", "lr_scheduler=null"]
-    tune("run", RECIPE, *common, "output_dir=out", *overrides, cwd=tmp_path)
-    lines = events(tmp_path / "out")
-    begun = [line["name"] for line in lines if line["event"] == "begins"]
-    assert {*expected.split()} <= {*begun}
+    lines = start(name, tmp_path)
+    assert {*RUNS[name][1].split()} <= {each["name"] for each in lines if each["event"] == "begins"}
+
+
+def test_a_resumed_run_finds_the_same(tmp_path, monkeypatch):
+    """Also what began before it, and what had not gone on for long enough."""
+    monkeypatch.syspath_prepend(tmp_path)
+    once = start("nothing_works", tmp_path, "save_every_n_steps=4")
+    shutil.rmtree(tmp_path / "out" / "step_000007")
+    again = start("nothing_works", tmp_path, "resume_from_checkpoint=true")
+    keys = ("step", "event", "name", "since")  # seconds differ
+    assert [[line[key] for key in keys] for line in again] == [
+        [line[key] for key in keys] for line in once
+    ]
+    assert {(line["step"] > 4, line["since"]) for line in again} == {(False, 1), (True, 1)}
 
 
 def test_every_finding_is_provoked():

@@ -14,7 +14,7 @@ from torchtune_grpo.rewards import (
     TrainerState,
     code_format_reward,
 )
-from torchtune_grpo.rewards._program import extract_program
+from torchtune_grpo.rewards._program import MAX_BLOCKS, extract_program
 from torchtune_grpo.sandbox import SandboxError
 
 
@@ -309,13 +309,20 @@ def test_the_program_of_a_completion(text, program):
     assert extract_program(text, setup="S", entry_point="f") == program
 
 
+def test_the_number_of_blocks_is_bounded():
+    """Each is an object; the last of 1,000 counts, and nothing of a text with more."""
+    text = "```\nprint()\n```\n" * (MAX_BLOCKS - 1) + "```\ndef f(): 1\n```\n"
+    assert extract_program(text, setup="", entry_point="f").strip() == "def f(): 1"
+    assert "print" in extract_program(text + "```\nprint()\n```", setup="", entry_point="f")
+
+
 def test_code_format_reward():
     block = "```python\ndef f(x):\n    return 1\n```"
     think = f"<think>{block}</think>"
     texts = [block, think + block, "~~~\nf = lambda: 1\n~~~"]
-    texts += [f"{block}\n{block}", "def f(x): 1", think, "", block[:-3], f"{block}\n" * 2000]
-    scores = code_format_reward([""] * 9, texts, entry_point=["f"] * 9)
-    assert scores == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    texts += [f"{block}\n{block}", "def f(x): 1", think, "", block[:-3]]
+    scores = code_format_reward([""] * 8, texts, entry_point=["f"] * 8)
+    assert scores == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_what_a_reward_tells_of_its_verdicts():

@@ -144,6 +144,7 @@ def test_a_column_that_is_missing_names_the_data_set() -> None:
         ("test", "assert True", "calls neither add nor the argument of check"),
         ("test", "def check(candidate):\n    assert True", "calls neither add nor"),
         ("test", "def check():\n    assert True", "calls neither add nor"),
+        ("test", "def check(candidate, times=1):\n    assert times", "calls neither add nor"),
         ("test", "def add(x): return 2\nassert add(1) == 2", "calls neither add nor"),
         ("test", "assert ad(1) == 2", "uses ad, which is defined nowhere"),
         ("test", "assert math.isqrt(add(1)) == 1", "uses math, which is defined nowhere"),

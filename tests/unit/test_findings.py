@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,7 +154,7 @@ def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
     signs, _, steps, config, (key, remedy) = CASES[name]
     good = [HEALTHY] * 5
     bad = [{k: v for k, v in (HEALTHY | signs).items() if v is not None}] * steps
-    assert run([*good, *bad[1:], *good], *config) == []
+    assert run([*good, *bad[1:], HEALTHY, *bad[1:], *good], *config) == []
     lines = run([*good, *bad, *bad, HEALTHY, *bad, *good, *good], *config)
     assert [(line["step"], line["event"]) for line in lines] == [
         (5 + steps, "begins"),
@@ -163,6 +164,13 @@ def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
     assert (first["name"], first["since"], first["key"]) == (name, 6, key)
     assert first["remedy"] == remedy and first["evidence"].endswith(".")
     assert last == first | {"step": last["step"], "event": "ends"}
+
+
+def test_evaluations_are_no_steps():
+    """One between steps neither counts as such nor ends a row."""
+    bad = HEALTHY | {"kl": 2.0}
+    (line,) = run([bad, {"eval/accuracy": 0.3}] * 3)
+    assert (line["step"], line["since"]) == (5, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -185,6 +193,11 @@ def test_what_success_looks_like_too_is_no_finding(signs):
     high = {LEVEL: 0.85, "reward": 0.95}
     assert run([HEALTHY] * 5 + [HEALTHY | signs | high] * 30) == []
     assert len(run([HEALTHY] * 5 + [HEALTHY | signs] * 30)) == 1
+
+
+def test_a_rollout_beside_a_small_update_is_not_slow():
+    """Groups that are not informative cost no update."""
+    assert run([HEALTHY | {"time/rollout": 0.95, "frac_informative_groups": 0.4}] * 9) == []
 
 
 REMEDIES = {
@@ -235,6 +248,8 @@ def test_only_shaping_rises():
     assert run(shaping((0.1, 0.9), (0.2, 0.4))) == []
     assert run(shaping((0.1, 0.4), (0.2, 0.2))) == []
     assert run(shaping((0.9, 0.1), (0.2, 0.2))) == []
+    jump = [HEALTHY | {FORMAT: 0.0 if k < 6 else 1.0, LEVEL: 0.2} for k in range(25)]
+    assert len(run(jump)) == 1  # which is no noise of the first half
     # A penalty is earned by falling, and a reward of weight 0 is only watched.
     (line,) = run(shaping((0.9, 0.1), (0.2, 0.2)), "rewards.1.weight=-0.1")
     assert line["remedy"] == "Set rewards.1.weight: -0.1 -> -0.05."
@@ -269,6 +284,16 @@ def test_reward_hacking():
     ]
 
 
+def test_evaluations_after_every_step_are_taken_three_steps_apart():
+    records = [{"eval/accuracy": 0.3}]
+    for reward in [0.5, 0.52, 0.51, 0.6, 0.7, 0.8, 0.9, 0.92, 0.91]:
+        records += [HEALTHY | {"reward": reward}, {"eval/accuracy": 0.3}]
+    (line,) = run(records)
+    assert line["step"] == len(records) and line["evidence"].startswith(
+        "In 3 evaluations the reward rose from 0.51 to 0.91,"
+    )
+
+
 @pytest.mark.parametrize(
     ("rewards", "accuracies", "margin"),
     [
@@ -298,10 +323,11 @@ def test_samples_that_catch_up_with_a_greedy_accuracy_are_no_hacking():
 def test_three_of_10_gradient_norms_are_spikes():
     norms = [0.2, 0.3, 0.1, 0.0] * 5
     quiet = [HEALTHY | {"grad_norm": norm} for norm in norms]
-    spike, less = HEALTHY | {"grad_norm": 2.6}, HEALTHY | {"grad_norm": 2.0}
+    spike, less = HEALTHY | {"grad_norm": 4.0}, HEALTHY | {"grad_norm": 2.0}
     assert run([*quiet, spike, spike, *quiet]) == []
     assert run([*quiet, *[less] * 3, *quiet]) == []
-    assert run([*[spike] * 3, *quiet[:5]]) == []  # too few to know what is usual
+    assert run([*quiet[:6], *[spike] * 3, *quiet[:4]]) == []  # too few to know what is usual
+    assert run([*[spike] * 8, *[HEALTHY | {"grad_norm": 1e-3}] * 30]) == []  # they only fall
     lines = run([*quiet, spike, spike, HEALTHY, spike, *quiet, *quiet])
     assert [(line["step"], line["event"]) for line in lines] == [(24, "begins"), (35, "ends")]
     assert lines[0]["remedy"] == "Set optimizer.lr: 0.0003 -> 0.00015."
@@ -376,10 +402,19 @@ NAMES = [*HEALTHY, "eval/accuracy", "eval/accuracy/low", "eval/accuracy/high"]
 CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), max_size=4)
 
 
+@hypothesis.settings(deadline=None)
 @given(changes=CHANGES, common=st.sampled_from([{}, HEALTHY]), repeat=st.integers(1, 60))
 def test_no_record_raises(changes, common, repeat):
     """Missing, null, infinite, huge or foreign values."""
     run([common | change for change in changes] * repeat)
+
+
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, 1e308, 10**400, None, "x", True], ids=range(8)
+)
+def test_values_that_are_no_numbers(value):
+    """In all metrics at first, and again later."""
+    run([dict.fromkeys(NAMES, value)] * 4 + [HEALTHY] * 30 + [dict.fromkeys(NAMES, value)] * 4)
 
 
 def test_every_finding_is_tested_here_and_in_the_docs():

@@ -53,7 +53,8 @@ lambda 72|lambda: 72|sqrt 72|log 72|x 72|f(72)|sum(72)|(72|72)|(72, 73)|(72)(73)
 72 (wrong)|72 (wrong answers)|72, wrong answers|72 is wrong|72 false|72 negative|72 double
 72 triple|72 double that|72 double this|72 random|72 isn't it|72 isn't right|72 is not right
 72 is incorrect|72 is too low|72 than|72 more than that|72 times 2|72 or 73|72, 73|72 73|72 twenty
-72 twenty-one|72 inf|72 pi|72~73|~72|~~72~~|72~|~ 72|72 ~ apples|is~72|72 maximum|72 max|72 tops
+72 twenty-one|72 inf|72 pi|72~73|~72|~~72~~|72~|~ 72|72 ~ apples|is~72|~\boxed{72}|is ~\boxed{72}
+72 maximum|72 max|72 tops
 72 at most|72 or fewer|72 excluding tax|72 without tax|72 isnt right|It isnt 72|about: 72
 at least: 72|Estimate: 72|Guess: 72|Twice: 72|It seems to be 72|It is thought to be 72|$72k
 the answer isnt equal to 72|He can make up to 72|He earned over $72|She got almost 72|not quite 72

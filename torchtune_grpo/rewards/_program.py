@@ -43,9 +43,9 @@ def code_blocks(text: str) -> list[Block]:
         elif fence:
             lines.append(line[indent:] if line[:indent].isspace() else line)
             quoted ^= is_python and (line.count('"""') + line.count("'''")) % 2 == 1
-        elif len(blocks) > MAX_BLOCKS:
-            return []
         elif mark and mark not in (told := bare.lstrip(mark)):
+            if len(blocks) == MAX_BLOCKS:
+                return []
             fence, lines, quoted = bare[: len(bare) - len(told)], [], False
             indent = len(line) - len(line.lstrip(" \t"))
             language = _LANGUAGE.match(told)

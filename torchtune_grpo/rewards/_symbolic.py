@@ -18,7 +18,8 @@ from torchtune_grpo.rewards.math import (
 
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_MARK = re.compile(r"[\[\](){},]|(?<![<>!:])=")
+_MARK = re.compile(r"\\equiv(?![a-z])|\\?[\[\](){}]|,|(?<![<>!:])=")
+_EQUALS = ("=", "\\equiv")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?[a-z])*\))?|")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
 # Words that are mathematics. Any other makes the answer prose: a hedge ("x or y"), a negation.
@@ -139,13 +140,13 @@ def _sides(expression: str, gold: str) -> list[str]:
     sides, start, depth, braces = [], 0, 0, 0
     for found in _MARK.finditer(expression):
         mark = found.group()
-        depth += (mark in "([{") - (mark in ")]}")
+        depth += (mark[-1] in "([{") - (mark[-1] in ")]}")
         braces += (mark == "{") - (mark == "}")
-        if "=" in gold or (mark == "," and depth == 0):
+        if any(equals in gold for equals in _EQUALS) or (mark == "," and depth == 0):
             return [expression]
-        if mark == "=" and depth > braces:
+        if mark in _EQUALS and depth > braces:
             return [""]
-        if mark == "=" and depth == 0:
+        if mark in _EQUALS and depth == 0:
             sides.append(expression[start : found.start()].strip())
             start = found.end()
     named = bool(sides) and _NAME.fullmatch(sides[0]) is not None
