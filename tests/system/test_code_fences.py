@@ -166,7 +166,7 @@ by_number = {  # on x86_64 and aarch64
     "get_robust_list": (274, 100, here, text, text), "memfd_secret": (447, 447, 0),
     "open_by_handle_at": (304, 265, -100, text, 0), "ioprio_set": (251, 30, 1, 0, 0),
     "sched_setattr": (314, 274, 0, text, 0), "rt_sigqueueinfo": (129, 138, parent, 0, text),
-    "another architecture": (0x40000000 + 39, 10000),
+    "wake others": (202, 98, text, 1, 1), "another architecture": (0x40000000 + 39, 10000),
 }
 column = ("x86_64", "aarch64").index(platform.machine())
 attempts = {
@@ -181,7 +181,7 @@ for name, arguments in {
     "clone": (text, ctypes.byref(text, 256), 0x10000011, None), "quotactl": (0, b"", 0, None),
     "prctl": (1, 0), "setpriority": (0, parent, 19), "sched_setaffinity": (parent, 8, text),
     "sched_setscheduler": (parent, 5, text), "prlimit": (parent, 0, None, text), "nice": (1,),
-    "socketpair": (1, 2, 0, text), "mknod": (b"fifo", 0o10666, 0), "acct": (None,),
+    "flock": (0, 6), "lockf": (0, 2, 0), "socketpair": (1, 2, 0, text), "mknod": (b"fifo", 0o10666, 0), "acct": (None,),
 }.items():
     attempts[name] = lambda f=getattr(libc, name), a=arguments: f(*a)
 for family, kind in ((1, 1), (2, 1), (2, 2), (2, 3), (10, 2), (16, 3), (17, 3), (38, 5), (40, 1)):

@@ -2,7 +2,7 @@
 
 Not on it is what would reach other processes, last longer than a completion, or take memory that no
 limit counts: keys, SysV and POSIX IPC, memfd, sockets, new namespaces, tracing, scheduling, mounts,
-starting programs, modes and times of files, what the kernel has cached of a file. See seccomp(2).
+starting programs, modes and times of files, locks, what the kernel has cached. See seccomp(2).
 The filter is classic BPF, written down here because libseccomp is a library of the system's, which
 pip cannot install.
 """
@@ -25,7 +25,7 @@ newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 
 readlinkat 267 78, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50,
 mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38,
 renameat2 316 276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, ftruncate 77 46,
-fallocate 285 47, fsync 74 82, fdatasync 75 83, flock 73 32, umask 95 166, sendfile 40 71,
+fallocate 285 47, fsync 74 82, fdatasync 75 83, umask 95 166, sendfile 40 71,
 copy_file_range 326 285, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -,
 epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441,
 eventfd 284 -, eventfd2 290 19, signalfd 282 -, signalfd4 289 74, timerfd_create 283 85,
@@ -39,12 +39,12 @@ timer_create 222 107, timer_settime 223 110, timer_gettime 224 108, timer_getove
 timer_delete 226 111, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113,
 clock_getres 229 114, gettimeofday 96 169, time 201 -, times 100 153, fork 57 -, vfork 58 -,
 exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95, set_tid_address 218 96,
-set_robust_list 273 99, futex 202 98, futex_waitv 449 449, rseq 334 293, sched_yield 24 124,
-arch_prctl 158 -, getpid 39 172, getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175,
-getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158,
-getpgrp 111 -, getpgid 121 155, getsid 124 156, setpgid 109 154, setsid 112 157, getrlimit 97 163,
-setrlimit 160 164, getrusage 98 165, getrandom 318 278, getcpu 309 168, uname 63 160,
-sched_get_priority_max 146 125, sched_get_priority_min 147 126
+set_robust_list 273 99, rseq 334 293, sched_yield 24 124, arch_prctl 158 -, getpid 39 172,
+getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
+getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155,
+getsid 124 156, setpgid 109 154, setsid 112 157, getrlimit 97 163, setrlimit 160 164,
+getrusage 98 165, getrandom 318 278, getcpu 309 168, uname 63 160, sched_get_priority_max 146 125,
+sched_get_priority_min 147 126
 """
 
 # Where a completion sees no files but its own, it may change what they are as well. Landlock leaves
@@ -68,8 +68,11 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "getsockopt 55 209": [(2, _ALL_BITS, [3, 4, 38, 39])],  # TYPE, ERROR, PROTOCOL, DOMAIN
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl 16 29": [(1, _ALL_BITS, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])],
-    # DUPFD, GETFD, SETFD, GETFL, SETFL, GETLK, SETLK, SETLKW, DUPFD_CLOEXEC
-    "fcntl 72 25": [(1, _ALL_BITS, [0, 1, 2, 3, 4, 5, 6, 7, 1030])],
+    # DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; no locks on files that others see
+    "fcntl 72 25": [(1, _ALL_BITS, [0, 1, 2, 3, 4, 1030])],
+    # Within a process (PRIVATE) all; else WAIT and WAIT_BITSET, for the kernel's word of a thread's
+    # end, and no waking of those who wait at a file that others see. CLOCK_REALTIME does not count.
+    "futex 202 98": [(1, ~256 & _ALL_BITS, [0, 9, *range(128, 142)])],
     "prctl 157 167": [(0, _ALL_BITS, [15, 16])],  # SET_NAME, GET_NAME
 }
 
