@@ -181,7 +181,8 @@ for name, arguments in {
     "clone": (text, ctypes.byref(text, 256), 0x10000011, None), "quotactl": (0, b"", 0, None),
     "prctl": (1, 0), "setpriority": (0, parent, 19), "sched_setaffinity": (parent, 8, text),
     "sched_setscheduler": (parent, 5, text), "prlimit": (parent, 0, None, text), "nice": (1,),
-    "flock": (0, 6), "lockf": (0, 2, 0), "socketpair": (1, 2, 0, text), "mknod": (b"fifo", 0o10666, 0), "acct": (None,),
+    "flock": (0, 6), "lockf": (0, 2, 0), "socketpair": (1, 2, 0, text), "acct": (None,),
+    "mknod": (b"fifo", 0o10666, 0),
 }.items():
     attempts[name] = lambda f=getattr(libc, name), a=arguments: f(*a)
 for family, kind in ((1, 1), (2, 1), (2, 2), (2, 3), (10, 2), (16, 3), (17, 3), (38, 5), (40, 1)):
