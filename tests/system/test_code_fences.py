@@ -455,7 +455,7 @@ def test_no_fence_at_all_is_refused(monkeypatch):
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)
     sandbox._start()
-    facts = {**sandbox._servers["candidate"].facts, "landlock": 0, "filter": False}
+    facts = {**sandbox._servers["candidate"].facts, "landlock": 0, "filter": False, "users": None}
     with pytest.raises(SandboxError, match=r"seccomp.* and no namespaces .*set unfenced: true"):
         sandbox._check_fences(facts)
     sandbox.unfenced = True
@@ -464,6 +464,7 @@ def test_no_fence_at_all_is_refused(monkeypatch):
     sandbox._servers["candidate"].facts = facts
     assert "READ THIS MACHINE'S FILES, USE THE NETWORK, " in sandbox.confinement()
     assert "SYSTEM CALLS ARE NOT FILTERED" in sandbox.confinement()
+    assert os.geteuid() != 0 or "NUMBER OF PROCESSES HAS NO LIMIT" in sandbox.confinement()
     sandbox.close()
 
 
@@ -480,6 +481,22 @@ def test_a_lost_server_is_replaced():
     assert passes_again(sandbox)
     sandbox.close()
     assert set(children()) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have what it loses here")
+def test_root_without_the_right_to_make_namespaces():
+    """As in many containers: a user namespace lets it, and knows no other user."""
+    code = """
+import ctypes, os, sys
+from torchtune_grpo.sandbox import CodeSandbox
+ctypes.CDLL(None).prctl(24, 21, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_SYS_ADMIN: gone after an exec
+if len(sys.argv) < 2: os.execv(sys.executable, [*sys.orig_argv, "again"])
+sandbox = CodeSandbox()
+verdict = sandbox.judge(code="def f(x): return x", setup="", test="assert f(1)", entry_point="f")
+sandbox.close()
+sys.exit(not verdict.passed)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("namespaces", [True, False])

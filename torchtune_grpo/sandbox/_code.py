@@ -141,11 +141,13 @@ class CodeSandbox:
         """What fences a completion in, and what does not, in words."""
         self._start()
         facts = self._servers["candidate"].facts
-        unfiltered = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
+        loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
+        if os.geteuid() == 0 and not facts["users"]:
+            loose += " They run as root without rights, whose NUMBER OF PROCESSES HAS NO LIMIT."
         if facts["namespaces"]:
             return (
                 "completions run in namespaces of their own: no network, no process and no file of "
-                f"this machine but Python's library.{unfiltered}"
+                f"this machine but Python's library.{loose}"
             )
         gaps = {
             "READ THIS MACHINE'S FILES": not facts["landlock"],
@@ -155,7 +157,7 @@ class CodeSandbox:
         }
         return (
             f"the kernel refuses namespaces here ({facts['refusal']}). Completions cannot make "
-            f"folders, and can {', '.join(gap for gap, open in gaps.items() if open)}.{unfiltered} "
+            f"folders, and can {', '.join(gap for gap, open in gaps.items() if open)}.{loose} "
             "Allow user namespaces, or run in a container without network and the tests' files."
         )
 

@@ -43,7 +43,6 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
     facts: dict[str, Any] = {
         "landlock": landlock_version(),
         "filter": can_filter(),
-        "users": _kernel.first_uid(),
         "pid": os.getpid(),
         "refusal": _kernel.enter_namespaces() if namespaces else "they are turned off",
     }
@@ -59,7 +58,8 @@ def _serve_candidates(control: socket.socket, *, namespaces: bool) -> None:
         facts["pid"] = int(os.readlink("/proc/self"))  # as the owner sees it
         pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         _kernel.hide_files(libraries)
-    elif facts["users"]:
+    facts["users"] = _kernel.first_uid()  # where it lives now: a user namespace may know one
+    if facts["users"] and pid_namespace is None:
         _kernel.open_library()
     task = partial(run_candidate, paths=open_paths(libraries))
     send(control, facts)
