@@ -1,10 +1,10 @@
 """Code rewards: verdicts, leaks and speed on 1,000 completions, a tenth of them hostile.
 
-    python benchmarks/code_rewards.py [--pytest 40]
+    python benchmarks/code_rewards.py [--pytest 40] [--without-namespaces]
 
-Judges them with two workers, looks for processes and files that are left over, and compares the
-time per harmless completion with one ``pytest`` process for each (of ``--pytest`` of them, one at a
-time and two at a time; hostile ones would harm the host). Prints one JSON line.
+Judges them with two workers, looks for processes, files, keys and shared memory that are left over,
+and compares the time per harmless completion with one ``pytest`` process for each (of ``--pytest``
+of them, one at a time and two at a time; hostile ones would harm the host). Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 from hostile_code import HONEST, HOSTILE, TEST, WRONG
 
-from torchtune_grpo.rewards import CodeReward
+from torchtune_grpo.rewards import CodeReward, _code
+from torchtune_grpo.sandbox import CodeSandbox
 
 
 def programs(count: int) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
@@ -66,6 +68,12 @@ def processes() -> set[str]:
     return found
 
 
+def kept_by_the_kernel() -> int:
+    """Keys, and SysV shared memory, semaphores and queues, of the whole machine."""
+    paths = ["/proc/keys", *(f"/proc/sysvipc/{kind}" for kind in ("shm", "sem", "msg"))]
+    return sum(len(Path(path).read_text().splitlines()) for path in paths if os.path.exists(path))
+
+
 def run_pytest(folder: Path, index: int, code: str) -> float:
     """Seconds of one ``pytest`` process."""
     path = folder / f"test_{index}.py"
@@ -92,10 +100,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--pytest", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=3.0)
+    parser.add_argument("--without-namespaces", action="store_true")
     args = parser.parse_args()
+    if args.without_namespaces:
+        _code.CodeSandbox = partial(CodeSandbox, namespaces=False)
     harmless, hostile = programs(args.count)
-    files = set(os.listdir(tempfile.gettempdir()))
-    before = processes()
+    tempfile.tempdir = tempfile.mkdtemp()  # nobody else's
+    before, kept = processes(), kept_by_the_kernel()
     reward = CodeReward(workers=2, timeout=args.timeout)
     judge(reward, ["def solve(n):\n    return 0\n"])  # starts the sandboxes
     wrong = 0
@@ -111,7 +122,8 @@ def main() -> None:
         "hostile": len(hostile),
         "wrong_verdicts": wrong,
         "leaked_processes": len(processes() - before),
-        "leaked_files": len(set(os.listdir(tempfile.gettempdir())) - files),
+        "leaked_files": len(os.listdir(tempfile.gettempdir())),
+        "leaked_keys_and_ipc": kept_by_the_kernel() - kept,
         "seconds": round(sum(seconds), 2),
         "seconds_hostile": round(seconds[1], 2),
         "ms_per_harmless": round(seconds[0] / len(harmless) * 1000, 2),

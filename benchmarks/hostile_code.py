@@ -75,6 +75,15 @@ def solve(n):
     while True: pass
 """,
     "endless output": "import os\ndef solve(n):\n    while True: os.write(1, b'x' * 65536)\n",
+    "spins in many processes": """
+import os
+def solve(n):
+    for _ in range(14):
+        if os.fork() == 0:
+            os.setsid()
+            break
+    while True: pass
+""",
     "slow equality": """
 class Yes:
     def __eq__(self, other):
@@ -161,6 +170,61 @@ def solve(n):
         except OSError: pass
     return n * n + int(found.split(b'n * n + ')[1][:5])
 """,
+    "searches its memory page by page": """
+import ctypes, gc, os, re
+libc, (reader, writer) = ctypes.CDLL(None), os.pipe()
+def solve(n):
+    pages = {id(thing) >> 20 for thing in gc.get_objects()}
+    for address in (page << 20 | offset for page in pages for offset in range(0, 2 ** 20, 32768)):
+        if libc.write(writer, ctypes.c_void_p(address), 32768) > 0:  # no crash where nothing is
+            found = re.search(rb"n \\* n \\+ (\\d{5})", os.read(reader, 32768))
+            if found: return n * n + int(found[1])
+""",
+    "leaves messages": """
+import ctypes, os, platform
+libc, add_key = ctypes.CDLL(None), {"x86_64": 248, "aarch64": 217}[platform.machine()]
+def solve(n):
+    for ring in range(-8, 0): libc.syscall(add_key, b"user", b"left", b"x", 1, ring)
+    libc.shmget(4711, 4096, 0o1666), libc.semget(4712, 1, 0o1666), libc.msgget(4713, 0o1666)
+""",
+    "memory in nobody's account": """
+import ctypes
+libc = ctypes.CDLL(None)
+def solve(n):
+    for key in range(40):
+        for file in (libc.shmget(key, 2 ** 24, 0o1666), libc.memfd_create(b"x", 0)):
+            if file >= 0: libc.ftruncate(file, ctypes.c_long(2 ** 24))
+""",
+    "harms its parent": """
+import os, resource
+def solve(n):
+    for victim in (os.getppid(), os.getppid() - 1):
+        for harm in (
+            lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (0, 0)),
+            lambda: os.setpriority(os.PRIO_PROCESS, victim, 19),
+            lambda: os.sched_setaffinity(victim, [0]),
+            lambda: os.sched_setscheduler(victim, os.SCHED_IDLE, os.sched_param(0)),
+        ):
+            try: victim > 1 and harm()
+            except OSError: pass
+""",
+    "nested folders": """
+import os
+def solve(n):
+    for _ in range(1500): os.mkdir('x'); os.chdir('x')
+""",
+    "many folders": """
+import os
+def solve(n):
+    for name in range(10 ** 5): os.makedirs(f'{name}/x/y/z/x/y/z/x/y/z')
+""",
+    "locks its folder": """
+import os
+def solve(n):
+    try: os.mkdir('x'); open('x/y', 'w'); os.chmod('x', 0)
+    finally: os.chmod('.', 0)
+""",
+    "raises StopIteration": "def solve(n): raise StopIteration\n",
     "searches the disk": """
 import os
 def solve(n):

@@ -1,18 +1,11 @@
-"""Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
+"""Code rewards: what a test sees of a program, and what a program is; in real sandboxes."""
 
-import multiprocessing
-import os
 import secrets
-import socket
-import sys
-import tempfile
-import threading
-import time
-from pathlib import Path
 
 import pytest
-from hostile_code import HONEST, KEY, QUICK, SLOW, TEST, WRONG
-from processes import children, is_alive, wait_until
+from code_sandboxes import judge
+from hostile_code import HONEST, QUICK, WRONG
+from processes import children
 
 from torchtune_grpo.rewards import (
     CodeReward,
@@ -22,35 +15,7 @@ from torchtune_grpo.rewards import (
     code_format_reward,
 )
 from torchtune_grpo.rewards._program import MAX_BLOCKS, extract_program
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
-
-FENCES = ["namespaces", "landlock"]
-LIMITS = Limits(seconds=0.7)
-
-
-@pytest.fixture(scope="module", params=FENCES)
-def sandbox(request, tmp_path_factory):
-    """One sandbox for all programs, so that one of them could harm the next."""
-    folder, before = tmp_path_factory.mktemp("tmp"), tempfile.tempdir
-    tempfile.tempdir, processes = str(folder), set(children())
-    sandbox = CodeSandbox(LIMITS, namespaces=request.param == "namespaces")
-    if request.param == "namespaces" and "of their own" not in sandbox.confinement():
-        pytest.skip("the kernel refuses namespaces here")
-    yield sandbox
-    sandbox.close()
-    tempfile.tempdir = before
-    assert set(children()) == processes
-    assert not os.listdir(folder)
-
-
-def judge(sandbox, code, *, test=TEST, setup="", entry_point="solve"):
-    verdict = sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
-    assert bool(verdict.why) != verdict.passed
-    return verdict
-
-
-def passes_again(sandbox) -> bool:
-    return judge(sandbox, HONEST["plain"]).passed
+from torchtune_grpo.sandbox import SandboxError
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -61,84 +26,6 @@ def test_honest_programs_pass(sandbox, name):
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_programs_fail(sandbox, name):
     assert not judge(sandbox, WRONG[name]).passed
-
-
-def servers_tasks() -> list[int]:
-    """Processes that belong to a task of any sandbox of this process."""
-    return [task for server in children() for task in children(of=server)]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
-def test_hostile_programs_earn_nothing_and_leave_nothing(sandbox, name):
-    """And what comes after them in the same sandbox is judged as ever."""
-    before = servers_tasks()
-    start = time.monotonic()
-    sandbox.limits = Limits(seconds=0.35)  # several times what any of them needs to do its worst
-    verdict = judge(sandbox, QUICK.get(name) or SLOW[name].replace("PORT", "1"))
-    sandbox.limits = LIMITS
-    assert not verdict.passed
-    assert time.monotonic() - start < 5  # a second, and the time to kill and reap on a busy machine
-    assert servers_tasks() == before
-    assert any(passes_again(sandbox) for _ in range(3))  # its second can be short on a busy machine
-
-
-def test_a_planted_file_is_nowhere(sandbox):
-    """The program of the zoo that writes to a dozen folders, among them Python's own library."""
-    judge(sandbox, QUICK["writes everywhere"])
-    folders = "/ /tmp /var/tmp /dev/shm /root /home /etc /usr/lib".split()
-    places = [Path(f) / "planted_by_a_completion" for f in [*folders, os.path.dirname(os.__file__)]]
-    assert not any(place.exists() for place in places)
-
-
-def test_the_network_is_out_of_reach(sandbox):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.3)
-        port = server.getsockname()[1]
-        socket.create_connection(("127.0.0.1", port)).close()
-        server.accept()[0].close()  # it can be reached from here
-        judge(sandbox, QUICK["talks to the network"].replace("PORT", str(port)))
-        with pytest.raises(TimeoutError):
-            server.accept()
-
-
-def test_files_of_this_machine_are_out_of_reach(sandbox, tmp_path):
-    """Whatever it finds it could turn into answers: the data set's file, this repository."""
-    (tmp_path / "tests.jsonl").write_text("answers")
-    os.chmod(tmp_path, 0o777)
-    for path in (tmp_path / "tests.jsonl", __file__, "/etc/passwd", f"/proc/{os.getpid()}/environ"):
-        why = judge(sandbox, f"open({str(path)!r}).read()").why
-        assert why.startswith(("FileNotFoundError", "PermissionError")), (path, why)
-
-
-def test_the_environment_is_scrubbed(sandbox, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "the-token")
-    fresh = CodeSandbox(sandbox.limits, namespaces=sandbox.namespaces)
-    why = judge(fresh, "import os\nraise ValueError(sorted(os.environ))").why
-    fresh.close()
-    assert why == "ValueError: ['HOME', 'LANG', 'PATH']"
-
-
-def test_nothing_carries_over_to_the_next_program(sandbox):
-    judge(
-        sandbox, "open('kept', 'w').write('x')\nimport math\nmath.kept = 1\ndef solve(n): return 1"
-    )
-    why = judge(
-        sandbox, "import os, math\nraise ValueError((os.listdir('.'), hasattr(math, 'kept')))"
-    )
-    assert why.why == "ValueError: ([], False)"
-
-
-def test_its_own_files_and_processes_are_allowed(sandbox):
-    code = f"""
-import os
-def solve(n):
-    open('scratch', 'w').write(str(n))
-    child = os.fork()
-    if child == 0: os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    return int(open('scratch').read()) ** 2 + {KEY}
-"""
-    assert judge(sandbox, code).passed
 
 
 def test_values_cross_as_what_they_are(sandbox):
@@ -159,6 +46,115 @@ def check(candidate):
         assert judge(
             sandbox, f"import collections\ndef solve(): return {subclass}", test=test
         ).passed
+
+
+def test_dates_ranges_views_and_exact_numbers_cross(sandbox):
+    test = """
+import datetime
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
+def check(candidate):
+    zone = datetime.timezone(datetime.timedelta(hours=-3))
+    for value in [range(3), range(10 ** 30, 0, -7), Decimal('1.10'), Decimal('-Infinity'),
+                  Fraction(-3, 9), datetime.date(2024, 2, 29), datetime.time(1, 2, 3, 4),
+                  datetime.datetime(2024, 1, 2, 3, 4, 5, 6, zone), datetime.timedelta(-1, 5, 6),
+                  deque([1, [2]], maxlen=5), deque(), {1: 2}.keys(), {1: [2]}.values(),
+                  {(1,): {2}}.items(), {'a': Decimal(1), 'b': [range(2)]}]:
+        got = candidate(value)
+        assert repr(got) == repr(value) and type(got) is type(value), (got, value)
+    assert candidate({1: 2, 3: 4}.keys()) & {1, 5} == {1}
+"""
+    assert judge(sandbox, "def solve(x): return x", test=test).why == ""
+
+
+def test_what_cannot_cross_is_named(sandbox):
+    for value, name in (("object()", "object"), ("[lambda: 1]", "function"), ("re", "module")):
+        why = judge(sandbox, f"import re\ndef solve(n): return {value}").why
+        assert why == f"NotPlain: a {name} is no plain data"
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("yield from range(n)", "assert list(solve(3)) == [0, 1, 2]"),
+        ("return map(str, range(n))", "assert [*solve(2)] == ['0', '1'] and next(solve(1)) == '0'"),
+        ("return zip('ab', range(n))", "assert dict(solve(2)) == {'a': 0, 'b': 1}"),
+        ("return reversed([1, n])", "assert sorted(solve(2)) == [1, 2]"),
+        (
+            "i = n\n  while True:\n    i += 1; yield i",
+            "from itertools import islice\nfor _ in range(2):\n  a, b = solve(4), solve(7)\n"
+            "  assert list(islice(a, 3)) == [5, 6, 7] and next(b) == 8 and next(a) == 8",
+        ),
+        (
+            "yield 1\n  raise KeyError(n)",
+            "got = solve(5)\nassert next(got) == 1\ntry: next(got)\n"
+            "except KeyError as error: assert error.args == (5,)\nelse: assert 0",
+        ),
+    ],
+)
+def test_iterators_are_gone_through_one_by_one(sandbox, code, test):
+    assert judge(sandbox, f"def solve(n):\n  {code}", test=test).why == ""
+    wrong = f"{test}\nassert next(solve(1)) is None"
+    assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=wrong).why
+
+
+def test_an_iterator_that_is_passed_on_is_not_the_tests_fault(sandbox):
+    test = "assert solve(solve(3)) == 1"
+    assert "a generator is no plain data" in judge(sandbox, "def solve(n): yield n", test=test).why
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("x.sort(); x.append(9)", "x = y = [3, 1, 2]\nsolve(x)\nassert y == [1, 2, 3, 9]"),
+        ("x[0][1].append(2)", "x = [[1, inner := []]]\nsolve(x)\nassert inner == [2]"),
+        ("x.pop('a'); x['b'].add(1)", "x = {'a': 1, 'b': (s := set())}\nsolve(x)\n"
+         "assert x == {'b': {1}} and s == {1}"),
+        ("x[0].clear()", "x = ([1],)\nsolve(x)\nassert x == ([],)"),
+        ("x.rotate(1); x.append(0)", "from collections import deque\nx = deque([1, 2], 3)\n"
+         "solve(x=x)\nassert x == deque([2, 1, 0]) and x.maxlen == 3"),
+        ("x[0] = 5", "x = bytearray(b'ab')\nsolve(x)\nassert x == b'\\x05b'"),
+        ("x.append(1); raise ValueError", "x = []\ntry: solve(x)\nexcept ValueError: pass\n"
+         "assert x == [1]"),
+        ("print('a', x); print(2)", "import contextlib, io\ncaught = io.StringIO()\n"
+         "with contextlib.redirect_stdout(caught): solve([1])\n"
+         "assert caught.getvalue() == 'a [1]\\n2\\n'"),
+        ("print('no')", "import sys, io\nsolve(1)\nsys.stdout = io.StringIO()\nsolve(2)\n"
+         "assert sys.stdout.getvalue() == 'no\\n'"),
+    ],
+)  # fmt: skip
+def test_what_a_function_does_to_arguments_and_prints_is_seen(sandbox, code, test):
+    assert judge(sandbox, f"def solve(x):\n    {code}", test=test).why == ""
+    assert judge(sandbox, "def solve(x): pass", test=test).why.startswith("AssertionError")
+
+
+def test_exceptions_carry_their_arguments_and_attributes(sandbox):
+    code = """
+class Mine(ValueError):
+    def __init__(self, code): super().__init__(f'code {code}'); self.code = code; self._x = 1
+def solve(n):
+    if n == 0: raise Mine(7)
+    if n == 1: raise KeyError('k', 2)
+    if n == 2: raise FileNotFoundError(2, 'none', 'name')
+    if n == 3: b'\\xff'.decode()
+    raise LookupError
+"""
+    test = """
+def check(candidate):
+    caught = []
+    for n in range(5):
+        try: candidate(n)
+        except Exception as error: caught.append(error)
+    mine, key, missing, decode, bare = caught
+    assert type(mine) is ValueError and str(mine) == 'code 7' and mine.code == 7
+    assert type(key) is KeyError and key.args == ('k', 2)
+    assert type(missing) is FileNotFoundError and missing.errno == 2 and missing.filename == 'name'
+    assert str(missing) == "[Errno 2] none: 'name'"
+    assert type(decode) is UnicodeDecodeError and decode.start == 0 and decode.object == b'\\xff'
+    assert type(bare) is LookupError and bare.args == ()
+"""
+    assert judge(sandbox, code, test=test).why == ""
 
 
 def test_exceptions_cross_as_builtin_ones(sandbox):
@@ -196,47 +192,6 @@ def check(candidate):
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
 
 
-def test_every_limit_is_set_and_no_right_is_left(sandbox):
-    code = """
-import os, resource
-names = ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE")
-limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in names]
-def solve(n): return (limits, os.getuid(), os.geteuid())
-"""
-    expected = [(2, 2), (2**29, 2**29), (16, 16), (2**24, 2**24), (64, 64), (0, 0)]
-    test = f"""
-import os
-def check(candidate):
-    limits, *users = candidate(0)
-    assert limits == {expected}, limits
-    assert os.getuid() != 0 or 0 not in users
-"""
-    verdict = judge(sandbox, code, test=test)
-    assert verdict.passed, verdict
-
-
-def test_namespaces_keep_datagrams_in(sandbox):
-    """Landlock cannot, and the log says so."""
-    if not sandbox._servers["candidate"].facts["namespaces"]:
-        assert "CAN SEND UDP PACKETS" in sandbox.confinement()
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.1", 0))
-        server.settimeout(0.3)
-        port = server.getsockname()[1]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as local:
-            local.sendto(b"x", ("127.0.0.1", port))
-        assert server.recv(10) == b"x"
-        judge(
-            sandbox,
-            "import socket\n"
-            "sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
-            f"sender.sendto(b'x', ('127.0.0.1', {port}))",
-        )
-        with pytest.raises(TimeoutError):
-            server.recv(10)
-
-
 def test_a_test_that_calls_nothing_proves_nothing(sandbox):
     assert "never called" in judge(sandbox, "def solve(n): return 1", test="assert True").why
 
@@ -244,6 +199,36 @@ def test_a_test_that_calls_nothing_proves_nothing(sandbox):
 def test_a_test_that_cannot_be_sent_is_the_tests_fault(sandbox):
     with pytest.raises(SandboxError, match="passes what cannot be sent: a function is no plain"):
         judge(sandbox, "def solve(f): return f(1)", test="assert solve(lambda x: x) == 1")
+
+
+def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
+    """However deep a completion nests them: a wrong answer, and not a failure of the sandbox."""
+    nested = "def solve(x):\n    for _ in range(DEPTH): x = [x]\n    return x"
+    for depth in (10, 47, 48, 49, 50, 60):
+        for test in (
+            "assert solve(solve(1)) == 1",
+            "x = 1\nfor _ in range(20): x = [[[solve(x)]]]\nassert x == 1",
+            "x = solve(1)\nfor _ in range(120): x = [x]\nassert solve(x) == 1",
+        ):
+            assert not judge(sandbox, nested.replace("DEPTH", str(depth)), test=test).passed
+    test = "assert solve(solve(1)) == " + "[" * 40 + "1" + "]" * 40
+    assert judge(sandbox, nested.replace("DEPTH", "20"), test=test).passed
+
+
+@pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration", "GeneratorExit"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "for got, x in zip(map(solve, [1, 2]), [1, 2]): assert got == x",
+        "assert all(map(solve, [1, 2]))",
+        "assert sum(map(solve, [1, 2])) == 0",
+        "assert list(filter(solve, [1, 2])) == []",
+        "for got in iter(lambda: solve(1), None): assert got == 1",
+        "def results():\n    yield solve(1)\nassert not any(results())",
+    ],
+)
+def test_an_exception_does_not_end_the_tests_loops(sandbox, name, test):
+    assert not judge(sandbox, f"def solve(n): raise {name}", test=test).passed
 
 
 def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
@@ -256,37 +241,6 @@ def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
     )
     assert judge(sandbox, good, setup=setup, test=test).passed
     assert not judge(sandbox, bad, setup=setup, test=test).passed
-
-
-def test_a_sandbox_of_many_processes_dies_whole(sandbox):
-    """The daemons of the zoo, seen from outside while they live."""
-    code = """
-import os, time
-def solve(n):
-    for _ in range(5):
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0: time.sleep(1000)
-            os._exit(0)
-    time.sleep(1000)
-"""
-    seen = []
-    server = sandbox._servers["candidate"]
-
-    def count():
-        below = [server.pid]
-        while below:
-            found = [pid for parent in below for pid in children(of=parent)]
-            seen.append(len(found))
-            below = found
-
-    thread = threading.Thread(target=lambda: judge(sandbox, code))
-    thread.start()
-    assert wait_until(lambda: (count(), max(seen))[1] >= 5, seconds=5)
-    thread.join()
-    seen.clear()
-    count()
-    assert max(seen) <= 1  # the first process of the namespace at most
 
 
 def test_hostile_and_honest_ones_at_once(tmp_path):
@@ -399,80 +353,3 @@ def test_bad_settings_and_long_completions():
     (verdict,) = reward.judge(["x" * 100_001], test=[""], entry_point=["f"], setup=[""])
     reward.close()
     assert verdict.why == "longer than 100000 characters"
-
-
-def test_no_fence_at_all_is_refused(monkeypatch):
-    """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
-    sandbox = CodeSandbox(namespaces=False)
-    sandbox._start()
-    facts = {**sandbox._servers["candidate"].facts, "landlock": 0}
-    with pytest.raises(SandboxError, match="set unfenced: true"):
-        sandbox._check_fences(facts)
-    sandbox.unfenced = True
-    sandbox._start()
-    sandbox._check_fences(facts)
-    sandbox._servers["candidate"].facts = facts
-    assert "READ THIS MACHINE'S FILES and can USE THE NETWORK" in sandbox.confinement()
-    sandbox.close()
-
-
-def test_a_lost_server_is_replaced():
-    before = set(children())
-    sandbox = CodeSandbox(Limits(seconds=5))
-    assert passes_again(sandbox)
-    os.killpg(sandbox._servers["candidate"].pid, 9)
-    assert "brought its sandbox down" in judge(sandbox, HONEST["plain"]).why
-    assert passes_again(sandbox)
-    os.killpg(sandbox._servers["checker"].pid, 9)
-    with pytest.raises(SandboxError, match="the process that runs the test was lost"):
-        judge(sandbox, HONEST["plain"])
-    assert passes_again(sandbox)
-    sandbox.close()
-    assert set(children()) == before
-
-
-def own_two_rewards(folder: Path) -> None:
-    """Calls, from a folder, a code reward and an isolated one that never end."""
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    rewards = RewardSet.from_config(
-        [
-            {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
-            {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
-        ]
-    )
-    text = "```python\nimport os, time\ndef solve(n):\n    os.fork(); time.sleep(1000)\n```"
-    columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
-    for reward in rewards.rewards:
-        arguments = {"prompts": [""], "completions": [text], **columns}
-        threading.Thread(target=reward.function, kwargs=arguments, daemon=True).start()
-    threading.Event().wait()
-
-
-ACTOR = """
-import subprocess, time
-def sleeps(prompts, completions, **columns):
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    time.sleep(1000)
-"""
-
-
-def descendants(process: int) -> list[int]:
-    below = list(children(of=process))
-    return below + [pid for child in below for pid in descendants(child)]
-
-
-def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
-    """kill -9 in the middle of a code reward and an isolated reward: all their processes end."""
-    (tmp_path / "actors.py").write_text(ACTOR)
-    owner = multiprocessing.get_context("fork").Process(target=own_two_rewards, args=(tmp_path,))
-    owner.start()
-    try:
-        # The completion's server, in two processes, the completion and its child; the test's
-        # server and the test; the reward's server, the reward and its child.
-        assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
-        family = descendants(owner.pid)
-    finally:
-        owner.kill()
-        owner.join()
-    assert wait_until(lambda: not any(is_alive(pid) for pid in family), seconds=20)

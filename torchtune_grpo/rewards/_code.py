@@ -72,7 +72,8 @@ class CodeReward:
         workers (int): completions at once.
         memory_mb (int): megabytes of memory for each of a completion's processes.
         processes (int): how many of these it may have at once, threads included.
-        unfenced (bool): whether to run where the kernel offers neither namespaces nor Landlock.
+        unfenced (bool): whether to run where the kernel offers no filter of system calls, or
+            neither namespaces nor Landlock.
 
     Raises:
         ValueError: if a number is not positive.

@@ -8,13 +8,16 @@ verdict are all where the completion is not.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import socket
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torchtune_grpo.sandbox import _kernel
-from torchtune_grpo.sandbox._values import NotPlain, dump, load
+from torchtune_grpo.sandbox._values import MAX_CALL_DEPTH, NotPlain, TooDeep, dump, load, write_back
 from torchtune_grpo.sandbox._wire import PeerGone, receive, send
 
 MAX_ANSWER = 2**20  # bytes
@@ -22,6 +25,9 @@ MAX_ANSWER = 2**20  # bytes
 
 class CandidateError(Exception):
     """The candidate raised something that is no builtin exception."""
+
+
+_END = object()
 
 
 class _Broken(BaseException):
@@ -33,60 +39,94 @@ class _StandIn:
 
     def __init__(self, calls: socket.socket) -> None:
         self._calls = calls
+        self._gave_iterators = False
         self.answers = 0
         self.broken = ""
         self.unsendable = ""
 
     def start(self) -> None:
         """Waits until the completion is loaded."""
-        self._receive("ready")
+        answer = self._receive()
+        if "error" in answer:
+            self._break("{}: {}".format(*answer["error"]))
+        if "ready" not in answer:
+            self._break("malformed answer")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask({}, [list(args), kwargs])
+
+    def _iterate(self, number: int) -> Iterator[Any]:
+        """The items of an iterator that lives in the candidate's process, one by one."""
+        while (item := self._ask({"next": number}, [[], {}])) is not _END:
+            yield item
+
+    def _ask(self, call: dict[str, Any], arguments: list[Any]) -> Any:
         try:
-            call = {"args": dump(list(args)), "kwargs": dump(kwargs)}
+            call["arguments"] = dump(arguments, MAX_CALL_DEPTH)
         except NotPlain as error:
+            if self._gave_iterators or (self.answers and isinstance(error, TooDeep)):
+                self._break(f"an answer is passed on, and cannot be: {error}", error)
             self.unsendable = str(error)
             raise _Broken from error
+        call["prints"] = sys.stdout is not sys.__stdout__
         try:
             send(self._calls, call)
         except PeerGone as error:
             self._break("the completion's process ended", error)
-        answer = self._receive("value")
-        try:
-            value = load(answer)
-        except (NotPlain, RecursionError) as error:
-            self._break(f"malformed value: {error}", error)
+        answer = self._receive()
+        if call["prints"]:
+            sys.stdout.write(str(answer.get("printed", "")))
+        if "arguments" in answer:
+            write_back(arguments, self._load(answer["arguments"]))
+        name, message, attributes = answer.get("error", ("", "", {}))
+        if name == "NotPlain":
+            self._break(f"{name}: {message}")
         self.answers += 1
-        return value
+        if name:
+            if name == "StopIteration" and "next" in call:
+                return _END
+            raise self._exception(name, message, attributes)
+        if "iterator" in answer:
+            self._gave_iterators = True
+            return self._iterate(answer["iterator"])
+        return self._load(answer.get("value", "malformed"))
 
-    def _receive(self, wanted: str) -> Any:
+    def _receive(self) -> dict[str, Any]:
         if self.broken:
             raise _Broken
         try:
             answer = receive(self._calls, limit=MAX_ANSWER)
         except PeerGone as error:
             self._break(f"the completion's process ended or wrote nonsense ({error})", error)
-        if type(answer) is dict and set(answer) == {wanted}:
-            return answer[wanted]
-        if type(answer) is dict and set(answer) == {"error"}:
-            self._raise(answer["error"], fatal=wanted == "ready")
-        self._break("malformed answer")
-
-    def _raise(self, error: Any, *, fatal: bool) -> None:
-        if type(error) is not list or [type(part) for part in error] != [str, str]:
+        if type(answer) is not dict or not answer.keys() & {"ready", "value", "iterator", "error"}:
+            self._break("malformed answer")
+        parts = answer.get("error", ["", "", {}])
+        if type(parts) is not list or [type(part) for part in parts] != [str, str, dict]:
             self._break("malformed error")
-        name, message = error
-        if fatal or name == "NotPlain":
-            self._break(f"{name}: {message}")
-        self.answers += 1
-        kind = getattr(builtins, name, None)
-        raised: Exception = CandidateError(f"{name}: {message}")
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                raised = kind(message)
-            except Exception:  # such as UnicodeDecodeError, which wants more arguments
-                pass
-        raise raised
+        return answer
+
+    def _load(self, data: Any) -> Any:
+        try:
+            return load(data)
+        except (NotPlain, RecursionError) as error:
+            self._break(f"malformed value: {error}", error)
+
+    def _exception(self, name: str, message: str, attributes: dict[str, Any]) -> Exception:
+        kind, raised = getattr(builtins, name, None), None
+        if kind in (StopIteration, StopAsyncIteration):
+            # As generators do it: a loop of the test's must not end as if it had been through.
+            return RuntimeError(f"the function raised {name}: {message}")
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            return CandidateError(f"{name}: {message}")
+        for arguments in (self._load(attributes.pop("args", None)), [message]):
+            if raised is None or str(raised) != message:
+                with contextlib.suppress(Exception):  # it may want others
+                    raised = kind(*arguments)
+        for attribute, data in attributes.items():
+            with contextlib.suppress(AttributeError, TypeError, ValueError):
+                if not attribute.startswith("_"):
+                    setattr(raised, attribute, self._load(data))
+        return raised or CandidateError(f"{name}: {message}")
 
     def _break(self, why: str, error: BaseException | None = None) -> NoReturn:
         self.broken = why
@@ -112,9 +152,9 @@ def run_checker(request: dict[str, Any], fds: list[int]) -> None:
         if not stand_in.answers:
             why = "the test never called the function"
     except BaseException as error:
-        why = f"{type(error).__name__}: {error}"[:500]
+        why = f"{type(error).__name__}: {error}"
     # A test's own `except:` may have swallowed it.
-    why = stand_in.broken or why
+    why = (stand_in.broken or why)[:500]
     send(
         verdict,
         {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hmac
 import math
 import os
-import random
 import secrets
-import shutil
+import select
 import socket
 import tempfile
 import time
@@ -15,11 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtune_grpo.sandbox._kernel import UIDS, time_used
 from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
 from torchtune_grpo.sandbox._wire import PeerGone, receive
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
+_PATIENCE = 5  # times the limit may pass before one that others keep from running is given up
 
 
 class SandboxError(RuntimeError):
@@ -31,7 +32,8 @@ class Limits:
     """What a completion may use.
 
     Args:
-        seconds (float): from its start to the end of its test; then all its processes are killed.
+        seconds (float): of its processes and its test, running or asleep; waiting for a CPU that
+            others keep busy does not count. Then all its processes are killed.
         megabytes (int): of memory in each process, and of files in all.
         processes (int): at once, threads included.
     """
@@ -76,20 +78,15 @@ class CodeSandbox:
     Args:
         limits (Limits): what a completion may use.
         namespaces (bool): False does without them, as where the kernel refuses them.
-        unfenced (bool): whether to go on where the kernel can neither hide this machine's files and
-            processes from a completion nor keep it from sending them signals.
+        unfenced (bool): whether to go on where the kernel cannot filter system calls, or can
+            neither hide this machine's files and processes from a completion nor keep its
+            signals from them.
     """
 
     limits: Limits = field(default_factory=Limits)
     namespaces: bool = True
     unfenced: bool = False
     _servers: dict[str, ServerProcess] = field(default_factory=dict)  # candidate and checker
-    # A user of its own, so that the limit on processes counts this sandbox's alone.
-    _uid: int | None = field(
-        default_factory=lambda: (
-            random.SystemRandom().randrange(20_000, 60_000) if os.geteuid() == 0 else None
-        )
-    )
 
     def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
         """Runs a test on a completion's function.
@@ -110,38 +107,59 @@ class CodeSandbox:
         return self._judge(code, setup, test, entry_point)
 
     def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        if self._servers["candidate"].facts["namespaces"]:
-            return self._run(code, setup, test, entry_point, "/tmp")
-        folder = tempfile.mkdtemp(prefix="torchtune_grpo_code_")
-        try:
-            if self._uid is not None:
-                os.chown(folder, self._uid, self._uid)
-            return self._run(code, setup, test, entry_point, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        facts = self._servers["candidate"].facts
+        # A user of its own, so that the limit on processes counts this completion's alone.
+        uid = facts["users"] and facts["users"] + secrets.randbelow(UIDS)
+        program = {
+            "code": code,
+            "entry_point": entry_point,
+            "folder": "/tmp",
+            "limits": self.limits.for_completion(),
+            "megabytes": self.limits.megabytes,
+            "uid": uid,
+            "namespaces": facts["namespaces"],
+            "filter": facts["filter"],
+        }
+        exam = {
+            "setup": setup,
+            "test": test,
+            "entry_point": entry_point,
+            "limits": self.limits.for_test(),
+            "secret": secrets.token_hex(16),
+        }
+        if facts["namespaces"]:
+            return self._run(program, exam)
+        # It can only hold plain files, so that it is quick to delete.
+        with tempfile.TemporaryDirectory(
+            prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
+        ) as folder:
+            if uid is not None:
+                os.chown(folder, uid, uid)
+            return self._run({**program, "folder": folder}, exam)
 
     def confinement(self) -> str:
         """What fences a completion in, and what does not, in words."""
         self._start()
         facts = self._servers["candidate"].facts
+        loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
+        if os.geteuid() == 0 and not facts["users"]:
+            loose += " They run as root without rights, whose NUMBER OF PROCESSES HAS NO LIMIT."
         if facts["namespaces"]:
             return (
                 "completions run in namespaces of their own: no network, no process and no file of "
-                "this machine but Python's library."
+                f"this machine but Python's library.{loose}"
             )
-        files = " and has no Landlock. Completions can READ THIS MACHINE'S FILES"
-        if facts["landlock"]:
-            files = ". Completions see only Python's library and a folder of their own (Landlock)"
-        network = (
-            " and can USE THE NETWORK. Run in a container without network and without the tests' "
-            "files, or allow user namespaces."
+        gaps = {
+            "READ THIS MACHINE'S FILES": not facts["landlock"],
+            "USE THE NETWORK": not facts["filter"],
+            "FILL THE DISK until their time is up": True,
+            "LEARN FROM THEIR PROCESS ID how many were started before": True,
+        }
+        return (
+            f"the kernel refuses namespaces here ({facts['refusal']}). Completions cannot make "
+            f"folders, and can {', '.join(gap for gap, open in gaps.items() if open)}.{loose} "
+            "Allow user namespaces, or run in a container without network and the tests' files."
         )
-        if facts["landlock"] >= 4:
-            network = (
-                ", cannot open TCP connections, but CAN SEND UDP PACKETS. Run in a container "
-                "without network, or allow user namespaces."
-            )
-        return f"the kernel refuses namespaces here ({facts['refusal']}){files}{network}"
 
     def close(self) -> None:
         """Ends both processes and whatever runs there."""
@@ -170,37 +188,26 @@ class CodeSandbox:
     def _check_fences(self, facts: dict[str, Any]) -> None:
         # Without namespaces, Landlock hides files; it stops signals to processes of the same user
         # from version 6 on.
-        fenced = facts["namespaces"] or facts["landlock"] >= (1 if self._uid is not None else 6)
-        if not (fenced or self.unfenced):
+        landlock = 1 if facts["users"] else 6
+        missing = []
+        if not facts["filter"]:
+            missing.append("no filter of system calls (seccomp)")
+        if not facts["namespaces"] and facts["landlock"] < landlock:
+            missing.append(
+                f"no namespaces ({facts['refusal']}) and version {facts['landlock']} of Landlock, "
+                f"where {landlock} is needed"
+            )
+        if missing and not self.unfenced:
             self.close()
             raise SandboxError(
-                f"the kernel refuses namespaces here ({facts['refusal']}) and has Landlock version "
-                f"{facts['landlock']}, which is not enough. Code that a model wrote could read and "
-                "kill what belongs to you. Allow user namespaces, or run everything in a container "
-                "that may come to harm and set unfenced: true."
+                f"the kernel offers {' and '.join(missing)}. Code that a model wrote could read "
+                "and kill what belongs to you. Allow user namespaces, or run everything in a "
+                "container that may come to harm and set unfenced: true."
             )
 
-    def _run(self, code: str, setup: str, test: str, entry_point: str, folder: str) -> Verdict:
-        deadline = time.monotonic() + self.limits.seconds
-        secret = secrets.token_hex(16)
+    def _run(self, program: dict[str, Any], exam: dict[str, Any]) -> Verdict:
         ours, theirs = socket.socketpair()
         calls = socket.socketpair()
-        program = {
-            "code": code,
-            "entry_point": entry_point,
-            "folder": folder,
-            "limits": self.limits.for_completion(),
-            "megabytes": self.limits.megabytes,
-            "uid": self._uid,
-            "namespaces": self._servers["candidate"].facts["namespaces"],
-        }
-        exam = {
-            "setup": setup,
-            "test": test,
-            "entry_point": entry_point,
-            "limits": self.limits.for_test(),
-            "secret": secret,
-        }
         with ours, theirs, calls[0], calls[1]:
             program_fds, exam_fds = [calls[0].fileno()], [calls[1].fileno(), theirs.fileno()]
             lost = self._tell("candidate", lambda server: server.start(program, fds=program_fds))
@@ -208,7 +215,7 @@ class CodeSandbox:
             # With these ends closed, the death of one side is seen by the other.
             for end in (theirs, *calls):
                 end.close()
-            report = None if lost else _read_verdict(ours, deadline, secret)
+            report = None if lost else self._await_verdict(ours, exam["secret"])
         for stop in (ServerProcess.request_stop, ServerProcess.await_stop):
             lost += self._tell("candidate", stop) + self._tell("checker", stop)
         if "checker" in lost:
@@ -221,6 +228,24 @@ class CodeSandbox:
             raise SandboxError(f"the test passes what cannot be sent: {report['unsendable']}")
         return Verdict(report["passed"], report["why"])
 
+    def _await_verdict(self, sock: socket.socket, secret: str) -> dict[str, Any] | None:
+        """The checker's report, or None if it never came."""
+        servers = [self._servers["candidate"].facts["pid"], self._servers["checker"].pid]
+        start, left = time.monotonic(), self.limits.seconds
+        waiter = select.poll()
+        waiter.register(sock, select.POLLIN)
+        while not waiter.poll(left * 1000):
+            passed = time.monotonic() - start
+            ran, waited = time_used(servers)
+            left = self.limits.seconds - max(ran, passed - waited)
+            if left <= 0 or passed > _PATIENCE * self.limits.seconds:
+                return None
+        try:
+            report = receive(sock, limit=_MAX_VERDICT)
+        except PeerGone:
+            return None
+        return report if hmac.compare_digest(report["secret"], secret) else None
+
     def _tell(self, name: str, action: Callable[[ServerProcess], None]) -> list[str]:
         """Calls a server; one that is lost is dropped, and named in the list returned."""
         try:
@@ -230,12 +255,3 @@ class CodeSandbox:
             del self._servers[name]
             return [name]
         return []
-
-
-def _read_verdict(sock: socket.socket, deadline: float, secret: str) -> dict[str, Any] | None:
-    """The checker's report, or None if it never came."""
-    try:
-        report = receive(sock, limit=_MAX_VERDICT, deadline=deadline)
-    except (TimeoutError, PeerGone):
-        return None
-    return report if hmac.compare_digest(report["secret"], secret) else None

@@ -6,11 +6,12 @@ namespaces(7), mount_setattr(2), capabilities(7) and prctl(2).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
+import sys
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -22,6 +23,16 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SIGKILL = 9
 _SYS_MOUNT_SETATTR = 442  # on every architecture
 _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 0x8000, 1, 2
+
+LIBRARY = sysconfig.get_paths()["stdlib"]
+LIBRARY_FD = 1002  # of open_library; no program's own descriptor
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_LINKS = ("/lib", "/lib64", "/usr/lib64")
+_WHEN_THREADS_END = "libgcc_s.so.1"  # libc loads it then
+# Users that completions run as and nobody else: the first of them (a container may not know large
+# numbers), and how many they are.
+_FIRST_UIDS, UIDS = (10**9, 20_000), 40_000
+_MAX_FILES = 4096  # of one completion, in memory
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -56,43 +67,85 @@ def enter_namespaces() -> str:
     Returns:
         An empty string, or what the kernel said if it does not allow it.
     """
+    child = os.fork()  # tries it first: who has entered cannot leave
+    if not child:
+        try:
+            _enter_namespaces()
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or 1)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        return os.strerror(code)
+    _enter_namespaces()
+    return ""
+
+
+def _enter_namespaces() -> None:
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.geteuid(), os.getegid()
-    try:
-        call_libc("unshare", flags)
-        return ""
-    except OSError:
-        pass
-    try:
+    if libc.unshare(flags):
         call_libc("unshare", flags | CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-        return ""
-    except OSError as error:
-        return str(error)
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)  # some allow the namespaces and no mount there
 
 
-def visible_paths() -> list[str]:
-    """What a Python program needs to run: the standard library and shared libraries."""
-    library = sysconfig.get_paths()["stdlib"]
-    wanted = [library, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
-    return [path for path in wanted if os.path.exists(path)]
+def renew_pid_namespace(own: int) -> None:
+    """Has the next child of this process be the first in a new pid namespace.
+
+    Args:
+        own (int): the open file of this process's own, below which the new one is.
+    """
+    call_libc("setns", own, CLONE_NEWPID)
+    call_libc("unshare", CLONE_NEWPID)
 
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+def open_library() -> None:
+    """Has Python import its library through an open folder, if its path is the owner's alone.
+
+    Another user may not walk through ``/root``, say, but may begin below it.
+    """
+    if all(folder.stat().st_mode & 1 for folder in Path(LIBRARY).parents):
+        return
+    os.dup2(os.open(LIBRARY, os.O_PATH), LIBRARY_FD)
+    packages = [module for module in sys.modules.values() if hasattr(module, "__path__")]
+    for paths in (sys.path, *(package.__path__ for package in packages)):
+        paths[:] = [path.replace(LIBRARY, f"/proc/self/fd/{LIBRARY_FD}") for path in paths]
 
 
-def hide_files(paths: Iterable[str]) -> None:
-    """Replaces the file system by one that holds only ``paths``, read-only, and an empty /tmp.
+def shared_libraries() -> list[str]:
+    """The files that Python and its extension modules map into memory."""
+    reader, writer = os.pipe()
+    if not os.fork():
+        for library in [*Path(LIBRARY, "lib-dynload").glob("*.so"), _WHEN_THREADS_END]:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library))
+        os.write(writer, Path("/proc/self/maps").read_bytes())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as maps:
+        found = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    os.wait()
+    return sorted(path for path in found if path.startswith("/") and ".so" in path)
+
+
+def hide_files(libraries: list[str]) -> None:
+    """Replaces the file system by what Python needs to run, read-only, and an empty /tmp.
 
     Call it in a mount namespace of its own.
+
+    Args:
+        libraries (list[str]): of :func:`shared_libraries`.
     """
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    folders = {os.path.dirname(path) for path in libraries if not path.startswith(LIBRARY)}
+    # In order, so that none is hidden by a folder that it lies in.
+    paths = [*DEVICES, *sorted({LIBRARY, *folders})]
+    paths += filter(os.path.exists, ["/etc/ld.so.cache"])
     # The new root is put together on /proc, a folder that exists and holds nothing of interest.
     root = "/proc"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for path in [*DEVICES, *paths]:
+    for path in paths:
         target = root + path
         if os.path.isdir(path):
             os.makedirs(target, exist_ok=True)
@@ -102,6 +155,11 @@ def hide_files(paths: Iterable[str]) -> None:
                 pass
         _mount(path, target, None, _MS_BIND | _MS_REC)
         _make_read_only(target)
+    packages = root + LIBRARY + "/site-packages"
+    if os.path.isdir(packages):
+        _mount("tmpfs", packages, "tmpfs", _MS_RDONLY, "size=4k")
+    for link in filter(os.path.islink, _LINKS):
+        os.symlink(os.readlink(link), root + link)
     os.mkdir(root + "/tmp")
     os.chdir(root)
     _mount(root, "/", None, _MS_MOVE)
@@ -110,10 +168,11 @@ def hide_files(paths: Iterable[str]) -> None:
     _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
-def mount_scratch(path: str, *, megabytes: int) -> None:
-    """Mounts an empty folder in memory, in a mount namespace that ends with this process."""
-    call_libc("unshare", CLONE_NEWNS | CLONE_NEWIPC)
-    _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={megabytes}m,mode=777")
+def isolate(scratch: str, *, megabytes: int) -> None:
+    """Enters namespaces that end with this process, with an empty folder in memory."""
+    call_libc("unshare", CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET | CLONE_NEWUTS)
+    options = f"size={megabytes}m,nr_inodes={_MAX_FILES},mode=777"
+    _mount("tmpfs", scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def _mount(
@@ -138,20 +197,43 @@ def refuse_privileges() -> None:
     call_libc("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def drop_privileges(uid: int | None) -> None:
-    """Gives up every capability, for good, and becomes user ``uid`` if that is possible."""
+def drop_privileges(uid: int | None, *, new_user_namespace: bool) -> None:
+    """Gives up every capability, for good.
+
+    Args:
+        uid (int | None): the user to become. None = stays who it is.
+        new_user_namespace (bool): whether to leave the owner's, where the kernel allows it.
+    """
     for capability in range(64):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails beyond the last one
     if uid is not None:
-        try:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        except OSError:  # a container that maps no such user; the other fences stand
-            pass
+        become(uid)
+    if new_user_namespace:
+        libc.unshare(CLONE_NEWUSER)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call_libc("capset", header, (ctypes.c_uint32 * 6)())
     refuse_debuggers()
+
+
+def become(uid: int) -> None:
+    """Changes user and group, and leaves all other groups."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def first_uid() -> int | None:
+    """Where ``UIDS`` users begin that this process can become; None if it may not."""
+    for uid in _FIRST_UIDS if os.geteuid() == 0 else ():
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError):
+                become(uid)
+                os._exit(0)
+            os._exit(1)
+        if os.waitpid(child, 0)[1] == 0:
+            return uid
+    return None
 
 
 def set_limits(limits: dict[str, int]) -> None:
@@ -161,6 +243,17 @@ def set_limits(limits: dict[str, int]) -> None:
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+
+
+def time_used(roots: list[int]) -> tuple[float, float]:
+    """Seconds that all descendants of some processes have run, and have waited for a CPU."""
+    ran = waited = 0.0
+    for process in [child for root in roots for child in processes_of(root)]:
+        with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
+            waited += int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    return ran, waited
 
 
 def processes_of(root: int) -> list[int]:

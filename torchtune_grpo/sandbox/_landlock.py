@@ -15,6 +15,9 @@ from torchtune_grpo.sandbox import _kernel
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # on every architecture
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
 _EXECUTE, _READ_FILE, _READ_DIR, _WRITE_FILE, _TRUNCATE = 1, 4, 8, 2, 1 << 14
+_REMOVE_FILE, _MAKE_FILE = 1 << 5, 1 << 8
+_OF_FILE = _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
+_PLAIN_FILES = _READ_FILE | _READ_DIR | _WRITE_FILE | _TRUNCATE | _REMOVE_FILE | _MAKE_FILE
 # The rights that each version of the interface knows; ABI 1 has the first 13.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
 _ALL_FILE_RIGHTS = (1 << 16) - 1  # from ABI 5 on
@@ -37,10 +40,40 @@ def landlock_version() -> int:
     return max(int(version), 0)
 
 
-def restrict_files(*, readable: list[str], writable: str) -> None:
+def open_paths(libraries: list[str]) -> list[tuple[int, int]]:
+    """What every completion may use, opened once for all.
+
+    Args:
+        libraries (list[str]): files beside the standard library's own.
+
+    Returns:
+        Open files, each with the rights to it.
+    """
+    with os.scandir(_kernel.LIBRARY) as entries:
+        library = [entry.path for entry in entries if not entry.name.endswith("-packages")]
+    others = [*libraries, "/etc/ld.so.cache", "/usr/lib/locale/C.utf8"]
+    rights = {
+        _kernel.LIBRARY: _READ_DIR,
+        **dict.fromkeys([*library, *others], _READ_FILE | _READ_DIR),
+        **dict.fromkeys(_kernel.DEVICES, _READ_FILE | _WRITE_FILE | _TRUNCATE),
+    }
+    return [
+        # The kernel refuses a folder's rights for a file.
+        (os.open(path, os.O_PATH | os.O_CLOEXEC), right & (-1 if os.path.isdir(path) else _OF_FILE))
+        for path, right in rights.items()
+        if os.path.exists(path)
+    ]
+
+
+def restrict_files(paths: list[tuple[int, int]], *, writable: str, folders: bool) -> None:
     """Leaves this process some files and folders to read, and one folder to write to.
 
     Where the kernel knows no Landlock, nothing happens.
+
+    Args:
+        paths (list[tuple[int, int]]): of :func:`open_paths`.
+        writable (str): the folder.
+        folders (bool): whether it may hold more than plain files.
     """
     version = landlock_version()
     if not version:
@@ -50,20 +83,9 @@ def restrict_files(*, readable: list[str], writable: str) -> None:
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     arguments = (ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
     fd = _kernel.call_libc("syscall", ctypes.c_long(_CREATE), *arguments)
-    for path in readable:
-        _allow(fd, path, rights & (_READ_FILE | _READ_DIR | _EXECUTE))
-    for path in _kernel.DEVICES:
-        _allow(fd, path, rights & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
-    _allow(fd, writable, rights)
+    scratch = os.open(writable, os.O_PATH | os.O_CLOEXEC)
+    for path, right in [*paths, (scratch, ~_EXECUTE if folders else _PLAIN_FILES)]:
+        rule = _Beneath(right & rights, path)
+        beneath = (fd, _PATH_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
+        _kernel.call_libc("syscall", ctypes.c_long(_ADD_RULE), *beneath)
     _kernel.call_libc("syscall", ctypes.c_long(_RESTRICT), fd, ctypes.c_uint32(0))
-    os.close(fd)
-
-
-def _allow(ruleset: int, path: str, rights: int) -> None:
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    if not os.path.isdir(path):  # the kernel refuses a folder's rights for a file
-        rights &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
-    rule = _Beneath(rights, fd)
-    arguments = (ruleset, _PATH_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
-    _kernel.call_libc("syscall", ctypes.c_long(_ADD_RULE), *arguments)
-    os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -83,12 +84,15 @@ class ServerProcess:
         return self._process.pid
 
     def start(self, request: dict[str, Any], *, fds: Sequence[int] = ()) -> None:
-        """Forks a task there.
+        """Forks a task there. The task alone reads the request: what two of them are asked is
+        never in one process's memory.
 
         Raises:
             ServerLost: if the server is gone; it is closed then.
         """
-        self._send({"do": "start", **request}, fds)
+        with open(os.memfd_create("request"), "wb", buffering=0) as file:
+            file.write(json.dumps(request).encode())
+            self._send({"do": "start"}, [file.fileno(), *fds])
 
     def request_stop(self) -> None:
         """Asks for the end of all that runs there; :meth:`await_stop` waits for it."""

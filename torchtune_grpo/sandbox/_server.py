@@ -2,7 +2,7 @@
 
 It reads two requests from its socket: ``start`` forks a task, ``stop`` kills every descendant and
 answers when none is left. When the socket closes, because its owner closed it or died, it kills
-them all and ends.
+them all and ends. What a task is to do comes in an open file that only the task reads.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ MAX_FDS = 4
 Task = Callable[[dict[str, Any], list[int]], None]
 
 
-def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> None:
+def serve(control: socket.socket, task: Task, *, pid_namespace: int | None = None) -> None:
     """Serves until the socket closes; never returns in the processes that it forks.
 
     Args:
         control (socket.socket): the owner's requests.
         task (Task): what a forked process does.
-        owns_pid_namespace (bool): whether this is the first process of a pid namespace.
+        pid_namespace (int | None): the open file of the pid namespace whose first process this is;
+            each task gets another one below it. None = there are none.
     """
     tasks: list[int] = []
-    if not owns_pid_namespace:
+    if pid_namespace is None:
         _kernel.adopt_orphans()
 
     def sweep() -> None:
-        if owns_pid_namespace:
-            _sweep_namespace()
-        else:
+        if pid_namespace is None:
             _sweep_descendants(tasks)
+        else:
+            _sweep_namespace()
         tasks.clear()
 
     while True:
@@ -50,7 +51,9 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             sweep()
             return
         if request["do"] == "start":
-            tasks.append(_fork(control, task, request, fds))
+            if pid_namespace is not None:
+                _kernel.renew_pid_namespace(pid_namespace)
+            tasks.append(_fork(control, task, *fds))
             for fd in fds:
                 os.close(fd)
         else:
@@ -58,18 +61,21 @@ def serve(control: socket.socket, task: Task, *, owns_pid_namespace: bool) -> No
             send(control, {"stopped": True})
 
 
-def _fork(control: socket.socket, task: Task, request: dict[str, Any], fds: list[int]) -> int:
+def _fork(control: socket.socket, task: Task, request: int, *fds: int) -> int:
     server = os.getpid()
     process = os.fork()
     if process:
         return process
     try:
         _kernel.die_with_parent()
-        if os.getppid() != server:
+        if os.getppid() not in (server, 0):  # 0 from a pid namespace, which ends with the server
             os._exit(1)  # the server died in between
         os.setsid()
         control.close()
-        task(request, fds)
+        with open(request, "rb") as file:
+            file.seek(0)
+            content = parse(file.read())
+        task(content, list(fds))
     finally:
         os._exit(0)
 

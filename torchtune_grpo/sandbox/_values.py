@@ -6,10 +6,16 @@ subclass (a Counter, a namedtuple, an IntEnum) arrives as the builtin type that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 MAX_DEPTH = 50
+MAX_CALL_DEPTH = 2 * MAX_DEPTH  # of arguments, which may hold answers
 _PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
 
 
@@ -17,17 +23,22 @@ class NotPlain(Exception):
     """A value that cannot cross."""
 
 
+class TooDeep(NotPlain):
+    """A value that is nested too deep to cross."""
+
+
 def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Value -> what ``json`` can write.
 
     Raises:
-        NotPlain: for anything but None, bool, numbers, text, bytes, and lists, tuples, sets,
-            frozensets and dicts of such, nested at most ``MAX_DEPTH`` deep.
+        NotPlain: for anything but None, bool, numbers, text, bytes, dates and times, ranges, and
+            lists, tuples, deques, sets, frozensets, dicts and their views of such, nested at most
+            ``depth`` deep.
     """
     if value is None or value is True or value is False:
         return value
     if depth == 0:
-        raise NotPlain(f"nested deeper than {MAX_DEPTH}")
+        raise TooDeep("nested too deep")
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
@@ -35,16 +46,9 @@ def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
         return number if abs(number) < _PLAIN_INT else ["int", f"{number:x}"]
     if isinstance(value, float):
         return float.__pos__(value)
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if isinstance(value, (bytes, bytearray)):
-        return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).hex()]
-    for kind in (list, tuple, set, frozenset):
+    for kind, parts in _PARTS.items():
         if isinstance(value, kind):
-            return [kind.__name__, *(dump(item, depth - 1) for item in value)]
-    if isinstance(value, dict):
-        items = value.items()
-        return ["dict", *([dump(k, depth - 1), dump(v, depth - 1)] for k, v in items)]
+            return [kind.__name__, *(dump(part, depth - 1) for part in parts(value))]
     raise NotPlain(f"a {type(value).__name__} is no plain data")
 
 
@@ -58,41 +62,88 @@ def load(data: Any, depth: int = MAX_DEPTH) -> Any:
         return data
     if type(data) is not list or not data or type(data[0]) is not str or depth == 0:
         raise NotPlain("malformed")
-    kind, *items = data
+    kind, *parts = data
     if kind not in _BUILDERS:
         raise NotPlain(f"malformed: {kind[:20]!r}")
     try:
-        return _BUILDERS[kind](items, depth - 1)
-    except (TypeError, ValueError, OverflowError) as error:
+        return _BUILDERS[kind](*(load(part, depth - 1) for part in parts))
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise NotPlain(f"malformed: {error}") from error
 
 
-def _values(items: list[Any], depth: int) -> list[Any]:
-    return [load(item, depth) for item in items]
-
-
-def _integer(items: list[Any], depth: int) -> int:
-    (digits,) = items
-    return int(digits, 16)
-
-
-def _complex(items: list[Any], depth: int) -> complex:
-    real, imag = items
-    return complex(float(real), float(imag))
-
-
-def _dict(items: list[Any], depth: int) -> dict[Any, Any]:
-    return {load(key, depth): load(value, depth) for key, value in items}
-
-
-_BUILDERS: dict[str, Callable[[list[Any], int], Any]] = {
-    "int": _integer,
-    "complex": _complex,
-    "bytes": lambda items, depth: bytes.fromhex("".join(items)),
-    "bytearray": lambda items, depth: bytearray.fromhex("".join(items)),
-    "list": _values,
-    "tuple": lambda items, depth: tuple(_values(items, depth)),
-    "set": lambda items, depth: set(_values(items, depth)),
-    "frozenset": lambda items, depth: frozenset(_values(items, depth)),
-    "dict": _dict,
+# What the values of a type are made of, and how they are made of it. A subclass stands before what
+# it derives from.
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    complex: lambda value: (value.real, value.imag),
+    bytes: lambda value: (bytes.hex(value),),
+    bytearray: lambda value: (bytearray.hex(value),),
+    list: iter,
+    tuple: iter,
+    set: iter,
+    frozenset: iter,
+    deque: lambda value: (value.maxlen, *value),
+    dict: lambda value: chain.from_iterable(value.items()),
+    KeysView: iter,
+    ValuesView: iter,
+    ItemsView: chain.from_iterable,
+    range: lambda value: (value.start, value.stop, value.step),
+    Decimal: lambda value: (str(value),),
+    Fraction: lambda value: (value.numerator, value.denominator),
+    datetime: lambda value: (datetime.isoformat(value),),
+    date: lambda value: (date.isoformat(value),),
+    time: lambda value: (time.isoformat(value),),
+    timedelta: lambda value: (value.days, value.seconds, value.microseconds),
 }
+_BUILDERS: dict[str, Callable[..., Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "list": lambda *items: list(items),
+    "tuple": lambda *items: items,
+    "set": lambda *items: set(items),
+    "frozenset": lambda *items: frozenset(items),
+    "deque": lambda maxlen, *items: deque(items, maxlen),
+    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    "KeysView": lambda *keys: dict.fromkeys(keys).keys(),
+    "ValuesView": lambda *items: dict(enumerate(items)).values(),
+    "ItemsView": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)).items(),
+    "range": range,
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": timedelta,
+}
+
+
+def write_back(old: Any, new: Any) -> Any:
+    """Makes what changed in a copy change in the original.
+
+    Args:
+        old (Any): an argument, or part of one.
+        new (Any): what became of its copy.
+
+    Returns:
+        ``old``, changed in place, or ``new`` if nothing of ``old`` can be.
+    """
+    if isinstance(old, (list, deque)) and isinstance(new, (list, deque)):
+        items = [*map(write_back, old, new), *list(new)[len(old) :]]
+        old.clear()
+        old.extend(items)
+    elif isinstance(old, dict) and isinstance(new, dict):
+        pairs = {key: write_back(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(pairs)
+    elif isinstance(old, set) and isinstance(new, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray) and isinstance(new, bytearray):
+        old[:] = new
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for pair in zip(old, new):
+            write_back(*pair)
+    else:
+        return new
+    return old

@@ -1,0 +1,562 @@
+"""Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from code_sandboxes import LIMITS, judge, passes_again
+from hostile_code import HONEST, KEY, QUICK, SLOW, TEST
+from processes import children, is_alive, wait_until
+
+import torchtune_grpo
+from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _kernel
+
+
+def servers_tasks() -> list[int]:
+    """Processes that belong to a task of any sandbox of this process."""
+    return [task for server in children() for task in children(of=server)]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_hostile_programs_earn_nothing_and_leave_nothing(sandbox, name):
+    """And what comes after them in the same sandbox is judged as ever."""
+    before = servers_tasks()
+    start = time.monotonic()
+    sandbox.limits = Limits(seconds=0.35)  # several times what any of them needs to do its worst
+    verdict = judge(sandbox, QUICK.get(name) or SLOW[name].replace("PORT", "1"))
+    sandbox.limits = LIMITS
+    assert not verdict.passed
+    assert time.monotonic() - start < 5  # a second, and the time to kill and reap on a busy machine
+    assert servers_tasks() == before
+    assert any(passes_again(sandbox) for _ in range(3))  # its second can be short on a busy machine
+
+
+def test_a_planted_file_is_nowhere(sandbox):
+    """The program of the zoo that writes to a dozen folders, among them Python's own library."""
+    judge(sandbox, QUICK["writes everywhere"])
+    folders = "/ /tmp /var/tmp /dev/shm /root /home /etc /usr/lib".split()
+    places = [Path(f) / "planted_by_a_completion" for f in [*folders, os.path.dirname(os.__file__)]]
+    assert not any(place.exists() for place in places)
+
+
+def test_the_network_is_out_of_reach(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.3)
+        port = server.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()
+        server.accept()[0].close()  # it can be reached from here
+        judge(sandbox, QUICK["talks to the network"].replace("PORT", str(port)))
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_files_of_this_machine_are_out_of_reach(sandbox, tmp_path):
+    """Whatever it finds it could turn into answers: the data set's file, this repository."""
+    (tmp_path / "tests.jsonl").write_text("answers")
+    os.chmod(tmp_path, 0o777)
+    for path in (tmp_path / "tests.jsonl", __file__, "/etc/passwd", f"/proc/{os.getpid()}/environ"):
+        why = judge(sandbox, f"open({str(path)!r}).read()").why
+        assert why.startswith(("FileNotFoundError", "PermissionError")), (path, why)
+
+
+def test_the_environment_is_scrubbed(sandbox, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "the-token")
+    fresh = CodeSandbox(sandbox.limits, namespaces=sandbox.namespaces)
+    why = judge(fresh, "import os\nraise ValueError(sorted(os.environ))").why
+    fresh.close()
+    assert why == "ValueError: ['HOME', 'LANG', 'PATH']"
+
+
+def test_nothing_carries_over_to_the_next_program(sandbox):
+    judge(
+        sandbox, "open('kept', 'w').write('x')\nimport math\nmath.kept = 1\ndef solve(n): return 1"
+    )
+    why = judge(
+        sandbox, "import os, math\nraise ValueError((os.listdir('.'), hasattr(math, 'kept')))"
+    )
+    assert why.why == "ValueError: ([], False)"
+
+
+def test_no_program_finds_another_in_its_memory(sandbox):
+    """Neither where the server's freed blocks are, nor anywhere else in its writable memory."""
+    other = HONEST["plain"] + "# which is long enough to have a block of its own\n" * 20
+    for _ in range(3):
+        assert judge(sandbox, other).passed
+        thief = QUICK["searches its memory page by page"]
+        assert "AssertionError" in judge(sandbox, thief).why  # it went through to the end
+
+
+def test_its_own_files_and_processes_are_allowed(sandbox):
+    code = f"""
+import os
+def solve(n):
+    open('scratch', 'w').write(str(n))
+    child = os.fork()
+    if child == 0: os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    return int(open('scratch').read()) ** 2 + {KEY}
+"""
+    assert judge(sandbox, code).passed
+
+
+def test_the_number_of_processes_and_files_is_limited(sandbox):
+    code = """
+import os, signal
+def solve(n):
+    children = files = 0
+    try:
+        while children < 50:
+            if not os.fork(): signal.pause()
+            children += 1
+    except BlockingIOError: pass
+    try:
+        while files < 4200:
+            open(f'{files}', 'w').close()
+            files += 1
+    except OSError: pass
+    return children, files
+"""
+    most = 4095 if "of their own" in sandbox.confinement() else 4200
+    sandbox.limits = Limits(seconds=5)
+    verdict = judge(sandbox, code, test=f"got = solve(0)\nassert got == (15, {most}), got")
+    sandbox.limits = LIMITS
+    assert verdict.passed, verdict
+
+
+def test_every_limit_is_set_and_no_right_is_left(sandbox):
+    code = """
+import os, resource
+names = ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE")
+limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in names]
+def solve(n): return (limits, os.getuid(), os.geteuid())
+"""
+    expected = [(2, 2), (2**29, 2**29), (16, 16), (2**24, 2**24), (64, 64), (0, 0)]
+    test = f"""
+import os
+def check(candidate):
+    limits, *users = candidate(0)
+    assert limits == {expected}, limits
+    assert os.getuid() != 0 or 0 not in users
+"""
+    verdict = judge(sandbox, code, test=test)
+    assert verdict.passed, verdict
+
+
+REFUSED = """
+import ctypes, os, platform, resource, socket
+libc = ctypes.CDLL(None, use_errno=True)
+text, here, parent = ctypes.create_string_buffer(b"x", 512), os.getpid(), os.getppid() or 1
+by_number = {  # on x86_64 and aarch64
+    "add_key": (248, 217, b"user", b"a", b"b", 1, -4), "keyctl": (250, 219, 0, -4, 1),
+    "request_key": (249, 218, b"user", b"a", 0, -4), "pidfd_open": (434, 434, here, 0),
+    "clone3": (435, 435, 0, 0), "io_uring_setup": (425, 425, 8, text), "bpf": (321, 280, 0, 0, 9),
+    "perf_event_open": (298, 241, text, 0, -1, -1, 0), "userfaultfd": (323, 282, 1),
+    "process_vm_readv": (310, 270, here, 0, 0, 0, 0, 0), "kcmp": (312, 272, here, here, 0, 0, 0),
+    "get_robust_list": (274, 100, here, text, text), "memfd_secret": (447, 447, 0),
+    "open_by_handle_at": (304, 265, -100, text, 0), "ioprio_set": (251, 30, 1, 0, 0),
+    "sched_setattr": (314, 274, 0, text, 0), "rt_sigqueueinfo": (129, 138, parent, 0, text),
+    "wake others": (202, 98, text, 1, 1), "another architecture": (0x40000000 + 39, 10000),
+}
+column = ("x86_64", "aarch64").index(platform.machine())
+attempts = {
+    name: lambda n=numbers[column], a=numbers[2:]: libc.syscall(n, *a)
+    for name, numbers in by_number.items()
+}
+for name, arguments in {
+    "shmget": (0, 4096, 0o1666), "semget": (0, 1, 0o1666), "msgget": (77, 0o1666),
+    "mq_open": (b"/x", 0o102, 0o666, None), "memfd_create": (b"x", 0), "unshare": (0x10000000,),
+    "setns": (3, 0), "chroot": (b".",), "mount": (b"x", b".", b"tmpfs", 0, None),
+    "ptrace": (0, 0, 0, 0), "inotify_init": (), "personality": (0,), "swapoff": (b"x",),
+    "clone": (text, ctypes.byref(text, 256), 0x10000011, None), "quotactl": (0, b"", 0, None),
+    "prctl": (1, 0), "setpriority": (0, parent, 19), "sched_setaffinity": (parent, 8, text),
+    "sched_setscheduler": (parent, 5, text), "prlimit": (parent, 0, None, text), "nice": (1,),
+    "flock": (0, 6), "lockf": (0, 2, 0), "socketpair": (1, 2, 0, text), "acct": (None,),
+    "mknod": (b"fifo", 0o10666, 0),
+}.items():
+    attempts[name] = lambda f=getattr(libc, name), a=arguments: f(*a)
+for family, kind in ((1, 1), (2, 1), (2, 2), (2, 3), (10, 2), (16, 3), (17, 3), (38, 5), (40, 1)):
+    attempts[f"socket {family} {kind}"] = lambda f=family, k=kind: socket.socket(f, k).detach()
+attempts["tcp fast open"] = lambda: socket.socket(2, 1, 262).detach()
+for program in ("/lib64/ld-linux-x86-64.so.2", "/usr/lib/git-core/git", "/bin/sh"):
+    attempts[program] = lambda p=program: os.execv(p, [p])
+def solve(n):
+    done = []
+    for name, attempt in attempts.items():
+        ctypes.set_errno(0)
+        try: failed = attempt() == -1 and ctypes.get_errno() in (1, 38)  # by the filter
+        except (PermissionError, FileNotFoundError): failed = True
+        if not failed: done.append((name, ctypes.get_errno()))
+    return done
+"""
+
+
+def test_calls_that_reach_out_or_last_are_refused(sandbox):
+    """Keys, IPC, memory without a limit, sockets, namespaces, tracing, other processes' limits."""
+    verdict = judge(sandbox, REFUSED, test="assert solve(0) == [], solve(0)")
+    assert verdict.passed, verdict
+
+
+def test_no_message_stays_for_the_next_program(sandbox):
+    """In keyrings, which one user namespace shares, in IPC, in names of sockets, in process ids."""
+    leave = """
+import ctypes, os, platform, socket
+libc, add_key = ctypes.CDLL(None), {"x86_64": 248, "aarch64": 217}[platform.machine()]
+for ring in range(-8, 0): libc.syscall(add_key, b"user", b"left", b"x", 1, ring)
+libc.shmget(4711, 4096, 0o1666), libc.semget(4712, 1, 0o1666), libc.msgget(4713, 0o1666)
+try: socket.socket(socket.AF_UNIX).bind("\\0left")
+except OSError: pass
+for _ in range(5):
+    if not (child := os.fork()): os._exit(0)
+    os.waitpid(child, 0)
+"""
+    find = """
+import ctypes, platform
+libc, request_key = ctypes.CDLL(None), {"x86_64": 249, "aarch64": 218}[platform.machine()]
+found = [libc.syscall(request_key, b"user", b"left", None, 0)]
+raise ValueError(found + [libc.shmget(4711, 0, 0), libc.semget(4712, 0, 0), libc.msgget(4713, 0)])
+"""
+    number = "import os\nraise ValueError(os.getpid())"
+    first = judge(sandbox, number).why
+    judge(sandbox, leave)
+    assert judge(sandbox, find).why == "ValueError: [-1, -1, -1, -1]"
+    if "of their own" in sandbox.confinement():
+        assert judge(sandbox, number).why == first
+    else:
+        assert "LEARN FROM THEIR PROCESS ID" in sandbox.confinement()
+
+
+def test_only_the_library_is_there(sandbox):
+    """No program to start, no package that happens to be installed beside it."""
+    code = """
+import os, sysconfig
+library = sysconfig.get_paths()["stdlib"]
+def solve(n):
+    seen = []
+    foreign = "/usr/lib/python3/dist-packages", "/usr/lib/git-core"
+    for folder in (library + "/site-packages", *foreign):
+        try: names = os.listdir(folder)
+        except OSError: continue
+        for path in [f"{folder}/{name}" for name in names]:
+            try: seen.append(os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1))
+            except OSError: pass
+    return seen
+"""
+    verdict = judge(sandbox, code, test="assert solve(0) == [], solve(0)")
+    assert verdict.passed, verdict
+
+
+LIBRARY = """
+import asyncio, concurrent.futures, csv, ctypes, email.message, io, multiprocessing, os, pickle
+import queue, shutil, socket, sqlite3, tempfile, threading, unittest, uuid, xml.etree.ElementTree
+def solve(n):
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        numbers = list(threads.map(lambda x: x * n, range(3)))
+    async def one(): return await asyncio.to_thread(lambda: n)
+    numbers.append(asyncio.run(one()))
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    child = multiprocessing.get_context("fork").Process(target=theirs.send, args=(n,))
+    child.start(); numbers.append(ours.recv()); child.join()
+    with open("here", "w") as file: file.write("x")
+    os.rename("here", "there"); os.remove("there")
+    database = sqlite3.connect(":memory:")
+    numbers.append(database.execute("select ?", (n,)).fetchone()[0])
+    return numbers, "\\u00fc".encode("cp1252"), os.cpu_count() > 0
+"""
+
+
+def test_the_standard_library_works(sandbox):
+    """Wherever it lies, below /root for instance: modules, codecs, threads, children, pipes."""
+    test = "assert solve(2) == ([0, 2, 4, 2, 2, 2], b'\\xfc', True), solve(2)"
+    sandbox.limits = Limits(seconds=5)
+    verdict = judge(sandbox, LIBRARY, test=test)
+    sandbox.limits = LIMITS
+    assert verdict.passed, verdict
+
+
+# Of an owner who is not root, and whose processes and files completions could reach by their user.
+OWNER = """
+import json, os, resource, stat, sys, tempfile
+from torchtune_grpo.sandbox import CodeSandbox, Limits
+folder = tempfile.mkdtemp()
+os.chmod(folder, 0o755)
+with open(folder + "/mine", "w") as file: os.utime(file.name, (1, 1))
+before, verdicts = resource.getrlimit(resource.RLIMIT_NOFILE), []
+for namespaces in (True, False):
+    sandbox = CodeSandbox(Limits(seconds=3), namespaces=namespaces)
+    for code, test in json.load(open(sys.argv[1])):
+        code = code.replace("OWNER", str(os.getpid())).replace("MINE", folder + "/mine")
+        verdict = sandbox.judge(code=code, setup="", test=test, entry_point="solve")
+        verdicts.append([verdict.passed, verdict.why])
+    children = {pid: server.pid for pid, server in sandbox._servers.items()}
+    limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in children.values()]
+    assert set(limits) == {before} and resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert {os.getpriority(0, pid) for pid in children.values()} == {os.getpriority(0, 0)}
+    assert os.stat(folder + "/mine").st_mtime == 1
+    sandbox.close()
+os.remove(folder + "/mine"), os.rmdir(folder)
+print(json.dumps(verdicts))
+"""
+
+
+HARM = """
+import os, resource
+def solve(n):
+    for victim in {OWNER, os.getppid(), os.getppid() - 1} - {0, -1}:  # no parent in a namespace
+        for harm in (
+            lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (4, 4)), lambda: os.nice(3),
+            lambda: os.kill(victim, 9), lambda: os.setpriority(0, victim, 5),
+            lambda: os.sched_setaffinity(victim, [0]), lambda: os.chmod("MINE", 0),
+            lambda: os.utime("MINE"), lambda: os.truncate("MINE", 0), lambda: os.remove("MINE"),
+        ):
+            try: harm()
+            except OSError: continue
+            return "done"
+    return "nothing"
+"""
+
+
+def public_python() -> str | None:
+    """An interpreter that any user may start, and that this package runs on."""
+    for path in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
+        command = [path, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        with contextlib.suppress(OSError):
+            if not subprocess.run(command, user=65534, group=65534, cwd="/").returncode:
+                return path
+    return None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="all tests run as another user than root")
+def test_as_another_user_than_root(tmp_path):
+    """Where completions run as their owner: nothing of the owner's is within reach."""
+    if not (python := public_python()):
+        pytest.skip("no Python here that another user may start")
+    package = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        shutil.copytree(Path(torchtune_grpo.__file__).parent, package / "torchtune_grpo")
+        programs = [
+            (HONEST["plain"], TEST),
+            (HARM, "assert solve(0) == 'nothing', solve(0)"),
+            (REFUSED, "assert solve(0) == [], solve(0)"),
+            (HONEST["plain"], TEST),
+            (
+                "def solve(n): open('x', 'w').write('y'); return open('x').read()",
+                "assert solve(0) == 'y'",
+            ),
+        ]
+        (package / "programs").write_text(json.dumps(programs))
+        for path in (package, *package.rglob("*")):
+            path.chmod(0o755)
+        ran = subprocess.run(
+            [python, "-c", OWNER, package / "programs"],
+            **{"user": 65534, "group": 65534, "extra_groups": [], "cwd": package},
+            env={"PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        shutil.rmtree(package)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == [[True, ""]] * 2 * len(programs)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        "for _ in range(1500): os.mkdir('x'); os.chdir('x')",
+        "for n in range(100000): os.makedirs(f'{n}/x/y/z/x/y/z/x/y/z')",
+        "os.mkdir('x'); open('x/y', 'w'); os.chmod('x', 0)",
+        "os.chmod('.', 0)",
+        "open('x', 'w'); os.chmod('x', 0); os.symlink('/', 'y')",
+        "for n in range(10 ** 6): open(f'{n}', 'w').close()",
+    ],
+)
+def test_whatever_it_builds_is_gone_at_once(sandbox, build):
+    start = time.process_time()
+    verdict = judge(sandbox, f"import os\ntry:\n    {build}\nfinally: os._exit(0)")
+    assert not verdict.passed
+    assert time.process_time() - start < 1.0  # of this process, which deletes the folder
+    assert not os.listdir(tempfile.gettempdir())
+
+
+def test_time_used_decides_and_not_time_passed():
+    """An honest one passes beside 15 processes, each in its own session, that spin on all CPUs."""
+    spin = """
+import os
+def solve(n):
+    for _ in range(14):
+        if not os.fork():
+            os.setsid()
+            break
+    while True: pass
+"""
+    burn = """
+import time
+def solve(n):
+    while time.process_time() < 0.15: pass
+"""
+    greedy, honest = CodeSandbox(Limits(seconds=2)), CodeSandbox(Limits(seconds=0.35))
+    try:
+        assert passes_again(greedy) and passes_again(honest)
+        server, found = greedy._servers["candidate"].facts["pid"], []
+        thread = threading.Thread(target=lambda: found.append(judge(greedy, spin).why))
+        thread.start()
+        assert wait_until(lambda: len(_kernel.processes_of(server)) == 15)
+        verdict = judge(honest, burn, test="solve(0)")
+        thread.join()
+    finally:
+        greedy.close(), honest.close()
+    assert verdict.passed, verdict
+    assert found == ["no verdict within 2 s"]
+
+
+def test_a_sandbox_of_many_processes_dies_whole(sandbox):
+    """The daemons of the zoo, seen from outside while they live."""
+    code = """
+import os, time
+def solve(n):
+    for _ in range(5):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0: time.sleep(1000)
+            os._exit(0)
+    time.sleep(1000)
+"""
+    seen = []
+    server = sandbox._servers["candidate"]
+
+    def count():
+        below = [server.pid]
+        while below:
+            found = [pid for parent in below for pid in children(of=parent)]
+            seen.append(len(found))
+            below = found
+
+    thread = threading.Thread(target=lambda: judge(sandbox, code))
+    thread.start()
+    assert wait_until(lambda: (count(), max(seen))[1] >= 5, seconds=5)
+    thread.join()
+    seen.clear()
+    count()
+    assert max(seen) <= 1  # the first process of the namespace at most
+
+
+def test_no_fence_at_all_is_refused(monkeypatch):
+    """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
+    sandbox = CodeSandbox(namespaces=False)
+    sandbox._start()
+    facts = {**sandbox._servers["candidate"].facts, "landlock": 0, "filter": False, "users": None}
+    with pytest.raises(SandboxError, match=r"seccomp.* and no namespaces .*set unfenced: true"):
+        sandbox._check_fences(facts)
+    sandbox.unfenced = True
+    sandbox._start()
+    sandbox._check_fences(facts)
+    sandbox._servers["candidate"].facts = facts
+    assert "READ THIS MACHINE'S FILES, USE THE NETWORK, " in sandbox.confinement()
+    assert "SYSTEM CALLS ARE NOT FILTERED" in sandbox.confinement()
+    assert os.geteuid() != 0 or "NUMBER OF PROCESSES HAS NO LIMIT" in sandbox.confinement()
+    sandbox.close()
+
+
+def test_a_lost_server_is_replaced():
+    before = set(children())
+    sandbox = CodeSandbox(Limits(seconds=5))
+    assert passes_again(sandbox)
+    os.killpg(sandbox._servers["candidate"].pid, 9)
+    assert "brought its sandbox down" in judge(sandbox, HONEST["plain"]).why
+    assert passes_again(sandbox)
+    os.killpg(sandbox._servers["checker"].pid, 9)
+    with pytest.raises(SandboxError, match="the process that runs the test was lost"):
+        judge(sandbox, HONEST["plain"])
+    assert passes_again(sandbox)
+    sandbox.close()
+    assert set(children()) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have what it loses here")
+def test_root_without_the_right_to_make_namespaces():
+    """As in many containers: a user namespace lets it, and knows no other user."""
+    code = """
+import ctypes, os, sys
+from torchtune_grpo.sandbox import CodeSandbox
+ctypes.CDLL(None).prctl(24, 21, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_SYS_ADMIN: gone after an exec
+if len(sys.argv) < 2: os.execv(sys.executable, [*sys.orig_argv, "again"])
+sandbox = CodeSandbox()
+verdict = sandbox.judge(code="def f(x): return x", setup="", test="assert f(1)", entry_point="f")
+sandbox.close()
+sys.exit(not verdict.passed)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_nothing_outlives_a_server_that_is_killed(namespaces):
+    """Its completion dies with it, though it runs as another user, in a session of its own."""
+    sandbox = CodeSandbox(Limits(seconds=100), namespaces=namespaces)
+    sandbox._start()
+    server = sandbox._servers["candidate"].facts["pid"]
+    thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
+    thread.start()
+    assert wait_until(lambda: len(_kernel.processes_of(server)) == 1)
+    (task,) = _kernel.processes_of(server)
+    os.kill(server, 9)
+    thread.join()
+    assert not is_alive(task)
+    sandbox.close()
+
+
+def own_two_rewards(folder: Path) -> None:
+    """Calls, from a folder, a code reward and an isolated one that never end."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    rewards = RewardSet.from_config(
+        [
+            {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
+            {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
+        ]
+    )
+    text = "```python\nimport os, time\ndef solve(n):\n    os.fork(); time.sleep(1000)\n```"
+    columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
+    for reward in rewards.rewards:
+        arguments = {"prompts": [""], "completions": [text], **columns}
+        threading.Thread(target=reward.function, kwargs=arguments, daemon=True).start()
+    threading.Event().wait()
+
+
+ACTOR = """
+import subprocess, time
+def sleeps(prompts, completions, **columns):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    time.sleep(1000)
+"""
+
+
+def descendants(process: int) -> list[int]:
+    below = list(children(of=process))
+    return below + [pid for child in below for pid in descendants(child)]
+
+
+def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
+    """kill -9 in the middle of a code reward and an isolated reward: all their processes end."""
+    (tmp_path / "actors.py").write_text(ACTOR)
+    owner = multiprocessing.get_context("fork").Process(target=own_two_rewards, args=(tmp_path,))
+    owner.start()
+    try:
+        # The completion's server, in two processes, the completion and its child; the test's
+        # server and the test; the reward's server, the reward and its child.
+        assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
+        family = descendants(owner.pid)
+    finally:
+        owner.kill()
+        owner.join()
+    assert wait_until(lambda: not any(is_alive(pid) for pid in family), seconds=20)
