@@ -229,7 +229,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             return [batch.trajectory.sampler_logprobs for batch in batches]
         if len(batches) == 1:
             return [None]
-        temperature, model = self.cfg.temperature, self._model.train()
+        temperature, model = self.cfg.temperature, self._model.eval()
         with torch.no_grad():
             return [trajectory_logprobs(model, b.parts, temperature=temperature) for b in batches]
 
