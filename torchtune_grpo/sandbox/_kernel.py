@@ -250,23 +250,23 @@ def time_used(roots: list[int]) -> tuple[float, float]:
     ran = waited = 0.0
     for process in [child for root in roots for child in processes_of(root)]:
         with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
             ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
             waited += int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     return ran, waited
 
 
 def processes_of(root: int) -> list[int]:
-    """All descendants of a process that are not zombies, from /proc."""
+    """All descendants of a process, from /proc; zombies too, whose other threads may live."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                stat = Path("/proc", entry, "stat").read_text("latin-1")  # its name may be no text
             except OSError:
                 continue  # gone meanwhile
-            if fields[0] != "Z":
-                children.setdefault(int(fields[1]), []).append(int(entry))
+            fields = stat.rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(entry))
     found, waiting = [], [root]
     while waiting:
         below = children.get(waiting.pop(), [])
