@@ -50,6 +50,7 @@ class Limits:
             "NPROC": self.processes,
             "FSIZE": 16 * _MEGABYTE,
             "NOFILE": 64,
+            "SIGPENDING": 64,
             "CORE": 0,
         }
 
