@@ -117,7 +117,7 @@ class _StandIn:
             # As generators do it: a loop of the test's must not end as if it had been through.
             return RuntimeError(f"the function raised {name}: {message}")
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            return CandidateError(f"{name}: {message}")
+            self._break(f"{name}: {message}")
         for arguments in (self._load(attributes.pop("args", None)), [message]):
             if raised is None or str(raised) != message:
                 with contextlib.suppress(Exception):  # it may want others
