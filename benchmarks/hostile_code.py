@@ -51,6 +51,20 @@ SLOW = {
     "endless loop": "def solve(n):\n    while True: pass\n",
     "endless import": "while True: pass\ndef solve(n): return 0\n",
     "sleep": "import time\ndef solve(n):\n    time.sleep(1000)\n",
+    "name that is no text": """
+import ctypes, time
+ctypes.CDLL(None).prctl(15, b"\\xff\\xfe", 0, 0, 0)
+def solve(n):
+    time.sleep(1000)
+""",
+    "first thread that ends": """
+import ctypes, os, threading, time
+if not os.fork():
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
+def solve(n):
+    time.sleep(1000)
+""",
     "regex": "import re\ndef solve(n):\n    re.match('(a+)+$', 'a' * 60 + 'b')\n",
     "fork bomb": """
 import os

@@ -15,7 +15,7 @@ def children(*, of: int | None = None) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_text("latin-1").rpartition(")")[2].split()
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 if int(fields[1]) == parent and (of or not any(kept in command for kept in _KEPT)):
                     found[int(entry.name)] = f"{fields[0]} {command}"

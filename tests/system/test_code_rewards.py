@@ -353,3 +353,11 @@ def test_bad_settings_and_long_completions():
     (verdict,) = reward.judge(["x" * 100_001], test=[""], entry_point=["f"], setup=[""])
     reward.close()
     assert verdict.why == "longer than 100000 characters"
+
+
+def test_an_exit_is_no_error_that_a_test_may_catch(sandbox):
+    """As in plain Python, where it ends the test."""
+    test = "try: solve(1)\nexcept Exception: pass\nelse: assert False"
+    for code, passes in (("sys.exit()", False), ("raise ValueError", True)):
+        verdict = judge(sandbox, f"import sys\ndef solve(n): {code}", test=test)
+        assert verdict.passed == passes, verdict
