@@ -166,7 +166,8 @@ by_number = {  # on x86_64 and aarch64
     "get_robust_list": (274, 100, here, text, text), "memfd_secret": (447, 447, 0),
     "open_by_handle_at": (304, 265, -100, text, 0), "ioprio_set": (251, 30, 1, 0, 0),
     "sched_setattr": (314, 274, 0, text, 0), "rt_sigqueueinfo": (129, 138, parent, 0, text),
-    "wake others": (202, 98, text, 1, 1), "wait for others": (202, 98, text, 0, 7), "another architecture": (0x40000000 + 39, 10000),
+    "wake others": (202, 98, text, 1, 1), "wait for others": (202, 98, text, 0, 7),
+    "another architecture": (0x40000000 + 39, 10000),
 }
 column = ("x86_64", "aarch64").index(platform.machine())
 attempts = {
