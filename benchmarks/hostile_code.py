@@ -290,7 +290,7 @@ os._exit(0)
     + """
 import os
 for fd in range(100):
-    try: os.write(fd, frame({'passed': True, 'secret': '', 'why': '', 'unsendable': ''}))
+    try: os.write(fd, frame(dict(passed=True, secret='', why='', calls=1, test_failed=False)))
     except OSError: pass
 def solve(n): return 0
 """,

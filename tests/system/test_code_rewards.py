@@ -15,7 +15,6 @@ from torchtune_grpo.rewards import (
     code_format_reward,
 )
 from torchtune_grpo.rewards._program import MAX_BLOCKS, extract_program
-from torchtune_grpo.sandbox import SandboxError
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -192,15 +191,6 @@ def check(candidate):
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
 
 
-def test_a_test_that_calls_nothing_proves_nothing(sandbox):
-    assert "never called" in judge(sandbox, "def solve(n): return 1", test="assert True").why
-
-
-def test_a_test_that_cannot_be_sent_is_the_tests_fault(sandbox):
-    with pytest.raises(SandboxError, match="passes what cannot be sent: a function is no plain"):
-        judge(sandbox, "def solve(f): return f(1)", test="assert solve(lambda x: x) == 1")
-
-
 def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
     """However deep a completion nests them: a wrong answer, and not a failure of the sandbox."""
     nested = "def solve(x):\n    for _ in range(DEPTH): x = [x]\n    return x"
@@ -210,7 +200,8 @@ def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
             "x = 1\nfor _ in range(20): x = [[[solve(x)]]]\nassert x == 1",
             "x = solve(1)\nfor _ in range(120): x = [x]\nassert solve(x) == 1",
         ):
-            assert not judge(sandbox, nested.replace("DEPTH", str(depth)), test=test).passed
+            verdict = judge(sandbox, nested.replace("DEPTH", str(depth)), test=test)
+            assert not verdict.passed and not verdict.test_failed
     test = "assert solve(solve(1)) == " + "[" * 40 + "1" + "]" * 40
     assert judge(sandbox, nested.replace("DEPTH", "20"), test=test).passed
 
@@ -340,7 +331,7 @@ def test_what_a_reward_tells_of_its_verdicts():
     assert scores.scores[:7, 0].tolist() == [1, 0, 0, 0, 0, 0, 0]
     assert scores.failed[:, 0].tolist() == [False] * 7 + [True]
     starts = ["", "AssertionError", "ZeroDivisionError: ", "SyntaxError: ", "KeyError: 'f'"]
-    starts += ["no verdict within", "the completion's process ended", "the test never called"]
+    starts += ["no verdict within", "the completion's process ended", "the test itself failed"]
     assert all(map(str.startswith, scores.extra["why"], starts))
     kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 1}
     assert dict(scores.metrics) == {f"code/{kind}": n / 7 for kind, n in kinds.items()}

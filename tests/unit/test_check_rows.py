@@ -281,4 +281,7 @@ def test_every_test_of_humaneval(llama3_tokenizer: Any) -> None:
     path = str(HUMANEVAL / "HumanEval.jsonl.gz")
     data = humaneval_dataset(llama3_tokenizer, source="json", data_files=path)
     nodes = [CODE, {"_component_": SHIPPED + "code_format_reward", "weight": 0.1}]
-    RewardSet.from_config(nodes).check_data(data, key="dataset")
+    rewards = RewardSet.from_config(nodes)
+    rewards.check_data(data, key="dataset")
+    rewards.close()
+    assert len(data) == 164

@@ -8,6 +8,7 @@ gets across. docs/reward_hacking.md tells what that is good for.
 from __future__ import annotations
 
 import queue
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +26,7 @@ log = get_logger("INFO")
 
 # More than anybody writes for one function; far below what would slow a message down.
 LONGEST_COMPLETION = 100_000
-_NEVER_CALLED = "the test never called the function"
+_MAX_TRIED = 500  # rows, in five seconds
 
 
 def code_format_reward(
@@ -140,12 +141,13 @@ class CodeReward:
         )
         if log_extra is not None:
             log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
+        scores = list(map(_score, verdicts))
         if log_metric is not None:
-            why = [verdict.why for verdict in verdicts if isinstance(verdict, Verdict)]
+            why = [v.why for v in verdicts if isinstance(v, Verdict) and not v.test_failed]
             kinds = Counter(map(failure_kind, filter(None, why)))
             for kind in FAILURE_KINDS:
                 log_metric(kind, kinds[kind] / max(len(why), 1))
-        return [v if isinstance(v, Exception) else float(v.passed) for v in verdicts]
+        return scores
 
     @staticmethod
     def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
@@ -158,6 +160,36 @@ class CodeReward:
                 return fault
             fault = unit_test_fault(str(test), setup=str(setup), entry_point=str(entry_point))
         return fault and f"test={shortened(repr(test))} {fault}"
+
+    def check_rows(
+        self, *, test: list[str], entry_point: list[str], setup: list[str] | None = None
+    ) -> dict[int, str | None]:
+        """Runs rows' tests on a function that raises in every call: no test may pass that, or end
+        before a call. Of many rows 500 are tried, always the same.
+
+        Args:
+            test, entry_point, setup: as in a call; :meth:`check_row` has nothing against them.
+
+        Returns:
+            Position of each row that was tried -> what is wrong with it, or None.
+
+        Raises:
+            SandboxError: if there can be no sandbox on this machine.
+        """
+        count = len(test)
+        tried = sorted(random.Random(0).sample(range(count), min(count, _MAX_TRIED)))
+        log.info(f"Code rewards: trying the tests of {len(tried)} of {count} rows.")
+        names = [entry_point[row] for row in tried]
+        verdicts = self.judge(
+            [f"def {name}(*_, **__):\n    raise Exception('always')" for name in names],
+            test=[test[row] for row in tried],
+            entry_point=names,
+            setup=[setup[row] if setup else "" for row in tried],
+        )
+        return {
+            row: fault and f"test={shortened(repr(test[row]))}: {fault}"
+            for row, fault in zip(tried, map(_trial_fault, verdicts), strict=True)
+        }
 
     def judge(
         self, completions: list[str], *, test: list[str], entry_point: list[str], setup: list[str]
@@ -198,13 +230,26 @@ class CodeReward:
         code = extract_program(text, setup=setup, entry_point=entry_point)
         sandbox = self._idle.get()
         try:
-            verdict = sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
+            return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
         finally:
             self._idle.put(sandbox)
-        # No completion can say this: what it raises comes with a colon.
-        return SandboxError(verdict.why) if verdict.why == _NEVER_CALLED else verdict
+
+
+def _score(verdict: Verdict | Exception) -> float | Exception:
+    if isinstance(verdict, Exception):
+        return verdict
+    return SandboxError(verdict.why) if verdict.test_failed else float(verdict.passed)
+
+
+def _trial_fault(verdict: Verdict | Exception) -> str | None:
+    """What is wrong with a test, by its verdict on a function that raises in every call."""
+    if isinstance(verdict, Exception):
+        raise verdict
+    if verdict.passed:
+        return "a function that raises in every call passes"
+    return verdict.why if verdict.test_failed or not verdict.calls else None
 
 
 code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]

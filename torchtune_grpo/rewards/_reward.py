@@ -195,6 +195,20 @@ def row_faults(reward: Reward, rows: Sequence[Mapping[str, Any]], *, data: str) 
     return faults
 
 
+def tried_rows(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
+    """Asks a reward that has ``check_rows``, which runs rows' content, about rows without faults.
+
+    Returns:
+        Position of each row that was tried -> what is wrong there, or None.
+    """
+    check = getattr(reward.function, "check_rows", None)
+    if check is None:
+        return {}
+    names = keyword_parameters(check).keys() & rows[0].keys()
+    faults: dict[int, str | None] = check(**{name: [row[name] for row in rows] for name in names})
+    return faults
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint at the known word that ``word`` was perhaps meant to be, or nothing."""
     matches = get_close_matches(word, list(known), n=1)

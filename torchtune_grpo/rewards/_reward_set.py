@@ -14,7 +14,7 @@ from torchtune.utils import get_logger
 
 from torchtune_grpo.advantages import total_reward
 from torchtune_grpo.interrupt import breakable
-from torchtune_grpo.parallel import gather_over_ranks, rank
+from torchtune_grpo.parallel import gather_over_ranks, on_first_rank, rank
 from torchtune_grpo.plain import describe, shortened, visible
 from torchtune_grpo.reward_contract import ContractError, TrainerState
 from torchtune_grpo.rewards._calling import (
@@ -30,6 +30,7 @@ from torchtune_grpo.rewards._reward import (
     check_reward,
     check_shaping,
     row_faults,
+    tried_rows,
 )
 from torchtune_grpo.rewards._reward_config import rewards_from_config
 
@@ -147,7 +148,7 @@ class RewardSet:
     def check_data(self, dataset: Any, *, key: str) -> None:
         """Leaves out the rows of a data set that a reward cannot score any answer to.
 
-        No reward is called.
+        No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank.
 
         Args:
             dataset (Any): an :class:`~torchtune_grpo.data.RLDataset`, or what has its items.
@@ -159,26 +160,13 @@ class RewardSet:
                 the first of them.
         """
         for reward in self.rewards:
-            rows = [dataset[index]["columns"] for index in range(len(dataset))]
+            rows = _columns(dataset)
             check_columns(reward, rows[0], data=key)
             faults = row_faults(reward, rows, data=key)
-            if not faults:
-                continue
-            numbers = getattr(dataset, "row_numbers", range(len(rows)))
-            first = [f"row {numbers[i]}: {shortened(said, 200)}" for i, said in faults.items()]
-            told = (
-                f"{key}: the reward {reward.name!r} can score no answer to {len(faults)} of "
-                f"{len(rows)} rows (counted from 0): {'; '.join(first[:_SHOWN_ROWS])}"
-                f"{'; ...' if len(first) > _SHOWN_ROWS else ''}."
-            )
-            if 2 * len(faults) > len(rows) or not hasattr(dataset, "leave_out"):
-                raise ValueError(
-                    f"{told} Correct or remove these rows, name another column in {key}.columns, "
-                    "or use another reward."
-                )
-            dataset.leave_out(faults.keys())
-            if rank() == 0:
-                log.info(f"{told} They are left out.")
+            _leave_out(dataset, faults, len(rows), key=key, name=reward.name)
+            tried = on_first_rank(tried_rows, reward, _columns(dataset))
+            faults = {row: fault for row, fault in tried.items() if fault is not None}
+            _leave_out(dataset, faults, len(tried), key=key, name=reward.name)
 
     def __call__(
         self,
@@ -287,6 +275,33 @@ class RewardSet:
                 raise failure
             if rank() == 0:
                 log.warning(message)
+
+
+def _columns(dataset: Any) -> list[dict[str, Any]]:
+    return [dataset[index]["columns"] for index in range(len(dataset))]
+
+
+def _leave_out(
+    dataset: Any, faults: Mapping[int, str], checked: int, *, key: str, name: str
+) -> None:
+    """Leaves out the rows with faults; see :meth:`RewardSet.check_data`."""
+    if not faults:
+        return
+    numbers = getattr(dataset, "row_numbers", range(len(dataset)))
+    first = [f"row {numbers[i]}: {shortened(said, 200)}" for i, said in faults.items()]
+    told = (
+        f"{key}: the reward {name!r} can score no answer to {len(faults)} of "
+        f"{checked} rows (counted from 0): {'; '.join(first[:_SHOWN_ROWS])}"
+        f"{'; ...' if len(first) > _SHOWN_ROWS else ''}."
+    )
+    if 2 * len(faults) > checked or not hasattr(dataset, "leave_out"):
+        raise ValueError(
+            f"{told} Correct or remove these rows, name another column in {key}.columns, "
+            "or use another reward."
+        )
+    dataset.leave_out(faults.keys())
+    if rank() == 0:
+        log.info(f"{told} They are left out.")
 
 
 @dataclass(frozen=True)

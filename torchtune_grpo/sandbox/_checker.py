@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import os
 import socket
 import sys
@@ -28,6 +29,7 @@ class CandidateError(Exception):
 
 
 _END = object()
+_SETUP, _TEST = "<setup>", "<test>"  # the names of their files
 
 
 class _Broken(BaseException):
@@ -42,7 +44,7 @@ class _StandIn:
         self._gave_iterators = False
         self.answers = 0
         self.broken = ""
-        self.unsendable = ""
+        self.fault = ""  # of the test
 
     def start(self) -> None:
         """Waits until the completion is loaded."""
@@ -66,7 +68,7 @@ class _StandIn:
         except NotPlain as error:
             if self._gave_iterators or (self.answers and isinstance(error, TooDeep)):
                 self._break(f"an answer is passed on, and cannot be: {error}", error)
-            self.unsendable = str(error)
+            self.fault = f"the test passes what cannot be sent: {error}"
             raise _Broken from error
         call["prints"] = sys.stdout is not sys.__stdout__
         try:
@@ -74,6 +76,7 @@ class _StandIn:
         except PeerGone as error:
             self._break("the completion's process ended", error)
         answer = self._receive()
+        self.answers += 1
         if call["prints"]:
             sys.stdout.write(str(answer.get("printed", "")))
         if "arguments" in answer:
@@ -81,7 +84,6 @@ class _StandIn:
         name, message, attributes = answer.get("error", ("", "", {}))
         if name == "NotPlain":
             self._break(f"{name}: {message}")
-        self.answers += 1
         if name:
             if name == "StopIteration" and "next" in call:
                 return _END
@@ -145,33 +147,56 @@ def run_checker(request: dict[str, Any], fds: list[int]) -> None:
     _kernel.set_limits(request["limits"])
     calls, verdict = (socket.socket(fileno=fd) for fd in fds)
     stand_in = _StandIn(calls)
-    why = ""
+    why = fault = ""
     try:
-        stand_in.start()
         _run_test(request, stand_in)
-        if not stand_in.answers:
-            why = "the test never called the function"
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
-    # A test's own `except:` may have swallowed it.
-    why = (stand_in.broken or why)[:500]
-    send(
-        verdict,
-        {
-            "secret": request["secret"],
-            "passed": not why and not stand_in.unsendable,
-            "why": why,
-            "unsendable": stand_in.unsendable,
-        },
-    )
+        if stand_in.answers and _is_of_test(error, request):
+            fault = f"the test itself failed: {why}"
+    if not stand_in.answers:  # nothing of the completion's can have caused it
+        fault = f"the test itself failed before it called the function: {why or 'it never did'}"
+    # A test's own `except:` may have swallowed what broke.
+    fault = stand_in.fault or (fault if not stand_in.broken else "")
+    why = (fault or stand_in.broken or why)[:500]
+    report = {"why": why, "calls": stand_in.answers, "test_failed": bool(fault)}
+    send(verdict, {"secret": request["secret"], "passed": not why, **report})
     os._exit(0)
 
 
 def _run_test(request: dict[str, Any], stand_in: _StandIn) -> None:
     module = types.ModuleType("test")
-    exec(compile(request["setup"], "<setup>", "exec"), module.__dict__)
+    exec(compile(request["setup"], _SETUP, "exec"), module.__dict__)
+    stand_in.start()
     module.__dict__[request["entry_point"]] = stand_in
-    exec(compile(request["test"], "<test>", "exec"), module.__dict__)
+    exec(compile(request["test"], _TEST, "exec"), module.__dict__)
     check = module.__dict__.get("check")
     if check is not None:
         check(stand_in)
+
+
+def _is_of_test(error: BaseException, request: dict[str, Any]) -> bool:
+    """Whether an error is the test's whatever was answered: an import statement of its own that
+    failed, or a name in it that nothing ever binds. A TypeError, say, may be a wrong answer's.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or place.tb_frame.f_code.co_filename not in (_SETUP, _TEST):
+        return False  # it was raised by what the test called, perhaps by the completion
+    step = dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]]
+    if step.startswith("IMPORT_"):
+        return isinstance(error, ImportError)
+    if step not in ("LOAD_NAME", "LOAD_GLOBAL") or not isinstance(error, NameError):
+        return False
+    programs = [compile(request[part], "", "exec") for part in ("setup", "test")]
+    return not any(_binds(program, error.name) for program in programs)
+
+
+def _binds(code: types.CodeType, name: str | None) -> bool:
+    """Whether some statement of a program gives the name a value, be it reached or not."""
+    parts = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return any(
+        step.argval == name and step.opname.startswith("STORE_")
+        for step in dis.get_instructions(code)
+    ) or any(_binds(part, name) for part in parts)

@@ -24,7 +24,7 @@ _PATIENCE = 5  # times the limit may pass before one that others keep from runni
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed, not the completion."""
+    """The sandbox or the test failed, not the completion."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a completion passed its test, and why not."""
+    """What a test says of a completion.
+
+    Args:
+        passed (bool): whether the completion passed it.
+        why (str): why not.
+        calls (int): of the function, that the completion answered.
+        test_failed (bool): whether the test failed by itself, so that it says nothing.
+    """
 
     passed: bool
     why: str = ""
+    calls: int = 0
+    test_failed: bool = False
 
 
 @dataclass
@@ -225,9 +234,7 @@ class CodeSandbox:
             return Verdict(False, "the completion brought its sandbox down")
         if report is None:
             return Verdict(False, f"no verdict within {self.limits.seconds} s")
-        if report["unsendable"]:
-            raise SandboxError(f"the test passes what cannot be sent: {report['unsendable']}")
-        return Verdict(report["passed"], report["why"])
+        return Verdict(**report)
 
     def _await_verdict(self, sock: socket.socket, secret: str) -> dict[str, Any] | None:
         """The checker's report, or None if it never came."""
@@ -245,7 +252,7 @@ class CodeSandbox:
             report = receive(sock, limit=_MAX_VERDICT)
         except PeerGone:
             return None
-        return report if hmac.compare_digest(report["secret"], secret) else None
+        return report if hmac.compare_digest(report.pop("secret"), secret) else None
 
     def _tell(self, name: str, action: Callable[[ServerProcess], None]) -> list[str]:
         """Calls a server; one that is lost is dropped, and named in the list returned."""

@@ -1,0 +1,197 @@
+"""A unit test that is broken is not a completion's wrong answer: at start, and while training."""
+
+import logging
+import multiprocessing
+
+import pytest
+import torch.distributed as dist
+from code_sandboxes import judge
+from processes import children
+
+from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, _code
+
+TEST = "assert solve(1) == 1"
+
+
+class Rows:
+    """A data set that rows can be left out of."""
+
+    def __init__(self, *tests, setup=""):
+        self.tests, self.row_numbers = list(tests), list(range(len(tests)))
+        self.setup = setup
+
+    def __len__(self):
+        return len(self.row_numbers)
+
+    def __getitem__(self, index):
+        test = self.tests[self.row_numbers[index]]
+        return {"columns": {"test": test, "entry_point": "solve", "setup": self.setup}}
+
+    def leave_out(self, positions):
+        self.row_numbers = [n for i, n in enumerate(self.row_numbers) if i not in positions]
+
+
+@pytest.fixture
+def rewards():
+    rewards = RewardSet([Reward("code", CodeReward(timeout=0.7))])
+    yield rewards
+    rewards.close()
+
+
+BEFORE = "before it called the function: "
+BROKEN = {
+    "assert lost == 1": BEFORE + "NameError: name 'lost' is not defined",
+    "import numpy\nassert solve(1) == 1": BEFORE + "ModuleNotFoundError: No module named 'numpy'",
+    "import json.lost\nassert solve(1) == 1": BEFORE + "ModuleNotFoundError: No module named",
+    "def check(candidate:": BEFORE + "SyntaxError: ",
+    "assert eval('(') == solve(1)": BEFORE + "SyntaxError: ",
+    "assert {}['key'] == solve(1)": BEFORE + "KeyError: 'key'",
+    "import sys\nsys.exit()\nsolve(1)": BEFORE + "SystemExit: ",
+    "assert solve.__name__ == 'solve' and solve(1) == 1": BEFORE + "AttributeError: ",
+    "for _ in (): solve(1)": BEFORE + "it never did",
+    "def check(candidate):\n    def inner(): assert candidate(1) == 1": BEFORE + "it never did",
+    "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function is no plain",
+}
+LATER = {
+    "assert solve(1) == 1 == lost": "NameError: name 'lost' is not defined",
+    "from math import *\ndef check(f):\n    assert f(1) == lost": "NameError: name 'lost' is",
+    "solve(1)\nimport numpy": "ModuleNotFoundError: No module named 'numpy'",
+    "solve(1)\nfrom math import lost": "ImportError: cannot import name 'lost' from 'math'",
+}
+
+
+@pytest.mark.parametrize("test", [*BROKEN, *LATER])
+def test_what_a_test_does_wrong_by_itself_is_not_the_completions(sandbox, test):
+    verdict = judge(sandbox, "def solve(n): return 1", test=test)
+    assert verdict.test_failed and ({**BROKEN, **LATER}[test]) in verdict.why
+
+
+def test_what_the_prompts_code_does_wrong_is_not_the_completions(sandbox):
+    setup = "one = 1 / 0\n"
+    verdict = judge(sandbox, f"{setup}def solve(n): return 1", setup=setup, test=TEST)
+    assert verdict.test_failed and BEFORE + "ZeroDivisionError" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("lost", TEST),
+        ("import lost", TEST),
+        ("def solve(n: return 1", TEST),
+        ("import os; os._exit(0)", TEST),
+        ("def solve(n): return lost", TEST),
+        ("def solve(n): import lost", TEST),
+        ("def solve(n): raise NameError('lost', name='lost')", "try: solve(1)\nfinally: 1"),
+        ("def solve(n): raise ImportError", "try: solve(1)\nexcept ImportError as e: raise e"),
+        ("def solve(n): return 'lost'", "__import__(solve(1))"),
+        ("def solve(n): import os; os._exit(0)", TEST),
+        ("def solve(n): return open", TEST),
+        ("def solve(n): 0", "assert solve(1)[0] == 1"),
+        ("def solve(n): 0", "assert solve(1).lost == 1"),
+        ("def solve(n): return 'lost'", "assert eval(solve(1)) == 1"),
+        ("def solve(n): return '('", "assert eval(solve(1)) == 1"),
+        ("def solve(n): return '1\\nimport lost'", "exec(solve(1))"),
+        ("def solve(n): return []", "for x in solve(1): pass\nassert x == 1"),
+        ("def solve(n): return 0", "def check(f):\n    if f(1): x = 1\n    assert x == 1"),
+        ("def solve(n): 1 / 0", "try: x = solve(1)\nexcept Exception: pass\nassert x == 1"),
+        ("def solve(n): 0", "def check(f):\n  if f(1): y = 1\n  def g(): return y\n  assert g()"),
+        ("def solve(n): print('\\udc80')", "import io, sys\nsys.stdout = io.TextIOWrapper("
+         "io.BytesIO(), 'utf-8')\nassert solve(1) == 1"),
+    ],
+)  # fmt: skip
+def test_no_completion_can_make_the_test_the_one_that_failed(sandbox, code, test):
+    """Or a policy that cannot solve a problem would have it not count."""
+    verdict = judge(sandbox, code, test=test)
+    assert not verdict.passed and not verdict.test_failed
+
+
+def test_a_broken_test_is_a_failed_score(rewards):
+    tests = {**BROKEN, **LATER, TEST: ""}
+    call, count = rewards.rewards[0].function, len(tests)
+    texts = ["def solve(n): return 1"] * count
+    *scores, passed = call([""] * count, texts, test=list(tests), entry_point=["solve"] * count)
+    assert passed == 1 and all(isinstance(score, Exception) for score in scores)
+    assert all(message in str(score) for score, message in zip(scores, tests.values()))
+
+
+TRIED = {
+    "import json.lost\nassert solve(1) == 1": BEFORE + "ModuleNotFoundError",
+    "from math import *\nassert lost == solve(1)": BEFORE + "NameError: name 'lost'",
+    "assert eval('(') == solve(1)": BEFORE + "SyntaxError: ",
+    "assert {}['key'] == solve(1)": BEFORE + "KeyError: 'key'",
+    "for _ in (): solve(1)": BEFORE + "it never did",
+    "try: solve(1)\nexcept Exception: import json.lost": "itself failed: ModuleNotFoundError",
+    "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function",
+    "try: solve(1)\nexcept Exception: pass": "a function that raises in every call passes",
+    "def check(f):\n    try: assert f(1)\n    finally: return": "a function that raises in every",
+    "while True:\n    try: assert solve(1); break\n    except: pass": "no verdict within 0.7 s",
+    "import time\ntime.sleep(9)\nsolve(1)": "no verdict within 0.7 s",
+}
+SOUND = [
+    TEST,
+    "def check(candidate):\n    assert candidate(1) == 1",
+    "try: x = solve(1)\nexcept Exception: x = None\nassert x[0] == 1",
+    "try: solve(1)\nexcept ValueError: pass\nelse: assert 0",
+    "import json\nassert json.loads(solve('[1]')) == [1]",
+]
+
+
+def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
+    call, count = rewards.rewards[0].function, len(TRIED)
+    found = call.check_rows(test=list(TRIED), entry_point=["solve"] * count)
+    assert list(found) == list(range(count))
+    for (test, message), said in zip(TRIED.items(), found.values(), strict=True):
+        assert message in said and said.startswith("test="), test
+    rows = Rows(*TRIED, *SOUND * 3)
+    rewards.check_data(rows, key="dataset")
+    assert rows.row_numbers == list(range(count, len(rows.tests)))
+    with pytest.raises(ValueError, match="1 of 1 rows .*row 0: .*: ZeroDivisionError.*Correct or"):
+        rewards.check_data(Rows(TEST, setup="one = 1 / 0\n"), key="dataset")
+
+
+def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):
+    """The same each time, and the log says how many. More than half of these is too many."""
+    monkeypatch.setattr(_code, "_MAX_TRIED", 5)
+    broken = "for _ in (): solve({})"
+    tests = [f"assert solve({n}) == 1" for n in range(40)]
+    tried = rewards.rewards[0].function.check_rows(test=tests, entry_point=["solve"] * 40)
+    assert len(tried) == 5 and not any(tried.values())
+    missed = min(set(range(40)) - tried.keys())
+    for n in (missed, max(tried)):
+        tests[n] = broken.format(n)
+    rows = Rows(*tests)
+    with caplog.at_level(logging.INFO):
+        rewards.check_data(rows, key="dataset")
+    assert rows.row_numbers == [n for n in range(40) if n != max(tried)]
+    assert "Code rewards: trying the tests of 5 of 40 rows." in caplog.messages
+    with pytest.raises(ValueError, match="5 of 5 rows"):
+        rewards.check_data(Rows(*map(broken.format, range(40))), key="dataset")
+
+
+def _rank(rank, folder, answers):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    rewards = RewardSet([Reward("code", CodeReward())])
+    rows, said = Rows("for _ in (): solve(1)", TEST, TEST), ""
+    rewards.check_data(rows, key="dataset")
+    try:
+        rewards.check_data(Rows("for _ in (): solve(1)"), key="dataset")
+    except ValueError as error:
+        said = str(error)
+    answers.put((rank, rows.row_numbers, said, len(children())))
+    rewards.close()
+    dist.destroy_process_group()
+
+
+def test_the_first_rank_tries_for_all(tmp_path):
+    """Each leaves the same rows out, raises the same error; the second starts no process."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), answers)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    first, second = sorted(answers.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    assert first[:3] == (0, [1, 2], second[2]) and second[:2] == (1, [1, 2])
+    assert "row 0: test='for _ in (): solve(1)': the test itself failed" in first[2]
+    assert first[3] > 0 and second[3] == 0
