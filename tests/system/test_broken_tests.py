@@ -93,6 +93,7 @@ def test_what_the_prompts_code_does_wrong_is_not_the_completions(sandbox):
         ("def solve(n): return '1\\nimport lost'", "exec(solve(1))"),
         ("def solve(n): return []", "for x in solve(1): pass\nassert x == 1"),
         ("def solve(n): return 0", "def check(f):\n    if f(1): x = 1\n    assert x == 1"),
+        ("def solve(n): 0", "def g():\n  global y\n  y = 1\nif solve(1): g()\nassert y == 1"),
         ("def solve(n): 1 / 0", "try: x = solve(1)\nexcept Exception: pass\nassert x == 1"),
         ("def solve(n): 0", "def check(f):\n  if f(1): y = 1\n  def g(): return y\n  assert g()"),
         ("def solve(n): print('\\udc80')", "import io, sys\nsys.stdout = io.TextIOWrapper("
@@ -142,11 +143,13 @@ def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
     assert list(found) == list(range(count))
     for (test, message), said in zip(TRIED.items(), found.values(), strict=True):
         assert message in said and said.startswith("test="), test
-    rows = Rows(*TRIED, *SOUND * 3)
+    rows = Rows("assert True", *TRIED, *SOUND * 3)  # the first need not be run
     rewards.check_data(rows, key="dataset")
-    assert rows.row_numbers == list(range(count, len(rows.tests)))
-    with pytest.raises(ValueError, match="1 of 1 rows .*row 0: .*: ZeroDivisionError.*Correct or"):
-        rewards.check_data(Rows(TEST, setup="one = 1 / 0\n"), key="dataset")
+    assert rows.row_numbers == list(range(1 + count, len(rows.tests)))
+    forbidden = "import socket\nsocket.socket()\n"  # to a completion, not to a test
+    for setup, error in ("one = 1 / 0\n", "ZeroDivisionError"), (forbidden, "PermissionError"):
+        with pytest.raises(ValueError, match=f"1 of 1 rows .*row 0: .*: {error}.*Correct or"):
+            rewards.check_data(Rows(TEST, setup=setup), key="dataset")
 
 
 def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):
