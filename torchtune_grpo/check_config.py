@@ -67,7 +67,7 @@ def _check_parts(
         tokenizer = instantiate("tokenizer", settings.tokenizer)
     if tokenizer is not None and read_data:
         with problems.noted():
-            load_data(settings, tokenizer=tokenizer, rewards=rewards)
+            load_data(settings, tokenizer=tokenizer, rewards=rewards, alone=True)
     if rewards is not None:
         rewards.close()
 

@@ -19,8 +19,11 @@ def load_data(
     tokenizer: Any,
     rewards: RewardSet | None,
     keys: Sequence[str] = ("dataset", "eval_dataset"),
+    alone: bool = False,
 ) -> dict[str, RLDataset]:
     """Makes ``dataset`` and, if the config has one, ``eval_dataset``; or one of them.
+
+    Every rank calls it, or one of them ``alone``.
 
     Raises:
         ConfigError: where one cannot be read, lacks what a reward needs, or holds prompts that with
@@ -33,7 +36,7 @@ def load_data(
             with problems.noted():
                 data[name] = instantiate(name, node, tokenizer)
                 if rewards is not None:
-                    rewards.check_data(data[name], key=name)
+                    rewards.check_data(data[name], key=name, alone=alone)
     with problems.noted():
         check_lengths(cfg, longest_prompts={name: d.max_prompt_length for name, d in data.items()})
     with problems.noted():

@@ -145,7 +145,7 @@ class RewardSet:
             for reward in self.rewards:
                 check_columns(reward, given)
 
-    def check_data(self, dataset: Any, *, key: str) -> None:
+    def check_data(self, dataset: Any, *, key: str, alone: bool = False) -> None:
         """Leaves out the rows of a data set that a reward cannot score any answer to.
 
         No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank.
@@ -153,6 +153,7 @@ class RewardSet:
         Args:
             dataset (Any): an :class:`~torchtune_grpo.data.RLDataset`, or what has its items.
             key (str): of the data set in the config, for the log and the error.
+            alone (bool): other ranks, if there are some, do not call it.
 
         Raises:
             ValueError: if a column that a reward needs is missing; if more than half of the rows
@@ -164,7 +165,8 @@ class RewardSet:
             check_columns(reward, rows[0], data=key)
             faults = row_faults(reward, rows, data=key)
             _leave_out(dataset, faults, len(rows), key=key, name=reward.name)
-            tried = on_first_rank(tried_rows, reward, _columns(dataset))
+            ask = (reward, _columns(dataset))
+            tried = tried_rows(*ask) if alone else on_first_rank(tried_rows, *ask)
             faults = {row: fault for row, fault in tried.items() if fault is not None}
             _leave_out(dataset, faults, len(tried), key=key, name=reward.name)
 
