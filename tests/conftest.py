@@ -1,6 +1,11 @@
 """What holds for all tests."""
 
 import gc
+import logging
+
+# A reward under test may close its event loop; what is left there is told of when it is collected,
+# in the middle of some other test.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ function of seed, step, prompt and sample, so that every way of cutting sees the
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,8 @@ class Own(GRPOLoss):
 """
 
 
-def load_recipe_module():
-    spec = importlib.util.spec_from_file_location("recipe", ROOT / "grpo_full_finetune.py")
+def load_module(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -125,6 +126,8 @@ def train(tmp_path, monkeypatch):
     """Runs the recipe; returns its adapters' weights before and after, and its trajectories."""
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
+    module = load_module("my_rewards", tmp_path / "my_rewards.py")
+    monkeypatch.setitem(sys.modules, "my_rewards", module)  # and not another test's
     overrides = tiny_overrides(CONFIG, tmp_path)
     runs = 0
 
@@ -137,7 +140,7 @@ def train(tmp_path, monkeypatch):
         del cfg.optimizer.fused, cfg.optimizer.weight_decay
         cfg.eval_dataset, cfg.eval_every_n_steps = None, None
         cfg.rewards = [{"_component_": f"my_rewards.{reward}"}]
-        module = load_recipe_module()
+        module = load_module("recipe", ROOT / "grpo_full_finetune.py")
         module.roll_out = reordered(module.roll_out, list(rows))
         recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
