@@ -90,7 +90,7 @@ class Observer:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the policy after so many steps was evaluated. Every rank has to ask."""
-        return any(r["step"] == step and "eval/accuracy" in r for r in self.records)
+        return self._log.has_evaluation(step)
 
     @contextmanager
     def shown(self, *, done: int) -> Iterator[None]:

@@ -55,6 +55,13 @@ class RunLog:
         """The lines of steps and evaluations so far. Every rank has to call it, and gets them."""
         return on_first_rank(self._read_metrics)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the policy after so many steps was evaluated. Every rank has to ask."""
+        return on_first_rank(self._has_evaluation, step)
+
+    def _has_evaluation(self, step: int) -> bool:
+        return any(r["step"] == step and "eval/accuracy" in r for r in self._read_metrics())
+
     def _read_metrics(self) -> list[dict[str, Any]]:
         path = self._folder / METRICS_FILE
         return read_jsonl(path) if path.exists() else []
