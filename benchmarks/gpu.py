@@ -375,6 +375,7 @@ def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
     trajectory = Trajectory(
         tokens=tokens,
         prompt_indices=torch.zeros_like(samples.lengths),
+        places=torch.zeros_like(samples.lengths),
         prompt_lengths=prompt_lengths,
         response_lengths=samples.lengths,
         response_mask=length_mask(samples.lengths, samples.responses.shape[1]),

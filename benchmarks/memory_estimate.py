@@ -344,6 +344,7 @@ def longest_rows(cfg: GRPOConfig, samples: Samples | None = None) -> Trajectory:
     return Trajectory(
         tokens=torch.cat([prompts, responses], dim=1),
         prompt_indices=torch.zeros(rows, dtype=torch.long),
+        places=torch.zeros(rows, dtype=torch.long),
         prompt_lengths=torch.full((rows,), prompts.shape[1]),
         response_lengths=torch.full((rows,), width),
         response_mask=torch.ones(rows, width, dtype=torch.bool),

@@ -90,6 +90,7 @@ def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
         prompts=[""] * len(lengths),
         columns={},
         uses=[0] * len(lengths),
+        places=[*range(len(lengths))],
     )
 
 

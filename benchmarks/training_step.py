@@ -156,6 +156,7 @@ def random_batch(args: argparse.Namespace) -> Trajectory:
     return Trajectory(
         tokens=tokens.where(length_mask(lengths + args.prompt_tokens, width), 0),
         prompt_indices=torch.zeros(rows, dtype=torch.long),
+        places=torch.zeros(rows, dtype=torch.long),
         prompt_lengths=torch.full((rows,), args.prompt_tokens),
         response_lengths=lengths,
         response_mask=mask,

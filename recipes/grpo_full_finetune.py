@@ -40,6 +40,7 @@ from torchtune_grpo.command_line import parse
 from torchtune_grpo.components import instantiate
 from torchtune_grpo.data import PromptBatch, make_sampler, prompts_of_rank
 from torchtune_grpo.device import find_device
+from torchtune_grpo.dynamic_sampling import DynamicSampling, Resampling
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.interrupt import Interrupts, exit_on_signals
@@ -153,6 +154,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self.cfg, data["eval_dataset"], tokenizer=self._tokenizer, rewards=self._rewards
             )
         self._sampler = make_sampler(self.cfg.sampler, self._dataset, seed=self.seed)
+        self._dynamic_sampling = DynamicSampling(
+            self.cfg, rewards=self._rewards, tokenizer=self._tokenizer, dataset=self._dataset
+        )
         self._next_prompts()  # fails if there are too few
 
     def _setup_passes(self) -> None:
@@ -236,18 +240,23 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def _scored_rollout(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages: B*G rows."""
         self._model.eval()
+        resampling = self._dynamic_sampling.begin(prompts, self._trainer_state)
         with metrics.timer("time/rollout"):
-            trajectory = self._roll_out(prompts)
+            trajectory = self._roll_out(prompts, resampling)
+        kept = None if resampling is None else resampling.kept(trajectory)  # [B*G]
         with metrics.timer("time/reward"):
-            scores = self._score(trajectory)
-            advantages = self._advantages(scores).to(self._device)  # [B*G]
+            scores = self._score(trajectory) if resampling is None else resampling.scores()
+            advantages = self._advantages(scores, kept).to(self._device)  # [B*G]
         mask = trajectory.response_mask  # [B*G, L]
         if self.cfg.mask_truncated_completions:
             mask = mask & ~trajectory.truncated[:, None]
         trajectory = replace(trajectory, advantages=advantages, response_mask=mask)
         metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
         self._observer.scored(trajectory, scores)
-        return trajectory
+        if resampling is None:
+            return trajectory
+        resampling.add_metrics(metrics, trajectory)
+        return trajectory.select(kept)
 
     def grpo_step(
         self, batch: MiniBatch, metrics: StepMetrics, old_logprobs: Tensor | None
@@ -330,11 +339,17 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self._lr_scheduler.step()
 
     def _next_prompts(self) -> PromptBatch:
-        rows = self._sampler.next(self.cfg.batch_size * parallel.world_size())
-        ranks = {"rank": parallel.rank(), "world_size": parallel.world_size()}
-        return prompts_of_rank(self._dataset, rows, **ranks)
+        count = self.cfg.batch_size * parallel.world_size()
+        rounds = range(1, self.cfg.dynamic_sampling.max_resamples + 1)
+        return prompts_of_rank(
+            self._dataset,
+            self._sampler.next(count),
+            spare=[row for n in rounds for row in self._sampler.next(count, skip=n * count)],
+            rank=parallel.rank(),
+            world_size=parallel.world_size(),
+        )
 
-    def _roll_out(self, prompts: PromptBatch) -> Trajectory:
+    def _roll_out(self, prompts: PromptBatch, resampling: Resampling | None) -> Trajectory:
         return roll_out(
             self._engine,
             prompts,
@@ -345,6 +360,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             seed=self.seed,
             step=self.global_step,
             report=self._observer.rollout,
+            admission=resampling,
         )
 
     def _score(self, trajectory: Trajectory) -> RewardScores:
@@ -357,7 +373,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             trainer_state=self._trainer_state,
         )
 
-    def _advantages(self, scores: RewardScores) -> Tensor:
+    def _advantages(self, scores: RewardScores, kept: Tensor | None) -> Tensor:
         return reward_advantages(
             scores.total,
             scores.scores,
@@ -365,13 +381,13 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             group_size=self.cfg.grpo_samples,
             normalization=self.cfg.advantage,
             aggregation=self.cfg.multi_objective_aggregation,
+            kept=kept,
         )
 
     @property
     def _trainer_state(self) -> TrainerState:
-        done = self.global_step * self.cfg.batch_size * parallel.world_size()
-        epoch = done / len(self._dataset)  # passes over the data
-        return TrainerState(self.global_step, max_steps=self.cfg.num_steps, epoch=epoch)
+        steps = self.cfg.num_steps
+        return TrainerState(self.global_step, max_steps=steps, epoch=self._sampler.epoch)
 
     def _is_due(self, every: int | None) -> bool:
         is_end = self._course.is_over or self.global_step in (0, self.cfg.num_steps)

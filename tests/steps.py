@@ -18,6 +18,7 @@ def make_trajectory() -> Trajectory:
     return Trajectory(
         tokens=torch.arange(16).view(4, 4),
         prompt_indices=torch.tensor([7, 7, 3, 3]),
+        places=torch.tensor([0, 0, 1, 1]),
         prompt_lengths=torch.tensor([1, 1, 1, 1]),
         response_lengths=LENGTHS,
         response_mask=mask,

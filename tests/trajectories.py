@@ -19,6 +19,7 @@ def make_trajectory(
     return Trajectory(
         tokens=tokens.where(length_mask(lengths, tokens.shape[1]), garbage),
         prompt_indices=torch.arange(len(prompts)),
+        places=torch.arange(len(prompts)),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
         response_mask=mask,

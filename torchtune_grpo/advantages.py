@@ -88,7 +88,7 @@ def group_advantages(
     elif normalization == "leave_one_out":  # r - (sum - r) / (G - 1) = c G / (G - 1)
         centred = centred * group_size / (group_size - 1)
     elif normalization == "max_rl":
-        lowest = min(gather_over_ranks(float(rewards.min())))
+        lowest = min(gather_over_ranks(min(rewards.tolist(), default=0.0)))
         if lowest < 0:
             raise ValueError(
                 f"advantage=max_rl: a completion has the reward {lowest:g}, and means of rewards "
@@ -107,6 +107,7 @@ def reward_advantages(
     group_size: int,
     normalization: str = "group",
     aggregation: str = "sum_then_normalize",
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Turns several rewards into one advantage per row.
 
@@ -124,10 +125,23 @@ def reward_advantages(
         group_size (int): G.
         normalization (str): see :func:`group_advantages`.
         aggregation (str): the order of normalizing and summing.
+        kept (Tensor | None): [N] bool, whole groups; those that are not are no part of the batch,
+            and their advantages are 0. None = all.
 
     Returns:
         Tensor: [N] advantages.
     """
+    if kept is not None:
+        advantages = torch.zeros_like(total)
+        advantages[kept] = reward_advantages(
+            total[kept],
+            scores[kept],
+            weights,
+            group_size=group_size,
+            normalization=normalization,
+            aggregation=aggregation,
+        )
+        return advantages
     if aggregation == "sum_then_normalize":
         return group_advantages(total, group_size=group_size, normalization=normalization)
     missing = scores.isnan()

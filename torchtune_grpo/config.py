@@ -17,6 +17,7 @@ from torchtune_grpo.parallel import DistributedConfig
 from torchtune_grpo.rollout import RolloutConfig, SamplingConfig, SamplingParams
 
 __all__ = [
+    "DynamicSamplingConfig",
     "EvalSamplingConfig",
     "GRPOConfig",
     "ReferenceConfig",
@@ -54,6 +55,31 @@ class ReferenceConfig:
     )
     dtype: str | None = one_of("Its dtype; null = `dtype`", None, ("bf16", "fp32"))
     device: str | None = key("Its device; null = `device`", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """The keys below ``dynamic_sampling``: groups that teach nothing are replaced (DAPO)."""
+
+    max_resamples: int = not_negative(
+        "Rounds of further prompts, in each as many as groups of the round before failed; 0 = none",
+        0,
+    )
+    reward: str | None = key(
+        "A group fails if this reward is the same for all; null = the weighted sum", None
+    )
+    min_pass_rate: float | None = key(
+        "It also fails if the mean of that reward is lower; null = no bound",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a share from 0 to 1, or null",
+    )
+    max_pass_rate: float | None = key(
+        "It also fails if the mean of that reward is higher; null = no bound",
+        None,
+        valid=lambda v: v is None or 0 <= v <= 1,
+        hint="give a share from 0 to 1, or null",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +168,9 @@ class GRPOConfig:
     )
     sampling: SamplingConfig = key("Filters, penalties and what ends a response", SamplingConfig())
     rollout: RolloutConfig = key("How responses are generated", RolloutConfig())
+    dynamic_sampling: DynamicSamplingConfig = key(
+        "Whether groups that teach nothing are replaced", DynamicSamplingConfig()
+    )
     # Objective
     advantage: str = one_of(
         "Baseline and scale of an advantage; see docs/objectives.md", "group", NORMALIZATIONS

@@ -100,10 +100,11 @@ class GroupRecorder:
         ranks = gather_over_ranks((mine, summary))
         chosen = sorted(sum((found for found, _ in ranks), []), key=lambda each: each[0])
         names = ("prompt_index", "pass_rate", "reward")
-        columns = zip(*sum((of_rank for _, of_rank in ranks), []), strict=True)
+        groups = sorted(sum((of_rank for _, of_rank in ranks), []), key=lambda each: each[0])
+        columns = [[*values] for values in zip(*groups, strict=True)][1:]
         return (
             [records for _, records in chosen[: self._num_groups]],
-            {name: [*values] for name, values in zip(names, columns, strict=False)},
+            dict(zip(names, columns, strict=False)),
         )
 
     def _trainer_logprobs(self) -> dict[tuple[int, ...], float]:
@@ -132,8 +133,9 @@ class GroupRecorder:
         name = self._accuracy_reward or scores.names[0]
         right = scores.scores[:, scores.names.index(name)].nan_to_num(0.0)
         of_groups = (values.view(-1, self._size).mean(dim=1) for values in (right, scores.total))
-        indices = trajectory.prompt_indices[:: self._size]
-        return [*zip(*(plain(values) for values in (indices, *of_groups)), strict=True)]
+        of_prompts = (trajectory.places, trajectory.prompt_indices)
+        columns = (*(values[:: self._size] for values in of_prompts), *of_groups)
+        return [*zip(*(plain(values) for values in columns), strict=True)]
 
     def _records(
         self,

@@ -180,12 +180,13 @@ class Interrupts:
             with suppress(TimeoutError):
                 for number in handled.intersection(arrived.recv(64)):
                     return bulletin.post(str(number))
-            if (text := bulletin.read()) is not None:
-                if int(text) in handled:
+            if posted := bulletin.read():
+                number = int(posted[0])
+                if number in handled:
                     self._told = True
-                    signal.pthread_kill(threading.main_thread().ident or 0, int(text))
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
                 else:
-                    self.signal = int(text)
+                    self.signal = number
                 return None
         return None
 

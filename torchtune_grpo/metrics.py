@@ -17,6 +17,7 @@ from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
 
 _NEGATED = "-"  # begins the name of a smallest value among the largest
+_DROPPED = "dynamic_sampling/dropped_seconds"  # a share of the rollout's, by tokens
 _OF_NOTHING = -math.inf  # the largest of no values
 
 
@@ -100,6 +101,10 @@ class StepMetrics:
         self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
         self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
 
+    def add_dropped(self, lengths: Tensor) -> None:
+        """Adds the lengths of responses that were sampled and are not trained on."""
+        self.add_sum(_DROPPED, lengths.sum(), 0)
+
     def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
         """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
         gap = (logprobs - trajectory.sampler_logprobs).abs()
@@ -146,6 +151,8 @@ class StepMetrics:
             result["num_tokens"] = sums["num_tokens"][0]
         if "time/rollout" in result:
             tokens = sums["completions/mean_length"][0]
+            if _DROPPED in sums:
+                result[_DROPPED] = result["time/rollout"] * sums[_DROPPED][0] / max(tokens, 1)
             result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
             result["tokens_per_second"] = tokens / result["step_time"]
         return result

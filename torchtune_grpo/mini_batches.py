@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -43,19 +44,21 @@ def mini_batches(
     Returns:
         list[MiniBatch]: ``num_minibatches`` of them.
     """
-    dealt = deal(trajectory, count=cfg.num_minibatches, group_size=cfg.grpo_samples)
+    dealt = deal(trajectory, count=cfg.num_minibatches)
     return [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
 
 
-def deal(trajectory: Trajectory, *, count: int, group_size: int) -> list[Trajectory]:
-    """The k-th group for the k-th optimizer step, and so on in turn.
+def deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
+    """The k-th group for the k-th optimizer step, and so on in turn; every rank has to call it.
 
-    Where ``count`` divides the groups of a rank, each step has the same groups on any number of
-    ranks; their order is the sampler's, which is random already. Some may get no row.
+    Each step has the same groups on any number of ranks. Their order is the sampler's, which is
+    random already. Some may get no row.
     """
     if count == 1:
         return [trajectory]
-    turn = torch.arange(trajectory.num_rows) // group_size % count  # [N]
+    ranks = parallel.gather_over_ranks(trajectory.places.tolist())
+    turns = {place: i % count for i, place in enumerate(sorted({*chain.from_iterable(ranks)}))}
+    turn = torch.tensor([turns[place] for place in trajectory.places.tolist()])  # [N]
     device = trajectory.tokens.device
     rows = [(turn == number).nonzero()[:, 0] for number in range(count)]
     return [trajectory.select(each.to(device), numbers=each.tolist()) for each in rows]

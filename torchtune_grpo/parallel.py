@@ -135,7 +135,7 @@ def sum_over_ranks(value: int) -> int:
 
 
 class Bulletin:
-    """A text that one rank posts and all can read, whatever else they are in; for another thread.
+    """Lines that ranks post and all can read, whatever else they are in.
 
     Use :meth:`of_all_ranks`, on every rank alike.
     """
@@ -155,15 +155,19 @@ class Bulletin:
         store: Any = dist.distributed_c10d._get_default_store()
         return cls(store.clone())  # a connection of its own: the other may wait for something
 
-    def post(self, text: str) -> None:
+    def post(self, line: str) -> None:
         """Shows it to all."""
-        self._store.set(self._key, text)
+        self._store.append(self._key, f"{line}\n")
 
-    def read(self) -> str | None:
-        """What was posted last, or None; does not wait."""
+    def read(self) -> list[str]:
+        """What was posted so far; does not wait."""
         if not self._store.check([self._key]):
-            return None
-        return str(self._store.get(self._key).decode())
+            return []
+        return str(self._store.get(self._key).decode()).splitlines()
+
+    def clear(self) -> None:
+        """Takes all lines down."""
+        self._store.delete_key(self._key)
 
 
 def broadcast_trained_parameters(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from torchtune_grpo.components import (
     plain_arguments,
 )
 from torchtune_grpo.config import (
+    DynamicSamplingConfig,
     EvalSamplingConfig,
     GRPOConfig,
     ReferenceConfig,
@@ -208,6 +209,11 @@ def contradictions(settings: GRPOConfig) -> list[str]:
             and Path(checkpoint_dir).resolve() == Path(settings.output_dir).resolve()
         ),
     }
+    low, high = settings.dynamic_sampling.min_pass_rate, settings.dynamic_sampling.max_pass_rate
+    cases[
+        f"dynamic_sampling.min_pass_rate={low}: above max_pass_rate={high}, no group passes; give "
+        "less."
+    ] = low is not None and high is not None and low > high
     for key in ("keep_best", "stop_at", "patience"):
         value, best = getattr(settings, key), scores(settings.eval_samples)
         cases[f"{key}={value}: needs evaluations; set eval_dataset to held-out prompts."] = (
@@ -334,6 +340,10 @@ def without_effect(settings: GRPOConfig) -> list[str]:
         ),
         f"{idle}: with one optimizer step per rollout, every ratio is 1; set ppo_epochs or "
         "num_minibatches above 1, or sampling_correction.mode to old_logprobs.": bool(idle),
+        "dynamic_sampling: no group is replaced with max_resamples=0; set that above 0.": (
+            settings.dynamic_sampling != DynamicSamplingConfig()
+            and settings.dynamic_sampling.max_resamples == 0
+        ),
         "eval_sampling: nothing is sampled with eval_samples=0; set that above 0.": (
             own_sampling and settings.eval_samples == 0
         ),

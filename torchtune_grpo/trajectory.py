@@ -48,6 +48,10 @@ class Samples:
     sampler_logprobs: Tensor
     behaviour_logprobs: Tensor
 
+    def to(self, device: torch.device) -> Samples:
+        """The same samples on another device."""
+        return Samples(**{name: value.to(device) for name, value in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -59,6 +63,8 @@ class Trajectory:
     Attributes:
         tokens (Tensor): [N, T] token ids: each row its prompt, then its response, then padding.
         prompt_indices (Tensor): [N] the prompts' positions in the data set.
+        places (Tensor): [N] their places among the step's prompts of all ranks; one that comes
+            twice has two.
         prompt_lengths (Tensor): [N].
         response_lengths (Tensor): [N].
         response_mask (Tensor): [N, L] bool, True = this response token is trained on; never behind
@@ -77,6 +83,7 @@ class Trajectory:
 
     tokens: Tensor
     prompt_indices: Tensor
+    places: Tensor
     prompt_lengths: Tensor
     response_lengths: Tensor
     response_mask: Tensor

@@ -85,6 +85,7 @@ def make_rows() -> Trajectory:
     return Trajectory(
         tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 2),
         prompt_indices=torch.zeros(len(lengths), dtype=torch.long),
+        places=torch.zeros(len(lengths), dtype=torch.long),
         prompt_lengths=torch.tensor(PROMPTS),
         response_lengths=torch.tensor(RESPONSES),
         response_mask=length_mask(torch.tensor(RESPONSES), LIMIT),

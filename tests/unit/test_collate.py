@@ -21,6 +21,7 @@ def test_every_field_is_in_the_order_of_the_items() -> None:
         prompts=["text 4", "text 2"],
         columns={"answer": ["7", None], "tags": [["a"], []]},
         uses=[0, 0],
+        places=[0, 1],
     )
 
 

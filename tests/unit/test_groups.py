@@ -66,6 +66,7 @@ def many(count, informative):
         replace(
             part,
             prompt_indices=torch.tensor([i, i]),
+            places=torch.tensor([i, i]),
             advantages=torch.tensor([1.0, -1.0]) * (i in informative),
         )
         for i in range(count)

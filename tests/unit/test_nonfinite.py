@@ -17,6 +17,7 @@ def make_trajectory() -> Trajectory:
     return Trajectory(
         tokens=torch.arange(12).view(2, 6),
         prompt_indices=torch.tensor([5, 5]),
+        places=torch.tensor([5, 5]),
         prompt_lengths=torch.tensor([2, 3]),
         response_lengths=torch.tensor([3, 1]),
         response_mask=torch.tensor([[True, True, True], [True, False, False]]),

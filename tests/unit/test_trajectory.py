@@ -47,6 +47,7 @@ def trajectory_of(prompts: list[int], responses: list[int], trained_on: list[int
     return Trajectory(
         tokens=torch.arange(rows * total).view(rows, total),
         prompt_indices=torch.arange(rows),
+        places=torch.arange(rows),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
         response_mask=mask,
@@ -149,7 +150,12 @@ def test_roll_out_joins_samples_prompts_texts_and_columns():
     rows = roll_out(
         Engine(),
         PromptBatch(
-            tokens=[[8, 9]], indices=[5], prompts=["why"], columns={"answer": ["7"]}, uses=[2]
+            tokens=[[8, 9]],
+            indices=[5],
+            prompts=["why"],
+            columns={"answer": ["7"]},
+            uses=[2],
+            places=[9],
         ),
         tokenizer=_Tokenizer(),
         group_size=2,

@@ -19,6 +19,7 @@ class PromptBatch:
         columns (dict[str, list]): every other column of the data set, B values each.
         uses (list[int]): how often each has come in this step before, on any rank: it gets noise of
             its own each time.
+        places (list[int]): among the step's prompts of all ranks, ascending.
     """
 
     tokens: list[list[int]]
@@ -26,14 +27,30 @@ class PromptBatch:
     prompts: list[str]
     columns: dict[str, list[Any]]
     uses: list[int]
+    places: list[int]
+
+    def first(self, count: int) -> PromptBatch:
+        """The first ones of them."""
+        return PromptBatch(
+            tokens=self.tokens[:count],
+            indices=self.indices[:count],
+            prompts=self.prompts[:count],
+            columns={name: values[:count] for name, values in self.columns.items()},
+            uses=self.uses[:count],
+            places=self.places[:count],
+        )
 
 
 def collate_prompts(
-    items: Sequence[dict[str, Any]], *, uses: Sequence[int] | None = None
+    items: Sequence[dict[str, Any]],
+    *,
+    uses: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
 ) -> PromptBatch:
     """One batch of B items of an :class:`~torchtune_grpo.data.RLDataset`, in their order.
 
-    ``uses`` are those of :class:`PromptBatch`; None = each comes for the first time.
+    ``uses`` and ``places`` are those of :class:`PromptBatch`; None = each comes for the first time,
+    and no other rank has any.
 
     Raises:
         ValueError: if the items do not share the same columns.
@@ -53,4 +70,5 @@ def collate_prompts(
         prompts=[item["prompt"] for item in items],
         columns={name: [item["columns"][name] for item in items] for name in names},
         uses=[0] * len(items) if uses is None else [*uses],
+        places=[*range(len(items))] if places is None else [*places],
     )

@@ -71,6 +71,11 @@ class ShuffledSampler:
         self._drawn += len(rows)
 
     @property
+    def epoch(self) -> float:
+        """Passes over the data that are done."""
+        return self._drawn / self._size
+
+    @property
     def metrics(self) -> dict[str, float]:
         """What a step logs."""
         return {}
@@ -232,13 +237,31 @@ def make_sampler(node: DictConfig | None, dataset: Sequence[Any], *, seed: int) 
 
 
 def prompts_of_rank(
-    dataset: Sequence[Any], rows: Sequence[int], *, rank: int, world_size: int
+    dataset: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
+    spare: Sequence[int] = (),
 ) -> PromptBatch:
-    """One rank's share of a step's rows; the ranks' shares lie behind each other."""
-    mine = slice(rank * len(rows) // world_size, (rank + 1) * len(rows) // world_size)
+    """One rank's share of a step's prompts.
+
+    Args:
+        dataset (Sequence[Any]): holds them.
+        rows (Sequence[int]): of all ranks, whose shares lie behind each other.
+        rank (int): whose share.
+        world_size (int): ranks.
+        spare (Sequence[int]): rows that may come besides, dealt out one by one.
+    """
     before: Counter[int] = Counter()
     uses = []
-    for row in rows:
+    for row in (all_rows := [*rows, *spare]):
         uses.append(before[row])
         before[row] += 1
-    return collate_prompts([dataset[row] for row in rows[mine]], uses=uses[mine])
+    own = range(rank * len(rows) // world_size, (rank + 1) * len(rows) // world_size)
+    places = [*own, *range(len(rows) + rank, len(all_rows), world_size)]
+    return collate_prompts(
+        [dataset[all_rows[place]] for place in places],
+        uses=[uses[place] for place in places],
+        places=places,
+    )

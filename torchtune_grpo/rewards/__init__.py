@@ -10,7 +10,7 @@ from torchtune_grpo.reward_contract import TrainerState
 from torchtune_grpo.rewards._code import CodeReward, code_format_reward
 from torchtune_grpo.rewards._lenient import last_number_reward
 from torchtune_grpo.rewards._reward import Reward, RewardFunction
-from torchtune_grpo.rewards._reward_set import RewardFailure, RewardScores, RewardSet
+from torchtune_grpo.rewards._reward_set import Answers, RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards._shaping import (
     CosineLengthReward,
     OverlongPenalty,
@@ -27,6 +27,7 @@ from torchtune_grpo.rewards.math import (
 )
 
 __all__ = [
+    "Answers",
     "CodeReward",
     "CosineLengthReward",
     "OverlongPenalty",

@@ -90,7 +90,7 @@ def call_reward(reward: Reward, calls: Calls) -> Outcome:
     start = time.perf_counter()
     outcome = _call(reward, calls, range(calls.count))
     if outcome.raised and calls.count > 1:
-        outcome = _joined([_call(reward, calls, range(r, r + 1)) for r in range(calls.count)])
+        outcome = joined([_call(reward, calls, range(r, r + 1)) for r in range(calls.count)])
     outcome.seconds = time.perf_counter() - start
     return outcome
 
@@ -104,7 +104,7 @@ async def _call_reward_async(reward: Reward, calls: Calls) -> Outcome:
     outcome = await asyncio.create_task(_call_async(reward, calls, range(calls.count)))
     if outcome.raised and calls.count > 1:
         single = (_call_async(reward, calls, range(r, r + 1)) for r in range(calls.count))
-        outcome = _joined(await asyncio.gather(*single))
+        outcome = joined(await asyncio.gather(*single))
     outcome.seconds = time.perf_counter() - start
     return outcome
 
@@ -135,14 +135,20 @@ def _failed(error: BaseException, notes: RewardNotes) -> Outcome:
     return Outcome([error] * notes.count, notes, raised=True)
 
 
-def _joined(parts: Sequence[Outcome]) -> Outcome:
-    """One outcome of calls on one completion each."""
-    notes = RewardNotes(len(parts))
-    for row, part in enumerate(parts):
-        for name, (value,) in part.notes.extra.items():
-            notes.extra.setdefault(name, [None] * len(parts))[row] = value
+def joined(parts: Sequence[Outcome]) -> Outcome:
+    """One reward's outcomes of several calls as one."""
+    if len(parts) == 1:
+        return parts[0]
+    notes = RewardNotes(sum(part.notes.count for part in parts))
+    first = 0
+    for part in parts:
+        for name, values in part.notes.extra.items():
+            column = notes.extra.setdefault(name, [None] * notes.count)
+            column[first : first + part.notes.count] = values
         notes.metrics += part.notes.metrics
-    return Outcome([score for part in parts for score in part.scores], notes)
+        first += part.notes.count
+    scores = [score for part in parts for score in part.scores]
+    return Outcome(scores, notes, seconds=sum(part.seconds for part in parts))
 
 
 class AsyncRewards:

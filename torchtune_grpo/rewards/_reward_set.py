@@ -23,6 +23,7 @@ from torchtune_grpo.rewards._calling import (
     Outcome,
     call_reward,
     is_async,
+    joined,
 )
 from torchtune_grpo.rewards._reward import (
     Reward,
@@ -37,6 +38,9 @@ from torchtune_grpo.rewards._reward_config import rewards_from_config
 log = get_logger("INFO")
 
 _SHOWN_ROWS = 3  # of many bad ones
+
+# What R rewards say of some completions; or one of them broke its contract.
+Answers = list[Outcome] | ContractError
 
 
 class RewardFailure(RuntimeError):
@@ -202,6 +206,32 @@ class RewardSet:
                 What stops one rank here stops all.
             Interrupted: if the run is to end, on all ranks.
         """
+        outcomes = breakable(
+            partial(
+                self.call,
+                prompts=prompts,
+                completions=completions,
+                columns=columns,
+                completion_ids=completion_ids,
+                trainer_state=trainer_state,
+            )
+        )
+        return self.combine([outcomes], group_size=group_size)
+
+    def call(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState | None = None,
+    ) -> Answers:
+        """What the rewards say of N completions, without a word to other ranks.
+
+        The arguments are those of a call of the set. Bad ones raise a ValueError here; a broken
+        contract does so when answers are combined.
+        """
         given = {"completions": completions, **columns}
         if completion_ids is not None:
             given["completion_ids"] = completion_ids
@@ -219,13 +249,29 @@ class RewardSet:
             completion_ids=completion_ids,
             trainer_state=trainer_state,
         )
-        outcomes, broken = [], None
         try:
-            outcomes = breakable(partial(self._call_all, calls))
+            return self._call_all(calls)
         except ContractError as error:
-            broken = visible(str(error))
-        self._check_outcomes(outcomes, broken)
+            return error
+
+    def combine(self, answers: Sequence[Answers], *, group_size: int) -> RewardScores:
+        """The scores of one or more calls' completions; every rank has to call it.
+
+        Raises:
+            ValueError: if a reward has returned anything but numbers or Nones.
+            RewardFailure: if one failed on more than ``max_failure_share`` of the completions.
+        """
+        broken = [visible(str(each)) for each in answers if isinstance(each, ContractError)]
+        parts = [each for each in answers if not isinstance(each, ContractError)]
+        outcomes = [] if broken else [joined(of_reward) for of_reward in zip(*parts, strict=True)]
+        self._check_outcomes(outcomes, broken[0] if broken else None)
         return _combine(self.rewards, outcomes, group_size=group_size)
+
+    def scores(self, answers: Answers, *, group_size: int) -> RewardScores | None:
+        """Of one call, as :meth:`combine`, but for this rank alone and unchecked; None = broken."""
+        if isinstance(answers, ContractError):
+            return None
+        return _combine(self.rewards, answers, group_size=group_size)
 
     def close(self) -> None:
         """Ends the processes and threads of rewards that have some; the set can be used again."""

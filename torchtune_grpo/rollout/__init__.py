@@ -4,12 +4,14 @@ from torchtune_grpo.rollout._decoder import unsupported_reason
 from torchtune_grpo.rollout._engine import NativeEngine, make_engine
 from torchtune_grpo.rollout._noise import row_keys
 from torchtune_grpo.rollout._params import RolloutConfig, SamplingConfig, SamplingParams
-from torchtune_grpo.rollout._request import Progress, RolloutEngine, RolloutRequest
+from torchtune_grpo.rollout._request import Admission, Progress, RolloutEngine, RolloutRequest
 from torchtune_grpo.rollout._roll_out import roll_out
 from torchtune_grpo.rollout._sampling import Sampler, filter_logits
+from torchtune_grpo.rollout._text import decode_responses
 from torchtune_grpo.rollout._torchtune import TorchtuneEngine
 
 __all__ = [
+    "Admission",
     "NativeEngine",
     "Progress",
     "RolloutConfig",
@@ -19,6 +21,7 @@ __all__ = [
     "SamplingConfig",
     "SamplingParams",
     "TorchtuneEngine",
+    "decode_responses",
     "filter_logits",
     "make_engine",
     "roll_out",

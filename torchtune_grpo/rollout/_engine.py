@@ -111,7 +111,7 @@ class NativeEngine:
         As ``max_rows`` says; else as many as fit into a share of the memory that was free when the
         engine was first asked, so that a run's rollouts are all cut in the same way.
         """
-        rows = request.num_rows
+        rows = request.allowed_rows
         if self._settings.max_rows is not None:
             return min(self._settings.max_rows, rows)
         if self._budget is None:

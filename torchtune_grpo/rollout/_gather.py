@@ -34,7 +34,7 @@ class LayerGather:
     """Gathers a sharded model layer by layer, for ranks that run different numbers of passes.
 
     Every pass over the layers begins with one small reduction; a rank without work takes part in
-    the others' passes by gathering and giving back, until no rank has work.
+    the others' passes by gathering and giving back, until no rank has work or waits for some.
 
     Args:
         model (TransformerDecoder): sharded by :func:`shard`.
@@ -47,7 +47,7 @@ class LayerGather:
 
     def begin_pass(self) -> None:
         """Tells the other ranks that this one is about to run all layers."""
-        self._someone_works(True)
+        self._count(works=1, waits=0)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
@@ -60,12 +60,24 @@ class LayerGather:
 
     def finish(self) -> None:
         """Takes part in the other ranks' passes until they have finished as well."""
-        while self._someone_works(False):
-            for index in range(len(self._layers)):
-                with self.layer(index):
-                    pass
+        while any(self._take_part(waits=0)):
+            pass
 
-    def _someone_works(self, here: bool) -> bool:
-        flag = torch.tensor(int(here), device=self._device)
-        dist.all_reduce(flag)
-        return bool(flag.item())
+    def wait(self) -> bool:
+        """Takes part in the others' pass while this rank waits for work; False = there is none."""
+        working, _ = self._take_part(waits=1)
+        return working > 0
+
+    def _take_part(self, *, waits: int) -> tuple[int, int]:
+        working, waiting = self._count(works=0, waits=waits)
+        for index in range(len(self._layers) if working else 0):
+            with self.layer(index):
+                pass
+        return working, waiting
+
+    def _count(self, *, works: int, waits: int) -> tuple[int, int]:
+        """The ranks that work, and those that wait for some."""
+        counts = torch.tensor([works, waits], device=self._device)
+        dist.all_reduce(counts)
+        working, waiting = counts.tolist()
+        return working, waiting

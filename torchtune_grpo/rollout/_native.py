@@ -20,7 +20,7 @@ from torchtune_grpo.rollout._cache import GroupCache
 from torchtune_grpo.rollout._decoder import NativeDecoder
 from torchtune_grpo.rollout._graphs import StepGraphs
 from torchtune_grpo.rollout._layout import RowLayout, coarse, padded_rows
-from torchtune_grpo.rollout._request import Progress, RolloutRequest
+from torchtune_grpo.rollout._request import Admission, Progress, RolloutRequest
 from torchtune_grpo.rollout._transcript import Transcript
 from torchtune_grpo.trajectory import Samples
 
@@ -68,6 +68,7 @@ class GroupRollout:
         rows = request.num_rows
         self._lengths = [0] * rows  # of rows that have left
         self._truncated = [True] * rows
+        self._told: set[int] = set()  # prompts whose groups have ended
         self._waiting = list(range(rows))[::-1]
         self._live: list[int] = []  # the row in each place of the cache
         self._counts: dict[int, int] = {}  # tokens of each live row
@@ -108,7 +109,10 @@ class GroupRollout:
             if self._turn_over():
                 continue  # a first token may be the last
             if not self._live:
-                break
+                if self._request.admission is None or self._request.admission.is_final():
+                    break
+                self._wait(self._request.admission)
+                continue
             for _ in range(min(self._poll_steps, self._room())):
                 self._decode()
             if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
@@ -116,7 +120,32 @@ class GroupRollout:
                 reported = time.monotonic()
         for row in self._live:
             self._lengths[row] = self._counts[row]
-        return self._said.samples(lengths=self._lengths, truncated=self._truncated)
+        if self._request.admission is not None:
+            self._end_groups(self._request.admission)
+        rows = self._request.allowed_rows
+        return self._said.samples(lengths=self._lengths[:rows], truncated=self._truncated[:rows])
+
+    def _end_groups(self, admission: Admission) -> None:
+        """A deadline ends all that may begin, on this rank; the others may still work."""
+        while not admission.is_final() and not is_interrupted():
+            for prompt in {*range(admission.allowed())} - self._told:
+                self._tell(prompt)
+            self._wait(admission)
+
+    def _wait(self, admission: Admission) -> None:
+        """For other groups to ask for more, or for other ranks."""
+        gather = self._decoder.gather
+        if gather is None or not gather.wait():
+            admission.wait()
+
+    def _tell(self, prompt: int) -> None:
+        """A group has ended."""
+        self._told.add(prompt)
+        if self._request.admission is not None:
+            rows = slice(prompt * self._group_size, (prompt + 1) * self._group_size)
+            lengths, truncated = self._lengths[rows], self._truncated[rows]
+            samples = self._said.samples(lengths=lengths, truncated=truncated, first=rows.start)
+            self._request.admission.ended(prompt, samples)
 
     def _room(self) -> int:
         """Steps until the first live row is as long as a response may be."""
@@ -124,9 +153,9 @@ class GroupRollout:
 
     def _progress(self) -> Progress:
         tokens = sum(self._lengths) + sum(self._counts.values())
-        rows = len(self._lengths)
         live = len(self._live)
-        finished = rows - live - len(self._waiting)
+        finished = len(self._lengths) - live - len(self._waiting)
+        rows = self._request.allowed_rows
         return Progress(tokens=tokens, finished=finished, live=live, rows=rows)
 
     def _turn_over(self) -> bool:
@@ -176,6 +205,7 @@ class GroupRollout:
             if not self._rows_left[prompt]:
                 del self._rows_left[prompt]
                 heapq.heappush(self._free_slots, self._slot.pop(prompt))
+                self._tell(prompt)
         for place, spoilt in zip(places, self._said.spoilt(left), strict=True):
             if spoilt:
                 self._cache.clear_row(place)
@@ -185,7 +215,8 @@ class GroupRollout:
         """Takes waiting rows, and prefills the prompts that are not in the cache yet."""
         rows: list[int] = []
         prompts: list[int] = []
-        while self._waiting and len(rows) < room:
+        allowed = self._request.allowed_rows
+        while self._waiting and self._waiting[-1] < allowed and len(rows) < room:
             prompt = self._waiting[-1] // self._group_size
             if prompt not in self._slot:
                 if not self._free_slots:

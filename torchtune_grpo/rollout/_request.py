@@ -37,6 +37,26 @@ class Progress:
         return f"{self.finished}/{self.rows}, {tqdm.format_sizeof(self.tokens)} tokens"
 
 
+class Admission(Protocol):
+    """Lets a rollout's prompts begin in their order, the last ones if earlier groups ask for it."""
+
+    def allowed(self) -> int:
+        """How many may begin; it never shrinks, and may grow whenever a group has ended."""
+        ...
+
+    def is_final(self) -> bool:
+        """Whether no more will; each one that may begin has ended then."""
+        ...
+
+    def ended(self, prompt: int, samples: Samples) -> None:
+        """Is told of each group when all its rows have ended, by its place in the request."""
+        ...
+
+    def wait(self) -> None:
+        """Waits a little for what other groups ask for."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
     """A group of responses for each prompt: N = B*G rows, prompt-major.
@@ -50,6 +70,8 @@ class RolloutRequest:
             prompt, its key and the policy, and on nothing else.
         decode (Decode | None): token ids to text; needed for ``params.stop_strings``.
         report (Callable[[Progress], None] | None): told of the progress now and then.
+        admission (Admission | None): which prompts begin; those that do not are not in the samples.
+            None = all.
 
     Raises:
         ValueError: if there are stop strings, but no ``decode`` to find them with.
@@ -62,6 +84,7 @@ class RolloutRequest:
     keys: Tensor
     decode: Decode | None = None
     report: Callable[[Progress], None] | None = None
+    admission: Admission | None = None
 
     def __post_init__(self) -> None:
         strings = list(self.params.stop_strings)
@@ -72,6 +95,12 @@ class RolloutRequest:
     def num_rows(self) -> int:
         """N."""
         return len(self.prompts) * self.group_size
+
+    @property
+    def allowed_rows(self) -> int:
+        """Rows that may begin now, all of them if nobody decides that."""
+        allowed = len(self.prompts) if self.admission is None else self.admission.allowed()
+        return allowed * self.group_size
 
 
 class RolloutEngine(Protocol):

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtune_grpo import interrupt
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout._noise import row_keys
 from torchtune_grpo.rollout._params import SamplingParams
-from torchtune_grpo.rollout._request import Progress, RolloutEngine, RolloutRequest
+from torchtune_grpo.rollout._request import Admission, Progress, RolloutEngine, RolloutRequest
 from torchtune_grpo.rollout._text import decode_responses, decode_tokens
 from torchtune_grpo.trajectory import Trajectory, join_rows, length_mask
 
@@ -28,6 +29,7 @@ def roll_out(
     seed: int,
     step: int,
     report: Callable[[Progress], None] | None = None,
+    admission: Admission | None = None,
 ) -> Trajectory:
     """Samples a group of responses for each prompt.
 
@@ -41,6 +43,7 @@ def roll_out(
         seed (int): of the run.
         step (int): of the run. The noise is a function of seed, step, prompt and sample.
         report (Callable[[Progress], None] | None): told of the progress now and then.
+        admission (Admission | None): how many of the prompts come, B of them; None = all.
 
     Returns:
         Trajectory: N = B*G rows, prompt-major, not yet scored.
@@ -49,7 +52,6 @@ def roll_out(
         Interrupted: if the run is to end, on all ranks.
     """
     stop_tokens = tokenizer.stop_tokens
-    indices = torch.tensor(prompts.indices).repeat_interleave(group_size)  # [N]
     samples = engine.generate(
         RolloutRequest(
             prompts=prompts.tokens,
@@ -65,13 +67,20 @@ def roll_out(
             ),
             decode=partial(decode_tokens, tokenizer),
             report=report,
+            admission=admission,
         )
     )
     interrupt.check()
+    prompts = prompts.first(len(samples.lengths) // group_size)
     tokens, prompt_lengths = join_rows(prompts.tokens, samples)
+
+    def of_rows(of_prompts: list[int]) -> Tensor:
+        return torch.tensor(of_prompts, device=tokens.device).repeat_interleave(group_size)  # [N]
+
     return Trajectory(
         tokens=tokens,
-        prompt_indices=indices.to(tokens.device),
+        prompt_indices=of_rows(prompts.indices),
+        places=of_rows(prompts.places),
         prompt_lengths=prompt_lengths,
         response_lengths=samples.lengths,
         response_mask=length_mask(samples.lengths, samples.responses.shape[1]),

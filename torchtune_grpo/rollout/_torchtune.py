@@ -18,7 +18,12 @@ from torchtune_grpo.interrupt import is_interrupted
 from torchtune_grpo.logprobs import unembed_with
 from torchtune_grpo.rollout._buffers import Buffers
 from torchtune_grpo.rollout._params import RolloutConfig
-from torchtune_grpo.rollout._request import Progress, RolloutRequest, end_of_rollout
+from torchtune_grpo.rollout._request import (
+    Admission,
+    Progress,
+    RolloutRequest,
+    end_of_rollout,
+)
 from torchtune_grpo.rollout._transcript import Transcript
 from torchtune_grpo.trajectory import Samples
 
@@ -41,23 +46,32 @@ class TorchtuneEngine:
         """See :meth:`torchtune_grpo.rollout.RolloutEngine.generate`."""
         end = end_of_rollout(self._settings.deadline)
         device = next(self._model.parameters()).device
-        group, total = request.group_size, request.num_rows
+        group = request.group_size
         at_once = min(self._settings.max_rows or group, group)
         vocab = self._model.tok_embeddings.num_embeddings
         said = Transcript(request, places=at_once, vocab=vocab, buffers=Buffers(device))
         lengths: list[int] = []
         truncated: list[bool] = []
-        groups = torch.arange(total, device=device).split(group)
-        for prompt, of_group in zip(request.prompts, groups, strict=True):
+        groups = torch.arange(request.num_rows, device=device).split(group)
+        for number, (prompt, of_group) in enumerate(zip(request.prompts, groups, strict=True)):
+            if not _may_begin(number, request.admission):
+                break
             for rows in of_group.split(at_once):
                 ends, count = [0] * len(rows), 0
                 if time.monotonic() <= end and not is_interrupted():
                     ends, count = self._sample(said, rows=rows, prompt=prompt, end=end)
                 lengths += [length or count for length in ends]
                 truncated += [length == 0 for length in ends]
+            if request.admission is not None:
+                mine = slice(number * group, None)
+                samples = said.samples(
+                    lengths=lengths[mine], truncated=truncated[mine], first=mine.start
+                )
+                request.admission.ended(number, samples)
             if request.report is not None:
-                done = len(lengths)
+                done, total = len(lengths), request.allowed_rows
                 request.report(Progress(tokens=sum(lengths), finished=done, live=0, rows=total))
+        _may_begin(len(request.prompts), request.admission)  # other ranks may wait for this one
         return said.samples(lengths=lengths, truncated=truncated)
 
     def _sample(
@@ -112,3 +126,14 @@ class TorchtuneEngine:
                     said.tokens[rows, count, None], position[len(prompt) + count, None]
                 )
         return ends, count + 1
+
+
+def _may_begin(prompt: int, admission: Admission | None) -> bool:
+    """Whether a prompt's turn comes; waits until that is known."""
+    while admission is not None and not is_interrupted():
+        if prompt < admission.allowed():
+            return True
+        if admission.is_final():
+            return False
+        admission.wait()
+    return admission is None

@@ -131,9 +131,9 @@ class Transcript:
         logprobs = self._logprobs[0][index]
         return (~logprobs.isfinite()).any(dim=1).tolist()
 
-    def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
-        """All N rows, cut to their lengths."""
-        sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
+    def samples(self, *, lengths: list[int], truncated: list[bool], first: int = 0) -> Samples:
+        """The n rows from the ``first`` one on, cut to their lengths."""
+        sampled = slice(first, first + len(lengths)), slice(max(1, *lengths))  # [n, L]
         logprobs = [kept[sampled].clone() for kept in self._logprobs]
         return Samples(
             responses=self.tokens[sampled].clone(),
