@@ -223,7 +223,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             prompts (PromptBatch): the step's B prompts.
             metrics (StepMetrics): receives the rollout's statistics.
         """
-        trajectory = self._scored_rollout(prompts, metrics)  # N rows; forks may drop or add some
+        trajectory = self._scored_rollout(prompts, metrics)  # N rows; forks may drop some
         with metrics.timer("time/logprobs"):
             return mini_batches(trajectory, self.cfg, loss=self._loss, reference=self._reference)
 

@@ -25,7 +25,7 @@ BEGINS_AFTER = {
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
     **dict.fromkeys(("sampler_trainer_gap", "reward_fails"), (3, 0)),
     # The first steps also compile and fill caches.
-    **dict.fromkeys(("rewards_slow", "rollout_slow"), (5, 0)),
+    **dict.fromkeys(("rewards_slow", "rollout_slow", "resampling_costly"), (5, 0)),
     # These look at many steps themselves.
     **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
     **dict.fromkeys(("gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
@@ -209,6 +209,12 @@ def _seconds(run: Run, settings: Settings) -> Signs:
         else:
             change = settings.change(f"rewards.{index}.isolation", "process")
         yield "rewards_slow", evidence, *change
+    share = run.now("time/dropped") / step
+    if share > 0.5:  # what is thrown away costs more than all that is trained on
+        kept = run.now("dynamic_sampling/kept")
+        evidence = f"Dynamic sampling keeps {kept:.0%} of the groups; the others take {share:.0%}."
+        key = "dynamic_sampling.max_resamples"
+        yield "resampling_costly", evidence, *settings.change(key, settings.keys[key] // 2)
     share = run.now("time/rollout") / step
     # Half to four fifths is usual, of a whole update; more rows cost a decoding step little.
     if share > 0.9 and run.now("frac_informative_groups") >= 0.5:

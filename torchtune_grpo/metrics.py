@@ -17,7 +17,7 @@ from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
 
 _NEGATED = "-"  # begins the name of a smallest value among the largest
-_DROPPED = "dynamic_sampling/dropped_seconds"  # a share of the rollout's, by tokens
+_DROPPED = "time/dropped"  # a share of the rollout's, by tokens
 _OF_NOTHING = -math.inf  # the largest of no values
 
 

@@ -56,6 +56,8 @@ def reward_raise(prompts, completions, trainer_state, **columns):
 """
 # Of the adapter that the runs with LoRA begin from.
 PEFT = dict(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "up_proj"])
+HALF = "rewards=[{_component_: my_rewards.reward_half}]"  # of the groups fail
+RESAMPLED = "dynamic_sampling.max_resamples=2"
 NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 
 
@@ -189,10 +191,9 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     objective = ["loss.aggregation=dapo", "advantage=batch", "grpo_samples=4", "seed=1"]
     if config == QLORA:  # QDoRA; half of the groups teach nothing, and get no pass
         objective += ["model.use_dora=True", "optimizer.fused=False", "loss.kl_coeff=0"]
-        objective += ["num_minibatches=2", "rewards=[{_component_: my_rewards.reward_half}]"]
-        objective += ["loss.aggregation=prompt"]
+        objective += ["num_minibatches=2", HALF, "loss.aggregation=prompt"]
     if config == QWEN3:
-        objective += from_adapter(tmp_path, config)
+        objective += [*from_adapter(tmp_path, config), HALF, RESAMPLED, "seed=2"]
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, ["batch_size=2", *more]) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
@@ -208,7 +209,11 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     for name in VARIANTS[config]:
         out = tmp_path / name / "out"
         assert completions(out) == completions(one / "out"), name
-        assert len(completions(out)) == 2 * 16
+        prompts = (out / "prompts.jsonl").read_text().splitlines()
+        assert prompts == (one / "out" / "prompts.jsonl").read_text().splitlines()
+        sampled = [record["prompt_index"] for record in map(json.loads, prompts)]
+        assert [len(rows) > 4 for rows in sampled] == 2 * [config == QWEN3]
+        assert len(completions(out)) == 4 * sum(map(len, sampled))
         for key, value in weights(out / "step_000002").items():
             # QLoRA's merged weights are bfloat16; a sum near a border rounds either way.
             rtol = 2**-7 if config == QLORA else 0
@@ -251,6 +256,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
     dropout = []
     if config == LORA:
         dropout, adam = ["model.lora_dropout=0.5"], adam + from_adapter(tmp_path, config)
+        adam += [HALF, RESAMPLED, "num_minibatches=2"]
     out = tmp_path / "out"
     run(tmp_path, config, *adam, *dropout, ranks=2)
     whole = weights(out / "step_000003")

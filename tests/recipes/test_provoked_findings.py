@@ -91,6 +91,12 @@ RUNS = {
         + NO_EVALUATION,
         "rollout_slow",
     ),
+    "all_dropped": (
+        [rewards("right"), "num_steps=6", "batch_size=4", "grpo_samples=2"]
+        + ["dynamic_sampling.max_resamples=1", "max_generated_tokens=64"]
+        + ["sampling.min_new_tokens=64", *NO_EVALUATION],
+        "resampling_costly",
+    ),
 }
 
 

@@ -145,6 +145,14 @@ CASES = {
         {"time/rollout": 0.9},
         5, ["rollout.max_rows=32"], ("rollout.max_rows", "Set rollout.max_rows: 32 -> 256."),
     ),
+    "resampling_costly": (
+        {"time/dropped": 0.51, "dynamic_sampling/kept": 0.2},
+        {"time/dropped": 0.5, "dynamic_sampling/kept": 0.2},
+        5, ["dynamic_sampling.max_resamples=3"],
+        (
+            "dynamic_sampling.max_resamples", "Set dynamic_sampling.max_resamples: 3 -> 1.",
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,120 @@
+"""Steps that are full at once, fill up, stay short, or have nothing to train on."""
+
+import json
+
+import pytest
+import torch
+from runs import RECIPE, metrics, run_ranks, tiny_overrides, tune
+from safetensors.torch import load_file
+
+from torchtune_grpo.data import ShuffledSampler
+
+CONFIG, ROWS, SEED = "llama3_2_1B_lora_grpo", 12, 2
+# In which steps a prompt teaches something: its completions' letters decide, else nothing does.
+REWARD = """
+TEACHES = {teaches}
+
+def reward_some(prompts, completions, trainer_state, number, **columns):
+    step = trainer_state.global_step
+    return [
+        float(sum(map(ord, text)) % 7) if n in TEACHES[step] else 1.0
+        for text, n in zip(completions, number)
+    ]
+
+def reward_raises(prompts, completions, **columns):
+    raise RuntimeError("it is not there")
+
+def reward_wrong(prompts, completions, **columns):
+    return "a text"
+"""
+ORDER = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS) * 2
+ORDER[ROWS:] = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS, skip=ROWS)
+
+
+def settings(folder, teaches, *more):
+    folder.mkdir()
+    (folder / "my_rewards.py").write_text(REWARD.format(teaches=teaches))
+    with (folder / "numbered.jsonl").open("w") as file:
+        for n in range(ROWS):
+            row = {"question": f"{n} plus 2?", "answer": f"#### {n + 2}", "number": n}
+            file.write(json.dumps(row) + "\n")
+    return [
+        "--config",
+        CONFIG,
+        *tiny_overrides(CONFIG, folder),
+        f"dataset.data_files={folder}/numbered.jsonl",
+        "rewards=[{_component_: my_rewards.reward_some}]",
+        "eval_dataset=null",
+        "eval_every_n_steps=null",
+        "dtype=fp32",
+        "grpo_samples=4",
+        "batch_size=2",
+        f"seed={SEED}",
+        "save_every_n_steps=1",
+        "keep_last_n_checkpoints=null",
+        "optimizer=torch.optim.AdamW",
+        "optimizer.lr=1e-2",
+        "lr_scheduler.num_warmup_steps=0",
+        "loss.kl_coeff=0.1",
+        "log_groups=99",
+        *more,
+    ]
+
+
+def trained(out, step):
+    """What the optimizer has made, and holds."""
+    folder = out / f"step_{step:06d}"
+    state = torch.load(folder / "training_state.pt", weights_only=True)["optimizer"]["state"]
+    held = [torch.as_tensor(value) for entry in state.values() for value in entry.values()]
+    return [*load_file(next(folder.glob("model-*.safetensors"))).values(), *held]
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_steps_take_as_many_prompts_as_they_need(tmp_path):
+    """Step 1 is full at once, 2 has nothing, 3 fills up, 4 (resumed, more rounds) stays short."""
+    teaches = {0: set(ORDER[:2]), 1: set(), 2: {ORDER[6], ORDER[8]}, 3: {ORDER[14]}}
+    assert ORDER[14] not in ORDER[9:14]
+    changes = settings(tmp_path / "work", teaches)
+    work, out = tmp_path / "work", tmp_path / "work" / "out"
+    tune("run", RECIPE, *changes, "dynamic_sampling.max_resamples=1", "num_steps=3", cwd=work)
+    assert same(trained(out, 1), trained(out, 2)) and not same(trained(out, 2), trained(out, 3))
+    changes += ["dynamic_sampling.max_resamples=3", "num_steps=4", "resume_from_checkpoint=true"]
+    resumed = tune("run", RECIPE, *changes, cwd=work)
+    assert "dynamic_sampling" in resumed.out + resumed.err and not same(
+        trained(out, 3), trained(out, 4)
+    )
+
+    done = metrics(out)
+    drawn = [map(json.loads, (out / "prompts.jsonl").read_text().splitlines())]
+    drawn = [line["prompt_index"] for line in drawn[0]]
+    assert drawn == [ORDER[:2], ORDER[2:6], ORDER[6:9], ORDER[9:16]]
+    names = ("rounds", "kept", "missing")
+    assert [[line[f"dynamic_sampling/{name}"] for name in names] for line in done] == [
+        [0, 1, 0],
+        [1, 0, 2],
+        [1, pytest.approx(2 / 3), 0],
+        [3, pytest.approx(1 / 7), 1],
+    ]
+    assert (done[1]["loss"], done[1]["grad_norm"]) == (0, 0) and "entropy" not in done[1]
+    for line in done:  # of all that was sampled
+        assert line["frac_informative_groups"] == pytest.approx(line["dynamic_sampling/kept"])
+        share = 1 - line["dynamic_sampling/kept"]
+        assert line["time/dropped"] == pytest.approx(share * line["time/rollout"], rel=0.5, abs=0)
+    texts = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
+    assert len(texts) == 4 * (2 + 4 + 3 + 7)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [("raises", "failed on 16 of 16 completions"), ("wrong", "returned str")],
+)
+def test_a_broken_reward_ends_a_run_on_all_ranks(tmp_path, reward, said):
+    changes = settings(tmp_path / "work", {}, "dynamic_sampling.max_resamples=1", "batch_size=1")
+    changes.append(f"rewards=[{{_component_: my_rewards.reward_{reward}}}]")
+    env = {"PYTHONPATH": str(tmp_path / "work")}
+    ranks = run_ranks(*changes, ranks=2, cwd=tmp_path / "work", check=False, **env)
+    assert all(rank.code != 0 for rank in ranks)  # the first to end has the other ended
+    assert any(said in rank.err for rank in ranks)
