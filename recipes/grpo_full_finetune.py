@@ -231,11 +231,10 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         """Of the policy that sampled, [N, L] each; None = the policy is still that one."""
         if self.cfg.sampling_correction.mode == "old_logprobs":
             return [batch.trajectory.sampler_logprobs for batch in batches]
-        if len(batches) == 1:
-            return [None]
+        later = [batch.parts for batch in batches[1:]]
         temperature, model = self.cfg.temperature, self._model.eval()
         with torch.no_grad():
-            return [trajectory_logprobs(model, b.parts, temperature=temperature) for b in batches]
+            return [None, *(trajectory_logprobs(model, p, temperature=temperature) for p in later)]
 
     def _scored_rollout(self, prompts: PromptBatch, metrics: StepMetrics) -> Trajectory:
         """Rolls out a group per prompt, scores it, and turns rewards into advantages: B*G rows."""

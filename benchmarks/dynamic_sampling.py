@@ -1,0 +1,95 @@
+"""Where dynamic sampling pays: the demo's task and one that is nearly too hard, with and without.
+
+    python benchmarks/dynamic_sampling.py --work-dir FOLDER --picture docs/dynamic_sampling.png
+
+Trains the demo's warmed-up model at a constant learning rate, on its own levels, of which it soon
+solves most, and on level 4 alone, of which it solves one in a hundred. A run that has ended in
+``--work-dir`` is not repeated. Prints one JSON line: for each run, at each evaluation, the step,
+the completions sampled and the seconds of all steps so far, and the held-out pass@1; and which
+share of the sampled groups had an advantage. Seconds are of a machine that does nothing else.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from torchtune_grpo.jsonl import read_jsonl
+
+HARD = "dataset.levels=[4]", "eval_dataset.levels=[4]"
+TASKS = {"levels 1 to 3": [], "level 4": [*HARD, "eval_every_n_steps=10"]}
+STEPS = {("levels 1 to 3", False): 20, ("level 4", False): 120}
+STEPS |= {("levels 1 to 3", True): 20, ("level 4", True): 50}
+COMMON = ["lr_scheduler=null", "optimizer.lr=3e-4", "report_every_n_steps=null"]
+
+
+def train(task: str, resamples: int, seed: int, work: Path) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    folder = work / f"{task.replace(' ', '_')}_{resamples}_{seed}"
+    if not any(folder.glob("step_*")):
+        command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
+        command += ["--config", "tiny_arithmetic_grpo", f"output_dir={folder}", f"seed={seed}"]
+        command += [f"model_dir={work / 'tiny'}", "prepare.seed=0", *TASKS[task], *COMMON]
+        command += [f"num_steps={STEPS[task, resamples > 0]}"]
+        command += [f"dynamic_sampling.max_resamples={resamples}"]
+        subprocess.run([*map(str, command)], check=True, stdout=sys.stderr)
+    records = read_jsonl(folder / "metrics.jsonl")
+    steps = [record for record in records if "step_time" in record]
+    sampled = [16 * len(p["prompt_index"]) for p in read_jsonl(folder / "prompts.jsonl")]
+    seconds = [0.0, *accumulate(record["step_time"] for record in steps)]
+    samples = [0, *accumulate(sampled)]
+    evaluated = [record for record in records if "eval/pass@1" in record]
+    names = ("step", "samples", "seconds", "pass@1")
+    rows = [
+        (s := r["step"], samples[s], round(seconds[s], 1), round(r["eval/pass@1"], 4))
+        for r in evaluated
+    ]
+    kept = [record["frac_informative_groups"] for record in steps]
+    return {
+        "task": task,
+        "max_resamples": resamples,
+        "seed": seed,
+        "informative": round(sum(kept) / len(kept), 3),
+        **{name: [*column] for name, column in zip(names, zip(*rows, strict=True), strict=True)},
+    }
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Pass@1 against completions and against seconds."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5), sharey="row")
+    for row, task in zip(axes, TASKS, strict=True):
+        for axis, name in zip(row, ("samples", "seconds"), strict=True):
+            for run in (run for run in runs if run["task"] == task):
+                is_on, label = run["max_resamples"] > 0, None
+                if run["seed"] == runs[0]["seed"]:
+                    label = f"max_resamples: {run['max_resamples']}"
+                axis.plot(run[name], run["pass@1"], color=f"C{is_on:d}", lw=1.2, label=label)
+            axis.set_xlabel({"samples": "completions sampled", "seconds": "seconds"}[name])
+        row[0].set_ylabel(f"{task}: pass@1")
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Runs what has not run yet, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work-dir", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--max-resamples", type=int, default=3)
+    parser.add_argument("--picture", type=Path, help="PNG to draw; needs matplotlib")
+    args = parser.parse_args()
+    arms = [(task, n) for task in TASKS for n in (0, args.max_resamples)]
+    runs = [train(task, n, seed, args.work_dir) for seed in args.seeds for task, n in arms]
+    if args.picture:
+        draw(runs, args.picture)
+    print(json.dumps({"benchmark": "dynamic_sampling", "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()
