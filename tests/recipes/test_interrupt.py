@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-from fork_server import fork_server
 from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
 from runs import run as run_script
@@ -241,7 +240,7 @@ def test_torchrun_hands_it_on(folder):
     out = folder / "out"
     with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:
         assert wait_until(lambda: (out / "metrics.jsonl").exists(), 90)
-        (launcher,) = children(of=fork_server().pid)
+        (launcher,) = done.processes()
         ranks = [*children(of=launcher)]
         os.kill(launcher, signal.SIGTERM)
         assert done.result(25).code == 143  # torchrun kills after 30 s
