@@ -204,6 +204,7 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
         }
         if code:
             overrides[f"{node}.split"] = "test"  # a dozen rows are too few for slices
+            overrides["rewards.0.workers"] = 1
     of_model = _tiny_folder if config in FROM_FOLDER else _tiny_builder
     return [f"{key}={value}" for key, value in (of_model(config, folder) | overrides).items()]
 

@@ -196,6 +196,7 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
 def test_two_ranks_leave_together_whichever_was_told(folder):
     """Sharded and gathered for each token, so that no rank may leave a rollout alone."""
     three, out = ["distributed.gather=layer", "num_steps=3"], folder / "out"
+    three.append("max_generated_tokens=4")
     run(folder, *three, ranks=2, check=True)
     out.rename(folder / "whole")
     for moment, step in (
