@@ -61,6 +61,7 @@ def sft(base, folder, *more):
     overrides += ["optimizer.lr=0.02", "lr_scheduler.num_warmup_steps=1", f"output_dir={folder}"]
     overrides += ["dataset.source=json", f"dataset.data_files={folder / 'rows.json'}"]
     overrides += [f"tokenizer.path={base / 'original/tokenizer.model'}", *weights_of(base), *more]
+    overrides.append("seed=0")  # torchtune draws one otherwise
     overrides.append(f"tokenizer.special_tokens_path={base / 'special_tokens.json'}")
     config = ["--config", "llama3_2/1B_lora_single_device"]
     tune("run", "lora_finetune_single_device", *config, *overrides, cwd=folder)
