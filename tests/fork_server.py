@@ -196,7 +196,6 @@ if __name__ == "__main__":
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
     import torchtune_grpo._plugin
-    import torchtune_grpo.evaluate
     import torchtune_grpo.report._page  # noqa: F401
 
     recipe = torchtune_grpo._plugin.recipes_folder() / "grpo_full_finetune.py"
