@@ -19,7 +19,7 @@ from torchtune_grpo.read_config import read_config
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
-QUICK = ["num_steps=1", "dtype=fp32", "grpo_samples=4", "batch_size=2"]
+QUICK = ["num_steps=1", "dtype=fp32"]
 NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 SPREAD = "rewards=[{_component_: my_rewards.length}]"
 ADAPTERS = ["model.lora_rank=4", "model.lora_alpha=12", "model.lora_attn_modules=[q_proj,k_proj]"]
