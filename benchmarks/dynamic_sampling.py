@@ -1,12 +1,13 @@
-"""Where dynamic sampling pays: the demo's task and one that is nearly too hard, with and without.
+"""Where dynamic sampling pays: on the demo's task, from a model that is often right and a rare one.
 
     python benchmarks/dynamic_sampling.py --work-dir FOLDER --picture docs/dynamic_sampling.png
 
-Trains the demo's warmed-up model at a constant learning rate, on its own levels, of which it soon
-solves most, and on level 4 alone, of which it solves one in a hundred. A run that has ended in
-``--work-dir`` is not repeated. Prints one JSON line: for each run, at each evaluation, the step,
-the completions sampled and the seconds of all steps so far, and the held-out pass@1; and which
-share of the sampled groups had an advantage. Seconds are of a machine that does nothing else.
+Trains the demo at a constant learning rate from two models, which are warmed up in ``--work-dir``
+where they are missing: the demo's own, right one time in four at first and soon nearly always; and
+one that works out its answers so rarely that it is right one time in fifty. A run that has ended is
+not repeated. Prints one JSON line: for each run, at each evaluation, the step, the completions
+sampled and the seconds of all steps so far, and the held-out pass@1; and the share of the sampled
+groups that had an advantage. Seconds are of a machine that does nothing else.
 """
 
 import argparse
@@ -18,22 +19,32 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.tiny import _warmup, make_tiny_checkpoint
 
-HARD = "dataset.levels=[4]", "eval_dataset.levels=[4]"
-TASKS = {"levels 1 to 3": [], "level 4": [*HARD, "eval_every_n_steps=10"]}
-STEPS = {("levels 1 to 3", False): 20, ("level 4", False): 120}
-STEPS |= {("levels 1 to 3", True): 20, ("level 4", True): 50}
+# Of a warm-up, at its end: share of answers that are guessed.
+MODELS = {"often right": 0.8, "rarely right": 0.985}
+STEPS = {0: 60, 3: 24}  # by max_resamples; about as many completions
 COMMON = ["lr_scheduler=null", "optimizer.lr=3e-4", "report_every_n_steps=null"]
+COMMON += ["eval_every_n_steps=4", "dynamic_sampling.reward=correctness"]
 
 
-def train(task: str, resamples: int, seed: int, work: Path) -> dict[str, Any]:
+def model_dir(model: str, work: Path) -> Path:
+    """The folder of a model, which is made if it is missing."""
+    folder = work / model.replace(" ", "_")
+    if not folder.exists():
+        _warmup.GUESSES = MODELS[model]
+        make_tiny_checkpoint(folder)
+    return folder
+
+
+def train(model: str, resamples: int, seed: int, work: Path) -> dict[str, Any]:
     """One run, in a process of its own."""
-    folder = work / f"{task.replace(' ', '_')}_{resamples}_{seed}"
+    folder = work / f"{model.replace(' ', '_')}_{resamples}_{seed}"
     if not any(folder.glob("step_*")):
         command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
         command += ["--config", "tiny_arithmetic_grpo", f"output_dir={folder}", f"seed={seed}"]
-        command += [f"model_dir={work / 'tiny'}", "prepare.seed=0", *TASKS[task], *COMMON]
-        command += [f"num_steps={STEPS[task, resamples > 0]}"]
+        command += [f"model_dir={model_dir(model, work)}", "prepare.seed=0", *COMMON]
+        command += [f"num_steps={STEPS[resamples]}"]
         command += [f"dynamic_sampling.max_resamples={resamples}"]
         subprocess.run([*map(str, command)], check=True, stdout=sys.stderr)
     records = read_jsonl(folder / "metrics.jsonl")
@@ -49,7 +60,7 @@ def train(task: str, resamples: int, seed: int, work: Path) -> dict[str, Any]:
     ]
     kept = [record["frac_informative_groups"] for record in steps]
     return {
-        "task": task,
+        "model": model,
         "max_resamples": resamples,
         "seed": seed,
         "informative": round(sum(kept) / len(kept), 3),
@@ -62,15 +73,15 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(8, 5), sharey="row")
-    for row, task in zip(axes, TASKS, strict=True):
+    for row, model in zip(axes, MODELS, strict=True):
         for axis, name in zip(row, ("samples", "seconds"), strict=True):
-            for run in (run for run in runs if run["task"] == task):
+            for run in (run for run in runs if run["model"] == model):
                 is_on, label = run["max_resamples"] > 0, None
                 if run["seed"] == runs[0]["seed"]:
                     label = f"max_resamples: {run['max_resamples']}"
                 axis.plot(run[name], run["pass@1"], color=f"C{is_on:d}", lw=1.2, label=label)
             axis.set_xlabel({"samples": "completions sampled", "seconds": "seconds"}[name])
-        row[0].set_ylabel(f"{task}: pass@1")
+        row[0].set_ylabel(f"{model}: pass@1")
     axes[0][0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -81,11 +92,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--max-resamples", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="PNG to draw; needs matplotlib")
     args = parser.parse_args()
-    arms = [(task, n) for task in TASKS for n in (0, args.max_resamples)]
-    runs = [train(task, n, seed, args.work_dir) for seed in args.seeds for task, n in arms]
+    arms = [(model, resamples) for model in MODELS for resamples in STEPS]
+    runs = [train(*arm, seed, args.work_dir) for seed in args.seeds for arm in arms]
     if args.picture:
         draw(runs, args.picture)
     print(json.dumps({"benchmark": "dynamic_sampling", "runs": runs}))

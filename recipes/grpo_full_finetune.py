@@ -41,7 +41,7 @@ from torchtune_grpo.components import instantiate
 from torchtune_grpo.data import PromptBatch, make_sampler, prompts_of_rank
 from torchtune_grpo.device import find_device
 from torchtune_grpo.dynamic_sampling import DynamicSampling, Resampling
-from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.evaluation import Course, Evaluator
 from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.interrupt import Interrupts, exit_on_signals
 from torchtune_grpo.load_data import load_data
@@ -61,7 +61,6 @@ from torchtune_grpo.read_config import check_checkpoint_files, read_config
 from torchtune_grpo.reference import make_reference
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
-from torchtune_grpo.stopping import Course
 from torchtune_grpo.threads import limit_threads
 from torchtune_grpo.trajectory import Trajectory
 

@@ -1,9 +1,10 @@
 """Starts scripts in processes that have imported what a run imports, which takes seconds.
 
-As a script, this is the server: it forks itself for each process of a request. A forked process has
-its own folder, arguments, environment and files. Two things are not as in any interpreter: what an
-import reads from the environment is as the server found it, and a process that ends well, or by
-`sys.exit`, does not take the modules apart, which would touch, and so copy, all of their memory.
+As a script, this is the server, one for all workers of a pytest. It forks itself for each who
+connects, and there for each process of a request. A forked process has its own folder, arguments,
+environment and files. Two things are not as in any interpreter: what an import reads from the
+environment is as the server found it, and a process that ends well, or by `sys.exit`, does not take
+the modules apart, which would touch, and so copy, all of their memory.
 """
 
 import atexit
@@ -12,17 +13,21 @@ import json
 import os
 import random
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 TIMEOUT = 300  # seconds of one process
+_of_thread = threading.local()
+_started: list[subprocess.Popen] = []
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -31,18 +36,15 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 class ForkServer:
-    """A server in a process of its own; it ends with this one."""
+    """A connection to the server, which it starts if nobody has: a process that forks on demand."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            env=environment(CUDA_VISIBLE_DEVICES=""),  # no forked process could use one
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
+        name = f"\0fork_server_{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        _start(name)
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(name)
+        self._lines = self._connection.makefile("rw")
+        self.pid = int(self._lines.readline())
 
     def run(
         self, *arguments: str, cwd: Path, envs: Sequence[dict[str, str]]
@@ -65,8 +67,8 @@ class ForkServer:
             ]
             timer = threading.Timer(TIMEOUT, os.killpg, (self.pid, signal.SIGKILL))
             timer.start()
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            reply = self._process.stdout.readline()
+            print(json.dumps(request), file=self._lines, flush=True)
+            reply = self._lines.readline()
             timer.cancel()
             texts = [[_text(Path(file)) for file in pair] for pair in files]
             why = f"no reply within {TIMEOUT} s, or the server has ended"
@@ -79,10 +81,32 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-@cache
 def fork_server() -> ForkServer:
-    """The one of this process."""
-    return ForkServer()
+    """The one of this thread."""
+    if not hasattr(_of_thread, "server"):
+        _of_thread.server = ForkServer()
+    return _of_thread.server
+
+
+def _start(name: str) -> None:
+    """Starts the server, unless there is one of this name; it serves until this process ends it."""
+    with socket.socket(socket.AF_UNIX) as listener, suppress(OSError):  # the name is taken
+        listener.bind(name)
+        listener.listen()
+        command = [sys.executable, __file__, str(listener.fileno())]
+        hidden = environment(CUDA_VISIBLE_DEVICES="")  # no forked process could use one
+        _started.append(
+            subprocess.Popen(
+                command, env=hidden, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
+            )
+        )
+
+
+def end() -> None:
+    """Waits for the server, if this process has started it: then times tell of what it has used."""
+    vars(_of_thread).clear()
+    for process in _started:
+        process.communicate()
 
 
 def become(*, cwd: str, env: dict[str, str], files: list[str]) -> None:
@@ -116,18 +140,35 @@ def end_quickly() -> None:
     os._exit(exit_code)
 
 
-def next_request() -> dict:
+def accepted(listener: socket.socket) -> socket.socket:
+    """Forks for each who connects, until stdin ends; returns the connection in the forked one."""
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            os.setsid()
+            return connection
+        connection.close()
+    listener.close()
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)
+
+
+def next_request(connection: socket.socket) -> dict:
     """Forks for each process of each request; returns what it is asked to be in the forked one."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
+    lines = connection.makefile("rw")
+    print(os.getpid(), file=lines, flush=True)
+    for line in lines:
         running: list[int] = []
         for process in json.loads(line):
             if (child := os.fork()) == 0:
+                connection.close()
                 return process
             running.append(child)
-        print(json.dumps(wait_for(running)), file=replies, flush=True)
-    sys.exit()
+        print(json.dumps(wait_for(running)), file=lines, flush=True)
+    os._exit(0)
 
 
 def wait_for(children: list[int]) -> list[int]:
@@ -150,9 +191,12 @@ if __name__ == "__main__":
     import torchtune.models.llama3_2
     import torchtune.models.qwen2_5
     import torchtune.training.metric_logging  # noqa: F401
+    import transformers.models.llama  # noqa: F401
+    import transformers.models.qwen3  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
     import torchtune_grpo._plugin
+    import torchtune_grpo.report._page  # noqa: F401
 
     recipe = torchtune_grpo._plugin.recipes_folder() / "grpo_full_finetune.py"
     runpy.run_path(str(recipe), run_name="imports")
@@ -160,7 +204,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     weakref.finalize._registry.clear()  # at exit, torch would take its operators apart
-    request = next_request()
+    request = next_request(accepted(socket.socket(fileno=int(sys.argv[1]))))
     arguments = request.pop("arguments")
     become(**request)
     try:

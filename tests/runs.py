@@ -108,16 +108,19 @@ def _needs_gpu(command: list[str]) -> bool:
 
 @contextmanager
 def in_background(function: Callable, *arguments: object, **settings: Any) -> Iterator[Future]:
-    """Calls :func:`tune`, for instance; gives the Future of what it returns.
+    """Calls :func:`tune`, for instance, while others may run.
 
-    What still runs when the block is left, is killed. There can be no other run meanwhile.
+    Gives the Future of what it returns, whose ``processes()`` are those that have been started.
+    What still runs when the block is left, is killed.
     """
-    server = fork_server().pid
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(fork_server).result().pid
+        done = pool.submit(function, *arguments, **settings)
+        done.processes = lambda: list(children(of=server))
         try:
-            yield pool.submit(function, *arguments, **settings)
+            yield done
         finally:
-            for process in children(of=server):
+            for process in done.processes():
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
@@ -187,6 +190,8 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
         "output_dir": folder / "out",
         "device": "cpu",
         "num_steps": 2,
+        "batch_size": 2,
+        "grpo_samples": 4,
         "max_generated_tokens": 12,
     }
     code = "code" in config
@@ -199,6 +204,7 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
         }
         if code:
             overrides[f"{node}.split"] = "test"  # a dozen rows are too few for slices
+            overrides["rewards.0.workers"] = 1
     of_model = _tiny_folder if config in FROM_FOLDER else _tiny_builder
     return [f"{key}={value}" for key, value in (of_model(config, folder) | overrides).items()]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_grpo._api_rewards import dotpath
-from torchtune_grpo._config_table import component_keys
 from torchtune_grpo.components import component_parameters
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.errors import Problems
@@ -93,51 +91,37 @@ class Arguments:
         return told
 
     def _key(self, name: str) -> str:
-        """The key below a node that a name means.
+        """The key below a node that a name means, as ``loss_kl_coeff``; of two, the longer node's.
 
         Raises:
-            ValueError: if there is none, or several; it names the nearest.
+            ValueError: if there is none; it names the nearest.
         """
-        known: dict[str, list[str]] = {}
-        open_ended = []
-        for node in self._nodes():
-            names, is_open = self._arguments(node)
-            for argument in names:
-                known.setdefault(f"{node}_{argument}", []).append(f"{node}.{argument}")
+        known: dict[str, str] = {}
+        hints = typing.get_type_hints(GRPOConfig)
+        for node in sorted(hints, key=len):
+            names, is_open = self._arguments(node, hints[node])
+            known |= {f"{node}_{argument}": f"{node}.{argument}" for argument in names}
             if is_open and name.startswith(f"{node}_"):
-                open_ended.append(f"{node}.{name.removeprefix(f'{node}_')}")
-        found = known.get(name) or sorted(open_ended, key=len)[-1:]
-        if len(found) > 1:
-            as_dicts = " or ".join(
-                "{}={{{!r}: ...}}".format(*key.split(".", 1)) for key in sorted(found)
-            )
-            raise ValueError(f"{name}: may be {' or '.join(sorted(found))}; give {as_dicts}.")
-        if found:
-            return found[0]
-        keys = [f.name for f in dataclasses.fields(GRPOConfig)]
-        near = difflib.get_close_matches(name, [*keys, *known, "data", "eval_data", "config"], n=1)
+                known.setdefault(name, f"{node}.{name.removeprefix(f'{node}_')}")
+        if name in known:
+            return known[name]
+        near = difflib.get_close_matches(name, [*hints, *known, "data", "eval_data", "config"], n=1)
         raise ValueError(
             f"{name}: unknown key."
             + (f" Did you mean {near[0]}?" if near else "")
             + " `python -m torchtune_grpo.config` lists the keys."
         )
 
-    def _nodes(self) -> list[str]:
-        hints = typing.get_type_hints(GRPOConfig)
-        tables = {name for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-        return sorted(component_keys(GRPOConfig) | tables)
-
-    def _arguments(self, node: str) -> tuple[set[str], bool]:
-        """The keys below a node, and whether it takes any other."""
-        hint = typing.get_type_hints(GRPOConfig)[node]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    def _arguments(self, node: str, hint: Any) -> tuple[set[str], bool]:
+        """The keys below a key, and whether it takes any other."""
+        if dataclasses.is_dataclass(hint):
             return {field.name for field in dataclasses.fields(hint)}, False
         there = OmegaConf.select(self.cfg, node, throw_on_missing=False)
         if not isinstance(there, DictConfig):
             return set(), False
         parameters = component_parameters(there.get("_component_")) or {}
         named = {n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-        is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        is_open = len(named) < len(parameters)
         return named | {str(name) for name in there if name != "_component_"}, is_open
 
 

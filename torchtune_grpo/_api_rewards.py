@@ -45,19 +45,12 @@ def dotpath(thing: Any) -> str | None:
 
 @dataclass(frozen=True)
 class GivenReward:
-    """A reward that no other process can import.
+    """A reward that no other process can import."""
 
-    Args:
-        key (str): where it stands in the config.
-        thing (Any): what is called.
-        text (str | None): a module that has it, too, if one can be written.
-        why (str): why none can.
-    """
-
-    key: str
-    thing: Any
-    text: str | None
-    why: str = ""
+    key: str  # where it stands in the config
+    thing: Any  # what is called
+    text: str | None  # a module that has it, too, if one can be written
+    why: str = ""  # none can
 
     @classmethod
     def of(cls, key: str, thing: Any) -> GivenReward:

@@ -22,15 +22,10 @@ _MARGIN = 0.05  # of an evaluation without an interval: that of some 400 prompts
 
 @dataclass(frozen=True)
 class Settings:
-    """What the rules know of a run's config.
+    """What the rules know of a run's config."""
 
-    Args:
-        keys (Mapping[str, Any]): by dotted key, such as ``optimizer.lr`` or ``rewards.0.timeout``.
-        rewards (Sequence[Mapping[str, Any]]): the list ``rewards``, with all names and weights.
-    """
-
-    keys: Mapping[str, Any]
-    rewards: Sequence[Mapping[str, Any]]
+    keys: Mapping[str, Any]  # by dotted key, such as ``optimizer.lr`` or ``rewards.0.timeout``
+    rewards: Sequence[Mapping[str, Any]]  # the list ``rewards``, with all names and weights
 
     @classmethod
     def from_config(cls, cfg: GRPOConfig) -> Settings:

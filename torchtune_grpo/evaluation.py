@@ -3,75 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from torchtune import utils
 
+from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.config import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
-from torchtune_grpo.parallel import gather_over_ranks, rank, world_size
+from torchtune_grpo.parallel import gather_over_ranks, on_first_rank, rank, world_size
 from torchtune_grpo.progress import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rewards._lenient import names_answer
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 from torchtune_grpo.statistics import bootstrap_interval, majority, pass_at_k
-from torchtune_grpo.stopping import passes
+from torchtune_grpo.stopping import best_step, passes, should_stop
+
+log = utils.get_logger("INFO")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One response to a prompt.
+    """One response to a prompt."""
 
-    Attributes:
-        completion (str): as rewards see it.
-        tokens (int): its length.
-        truncated (bool): no stop token came in time.
-        scores (dict[str, float]): of each reward; 0 where it does not apply or failed.
-        stated (dict[str, str | None]): which answer each reward sees, of those that can say it.
-    """
-
-    completion: str
-    tokens: int
-    truncated: bool
-    scores: dict[str, float]
-    stated: dict[str, str | None]
+    completion: str  # as rewards see it
+    tokens: int  # its length
+    truncated: bool  # no stop token came in time
+    scores: dict[str, float]  # of each reward; 0 where it does not apply or failed
+    stated: dict[str, str | None]  # which answer each reward sees, of those that can say it
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt and a policy's answers to it.
+    """A prompt and a policy's answers to it."""
 
-    Attributes:
-        index (int): position in the data set.
-        prompt (str): its text.
-        columns (dict[str, Any]): what rewards know of it.
-        greedy (Answer): the most probable one.
-        samples (list[Answer]): k of them, drawn as ``eval_sampling`` says.
-    """
-
-    index: int
+    index: int  # in the data set
     prompt: str
-    columns: dict[str, Any]
-    greedy: Answer
-    samples: list[Answer]
+    columns: dict[str, Any]  # what rewards know of it
+    greedy: Answer  # the most probable one
+    samples: list[Answer]  # k of them, drawn as ``eval_sampling`` says
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A policy's answers to a split, the same on every rank.
+    """A policy's answers to a split, the same on every rank."""
 
-    Attributes:
-        answered (list[Answered]): P prompts, in the order of the data set.
-        reward (str): the one that decides what is right.
-        seconds (float): that the answers and their scores took.
-    """
-
-    answered: list[Answered]
-    reward: str
-    seconds: float
+    answered: list[Answered]  # P prompts, in the order of the data set
+    reward: str  # the one that decides what is right
+    seconds: float  # that the answers and their scores took
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -229,3 +211,30 @@ class Evaluator:
             )
         ]
         return [answers[i : i + samples] for i in range(0, len(answers), samples)]
+
+
+class Course:
+    """Ends a run and keeps its best checkpoint, as ``keep_best``, ``stop_at`` and ``patience`` say.
+
+    Args:
+        cfg (GRPOConfig): the run's config.
+        checkpoints (Checkpoints): the run's.
+    """
+
+    def __init__(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> None:
+        self._cfg, self._checkpoints = cfg, checkpoints
+        self.is_over = False
+
+    def judge(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Every rank calls it after an evaluation or a resume; the first one's record decides."""
+        best, self.is_over = on_first_rank(self._judge, records)
+        self._checkpoints.keep_best(best)
+
+    def _judge(self, records: Sequence[Mapping[str, Any]]) -> tuple[int | None, bool]:
+        cfg = self._cfg
+        reason = should_stop(
+            records, metric=cfg.keep_best, stop_at=cfg.stop_at, patience=cfg.patience
+        )
+        if reason is not None:
+            log.info(reason)
+        return best_step(records, cfg.keep_best), reason is not None

@@ -23,21 +23,13 @@ ENDS_AFTER = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong.
+    """What is wrong."""
 
-    Args:
-        name (str): what it is called in docs/findings.md.
-        since (int): the first step with its signs.
-        evidence (str): a sentence with the numbers.
-        key (str): the config key to change.
-        remedy (str): a sentence: to what.
-    """
-
-    name: str
-    since: int
-    evidence: str
-    key: str
-    remedy: str
+    name: str  # as docs/findings.md calls it
+    since: int  # the first step with its signs
+    evidence: str  # a sentence with the numbers
+    key: str  # the config key to change
+    remedy: str  # a sentence: to what
 
 
 @dataclass

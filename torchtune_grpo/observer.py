@@ -85,7 +85,7 @@ class Observer:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """What ``metrics.jsonl`` says; every rank has to ask."""
+        """What ``metrics.jsonl`` says; nothing but on the first rank."""
         return self._log.read_metrics()
 
     def has_evaluation(self, step: int) -> bool:
@@ -106,9 +106,8 @@ class Observer:
                 yield
             finally:
                 self._write_page()
-        records = self.records
         if rank() == 0:
-            for line in summary(records, self._findings.current, self._folder):
+            for line in summary(self.records, self._findings.current, self._folder):
                 log.info(line)
 
     def rollout(self, now: Progress) -> None:

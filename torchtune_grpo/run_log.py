@@ -52,19 +52,16 @@ class RunLog:
             beside.replace(path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of steps and evaluations so far. Every rank has to call it, and gets them."""
-        return on_first_rank(self._read_metrics)
+        """The lines of steps and evaluations so far; nothing but on the first rank."""
+        path = self._folder / METRICS_FILE
+        return read_jsonl(path) if rank() == 0 and path.exists() else []
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the policy after so many steps was evaluated. Every rank has to ask."""
         return on_first_rank(self._has_evaluation, step)
 
     def _has_evaluation(self, step: int) -> bool:
-        return any(r["step"] == step and "eval/accuracy" in r for r in self._read_metrics())
-
-    def _read_metrics(self) -> list[dict[str, Any]]:
-        path = self._folder / METRICS_FILE
-        return read_jsonl(path) if path.exists() else []
+        return any(r["step"] == step and "eval/accuracy" in r for r in self.read_metrics())
 
     def metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Appends a line of numbers, of a step or of an evaluation.

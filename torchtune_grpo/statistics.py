@@ -19,19 +19,12 @@ _FINEST_UNIT = 256  # of scores: whole numbers of 1/256 at the finest
 
 
 class Paired(NamedTuple):
-    """What :func:`paired_test` says of two policies' scores on the same prompts.
+    """What :func:`paired_test` says of two policies' scores on the same prompts."""
 
-    Attributes:
-        difference (float): mean of after minus before.
-        low (float): of its 95 % interval.
-        high (float): of its 95 % interval.
-        p (float): how often chance alone gives a difference at least as large, of either sign.
-    """
-
-    difference: float
-    low: float
+    difference: float  # mean of after minus before
+    low: float  # of its 95 % interval
     high: float
-    p: float
+    p: float  # how often chance alone gives a difference at least as large, of either sign
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:

@@ -5,43 +5,10 @@ All is decided by the lines of ``metrics.jsonl``, so that a resumed run decides 
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torchtune_grpo.checkpoint import Checkpoints
-    from torchtune_grpo.config import GRPOConfig
-
-log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 ACCURACY = "eval/accuracy"
-
-
-class Course:
-    """Ends a run and keeps its best checkpoint, as ``keep_best``, ``stop_at`` and ``patience`` say.
-
-    Args:
-        cfg (GRPOConfig): the run's config.
-        checkpoints (Checkpoints): the run's.
-    """
-
-    def __init__(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> None:
-        self._cfg, self._checkpoints = cfg, checkpoints
-        self.is_over = False
-
-    def judge(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Every rank calls it after an evaluation or a resume, with the same record."""
-        self._checkpoints.keep_best(best_step(records, self._cfg.keep_best))
-        reason = should_stop(
-            records,
-            metric=self._cfg.keep_best,
-            stop_at=self._cfg.stop_at,
-            patience=self._cfg.patience,
-        )
-        self.is_over = reason is not None
-        if reason and int(os.environ.get("RANK", 0)) == 0:
-            log.info(reason)
 
 
 def passes(num_samples: int) -> list[int]:

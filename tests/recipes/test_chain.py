@@ -19,7 +19,7 @@ from torchtune_grpo.read_config import read_config
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
-QUICK = ["num_steps=1", "dtype=fp32", "grpo_samples=4", "batch_size=2"]
+QUICK = ["num_steps=1", "dtype=fp32"]
 NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
 SPREAD = "rewards=[{_component_: my_rewards.length}]"
 ADAPTERS = ["model.lora_rank=4", "model.lora_alpha=12", "model.lora_attn_modules=[q_proj,k_proj]"]
@@ -61,6 +61,7 @@ def sft(base, folder, *more):
     overrides += ["optimizer.lr=0.02", "lr_scheduler.num_warmup_steps=1", f"output_dir={folder}"]
     overrides += ["dataset.source=json", f"dataset.data_files={folder / 'rows.json'}"]
     overrides += [f"tokenizer.path={base / 'original/tokenizer.model'}", *weights_of(base), *more]
+    overrides.append("seed=0")  # torchtune draws one otherwise
     overrides.append(f"tokenizer.special_tokens_path={base / 'special_tokens.json'}")
     config = ["--config", "llama3_2/1B_lora_single_device"]
     tune("run", "lora_finetune_single_device", *config, *overrides, cwd=folder)

@@ -6,7 +6,7 @@ import pytest
 from runs import RECIPE, run, run_tiny, tiny_overrides, tune
 
 CONFIG = "llama3_2_1B_lora_grpo"
-SHORT = ["num_steps=1", "batch_size=2", "grpo_samples=4"]
+SHORT = ["num_steps=1"]
 MISTAKES = {
     "device=cuda": r"device=cuda: torch .* finds no GPU here",
     "rewards.0.weight=much": r"rewards\[0\] \(correctness\).weight is 'much'; give a number",
@@ -102,11 +102,11 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
         "def wrong(prompts, completions, **columns):\n"
         "    return [1.0]\n"
     )
-    reward = ["rewards.0=my_parts.wrong", "batch_size=2", "eval_dataset=null"]
+    reward = ["rewards.0=my_parts.wrong", "eval_dataset=null"]
     done = run_tiny(CONFIG, tmp_path, *reward, check=False)
     file = tmp_path / "out" / "error.txt"
     assert done.err.endswith(
-        "Error: The reward 'correctness' returned 1 values for 16 completions; return one number "
+        "Error: The reward 'correctness' returned 1 values for 8 completions; return one number "
         "or None per completion.\n"
     )
     assert f"Traceback: {file}" in done.err and "ContractError" in file.read_text()

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-from fork_server import fork_server
 from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
 from runs import run as run_script
@@ -197,6 +196,7 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
 def test_two_ranks_leave_together_whichever_was_told(folder):
     """Sharded and gathered for each token, so that no rank may leave a rollout alone."""
     three, out = ["distributed.gather=layer", "num_steps=3"], folder / "out"
+    three.append("max_generated_tokens=4")
     run(folder, *three, ranks=2, check=True)
     out.rename(folder / "whole")
     for moment, step in (
@@ -241,7 +241,7 @@ def test_torchrun_hands_it_on(folder):
     out = folder / "out"
     with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:
         assert wait_until(lambda: (out / "metrics.jsonl").exists(), 90)
-        (launcher,) = children(of=fork_server().pid)
+        (launcher,) = done.processes()
         ranks = [*children(of=launcher)]
         os.kill(launcher, signal.SIGTERM)
         assert done.result(25).code == 143  # torchrun kills after 30 s

@@ -7,6 +7,7 @@ function of seed, step, prompt and sample, so that every way of cutting sees the
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,21 +122,31 @@ class Outcome:
     returned: list[Tensor]
 
 
+@pytest.fixture(scope="module")
+def results():
+    """Of the runs that were made already."""
+    return {}
+
+
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path, monkeypatch, results):
     """Runs the recipe; returns its adapters' weights before and after, and its trajectories."""
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
     module = load_module("my_rewards", tmp_path / "my_rewards.py")
     monkeypatch.setitem(sys.modules, "my_rewards", module)  # and not another test's
     overrides = tiny_overrides(CONFIG, tmp_path)
-    runs = 0
 
     def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length"):
-        nonlocal runs
-        runs += 1
+        key = (*more, *rows, *prompts, reward)
+        if key not in results:
+            results[key] = made(more, rows=rows, prompts=prompts, reward=reward)
+        return results[key]
+
+    def made(more: list[str], *, rows, prompts, reward):
         cfg = OmegaConf.load(ROOT / "configs" / f"{CONFIG}.yaml")
-        changes = [*overrides, *BASE, *more, f"output_dir={tmp_path / str(runs)}"]
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        changes = [*overrides, *BASE, *more, f"output_dir={folder}"]
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
         del cfg.optimizer.fused, cfg.optimizer.weight_decay
         cfg.eval_dataset, cfg.eval_every_n_steps = None, None

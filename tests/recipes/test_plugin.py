@@ -47,49 +47,41 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A file that happens to be called like one of the configs, and is no good config.
     (folder / CONFIGS[0]).write_text("model:\n  _component_: module_of_the_user.model\n")
     (folder / SOME[0]).mkdir()  # as a run of that config leaves one
+    shutil.copy(REPO / "recipes" / "configs" / f"{CONFIG}.yaml", folder / "my_config.yaml")
     return folder
 
 
+class Session(dict):
+    """Command of the stock `tune` -> its result; each runs once, when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, command: str) -> Result:
+        program, *rest = command.split()
+        start = {"tune": [TUNE], "torchtune_grpo": ["-m", "torchtune_grpo"]}[program]
+        self[command] = run(*start, *rest, cwd=self._folder, check=False)
+        return self[command]
+
+
 @pytest.fixture(scope="module")
-def session(workspace: Path) -> dict[str, Result]:
-    """The results of many commands of the stock `tune`."""
-    commands = [
-        "tune ls",
-        f"tune cp {RECIPE} .",
-        f"tune cp {DISTRIBUTED} my_grpo.py",
-        f"tune cp {CONFIG} my_config.yaml",
-        *(f"tune cat {name}" for name in SOME),
-        f"tune cat {CONFIG} --sort",
-        "tune cat my_config.yaml",
-        "tune validate my_config.yaml",
-        f"tune validate {CONFIGS[0]}",
-        "tune validate hf_lora_grpo",
-        "tune validate no_such_config",
-        "tune validate llama3_2/1B_full",
-        *(f"tune validate {name}" for name in SOME),
-        "torchtune_grpo ls",
-    ]
-    programs = {"tune": [TUNE], "torchtune_grpo": ["-m", "torchtune_grpo"]}
-
-    def result(name: str, *rest: str) -> Result:
-        return run(*programs[name], *rest, cwd=workspace, check=False)
-
-    return {command: result(*command.split()) for command in commands}
+def session(workspace: Path) -> Session:
+    return Session(workspace)
 
 
-def test_ls_lists_the_recipes_with_every_config(session: dict[str, Result]) -> None:
+def test_ls_lists_the_recipes_with_every_config(session: Session) -> None:
     assert CONFIG in CONFIGS
     for recipe in RECIPES:
         assert listed(session["tune ls"].out)[recipe] == CONFIGS
 
 
 def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
-    session: dict[str, Result], workspace: Path
+    session: Session, workspace: Path
 ) -> None:
     copies = {
         f"tune cp {RECIPE} .": ("grpo_full_finetune.py", "grpo_full_finetune.py"),
         f"tune cp {DISTRIBUTED} my_grpo.py": ("my_grpo.py", "grpo_full_finetune.py"),
-        f"tune cp {CONFIG} my_config.yaml": ("my_config.yaml", f"configs/{CONFIG}.yaml"),
+        f"tune cp {CONFIG} copied.yaml": ("copied.yaml", f"configs/{CONFIG}.yaml"),
     }
     for command, (copy, original) in copies.items():
         assert session[command].code == 0, session[command].err
@@ -97,16 +89,14 @@ def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
 
 
 @pytest.mark.parametrize("config", SOME)
-def test_cat_prints_our_configs_with_their_comments(
-    session: dict[str, Result], config: str
-) -> None:
+def test_cat_prints_our_configs_with_their_comments(session: Session, config: str) -> None:
     file = REPO / "recipes" / "configs" / f"{config}.yaml"
     assert session[f"tune cat {config}"] == Result(0, file.read_text(), "")
 
 
 @pytest.mark.parametrize("arguments", [f"{CONFIG} --sort", "my_config.yaml"])
 def test_cat_sorts_and_prints_other_files_as_before(
-    session: dict[str, Result], workspace: Path, arguments: str
+    session: Session, workspace: Path, arguments: str
 ) -> None:
     data = yaml.safe_load((workspace / "my_config.yaml").read_text())
     result = session[f"tune cat {arguments}"]
@@ -115,13 +105,13 @@ def test_cat_sorts_and_prints_other_files_as_before(
 
 
 @pytest.mark.parametrize("config", [*SOME, "my_config.yaml"])
-def test_validate_takes_a_name_or_a_path(session: dict[str, Result], config: str) -> None:
+def test_validate_takes_a_name_or_a_path(session: Session, config: str) -> None:
     result = session[f"tune validate {config}"]
     assert (result.code, result.out) == (0, "Config is well-formed!\n"), result.err
 
 
 def test_validate_says_what_a_config_leaves_to_the_command_line(
-    session: dict[str, Result],
+    session: Session,
 ) -> None:
     result = session["tune validate hf_lora_grpo"]
     assert (result.code, result.out) == (2, "")
@@ -129,16 +119,14 @@ def test_validate_says_what_a_config_leaves_to_the_command_line(
     assert "torchtune_grpo.config hf_lora_grpo model_dir=<value>" in result.err
 
 
-def test_validate_prefers_an_existing_path_to_a_name(session: dict[str, Result]) -> None:
+def test_validate_prefers_an_existing_path_to_a_name(session: Session) -> None:
     result = session[f"tune validate {CONFIGS[0]}"]
     assert result.code == 1
     assert "module_of_the_user" in result.err
 
 
 @pytest.mark.parametrize("config", ["no_such_config", "llama3_2/1B_full"])
-def test_validate_refuses_names_that_are_not_ours_as_before(
-    session: dict[str, Result], config: str
-) -> None:
+def test_validate_refuses_names_that_are_not_ours_as_before(session: Session, config: str) -> None:
     result = session[f"tune validate {config}"]
     assert (result.code, result.out) == (1, "")
     assert result.err.splitlines()[-1].startswith("FileNotFoundError")
@@ -194,13 +182,11 @@ def test_torchrun_tells_all_of_other_recipes_and_on_request(
     assert "Traceback" in result.err and "failed (exitcode: 1)" in result.err
 
 
-def test_module_lists_nothing_twice(session: dict[str, Result]) -> None:
+def test_module_lists_nothing_twice(session: Session) -> None:
     assert session["torchtune_grpo ls"] == session["tune ls"]
 
 
-def test_module_works_where_the_hook_is_turned_off(
-    session: dict[str, Result], workspace: Path
-) -> None:
+def test_module_works_where_the_hook_is_turned_off(session: Session, workspace: Path) -> None:
     """Stock `tune` and the module, one after the other in one process."""
     (workspace / "both.py").write_text(
         "import runpy, sys\n"
@@ -305,7 +291,7 @@ def files_below(folder: Path) -> set[str]:
 
 
 def test_installing_adds_recipes_and_uninstalling_leaves_nothing(
-    tmp_path: Path, session: dict[str, Result]
+    tmp_path: Path, session: Session
 ) -> None:
     python, site_packages = make_venv_without_us(tmp_path)
     source = tmp_path / "source"  # building leaves files behind, which must not be in the repo

@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from fork_server import environment, fork_server
 from processes import children, is_alive, wait_until
-from runs import DISTRIBUTED, RECIPE, TUNE, in_background, metrics, run, tune
+from runs import DISTRIBUTED, RECIPE, in_background, metrics, run, tune
 from safetensors.torch import load_file, save_file
 
 from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
@@ -102,34 +100,26 @@ def test_another_base_model_of_the_same_name_and_size_is_refused(tmp_path):
 
 def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
     more = ["num_steps=9999", "keep_last_n_checkpoints=2"]
-    first = subprocess.Popen(
-        [str(TUNE), "run", RECIPE, "--config", CONFIG, *QUICK, *more],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     out = tmp_path / "out"
-    try:
+    with in_background(tiny, tmp_path, *more, check=False) as done:
         assert wait_until(lambda: (out / "step_000002").exists(), 60)
+        (first,) = done.processes()
         for more in ([], [RESUME]):
-            done = tiny(tmp_path, *more, check=False)
-            said = done.err.strip().splitlines()[-1]
-            assert done.code != 0 and "output_dir=" in said and f"process {first.pid} on " in said
-        assert not (out / "previous_runs").exists() and first.poll() is None
+            second = tiny(tmp_path, *more, check=False)
+            said = second.err.strip().splitlines()[-1]
+            assert second.code != 0 and "output_dir=" in said and f"process {first} on " in said
+        assert not (out / "previous_runs").exists() and not done.done()
         step = max(record["step"] for record in metrics(out))
         assert wait_until(lambda: (out / f"step_{step + 2:06d}").exists(), 60)
-        assert [r["step"] for r in metrics(out)] == list(range(1, len(metrics(out)) + 1))
-    finally:
-        first.kill()
-        first.wait()
+        steps = [record["step"] for record in metrics(out)]
+        assert steps == list(range(1, len(steps) + 1))
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
     launch = ["run", "--nproc_per_node", "1", DISTRIBUTED, "--config", CONFIG, *QUICK]
-    with in_background(tune, *launch, "num_steps=9999", cwd=tmp_path, check=False):
+    with in_background(tune, *launch, "num_steps=9999", cwd=tmp_path, check=False) as done:
         assert wait_until(lambda: (tmp_path / "out" / "step_000001").exists(), 90)
-        (launcher,) = children(of=fork_server().pid)
+        (launcher,) = done.processes()
         (rank,) = children(of=launcher)
     try:  # the launcher is killed
         assert wait_until(lambda: not is_alive(rank), 5)

@@ -72,9 +72,7 @@ def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     done = run_tiny(CONFIG, tmp_path, reward, *NO_EVALUATION, check=False)
     assert done.code != 0
     where, error = done.err.rstrip().rpartition("\nError: ")[::2]
-    assert error.startswith(
-        "The reward 'broken' failed on 64 of 64 completions, first at index 0: "
-    )
+    assert error.startswith("The reward 'broken' failed on 8 of 8 completions, first at index 0: ")
     assert "KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; " in error
     assert "in broken\n    raise KeyError('my bug')" in where
 

@@ -35,10 +35,7 @@ def test_shipped_config_runs_two_steps(tmp_path, config):
 
     What is saved of a model from its folder is such a folder, for transformers and for a next run.
     """
-    if config in FROM_FOLDER:
-        run_tiny(config, tmp_path, "batch_size=2", **EAGER)
-    else:
-        run_tiny(config, tmp_path)
+    run_tiny(config, tmp_path, **EAGER)
     records = metrics(tmp_path / "out")
     steps = [record for record in records if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2]
@@ -75,8 +72,8 @@ def run_variant(folder: Path, *more: str, config: str = "llama3_2_1B_lora_grpo",
     """A run in fp32 whose reward, a user's own file, always has spread, so that weights move."""
     (folder / "my_rewards.py").write_text(LENGTH_REWARD)
     reward = "rewards=[{_component_: my_rewards.reward_length}]"
-    base = ("dtype=fp32", "lr_scheduler.num_warmup_steps=0", "optimizer.lr=1e-2", "batch_size=2")
-    base += ("grpo_samples=4", "eval_dataset.num_samples=4")
+    base = ("dtype=fp32", "lr_scheduler.num_warmup_steps=0", "optimizer.lr=1e-2")
+    base += ("eval_dataset.num_samples=4",)
     return run_tiny(config, folder, *base, reward, *more, **settings)
 
 
@@ -97,7 +94,7 @@ PROFILER = ["enabled=True", "wait_steps=0", "warmup_steps=1", "active_steps=1"]
         ["model.use_dora=True", "enable_activation_checkpointing=False"],
         ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"],
         ["loss.kl_coeff=0", "sampling.top_k=20", "sampling.top_p=0.9", "clip_grad_norm=null"]
-        + ["lr_scheduler=null", "batch_size=2", *(f"profiler.{key}" for key in PROFILER)],
+        + ["lr_scheduler=null", *(f"profiler.{key}" for key in PROFILER)],
     ],
     ids=["ppo_epochs", "dora", "adamw8bit", "no_reference_profiled"],
 )
@@ -129,7 +126,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(tmp_path):
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        run_variant(folder, "batch_size=2", "grpo_samples=4", *sgd, *more)
+        run_variant(folder, *sgd, *more)
         assert changed(folder) > 1e-3
         results.append(weights(folder / "out" / "step_000002"))
     for name, value in results[0].items():
@@ -141,7 +138,7 @@ def test_compiled_layers_train_like_eager_ones(tmp_path):
 
     With SGD, because the two attend to packed groups in different ways, and round differently.
     """
-    sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=1.0", "batch_size=2", "grpo_samples=4"]
+    sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=1.0"]
     results = []
     for name, more in {"eager": [], "compiled": ["compile=True"]}.items():
         folder = tmp_path / name

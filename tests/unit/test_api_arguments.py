@@ -74,18 +74,9 @@ def test_a_name_is_a_key_of_the_config(arguments, given, key, value):
         ({"eval_datas": 0}, "eval_datas: unknown key. Did you mean eval_data?"),
         ({"device": object()}, "device=<object object"),
         ({"optimizer": lambda p: p}, "move it into a module"),
-        (
-            {"sampling": {"correction_mode": 1}, "sampling_correction_mode": 1},
-            "sampling_correction_mode: may be sampling.correction_mode or sampling_correction.mode;"
-            " give sampling={'correction_mode': ...} or sampling_correction={'mode': ...}.",
-        ),
     ],
 )
-def test_a_name_that_is_none_or_two_is_refused(arguments, given, said, monkeypatch):
-    table = arguments._arguments
-    if "sampling" in given:  # no two of ours are alike
-        both = {"sampling": ({"correction_mode"}, False)}
-        monkeypatch.setattr(arguments, "_arguments", lambda node: both.get(node) or table(node))
+def test_a_name_that_is_none_is_refused(arguments, given, said):
     arguments.set_keys(given)
     assert len(arguments.problems) == 1 and said in arguments.problems[0]
 

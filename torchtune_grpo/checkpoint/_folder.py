@@ -436,17 +436,12 @@ def _kind(tensor: Tensor) -> str:
 
 def _check_finite(model: nn.Module, state: Mapping[str, Tensor], *, what: str, remedy: str) -> None:
     """Raises a NonFiniteError if one of a model's trained tensors is infinite or NaN."""
-    names = adapter_names(model) or state
-    bad = [name for name in names if not _is_finite(state[name])]
+    bad = [name for name in adapter_names(model) or state if not state[name].isfinite().all()]
     if bad:
         raise NonFiniteError(
             f"{what} is not saved: {len(bad)} trained tensors, {bad[0]} for one, hold an infinity "
             f"or a NaN. {remedy}"
         )
-
-
-def _is_finite(value: Tensor) -> bool:
-    return not value.is_floating_point() or bool(value.isfinite().all())
 
 
 def _config_of(checkpoint: Path) -> dict[str, Any]:

@@ -36,15 +36,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary position embeddings of half-split heads.
+    """Rotary position embeddings of half-split heads."""
 
-    Attributes:
-        frequencies (Tensor): [head_dim / 2] radians per position, float32.
-        scale (float): of cosines and sines.
-    """
-
-    frequencies: Tensor
-    scale: float = 1.0
+    frequencies: Tensor  # [head_dim / 2] radians per position, float32
+    scale: float = 1.0  # of cosines and sines
 
 
 @dataclass(frozen=True, kw_only=True)
