@@ -39,6 +39,22 @@ def not_negative(doc: str, default: Any = MISSING) -> Any:
     return key(doc, default, valid=lambda v: v >= 0, hint="give 0 or more")
 
 
+def share(doc: str, default: Any = MISSING, *, above_0: bool = False) -> Any:
+    """Declares a key that takes a number from 0, or above it, to 1 (or null)."""
+    return key(
+        doc,
+        default,
+        valid=lambda v: v is None or 0 < v <= 1 or v == 0 and not above_0,
+        hint=f"give a share in {'(' if above_0 else '['}0, 1]",
+    )
+
+
+def temperature(doc: str, default: float | None) -> Any:
+    """Declares a key that takes a temperature to train with (or null)."""
+    hint = "give a number above 0, at least 1e-6"
+    return key(doc, default, valid=lambda v: v is None or v >= 1e-6, hint=hint)
+
+
 def one_of(doc: str, default: str | None, options: tuple[str, ...]) -> Any:
     """Declares a key that takes one of some words (or null where its type allows it)."""
     words = ", ".join(options)

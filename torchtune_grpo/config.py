@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from omegaconf import DictConfig, ListConfig
 
-from torchtune_grpo._config_table import key, not_negative, one_of, positive
+from torchtune_grpo._config_table import key, not_negative, one_of, positive, share, temperature
 from torchtune_grpo.advantages import AGGREGATIONS, NORMALIZATIONS
 from torchtune_grpo.importance import CORRECTIONS
 from torchtune_grpo.parallel import DistributedConfig
@@ -68,17 +68,11 @@ class DynamicSamplingConfig:
     reward: str | None = key(
         "A group fails if this reward is the same for all; null = the weighted sum", None
     )
-    min_pass_rate: float | None = key(
-        "It also fails if the mean of that reward is lower; null = no bound",
-        None,
-        valid=lambda v: v is None or 0 <= v <= 1,
-        hint="give a share from 0 to 1, or null",
+    min_pass_rate: float | None = share(
+        "It also fails if the mean of that reward is lower; null = no bound", None
     )
-    max_pass_rate: float | None = key(
-        "It also fails if the mean of that reward is higher; null = no bound",
-        None,
-        valid=lambda v: v is None or 0 <= v <= 1,
-        hint="give a share from 0 to 1, or null",
+    max_pass_rate: float | None = share(
+        "It also fails if the mean of that reward is higher; null = no bound", None
     )
 
 
@@ -86,25 +80,12 @@ class DynamicSamplingConfig:
 class EvalSamplingConfig:
     """The keys below ``eval_sampling``: of evaluation's samples, instead of the training's."""
 
-    temperature: float | None = key(
-        "Instead of `temperature`; null = the same",
-        None,
-        valid=lambda v: v is None or v >= 1e-6,
-        hint="give a number above 0, at least 1e-6, or null",
-    )
+    temperature: float | None = temperature("Instead of `temperature`; null = the same", None)
     top_k: int | None = positive("Instead of `sampling.top_k`; null = the same", None)
-    top_p: float | None = key(
-        "Instead of `sampling.top_p`, 1 = all; null = the same",
-        None,
-        valid=lambda v: v is None or 0 < v <= 1,
-        hint="give a number in (0, 1], or null",
+    top_p: float | None = share(
+        "Instead of `sampling.top_p`, 1 = all; null = the same", None, above_0=True
     )
-    min_p: float | None = key(
-        "Instead of `sampling.min_p`, 0 = none; null = the same",
-        None,
-        valid=lambda v: v is None or 0 <= v <= 1,
-        hint="give a number in [0, 1], or null",
-    )
+    min_p: float | None = share("Instead of `sampling.min_p`, 0 = none; null = the same", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +123,8 @@ class GRPOConfig:
     rewards: ListConfig = key(
         "List of components with `name`, `weight` and arguments; see docs/rewards.md"
     )
-    max_reward_failure_share: float = key(
-        "Stop if a reward fails on more of a step's completions than this share",
-        0.25,
-        valid=lambda v: 0 <= v <= 1,
-        hint="give a share from 0 to 1",
+    max_reward_failure_share: float = share(
+        "Stop if a reward fails on more of a step's completions than this share", 0.25
     )
     loss: DictConfig = key("Component: the loss; see docs/loss.md")
     reference: ReferenceConfig = key(
@@ -160,12 +138,7 @@ class GRPOConfig:
         hint="a group of one has no spread to learn from; give at least 2",
     )
     max_generated_tokens: int = positive("Longest response in tokens")
-    temperature: float = key(
-        "Sampling temperature",
-        1.0,
-        valid=lambda v: v >= 1e-6,
-        hint="give a number above 0, at least 1e-6",
-    )
+    temperature: float = temperature("Sampling temperature", 1.0)
     sampling: SamplingConfig = key("Filters, penalties and what ends a response", SamplingConfig())
     rollout: RolloutConfig = key("How responses are generated", RolloutConfig())
     dynamic_sampling: DynamicSamplingConfig = key(
@@ -238,11 +211,8 @@ class GRPOConfig:
         valid=lambda v: v is None or v.startswith("eval/"),
         hint="name a metric of evaluations, such as eval/accuracy",
     )
-    stop_at: float | None = key(
-        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)",
-        None,
-        valid=lambda v: v is None or 0 <= v <= 1,
-        hint="give a share from 0 to 1",
+    stop_at: float | None = share(
+        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)", None
     )
     patience: int | None = positive(
         "End the run after so many evaluations in a row that were not its best", None

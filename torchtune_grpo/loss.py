@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config
 
-from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of
+from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of, share
 from torchtune_grpo.loss_terms import (
     cispo_surrogate,
     clipped_surrogate,
@@ -153,11 +153,8 @@ class GRPOLoss:
     kl_coeff: float = not_negative(
         "Weight of the KL penalty (beta); 0 trains without a reference", 0.04
     )
-    epsilon_low: float | None = key(
-        "Lower clipping distance; null = that of the ratio's source",
-        None,
-        valid=lambda v: v is None or 0 <= v <= 1,
-        hint="give a number in [0, 1], or null",
+    epsilon_low: float | None = share(
+        "Lower clipping distance; null = that of the ratio's source", None
     )
     epsilon_high: float | None = key(
         "Upper clipping distance; null = that of the ratio's source",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of, positive
+from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of, positive, share
 
 ENGINES = ("native", "torchtune")
 MERGE_CHOICES = ("auto", "always", "never")
@@ -39,17 +39,11 @@ class SamplingConfig:
     """The keys below ``sampling``: what is not sampled, and what ends a response."""
 
     top_k: int | None = positive("Sample among the k most likely tokens; null = all", None)
-    top_p: float | None = key(
-        "Sample within this probability mass; null = all",
-        None,
-        valid=lambda v: v is None or 0 < v <= 1,
-        hint="give a number in (0, 1], or null",
+    top_p: float | None = share(
+        "Sample within this probability mass; null = all", None, above_0=True
     )
-    min_p: float | None = key(
-        "Leave out tokens less likely than this share of the likeliest; null = none",
-        None,
-        valid=lambda v: v is None or 0 <= v <= 1,
-        hint="give a number in [0, 1], or null",
+    min_p: float | None = share(
+        "Leave out tokens less likely than this share of the likeliest; null = none", None
     )
     repetition_penalty: float = positive(
         "Above 1: tokens of prompt and response so far become less likely (arXiv:1909.05858, 4.1)",
