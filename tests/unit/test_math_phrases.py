@@ -58,6 +58,38 @@ lambda 72|lambda: 72|sqrt 72|log 72|x 72|f(72)|sum(72)|(72|72)|(72, 73)|(72)(73)
 72 at most|72 or fewer|72 excluding tax|72 without tax|72 isnt right|It isnt 72|about: 72
 at least: 72|Estimate: 72|Guess: 72|Twice: 72|It seems to be 72|It is thought to be 72|$72k
 the answer isnt equal to 72|He can make up to 72|He earned over $72|She got almost 72|not quite 72
+72 apples formerly|Old: 72|72 away from the answer|72 in former times|72 but more|72 as much as
+72 was the old answer|72 is near|The answer rounds to 72|72 est|It is in the range of 72|72 once
+72 as an estimate|72 rather than the answer|One more than 72|72 just about|He cannot sell 72
+72 plus tax|72 when halved|It was meant to be 72|72 modulo ten|He aimed for 72
+The trap answer is 72|Double the answer is 72|Given that it is 72|72 comes close|To the tune of 72
+72 but I doubt it|72 subject to change|72 by a rough count|72 or over|72 apples short|72 next year
+Hypothetically, 72|It fell to 72|72 at the upper end|72 three-quarters|72 apples originally
+72 less tax|72 approximate|72 fifteenths|The answer divided by two is 72|Were it to be 72
+The previous answer was 72|72 at the high end|He sold up to 72|72 provisional|It is one of 72
+It ranges up to 72|It is a fraction of 72|It was previously 72|72 inclusive|Off by 72|72 twelfths
+72 as of last year|72 aside|Would that it were 72|72 give or take|The reciprocal of 72
+Assume it is 72|Once 72|None of them have 72|He nearly sold 72|72 as opposed to more|Hopefully 72
+It peaked at 72|It is twice 72|72 in the red|Bo said 72|The answer is nothing like 72
+72 from memory|72 rounded up|72 onwards|The negative of the answer is 72|It wasn't 72
+It hovers around 72|72 or less|72 no more|72 in binary|Everyone except Bo has 72|72 nope|I doubt 72
+Until recently 72|72 in place of the answer|72 psych|I reckon 72|72 divided by two
+It stops short of 72|72 as good as|72 or above|72 under protest|72 typically|It beats 72|72 off
+72 is close|72 estimated|The sum of the digits of 72|It outstrips 72|72 dozens|It may have been 72
+72 apples or so|72 and a bit|Some multiple of 72|72 upside down|It has been 72|Something like 72
+Nearby 72|72 never|72 generally|72 used to be right|It is believed to be 72|72 normally
+72 apples at best|72 through 80|Range: 72|It averages around 72|72 apples to 80|72 nearly
+Bo claims it is 72|Old answer: 72|72 at the top end|72 is the upper bound|It is all but 72
+72 is off|Pretend it is 72|He would have sold 72|Some say it is 72|72 in the past|72 dunno
+72 had he stayed|It is down from 72|Initially, 72|Going on 72|72 unlike the answer|72 is unlikely
+72 thru 80|72 and then some|72 by mistake|72 apples at least|72 is false|72 to the second power
+Around: 72|72 can't be right|Possibly 72|Never: 72|It would have been 72|Upper bound: 72
+It dwarfs 72|72 on the nose minus one|It lies between 70 and 72|72 provided that he comes|72 tbd
+72 apples above the answer|72 eventually maybe|72 at the outside|I reckon it is 72|It trails 72
+72 almost|It is well over 72|72 reportedly|72 apples if lucky|You would think 72|My guess is 72
+72 all told minus fees|72 or near it|72 in principle|72 hundreds|72 to put it mildly
+It is likely 72|I'd say 72
+72 and rising|72 and grows|72 and counting
 """
 RIGHT = r"""
 72|72.|72.0|$72|$72.00|72 clips|72 clips.|**72**|**72 clips**|= 72|x = 72|n=72|Answer: 72
@@ -112,6 +144,42 @@ $72$ clips|72 \text{ clips}|72\ \text{clips}|\text{72 clips}|72~clips|72~\text{c
 She sold 48+24=72 clips altogether in April and May.|100 minus 28 = 72|There will be 72 left
 72 total clips|72 total|We need 72 cups|You need 72 cups|I counted 72|We found 72|Clips sold: 72
 Cost per person: $72|Amount left: $72|Since May, 72|72 sq ft|72 lbs|72 oz.|72 mph|A$72
+72 left|The number of apples is 72.|So, 72|It totals 72|72 dollars in change
+The length of the rope is 72 feet|The total number of eggs is 72|Number of days: 72|It costs $72.
+Answer: $72|72 remaining|It lasted 72 days|72 days from now|The number of minutes is 72.
+72 degrees Fahrenheit|72 cubic feet|Every child gets 72|He practiced 72 minutes|He sent 72 letters
+72 books remain|He gets 72 eggs|72 students took the bus|The weight is 72 kg
+We conclude that the answer is 72|He delivered 72 papers|Dividing gives 72|The distance is 72 miles
+72 cents per pound|72 lost balls|He answered 72 questions|Thus she earns $72 per day.
+He picks 72 flowers|72 false starts|72 missing pieces|He carried 72|72 more|He cut 72 slices
+72 apples remaining|I have 72|72 tickets were sold on Monday|Altogether, there are 72
+He grew 72 flowers|72 pages left to read|He has to buy 72 eggs|72 kg of rice
+72 points higher than Bo|answer = 72|72 minutes to finish|The box has 72 pens|He solved 72 problems
+72 dollars each|This means that he sold 72|After the sale, 72 remained|He receives $72
+They are 72 miles apart|So 72 students are in the class|It takes 72 days.|It is worth $72
+He drew 72 pictures|72 apples|He drank 72 ounces|72 dozen-packs|The store made $72
+72 eggs is the answer|72 pounds of beef|72 children|So 72 in total.|That is 72
+Together, they sold 72|72 pieces of candy|That makes 72.|She has 72 left|It took 72 days to finish
+The value is 72|It was worth $72|72 negative numbers|72 mistakes|72 lost dogs
+In the end he has 72 marbles.|72 marbles altogether|My answer is 72|72 rejected applications
+It holds 72 gallons|Yes: 72|There are a total of 72 eggs|He traveled 72 miles|72 possible outcomes
+72 in total|Yes, the answer is 72|72 quarter notes|He had to pay $72
+The amount of money left is $72|He wins 72 games|72 hours in three days|He slept 72 hours
+The product is 72|$72 per week|Both have 72|72 GB|72 pages to go|72 red and blue marbles
+So, in total, 72|72 uneaten cookies|72 books were sold|They spent $72.|72 km per hour|72 rounds
+$72 in savings|72 nickels and dimes|72 butterflies|This means she has 72 left|He got 72 eggs
+$72 every week|72|72 random people|x equals 72|We need 72 eggs.|72 women|72 years older than Bo
+72 miles apart|72¢|72 new cars|72 miles away|Together they have 72 marbles.|72 hours per week
+Sally sold 72 cups|72 half-eaten apples|He lost 72 marbles|There are 72 apples in the basket
+He painted 72 fences|He owes $72|He raised $72|$72 in profit|Together they have 72
+The bakery sells 72 loaves.|Her change is $72|The price of the book is $72
+In total she sold 72 apples.|He drives 72 miles|72 bags of chips|He fed 72 birds
+Anna is 72 years old.|It measures 72 cm|She earns $72 per week|x is 72|The perimeter is 72 cm
+Total: 72|Money left: $72|We have 72 eggs.|The speed is 72 mph|On Monday he sold 72
+She spends $72 on food|She saves $72 every month|We find 72|He will have 72 eggs
+The answer is \boxed{72}.|He picked 72 flowers|Answer: 72|72 extra points|It takes her 72 minutes
+The farmer has 72 sheep|He ate 72 cookies|The volume is 72 liters|n = 72 apples|He hit 72 targets
+In total, there are 72 eggs|He saw 72 birds|72 feet tall|It held 72|72 minimum payments
 """
 WRONG_WITH_GOLD = r"""
 7.2e1 -> 7.2|7.2e1 -> 720|7.2e2 -> 72|72e1 -> 72|72e0.5 -> 72|72e100 -> 72|7.2 e1 -> 72|e1 -> 10

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Callable, Iterator, Sequence
 
 from torchtune_grpo.rewards.math._rational import Rational, read_decimal
 from torchtune_grpo.rewards.math._tokens import Token
-from torchtune_grpo.rewards.math._words import tail_is_harmless
+from torchtune_grpo.rewards.math._words import changes_number
 
 VALUE_STARTS = frozenset(["number", "fraction", "currency", "+", "-", "("])
+_OPERANDS = frozenset(["number", "fraction"])
+_OPERATIONS: dict[type[ast.operator], Callable[[Rational, Rational], Rational | None]] = {
+    ast.Add: Rational.plus,
+    ast.Sub: lambda left, right: left.plus(right.negated()),
+    ast.Mult: Rational.times,
+    ast.Div: Rational.over,
+}
 
 # The cost of an evaluation is bounded by tokens * characters. Within this bound lie a sum of two
 # numbers of 60,000 digits each and one of a hundred numbers of 100 digits each.
 MAX_WORK = 2_000_000
-_MAX_DEPTH = 16  # of brackets, far from Python's own limit
+_MAX_BRACKETS = 16  # far from what Python's own parser takes
 
 
 def read_operand(token: Token) -> Rational | None:
@@ -22,13 +30,8 @@ def read_operand(token: Token) -> Rational | None:
         return read_decimal(token.text)
     if token.kind != "fraction":
         return None
-    numerator, denominator = map(_read_signed, token.text.split("/"))
+    numerator, denominator = map(read_decimal, token.text.split("/"))
     return numerator.over(denominator) if numerator and denominator else None
-
-
-def _read_signed(text: str) -> Rational | None:
-    value = read_decimal(text.removeprefix("-"))
-    return value.negated() if value and text.startswith("-") else value
 
 
 def evaluate(tokens: Sequence[Token]) -> Rational | None:
@@ -36,9 +39,32 @@ def evaluate(tokens: Sequence[Token]) -> Rational | None:
     bare = _without_units(tokens)
     if len(bare) * sum(len(token.text) for token in bare) > MAX_WORK:
         return None
-    descent = _Descent(bare)
-    value = descent.sum()
-    return value if descent.finished() else None
+    # Python's grammar knows which operator binds tighter; it sees an "n" for each operand.
+    text = "".join("n " if token.kind in _OPERANDS else token.kind for token in bare)
+    if not set(text) <= set("n +-*/()") or text.count("(") > _MAX_BRACKETS:
+        return None
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError:
+        return None
+    operands = (read_operand(token) for token in bare if token.kind in _OPERANDS)
+    return _value(tree.body, operands)
+
+
+def _value(node: ast.expr, operands: Iterator[Rational | None]) -> Rational | None:
+    """The value of an expression, whose names are the next ``operands`` from left to right."""
+    if isinstance(node, ast.Name):
+        return next(operands)
+    if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.UnaryOp):
+        value = _value(node.operand, operands)
+        return value.negated() if value and isinstance(node.op, ast.USub) else value
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _value(node.left, operands), _value(node.right, operands)
+    if left is None or right is None:
+        return None
+    operation = _OPERATIONS.get(type(node.op))
+    return operation(left, right) if operation else None
 
 
 def _without_units(tokens: Sequence[Token]) -> list[Token]:
@@ -50,65 +76,13 @@ def _without_units(tokens: Sequence[Token]) -> list[Token]:
     bare: list[Token] = []
     for index, token in enumerate(tokens):
         following = tokens[index + 1].kind if index + 1 < len(tokens) else ""
-        has_value = bool(bare) and bare[-1].kind in ("number", "fraction", ")")
-        if token.kind == "word" and has_value:
+        if token.kind == "word" and bare and bare[-1].kind in ("number", "fraction", ")"):
             if token.text in ("x", "X") and following in VALUE_STARTS:
                 bare.append(token._replace(kind="*"))
-            elif not tail_is_harmless([token.text]):
+            elif changes_number(token.text):
                 bare.append(token)
         elif token.kind == "–":
             bare.append(token._replace(kind="-"))
         elif token.kind != "currency" and not (token.kind == "/" and following == "word"):
             bare.append(token)
     return bare
-
-
-class _Descent:
-    """Recursive descent. Each method reads what it is named after, and gives None if it cannot."""
-
-    def __init__(self, tokens: Sequence[Token]) -> None:
-        self._tokens = tokens
-        self._position = 0
-        self._depth = 0
-
-    def finished(self) -> bool:
-        return self._position == len(self._tokens)
-
-    def sum(self) -> Rational | None:
-        value = self._product()
-        while value and (operator := self._take("+", "-")):
-            other = self._product()
-            if other is None:
-                return None
-            value = value.plus(other.negated() if operator == "-" else other)
-        return value
-
-    def _product(self) -> Rational | None:
-        value = self._factor()
-        while value and (operator := self._take("*", "/")):
-            other = self._factor()
-            if other is None:
-                return None
-            value = value.over(other) if operator == "/" else value.times(other)
-        return value
-
-    def _factor(self) -> Rational | None:
-        negative = self._take("+", "-") == "-"
-        if self._take("("):
-            self._depth += 1
-            value = self.sum() if self._depth <= _MAX_DEPTH else None
-            self._depth -= 1
-            if not self._take(")"):
-                return None
-        elif self._take("number", "fraction"):
-            value = read_operand(self._tokens[self._position - 1])
-        else:
-            return None
-        return value.negated() if value and negative else value
-
-    def _take(self, *kinds: str) -> str:
-        """Consumes the next token if it is one of ``kinds``, and returns its kind."""
-        if self.finished() or self._tokens[self._position].kind not in kinds:
-            return ""
-        self._position += 1
-        return self._tokens[self._position - 1].kind

@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from decimal import Decimal
 from typing import TypeGuard
@@ -14,8 +15,9 @@ from typing import TypeGuard
 from torchtune_grpo.plain import shortened
 from torchtune_grpo.rewards.math._value import stated_value
 
-_THINK, _END_THINK = "<think>", "</think>"
-_ANSWER, _END_ANSWER = "<answer>", "</answer>"
+_THINK, _END_THINK, _END_ANSWER = "<think>", "</think>", "</answer>"
+_BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
+_FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 
 _GSM8K_MARK = "#### "
 
@@ -24,24 +26,14 @@ MAX_SPELLINGS = 1000
 
 
 def math_format_holds(text: str) -> bool:
-    """Whether a text has the form that the prompt asks for.
+    """Whether prefill and completion have the form that the prompt asks for.
 
-    Args:
-        text (str): prefill and completion.
-
-    Returns:
-        True where the text, stripped, is one think block, only white space (or nothing), and one
-        answer block; each of the four tags stands once, and neither block is blank.
+    The text, stripped, is one think block, only white space (or nothing), and one answer block;
+    each of the four tags stands once, and neither block is blank.
     """
-    text = text.strip()
-    if any(text.count(tag) != 1 for tag in (_THINK, _END_THINK, _ANSWER, _END_ANSWER)):
-        return False
-    if not (text.startswith(_THINK) and text.endswith(_END_ANSWER)):
-        return False
-    thought, _, rest = text[len(_THINK) :].partition(_END_THINK)
-    between, _, answer = rest.removesuffix(_END_ANSWER).partition(_ANSWER)
-    ordered = _ANSWER in rest
-    return ordered and not between.strip() and not (_is_blank(thought) or _is_blank(answer))
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in tags) else None
+    return form is not None and not any(map(_is_blank, form.groups()))
 
 
 def grade_math_answer(text: str, gold: str | int | float) -> bool:
@@ -55,9 +47,6 @@ def grade_math_answer(text: str, gold: str | int | float) -> bool:
         text (str): prefill and completion.
         gold (str | int | float): the right number, written in any way that an answer may be. With
             a gold that states no number nothing is correct.
-
-    Returns:
-        True where the answer is correct.
     """
     blocks = located_answers(text)
     if not blocks or len(blocks) > MAX_SPELLINGS:
@@ -72,11 +61,7 @@ def grade_math_answer(text: str, gold: str | int | float) -> bool:
 def math_format_reward(
     prompts: list[str], completions: list[str], **columns: list[object]
 ) -> list[float]:
-    """Rewards the form of an answer, whatever it says.
-
-    Returns:
-        N numbers, 1.0 where ``math_format_holds`` and 0.0 elsewhere.
-    """
+    """Rewards the form of an answer, whatever it says: N numbers, 1.0 where it holds, else 0.0."""
     return [float(math_format_holds(text)) for text in completions]
 
 
@@ -97,8 +82,7 @@ def math_correctness_reward(
         N numbers, 1.0 where ``grade_math_answer`` says so and 0.0 elsewhere.
 
     Raises:
-        ValueError: if there are not as many golds as completions, or a gold is neither text nor a
-            number.
+        ValueError: if the golds are not N, or one is neither text nor a number.
     """
     if len(answer) != len(completions):
         raise ValueError(
@@ -136,21 +120,13 @@ def located_answers(text: str) -> set[str]:
 
     They stand behind the last ``</think>``, or anywhere if there is no think tag at all.
     """
-    _, end_think, tail = text.rpartition(_END_THINK)
-    reopened = tail.find(_THINK)
-    thinking_from = len(tail) if reopened < 0 else reopened
-    blocks: set[str] = set()
-    position = 0
-    while (opening := tail.find(_ANSWER, position)) >= 0:
-        start = opening + len(_ANSWER)
-        end = tail.find(_END_ANSWER, start)
-        if end < 0:
-            break
-        if not blocks and opening > thinking_from:
-            return set()
-        blocks.add(tail[start:end].strip(" \n"))
-        position = end + len(_END_ANSWER)
-    return blocks
+    tail = text.rpartition(_END_THINK)[2]
+    # Up to the last closing tag each opening one has its own, so that no search is in vain.
+    closed = tail[: tail.rfind(_END_ANSWER) + len(_END_ANSWER)]
+    blocks = list(_BLOCK.finditer(closed))
+    if blocks and _THINK in tail[: blocks[0].start()]:
+        return set()
+    return {block[1].strip(" \n") for block in blocks}
 
 
 def _is_blank(block: str) -> bool:

@@ -58,17 +58,17 @@ class Rational:
 
 
 def read_decimal(text: str) -> Rational | None:
-    """Reads unsigned ASCII digits with optional fraction part, comma groups and exponent.
+    """Reads ASCII digits with optional minus, fraction part, comma groups and exponent.
 
     Args:
-        text (str): digits such as ``"1,234.50"``, ``".5"`` or ``"7.2e1"``; nothing else.
+        text (str): such as ``"1,234.50"``, ``"-.5"`` or ``"7.2e1"``; nothing else.
 
     Returns:
         The number, or None where the commas do not part groups of exactly three digits.
     """
     mantissa, _, exponent = text.lower().partition("e")
     whole, _, fraction = mantissa.partition(".")
-    first, *groups = whole.split(",")
+    first, *groups = whole.removeprefix("-").split(",")
     if groups:
         # "0,123" is how half of the world writes 0.123, and no way to write 123.
         if not 1 <= len(first) <= 3 or first[0] == "0" or any(len(g) != 3 for g in groups):

@@ -131,16 +131,10 @@ def unwrap(tokens: list[Token], *, dollars_wrap: bool) -> list[Token] | None:
 
 def _fraction(following: list[Token]) -> tuple[str, int] | None:
     """What ``\\frac`` stands before: ``"a/b"``, and in how many tokens; None if no two numbers."""
-    digits = following[0].text if following else ""
-    if following and following[0].kind == "number" and len(digits) == 2 and digits.isdigit():
-        return f"{digits[0]}/{digits[1]}", 1
-    kinds = [token.kind for token in following]
-    parts, position = [], 0
-    for _ in range(2):
-        sign = "-" if kinds[position + 1 : position + 2] == ["-"] else ""
-        inner = position + 1 + len(sign)
-        if kinds[position : position + 1] != ["{"] or kinds[inner : inner + 2] != ["number", "}"]:
-            return None
-        parts.append(sign + following[inner].text)
-        position = inner + 2
-    return "/".join(parts), position
+    shape = "".join(token.kind[0] for token in following)
+    numbers = [token.text for token in following if token.kind == "number"]
+    if match := re.match(r"\{(-?)n\}\{(-?)n\}", shape):
+        return f"{match[1]}{numbers[0]}/{match[2]}{numbers[1]}", match.end()
+    if shape.startswith("n") and len(numbers[0]) == 2 and numbers[0].isdigit():
+        return "/".join(numbers[0]), 1
+    return None

@@ -11,6 +11,7 @@ Whatever does not fit states no number. Nothing is executed, and nothing is appr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -20,9 +21,22 @@ from torchtune_grpo.rewards.math._tokens import Token, tokenize, unwrap
 from torchtune_grpo.rewards.math._words import lead_is_harmless, tail_is_harmless
 
 _GLUED_CURRENCIES = frozenset(["USD", "EUR", "GBP", "INR", "CAD", "AUD", "JPY", "CNY", "Rs"])
+_LETTERS = {"number": "n", "fraction": "f", "currency": "c", "degree": "°"}
+_SAID = frozenset(["word", "/", "*"])  # "per" is said for the marks
 _VALUES = frozenset(["number", "fraction", "currency"])
 _ABBREVIATIONS = frozenset(["mr", "mrs", "ms", "dr", "st", "rs", "sq", "cu"])
 _UNITS_WITH_POWER = frozenset(["mm", "cm", "dm", "m", "km", "in", "ft", "yd", "mi"])
+
+# Parts of a statement, a letter per token as ``_letter`` writes them. A sign apart from its number
+# may be a bullet or a dash.
+_NUMBER = re.compile(
+    r"(?P<opened>\(?) ?(?P<signs>(?:[+-](?:c ?)?|c ?[+-]?)?)[n2f](?P<divided>(?<!f) ?/ ?[n2])?"
+    r" ?(?P<closed>\)?)"
+)
+_LEAD = re.compile(r"(?:(?:w|u|a\.?)[,:]?)*(?:(?<![,:.])=)?")
+_UNIT = r"(?:(?:w|a\.?|u2?)p?)"
+_UNITS = rf"{_UNIT}(?:[,/*]?{_UNIT})*"  # km/h, N·m
+_TAIL = re.compile(rf"[%c°]?(?:[,/]?{_UNITS})?(?:\({_UNITS}\)(?:{_UNITS})?)*(?:\.|(?<=[wau])!)?")
 
 
 def stated_value(content: str) -> Rational | None:
@@ -47,13 +61,10 @@ def _statement(tokens: Sequence[Token]) -> Rational | None:
     equals = next((i for i, token in enumerate(body) if token.kind == "="), None)
     right = body if equals is None else body[equals + 1 :]
     value, width, priced = _number(right)
-    if value is None or not _tail_fits(right[width:], priced=priced):
+    if value is None or not _tail_fits(value, right[width:], priced=priced):
         return None
-    if equals is not None:
-        left = evaluate(body[:equals])
-        if left is None or not left.same_as(value):
-            return None
-    return value
+    left = value if equals is None else evaluate(body[:equals])
+    return value if left and left.same_as(value) else None
 
 
 def _signs(tokens: Sequence[Token]) -> list[Token]:
@@ -67,26 +78,13 @@ def _signs(tokens: Sequence[Token]) -> list[Token]:
 
 def _lead_fits(lead: Sequence[Token], first: Token) -> bool:
     """Whether ``lead`` is words that hand over to a number, whose first token is ``first``."""
-    for index, token in enumerate(lead):
-        before = lead[index - 1] if index else None
-        after_word = before is not None and before.kind == "word"
-        is_last = index == len(lead) - 1
-        fits = {
-            "word": True,
-            ".": before is not None and before.text.lower() in _ABBREVIATIONS,
-            "=": is_last and (after_word or index == 0),
-            ":": after_word,
-            ",": after_word and not (is_last and first.glued),
-        }
-        if not fits.get(token.kind, False):
+    if not _LEAD.fullmatch("".join(map(_letter, lead))):
+        return False
+    mark = lead[-1].kind if lead and lead[-1].kind in (",", ":", "=") else ""
+    if first.glued and lead and mark in ("", ","):  # US$12, USD12, but not x12 and x-12
+        if mark or not (first.kind == "currency" or lead[-1].text in _GLUED_CURRENCIES):
             return False
-    right_before = bool(lead) and lead[-1].kind in ("word", ".")
-    if right_before and first.glued:  # US$12, USD12, but not x12 and x-12
-        right_before = False
-        if first.kind != "currency" and lead[-1].text not in _GLUED_CURRENCIES:
-            return False
-    words = [token.text for token in lead if token.kind == "word"]
-    return lead_is_harmless(words, right_before=right_before)
+    return lead_is_harmless([token.text for token in lead if token.kind == "word"], mark)
 
 
 def _number(tokens: Sequence[Token]) -> tuple[Rational | None, int, bool]:
@@ -95,74 +93,40 @@ def _number(tokens: Sequence[Token]) -> tuple[Rational | None, int, bool]:
     Returns:
         The value or None, how many tokens it takes, and whether a currency sign stands before it.
     """
-    failed = None, 0, False
-    if tokens and tokens[0].kind == "(":
-        value, width, priced = _number(tokens[1:])
-        closed = [token.kind for token in tokens[width + 1 : width + 2]] == [")"]
-        return (value, width + 2, priced) if closed else failed
-    signs = currencies = ""
-    position = 0
-    while position < len(tokens) and tokens[position].kind in ("+", "-", "currency"):
-        token = tokens[position]
-        position += 1
-        if token.kind == "currency":
-            currencies += token.text
-        elif position == len(tokens) or not tokens[position].glued:
-            return failed  # a sign apart from its number may be a bullet or a dash
-        else:
-            signs += token.kind
-    if position == len(tokens) or len(signs) > 1 or len(currencies.replace("\\", "")) > 1:
-        return failed
-    value = read_operand(tokens[position])
-    following = [token.kind for token in tokens[position : position + 3]]
-    position += 1
-    if value and following == ["number", "/", "number"]:
-        denominator = read_operand(tokens[position + 1])
+    spaced = ((" " * (not token.glued) + _letter(token)) for token in tokens[:9])
+    match = _NUMBER.match("".join(spaced).lstrip())
+    if match is None or bool(match["opened"]) != bool(match["closed"]):
+        return None, 0, False
+    start = len(match["opened"] + match["signs"].replace(" ", ""))
+    value = read_operand(tokens[start])
+    if match["divided"] and value:
+        denominator = read_operand(tokens[start + 2])
         value = value.over(denominator) if denominator else None
-        position += 2
-    if value and signs == "-":
+    if value and "-" in match["signs"]:
         value = value.negated()
-    return value, position, bool(currencies)
+    return value, len(match.group().replace(" ", "")), "c" in match["signs"]
 
 
-def _tail_fits(tail: Sequence[Token], *, priced: bool) -> bool:
+def _tail_fits(value: Rational, tail: Sequence[Token], *, priced: bool) -> bool:
     """Whether ``tail`` is a unit or the rest of a sentence, with a final period at most."""
-    kinds = [token.kind for token in tail]
-    if kinds[-1:] == ["."] or kinds[-2:] == ["word", "!"]:  # "12!" is a factorial
-        tail = tail[:-1]
-    if tail and (tail[0].kind in ("%", "degree") or (tail[0].kind == "currency" and not priced)):
-        tail = tail[1:]
-    bracketed = False
-    for index, token in enumerate(tail):
-        if token.kind in ("(", ")"):
-            if bracketed == (token.kind == "("):
-                return False
-            bracketed = not bracketed
-        if not _fits_in_tail(token, tail[:index][-1:], tail[index + 1 :][:1]):
-            return False
-    words = [token.text for token in tail if token.kind == "word"]
-    means_million = priced and words[:1] in (["m"], ["mm"], ["MM"])
-    glued_article = words[:1] == ["a"] and tail[0].glued  # "12a"
-    unit = [token.kind for token in tail[:2]] == ["word", "word"]
-    if bracketed or means_million or glued_article:
+    shape = "".join(map(_letter, tail))
+    if not _TAIL.fullmatch(shape) or (priced and shape[:1] == "c"):
         return False
-    return tail_is_harmless(words, priced=priced, unit=unit)
+    if [token.text for token in tail[:1]] == ["a"] and tail[0].glued:  # "12a"
+        return False
+    words = [token.text if token.kind == "word" else "per" for token in tail if token.kind in _SAID]
+    small = value.numerator.copy_abs() <= value.denominator.copy_abs()
+    has_unit = priced or shape[:1] in ("%", "c")
+    return tail_is_harmless(words, has_unit=has_unit, apposed=shape[:1] in (",", "("), small=small)
 
 
-def _fits_in_tail(token: Token, before: Sequence[Token], after: Sequence[Token]) -> bool:
-    """Whether a token may stand between its neighbours, each of which may be missing."""
-    word_before = before[0].text if before and before[0].kind == "word" else ""
-    unit_before = bool(word_before) or (bool(before) and before[0].kind == "power")
-    word_after = bool(after) and after[0].kind == "word"
-    fits = {
-        "word": True,
-        "/": word_after and (unit_before or not before),  # km/h, and 12/hour
-        ",": word_after and (unit_before or not before),
-        "*": word_after and unit_before,  # N·m
-        "(": word_after,
-        ")": unit_before,
-        "power": bool(word_before) and token.text in ("2", "3"),
-        "number": token.glued and token.text in ("2", "3") and word_before in _UNITS_WITH_POWER,
-        ".": word_before.lower() in _ABBREVIATIONS,
-    }
-    return fits.get(token.kind, False)
+def _letter(token: Token) -> str:
+    """A word (w), an abbreviation (a), a unit with powers (u), its power (p), a number (n), ..."""
+    if token.kind == "word":
+        if token.text in _UNITS_WITH_POWER:
+            return "u"
+        return "a" if token.text.lower() in _ABBREVIATIONS else "w"
+    if token.kind in ("power", "number") and token.text in ("2", "3"):
+        return "p" if token.kind == "power" else "2" if token.glued else "n"
+    kind = _LETTERS.get(token.kind, token.kind)
+    return kind if len(kind) == 1 else "?"
