@@ -9,14 +9,7 @@ from numbers import Real
 from typing import Any
 
 # What every reward gets besides the columns, under TRL's names. The last four come from a recipe.
-GIVEN = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-)
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 # What the run itself logs of a reward ends in these.
 MEASURED = ("mean", "std", "errors", "none")
@@ -31,14 +24,13 @@ class ContractError(ValueError):
     """A reward returned what no reward may return."""
 
 
-class Prompt(str):
-    """A prompt as rewards of texts see it: its last message. It knows all of them.
+def message(role: str, text: str) -> dict[str, Any]:
+    """A message as chat formats and rewards of ``format: chat`` get it."""
+    return {"role": role, "content": text}
 
-    Args:
-        text (str): of the last message.
-        messages (Sequence[Mapping[str, Any]]): all, ``{"role": ..., "content": ...}`` each, the
-            system's included.
-    """
+
+class Prompt(str):
+    """A prompt as rewards of texts see it: its last message. It knows all, the system's too."""
 
     messages: list[dict[str, Any]]
 
@@ -50,25 +42,15 @@ class Prompt(str):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is, under the names of transformers' ``TrainerState``.
+    """How far the run is, under the names of transformers' ``TrainerState``."""
 
-    Args:
-        global_step (int): finished optimizer steps.
-        max_steps (int): steps of the whole run.
-        epoch (float): passes over the data set that these steps have made.
-    """
-
-    global_step: int
-    max_steps: int
-    epoch: float = 0.0
+    global_step: int  # finished optimizer steps
+    max_steps: int  # of the whole run
+    epoch: float = 0.0  # passes over the data set that these steps have made
 
 
 class RewardNotes:
-    """What a reward reports through TRL's ``log_extra`` and ``log_metric``.
-
-    Args:
-        count (int): completions that the reward is called with.
-    """
+    """What a reward reports through TRL's ``log_extra`` and ``log_metric`` in one call."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -101,16 +83,10 @@ class RewardNotes:
 
 
 def check_returned(returned: Any, *, name: str, count: int) -> list[Score]:
-    """Checks what a reward returned.
+    """The ``count`` scores that a reward returned in a list, a tuple, a tensor or an array.
 
-    Args:
-        returned (Any): a list or tuple, or a tensor or array of one dimension.
-        name (str): the reward's, for the error.
-        count (int): completions that it was called with.
-
-    Returns:
-        One score per completion. A number that is not finite in float32 is a failure: the reward
-        has computed it, but it is no value to learn from.
+    A number that is not finite in float32 is a failure: the reward has computed it, but it is no
+    value to learn from.
 
     Raises:
         ContractError: if it is no list, has another length, or holds something else.

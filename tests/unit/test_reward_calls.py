@@ -53,7 +53,7 @@ def reward_chat(prompts, completions, target, log_extra=None, log_metric=None, *
 
 
 async def reward_async(prompts, completions, **kwargs):
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.01)
     return [float(len(completion)) for completion in completions]
 
 
@@ -120,8 +120,12 @@ def test_async_rewards_wait_side_by_side():
         time.sleep(0.2)
         return [0.0] * len(prompts)
 
+    async def waiter(prompts, completions, **columns):
+        await asyncio.sleep(0.2)
+        return [2.0] * len(prompts)
+
     start = time.perf_counter()
-    scores = score(reward_async, sleeper, *[reward_async] * 4)
+    scores = score(waiter, sleeper, *[waiter] * 4)
     assert time.perf_counter() - start < 0.8
     assert scores.scores[0].tolist() == [2, 0, 2, 2, 2, 2]
 

@@ -19,6 +19,7 @@ from torchtune.data import Message
 from torchtune_grpo.data._bad_rows import BadRow
 from torchtune_grpo.models import HFTokenizer
 from torchtune_grpo.plain import shortened
+from torchtune_grpo.reward_contract import message
 
 # Any two texts would do that share no tokens.
 _PROBE_PROMPT, _PROBE_REPLY = "a", "b"
@@ -105,9 +106,9 @@ class PromptEncoder:
 
     def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages that a prompt stands for, the system's first if there is one."""
-        turns = [_message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
+        turns = [message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
         if self._system_prompt and turns[0]["role"] != "system":
-            turns.insert(0, _message("system", self._system_prompt))
+            turns.insert(0, message("system", self._system_prompt))
         return turns
 
     def _template_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -142,19 +143,16 @@ class PromptEncoder:
 
     def _chat_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
         turns = [
-            Message(
-                role=message["role"],
-                content=[{"type": "text", "content": text} for text in self._content(message)],
-            )
-            for message in messages
+            Message(m["role"], [{"type": "text", "content": text} for text in self._content(m)])
+            for m in messages
         ]
         tokens, _ = self._tokenizer.tokenize_messages([*turns, Message("assistant", reply)])
         return tokens
 
-    def _content(self, message: Mapping[str, Any]) -> list[str]:
+    def _content(self, turn: Mapping[str, Any]) -> list[str]:
         """A message's text in pieces, but whole where it is the config's."""
-        text = message["content"]
-        is_own = message["role"] == "system" and text == self._system_prompt
+        text = turn["content"]
+        is_own = turn["role"] == "system" and text == self._system_prompt
         return [text] if is_own else self._pieces(text)
 
     def _pieces(self, text: str) -> list[str]:
@@ -165,7 +163,7 @@ class PromptEncoder:
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def _check_template(self) -> None:
-        text = self._tokenizer.chat_text([_message("user", _PROBE_TEXT)])
+        text = self._tokenizer.chat_text([message("user", _PROBE_TEXT)])
         if _PROBE_TEXT not in text:
             raise ValueError(
                 "chat=True: the model's chat template leaves out or changes the prompt: "
@@ -184,7 +182,7 @@ class PromptEncoder:
 
     def _probe_reply(self) -> tuple[int, list[int]]:
         """How many tokens close an empty reply, and the tokens of the prefill in its place."""
-        probe = [_message("user", _PROBE_PROMPT)]
+        probe = [message("user", _PROBE_PROMPT)]
         empty, reply = self._chat_tokens(probe), self._chat_tokens(probe, _PROBE_REPLY)
         num_closing = 0
         while num_closing < len(empty) and empty[-num_closing - 1] == reply[-num_closing - 1]:
@@ -225,10 +223,6 @@ class PromptEncoder:
 
         matching = [option for option in options if encode(_PROBE_REPLY, option) == written]
         return encode(text, (matching or options)[0]) if text else []
-
-
-def _message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": text}
 
 
 def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:

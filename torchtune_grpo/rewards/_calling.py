@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_grpo.reward_contract import ContractError, Prompt, RewardNotes, Score, check_returned
+from torchtune_grpo.reward_contract import (
+    ContractError,
+    Prompt,
+    RewardNotes,
+    Score,
+    check_returned,
+    message,
+)
 from torchtune_grpo.rewards._reward import Reward, bound_arguments
 
 _CLOSE_SECONDS = 5.0
@@ -21,18 +28,11 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass
 class Outcome:
-    """What one reward says about N completions.
+    """What one reward says about N completions."""
 
-    Args:
-        scores (list[Score]): N numbers, Nones and exceptions.
-        notes (RewardNotes): what it reported besides.
-        raised (bool): whether it gave an exception instead of scores.
-        seconds (float): how long it took.
-    """
-
-    scores: list[Score]
+    scores: list[Score]  # N numbers, Nones and exceptions
     notes: RewardNotes
-    raised: bool = False
+    raised: bool = False  # whether it gave an exception instead of scores
     seconds: float = 0.0
 
 
@@ -61,7 +61,7 @@ class Calls:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
         if reward.chat:
             own["prompts"] = [_messages(prompt) for prompt in own["prompts"]]
-            own["completions"] = [_message("assistant", text) for text in own["completions"]]
+            own["completions"] = [[message("assistant", text)] for text in own["completions"]]
         else:
             own["prompts"] = [*map(str, own["prompts"])]
         if self.trainer_state is not None:
@@ -69,14 +69,10 @@ class Calls:
         return own
 
 
-def _message(role: str, text: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": text}]
-
-
 def _messages(prompt: str) -> list[dict[str, Any]]:
-    if isinstance(prompt, Prompt):
-        return copy.deepcopy(prompt.messages)
-    return _message("user", prompt)
+    return (
+        copy.deepcopy(prompt.messages) if isinstance(prompt, Prompt) else [message("user", prompt)]
+    )
 
 
 def is_async(reward: Reward) -> bool:

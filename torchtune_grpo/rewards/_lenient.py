@@ -32,13 +32,6 @@ def last_number_reward(
 
     Beside ``math_correctness_reward`` it tells what a model knows from whether it keeps the form.
     Not one to train on: of an answer that lists numbers, the last one counts.
-
-    Args:
-        prompts, completions, **columns: as all rewards get them.
-        answer (list[str | int | float]): N golds, such as ``"72"``.
-
-    Returns:
-        N numbers, 1.0 or 0.0.
     """
     texts = [f"<answer>{last_number(text) or ''}</answer>" for text in completions]
     return math_correctness_reward(prompts, texts, answer=answer)
@@ -59,9 +52,9 @@ def stated_answer(text: str) -> str | None:
 
 def _spelling(content: str) -> str | None:
     value = stated_value(content)
-    if value is None or len(content) > _LONGEST:
-        return None if value is None else content
-    return str(Fraction(value.numerator) / Fraction(value.denominator))
+    if value and len(content) <= _LONGEST:
+        return str(Fraction(value.numerator) / Fraction(value.denominator))
+    return content if value else None
 
 
 def names_answer(reward: Reward) -> Callable[[str], str | None] | None:

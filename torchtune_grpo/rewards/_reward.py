@@ -73,12 +73,8 @@ def takes_any_keyword(function: Callable[..., object]) -> bool:
 def check_reward(reward: Reward, key: str) -> None:
     """Checks the weight, and that the function can be called the way rewards are called.
 
-    Args:
-        reward (Reward): what is checked.
-        key (str): where it stands in the config, such as ``rewards[0]``; for the error.
-
     Raises:
-        ValueError: naming the key, the value and the remedy.
+        ValueError: naming the ``key`` (``rewards[0]``, say), the value and the remedy.
     """
     where = f"{key} ({reward.name})"
     if isinstance(reward.weight, bool) or not isinstance(reward.weight, (int, float)):
@@ -109,9 +105,6 @@ def check_shaping(rewards: Sequence[Reward]) -> None:
     Judged are rewards that say what they are: one that ``decides`` what is right gives a right
     answer at least ``reward_gap`` (1 if it does not say) more than a wrong one; one that has a
     ``reward_range`` can favour a wrong answer by at most the width of that range.
-
-    Args:
-        rewards (Sequence[Reward]): the set.
 
     Raises:
         ValueError: naming the weights.

@@ -59,7 +59,8 @@ def _reward(node: Any, key: str) -> Reward:
     arguments = {str(name): value for name, value in node.items() if name not in own}
     _check_arguments(component, arguments, key, own)
     is_class, is_factory = inspect.isclass(component), _is_factory(component)
-    if is_class or is_factory:
+    makes = is_class or is_factory
+    if makes:
         _check_constructor(component, arguments, key)
     declared: RewardFunction = component(**arguments) if is_factory else component
     name = node.get("name", getattr(declared, "__name__", type(declared).__name__))
@@ -68,11 +69,10 @@ def _reward(node: Any, key: str) -> Reward:
     text_or_chat = node.get("format", "text")
     if text_or_chat not in _FORMATS:
         raise ValueError(f"{key}.format is {text_or_chat!r}; give one of {', '.join(_FORMATS)}.")
-    if arguments and not (is_class or is_factory):
+    if arguments and not makes:
         declared = partial(component, **arguments)
     function: RewardFunction
     if isolated:
-        makes = is_class or is_factory
         function = IsolatedReward(path, arguments=arguments, makes=makes, name=name, **isolated)
     else:
         function = component(**arguments) if is_class else declared
@@ -117,10 +117,8 @@ def _is_factory(component: Callable[..., Any]) -> bool:
     """Whether a function makes a reward and is none: no reward lacks ``**columns``."""
     if inspect.isclass(component) or takes_any_keyword(component):
         return False
-    return (
-        not {"prompts", "completions", "completion_ids"}
-        & inspect.signature(component).parameters.keys()
-    )
+    given = {"prompts", "completions", "completion_ids"}
+    return given.isdisjoint(inspect.signature(component).parameters)
 
 
 def _check_arguments(

@@ -27,9 +27,6 @@ def math_tag_reward(
     """Partial credit for the format: a quarter for each of the four tags.
 
     A tag counts if it stands exactly once. If those that do are in the wrong order, none counts.
-
-    Returns:
-        N numbers: 0, 0.25, 0.5, 0.75 or 1.
     """
     scores = []
     for text in completions:
@@ -41,11 +38,7 @@ def math_tag_reward(
 def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Credit for an answer that states exactly one number, whichever.
-
-    Returns:
-        N numbers, 1.0 where the located answer is one block with one number and 0.0 elsewhere.
-    """
+    """Credit, 1 or 0, for one answer block that states exactly one number, whichever."""
     blocks = [located_answers(text) for text in completions]
     return [float(len(b) == 1 and stated_value(next(iter(b))) is not None) for b in blocks]
 
@@ -91,11 +84,8 @@ class OverlongPenalty:
 class RepetitionPenalty:
     """Punishes n-grams of words that come again (Yeo et al. 2025, arXiv:2502.03373, section 3.4).
 
-    Args:
-        ngram (int): words in an n-gram.
-
     Raises:
-        ValueError: if it is not positive.
+        ValueError: if ``ngram``, the number of words, is not positive.
     """
 
     __name__ = "repetition_penalty"
@@ -108,11 +98,8 @@ class RepetitionPenalty:
 
     def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         """Returns N numbers from -1 to 0: minus the share of n-grams that stood there before."""
-        return [-self._repeated(text.lower().split()) for text in completions]
-
-    def _repeated(self, words: list[str]) -> float:
-        grams = _numbered(words, self._ngram)
-        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+        texts = [_numbered(text.lower().split(), self._ngram) for text in completions]
+        return [len(set(grams)) / len(grams) - 1 if grams else 0.0 for grams in texts]
 
 
 def _numbered(words: Sequence[Hashable], length: int) -> Sequence[Hashable]:
