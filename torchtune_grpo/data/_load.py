@@ -203,17 +203,12 @@ def _local_json(kwargs: Mapping[str, Any]) -> dict[str, list[str]] | None:
     if not {*kwargs} <= {"data_files", "encoding", "field"}:
         return None
     files = {
-        split: [
-            path for name in names for path in (_matching(name) if glob.has_magic(name) else [name])
-        ]
+        split: [*chain(*(_matching(name) if glob.has_magic(name) else [name] for name in names))]
         for split, names in kwargs["data_files"].items()
     }
-    is_plain = all(
-        "://" not in path
-        and Path(path).suffix not in (".zip", ".bz2", ".xz", ".zst", ".lz4", ".7z")
-        for path in chain.from_iterable(files.values())
-    )
-    return files if is_plain else None
+    packed = (".zip", ".bz2", ".xz", ".zst", ".lz4", ".7z")
+    paths = chain.from_iterable(files.values())
+    return None if any("://" in path or path.endswith(packed) for path in paths) else files
 
 
 def _read_json(paths: Sequence[str], kwargs: Mapping[str, Any]) -> list[Any]:
