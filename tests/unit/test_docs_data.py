@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_grpo.components import instantiate
+from torchtune_grpo.config import DynamicSamplingConfig
 from torchtune_grpo.data import RLDataset, make_sampler
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
@@ -33,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_configs(llama3_tokenizer):
-    *nodes, other = map(OmegaConf.create, blocks("yaml"))
+    *nodes, other, resampling = map(OmegaConf.create, blocks("yaml"))
     nodes = [node.dataset for node in nodes]
     local = [node for node in nodes if node.source != "openai/gsm8k"]
     assert len(nodes) == 5 and len(local) == 4
@@ -42,6 +43,7 @@ def test_the_configs(llama3_tokenizer):
         assert len(data) == 2 and data[1]["prompt"] in ("What is 3 + 4?", "2+2?")
     leveled = [{"columns": {"level": level}} for level in (2, 1)]
     assert make_sampler(other.sampler, leveled, seed=0).next(1) == [1]
+    assert DynamicSamplingConfig(**resampling.dynamic_sampling).max_resamples == 3
 
 
 def test_the_python(llama3_tokenizer):
