@@ -163,6 +163,7 @@ by_number = {  # on x86_64 and aarch64
     "clone3": (435, 435, 0, 0), "io_uring_setup": (425, 425, 8, text), "bpf": (321, 280, 0, 0, 9),
     "perf_event_open": (298, 241, text, 0, -1, -1, 0), "userfaultfd": (323, 282, 1),
     "process_vm_readv": (310, 270, here, 0, 0, 0, 0, 0), "kcmp": (312, 272, here, here, 0, 0, 0),
+    "fadvise64": (221, 223, 0, 0, 0, 4), "cachestat": (451, 451, 0, text, text, 0),
     "get_robust_list": (274, 100, here, text, text), "memfd_secret": (447, 447, 0),
     "open_by_handle_at": (304, 265, -100, text, 0), "ioprio_set": (251, 30, 1, 0, 0),
     "sched_setattr": (314, 274, 0, text, 0), "rt_sigqueueinfo": (129, 138, parent, 0, text),
@@ -182,7 +183,10 @@ for name, arguments in {
     "clone": (text, ctypes.byref(text, 256), 0x10000011, None), "quotactl": (0, b"", 0, None),
     "prctl": (1, 0), "setpriority": (0, parent, 19), "sched_setaffinity": (parent, 8, text),
     "sched_setscheduler": (parent, 5, text), "prlimit": (parent, 0, None, text), "nice": (1,),
-    "flock": (0, 6), "lockf": (0, 2, 0), "socketpair": (1, 2, 0, text), "acct": (None,),
+    "socketpair": (1, 2, 0, text), "acct": (None,), "mincore": (None, 0, text),
+    "readlink": (b"/proc/self", text, 9), "getpgid": (parent,),
+    "getsid": (parent,), "clock_gettime": (~parent << 3 | 2, text),
+    "timer_create": (~parent << 3 | 2, None, text),
     "mknod": (b"fifo", 0o10666, 0),
 }.items():
     attempts[name] = lambda f=getattr(libc, name), a=arguments: f(*a)
@@ -236,7 +240,7 @@ raise ValueError(found + [libc.shmget(4711, 0, 0), libc.semget(4712, 0, 0), libc
     if "of their own" in sandbox.confinement():
         assert judge(sandbox, number).why == first
     else:
-        assert "LEARN FROM THEIR PROCESS ID" in sandbox.confinement()
+        assert "by their own process id how many" in sandbox.confinement()
 
 
 def test_only_the_library_is_there(sandbox):
@@ -294,6 +298,7 @@ from torchtune_grpo.sandbox import CodeSandbox, Limits
 folder = tempfile.mkdtemp()
 os.chmod(folder, 0o755)
 with open(folder + "/mine", "w") as file: os.utime(file.name, (1, 1))
+mode = os.stat(folder + "/mine").st_mode
 before, verdicts = resource.getrlimit(resource.RLIMIT_NOFILE), []
 for namespaces in (True, False):
     sandbox = CodeSandbox(Limits(seconds=3), namespaces=namespaces)
@@ -301,11 +306,11 @@ for namespaces in (True, False):
         code = code.replace("OWNER", str(os.getpid())).replace("MINE", folder + "/mine")
         verdict = sandbox.judge(code=code, setup="", test=test, entry_point="solve")
         verdicts.append([verdict.passed, verdict.why])
-    children = {pid: server.pid for pid, server in sandbox._servers.items()}
-    limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in children.values()]
-    assert set(limits) == {before} and resource.getrlimit(resource.RLIMIT_NOFILE) == before
-    assert {os.getpriority(0, pid) for pid in children.values()} == {os.getpriority(0, 0)}
-    assert os.stat(folder + "/mine").st_mtime == 1
+    server = sandbox._server.pid
+    assert resource.prlimit(server, resource.RLIMIT_NOFILE) == before
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert os.getpriority(0, server) == os.getpriority(0, 0)
+    assert os.stat(folder + "/mine").st_mtime == 1 and os.stat(folder + "/mine").st_mode == mode
     sandbox.close()
 os.remove(folder + "/mine"), os.rmdir(folder)
 print(json.dumps(verdicts))
@@ -313,14 +318,18 @@ print(json.dumps(verdicts))
 
 
 HARM = """
-import os, resource
+import os, resource, time
 def solve(n):
+    for attempt in (lambda: os.chmod("MINE", 0), lambda: os.utime("MINE")):  # without effect
+        try: attempt()
+        except FileNotFoundError: pass
     for victim in {OWNER, os.getppid(), os.getppid() - 1} - {0, -1}:  # no parent in a namespace
         for harm in (
             lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (4, 4)), lambda: os.nice(3),
             lambda: os.kill(victim, 9), lambda: os.setpriority(0, victim, 5),
-            lambda: os.sched_setaffinity(victim, [0]), lambda: os.chmod("MINE", 0),
-            lambda: os.utime("MINE"), lambda: os.truncate("MINE", 0), lambda: os.remove("MINE"),
+            lambda: os.sched_setaffinity(victim, [0]), lambda: os.remove("MINE"),
+            lambda: os.truncate("MINE", 0), lambda: os.getpgid(victim), lambda: os.getsid(victim),
+            lambda: time.clock_gettime(~victim << 3 | 2), lambda: os.readlink("MINE"),
         ):
             try: harm()
             except OSError: continue
@@ -411,10 +420,10 @@ def solve(n):
     greedy, honest = CodeSandbox(Limits(seconds=2)), CodeSandbox(Limits(seconds=0.35))
     try:
         assert passes_again(greedy) and passes_again(honest)
-        server, found = greedy._servers["candidate"].facts["pid"], []
+        server, found = greedy._server.pid, []
         thread = threading.Thread(target=lambda: found.append(judge(greedy, spin).why))
         thread.start()
-        assert wait_until(lambda: len(_kernel.processes_of(server)) == 15)
+        assert wait_until(lambda: len(_kernel.processes_of(server)) == 16)
         verdict = judge(honest, burn, test="solve(0)")
         thread.join()
     finally:
@@ -436,7 +445,7 @@ def solve(n):
     time.sleep(1000)
 """
     seen = []
-    server = sandbox._servers["candidate"]
+    server = sandbox._server
 
     def count():
         below = [server.pid]
@@ -451,20 +460,20 @@ def solve(n):
     thread.join()
     seen.clear()
     count()
-    assert max(seen) <= 1  # the first process of the namespace at most
+    assert max(seen) == 0
 
 
 def test_no_fence_at_all_is_refused(monkeypatch):
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)
     sandbox._start()
-    facts = {**sandbox._servers["candidate"].facts, "landlock": 0, "filter": False, "users": None}
+    facts = {**sandbox._server.facts, "landlock": 0, "filter": False, "users": False}
     with pytest.raises(SandboxError, match=r"seccomp.* and no namespaces .*set unfenced: true"):
         sandbox._check_fences(facts)
     sandbox.unfenced = True
     sandbox._start()
     sandbox._check_fences(facts)
-    sandbox._servers["candidate"].facts = facts
+    sandbox._server.facts = facts
     assert "READ THIS MACHINE'S FILES, USE THE NETWORK, " in sandbox.confinement()
     assert "SYSTEM CALLS ARE NOT FILTERED" in sandbox.confinement()
     assert os.geteuid() != 0 or "NUMBER OF PROCESSES HAS NO LIMIT" in sandbox.confinement()
@@ -475,12 +484,8 @@ def test_a_lost_server_is_replaced():
     before = set(children())
     sandbox = CodeSandbox(Limits(seconds=5))
     assert passes_again(sandbox)
-    os.killpg(sandbox._servers["candidate"].pid, 9)
+    os.killpg(sandbox._server.pid, 9)
     assert "brought its sandbox down" in judge(sandbox, HONEST["plain"]).why
-    assert passes_again(sandbox)
-    os.killpg(sandbox._servers["checker"].pid, 9)
-    with pytest.raises(SandboxError, match="the process that runs the test was lost"):
-        judge(sandbox, HONEST["plain"])
     assert passes_again(sandbox)
     sandbox.close()
     assert set(children()) == before
@@ -507,14 +512,14 @@ def test_nothing_outlives_a_server_that_is_killed(namespaces):
     """Its completion dies with it, though it runs as another user, in a session of its own."""
     sandbox = CodeSandbox(Limits(seconds=100), namespaces=namespaces)
     sandbox._start()
-    server = sandbox._servers["candidate"].facts["pid"]
+    server = sandbox._server.pid
     thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
     thread.start()
-    assert wait_until(lambda: len(_kernel.processes_of(server)) == 1)
-    (task,) = _kernel.processes_of(server)
+    assert wait_until(lambda: len(_kernel.processes_of(server)) == 2)
+    checker, candidate = _kernel.processes_of(server)
     os.kill(server, 9)
     thread.join()
-    assert not is_alive(task)
+    assert wait_until(lambda: not is_alive(checker) and not is_alive(candidate))
     sandbox.close()
 
 
@@ -555,9 +560,9 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     owner = multiprocessing.get_context("fork").Process(target=own_two_rewards, args=(tmp_path,))
     owner.start()
     try:
-        # The completion's server, in two processes, the completion and its child; the test's
-        # server and the test; the reward's server, the reward and its child.
-        assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
+        # The server, the test, the completion and its child; the reward's server, the reward and
+        # its child.
+        assert wait_until(lambda: len(descendants(owner.pid)) == 7, seconds=60)
         family = descendants(owner.pid)
     finally:
         owner.kill()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchtune_grpo.reward_contract import ContractError, Score
-from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send_bytes
+from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send, send_bytes
 
 # Importing torch on a busy machine can take long; it is not the reward's time.
 _LOAD_SECONDS = 120.0
@@ -171,8 +171,9 @@ class _Worker:
         self._server = self._server or ServerProcess("reward")
         ours, theirs = socket.socketpair()
         with theirs:
-            self._server.start(self._request, fds=[theirs.fileno()])
+            self._server.start(theirs)
         try:
+            send(ours, self._request)
             answer = receive(ours, deadline=time.monotonic() + _LOAD_SECONDS)
         except (TimeoutError, PeerGone) as error:
             answer = {"error": f"its process ended while loading ({error!r})"}
@@ -191,7 +192,6 @@ class _Worker:
         self._socket.close()
         self._socket = None
         try:
-            self._server.request_stop()
-            self._server.await_stop()
+            self._server.stop()
         except ServerLost:  # it was closed; the next completion gets a new one
             self._server = None
