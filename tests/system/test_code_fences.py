@@ -1,7 +1,9 @@
 """Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
 
 import contextlib
+import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -20,7 +22,7 @@ from processes import children, is_alive, wait_until
 
 import torchtune_grpo
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _kernel
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _kernel, _process
 
 
 def servers_tasks() -> list[int]:
@@ -240,7 +242,7 @@ raise ValueError(found + [libc.shmget(4711, 0, 0), libc.semget(4712, 0, 0), libc
     if "of their own" in sandbox.confinement():
         assert judge(sandbox, number).why == first
     else:
-        assert "by their own process id how many" in sandbox.confinement()
+        assert "by process ids, how many were started" in sandbox.confinement()
 
 
 def test_only_the_library_is_there(sandbox):
@@ -264,7 +266,8 @@ def solve(n):
 
 
 LIBRARY = """
-import asyncio, concurrent.futures, csv, ctypes, email.message, io, multiprocessing, os, pickle
+import asyncio, concurrent.futures, csv, ctypes, datetime, email.message, io, locale, os, pickle
+import multiprocessing, zoneinfo
 import queue, shutil, socket, sqlite3, tempfile, threading, unittest, uuid, xml.etree.ElementTree
 def solve(n):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
@@ -276,15 +279,23 @@ def solve(n):
     child.start(); numbers.append(ours.recv()); child.join()
     with open("here", "w") as file: file.write("x")
     os.rename("here", "there"); os.remove("there")
-    database = sqlite3.connect(":memory:")
-    numbers.append(database.execute("select ?", (n,)).fetchone()[0])
-    return numbers, "\\u00fc".encode("cp1252"), os.cpu_count() > 0
+    for _ in range(2):
+        with sqlite3.connect("database") as database:
+            database.execute("create table if not exists t (x)")
+            database.execute("insert into t values (?)", (n,))
+    numbers.append(database.execute("select sum(x) from t").fetchone()[0])
+    shutil.copy2("database", "copy"), os.chmod("copy", 0o600)
+    locale.setlocale(locale.LC_ALL, "")
+    summer = datetime.datetime(2024, 7, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+    try: exit(3)
+    except SystemExit as end: numbers.append(end.code)
+    return numbers, "\\u00fc".encode("cp1252"), os.cpu_count() > 0, summer.utcoffset().seconds
 """
 
 
 def test_the_standard_library_works(sandbox):
     """Wherever it lies, below /root for instance: modules, codecs, threads, children, pipes."""
-    test = "assert solve(2) == ([0, 2, 4, 2, 2, 2], b'\\xfc', True), solve(2)"
+    test = "assert solve(2) == ([0, 2, 4, 2, 2, 4, 3], b'\\xfc', True, 7200), solve(2)"
     sandbox.limits = Limits(seconds=5)
     verdict = judge(sandbox, LIBRARY, test=test)
     sandbox.limits = LIMITS
@@ -430,6 +441,99 @@ def solve(n):
         greedy.close(), honest.close()
     assert verdict.passed, verdict
     assert found == ["no verdict within 2 s"]
+
+
+def test_time_is_of_all_processes_also_of_one_that_answers_in_time(sandbox):
+    """Several CPUs at once: 1.6 seconds of them, in which less than the limit may pass."""
+    code = """
+import os, time
+def solve(n):
+    for _ in range(N):
+        if not os.fork():
+            while time.process_time() < 0.4: pass
+            os._exit(0)
+    for _ in range(N): os.wait()
+    return 1
+"""
+    sandbox.limits = Limits(seconds=1.4)
+    try:
+        found = [
+            judge(sandbox, code.replace("N", n), test="assert solve(0) == 1").why for n in "41"
+        ]
+    finally:
+        sandbox.limits = LIMITS
+    assert found == ["no verdict within 1.4 s", ""]
+
+
+class Lost(Limits):
+    """Limits that no kernel can set."""
+
+    def for_completion(self):
+        return {"LOST": 1}
+
+
+def test_a_fence_that_fails_is_not_the_completions_fault(sandbox, monkeypatch):
+    """It is named, while training and at the start; and nothing of the completion has run."""
+    sandbox.limits = Lost(seconds=3)
+    with pytest.raises(SandboxError, match="(?s)not even begun.*set_limits.*RLIMIT_LOST"):
+        judge(sandbox, HONEST["plain"])
+    sandbox.limits = LIMITS
+    assert passes_again(sandbox)
+    broken = "import torchtune_grpo.sandbox._fences as f; k = f._kernel; k.isolate = "
+    broken += "f.restrict_files = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
+    monkeypatch.setattr(_process, "_BOOT", _process._BOOT.replace("main({role", broken + "{role"))
+    fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
+    with pytest.raises(SandboxError, match="(?s)not even begun.*OSError.*mount: "):
+        passes_again(fresh)
+
+
+def test_a_machine_without_a_folder_is_not_the_completions_fault(sandbox, monkeypatch):
+    if sandbox.namespaces:
+        pytest.skip("the folder is in memory")
+    assert passes_again(sandbox)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(SandboxError, match="this machine refuses what a sandbox needs.*/nowhere"):
+        judge(sandbox, HONEST["plain"])
+    monkeypatch.undo()
+    assert passes_again(sandbox)
+
+
+def test_the_kernel_ends_these_processes_first_when_memory_runs_out(sandbox):
+    seen = []
+    thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
+    thread.start()
+    assert wait_until(lambda: len(_kernel.processes_of(sandbox._server.pid)) == 2)
+    for process in (sandbox._server.pid, *_kernel.processes_of(sandbox._server.pid)):
+        seen.append(Path(f"/proc/{process}/oom_score_adj").read_text())
+    thread.join()
+    assert seen == ["1000\n"] * 3
+
+
+def test_which_files_are_in_memory_tells_nothing(sandbox):
+    """A page of Python's library that was not in memory is, when a sandbox has started, or what a
+    completion reads is a copy in memory."""
+    path = Path(os.__file__).with_name("sndhdr.py")
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert resident(path) == 0
+    fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
+    assert passes_again(fresh)
+    fresh.close()
+    assert resident(path) == 1
+    left_out = "import os\nfor name in ('test', 'idlelib', 'ensurepip'):\n    try: os.listdir("
+    left_out += "os.path.dirname(os.__file__) + '/' + name)\n    except OSError: continue\n"
+    left_out += "    raise ValueError(name)"
+    assert "KeyError" in judge(sandbox, left_out).why
+
+
+def resident(path: Path) -> float:
+    """The share of a file's pages that are in memory."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
+        count = -(-len(data) // mmap.PAGESIZE)
+        pages = (ctypes.c_ubyte * count)()
+        at = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        _kernel.call_libc("mincore", ctypes.c_void_p(at), ctypes.c_size_t(len(data)), pages)
+        return sum(page & 1 for page in pages) / count
 
 
 def test_a_sandbox_of_many_processes_dies_whole(sandbox):

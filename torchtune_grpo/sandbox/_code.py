@@ -157,8 +157,8 @@ class CodeSandbox:
             "READ THIS MACHINE'S FILES": not facts["landlock"],
             "USE THE NETWORK": not facts["filter"],
             "FILL THE DISK until their time is up": True,
-            "SEE WHICH PROCESSES THERE ARE, and by their own process id how many were started": True,
-            "SEE SIZES AND TIMES OF ALL FILES": True,
+            "SEE WHICH PROCESSES THERE ARE and, by process ids, how many were started": True,
+            "SEE SIZES AND TIMES OF FILES that they cannot open": True,
         }
         return (
             f"the kernel refuses namespaces here ({self._refusal}). Completions cannot make "
@@ -237,7 +237,8 @@ class CodeSandbox:
         waiter = select.poll()
         waiter.register(sock, select.POLLIN)
         try:
-            send(sock, exam, deadline=start + _PATIENCE * limit)
+            sock.settimeout(_PATIENCE * limit)
+            send(sock, exam)
             while not answered:
                 answered = bool(waiter.poll(left * 1000))
                 passed = time.monotonic() - start

@@ -137,12 +137,10 @@ def hide_files(paths: list[str]) -> None:
     """
     # The new root is put together on /proc, a folder that exists and holds nothing of interest.
     root, libraries = "/proc", [path for path in paths if ".so" in path]
-    links = [entry for folder in set(map(os.path.dirname, libraries)) for entry in os.scandir(folder)]
-    texts = {
-        link: os.readlink(link)
-        for link in [*_LINKS, *(entry.path for entry in links if entry.is_symlink())]
-        if os.path.islink(link) and (link in _LINKS or os.path.realpath(link) in libraries)
-    }
+    links = [*_LINKS]
+    for folder in set(map(os.path.dirname, libraries)):
+        links += [e.path for e in os.scandir(folder) if os.path.realpath(e.path) in libraries]
+    texts = {link: os.readlink(link) for link in links if os.path.islink(link)}
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
     for path, content in chain(read_once(paths), ((device, b"") for device in DEVICES)):
         os.makedirs(os.path.dirname(root + path), exist_ok=True)

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,8 @@ class ServerProcess:
             )
         self._control = ours
         try:
-            self.facts = receive(ours, deadline=time.monotonic() + _START_SECONDS)
+            ours.settimeout(_START_SECONDS)
+            self.facts = receive(ours)
         except (PeerGone, TimeoutError) as error:
             self.close()
             raise ServerLost(f"a sandbox server did not start: {error!r}") from error

@@ -57,9 +57,11 @@ def run_rewards(requests: socket.socket) -> None:
 
 def _answer(function: Any, arguments: dict[str, Any], *, name: str) -> dict[str, Any]:
     notes = RewardNotes(1)
-    if arguments.pop("notes"):
-        arguments |= notes.functions()
     try:
+        if "check_rows" in arguments:
+            return {"value": [*function.check_rows(**arguments["check_rows"]).items()]}
+        if arguments.pop("notes"):
+            arguments |= notes.functions()
         returned = function(**arguments)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))

@@ -1,11 +1,15 @@
-"""Messages over a stream socket: four bytes of length, then the bytes, mostly of JSON."""
+"""Messages over a stream socket: four bytes of length, then the bytes, mostly of JSON.
+
+The socket's own timeout holds; when it has passed, there is a ``TimeoutError``.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
 import struct
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -18,71 +22,50 @@ class PeerGone(Exception):
     """The other side ended, or sent what cannot be read; the text says which."""
 
 
-def send_bytes(sock: socket.socket, data: bytes, *, deadline: float | None = None) -> None:
-    """Sends one message.
-
-    Raises:
-        TimeoutError: if it was not taken whole by the deadline (on ``time.monotonic``'s clock).
-        PeerGone: if nobody is there to read it.
-    """
+@contextmanager
+def _talking() -> Iterator[None]:
     try:
-        sock.settimeout(_left(deadline))
-        sock.sendall(_LENGTH.pack(len(data)) + data)
+        yield
     except TimeoutError:
         raise
     except OSError as error:
         raise PeerGone(f"ended ({error})") from error
 
 
-def receive_bytes(
-    sock: socket.socket, *, limit: int = MAX_BYTES, deadline: float | None = None
-) -> bytes:
-    """Reads one message.
+def send_bytes(sock: socket.socket, data: bytes) -> None:
+    """Sends one message; raises PeerGone if nobody is there to read it."""
+    with _talking():
+        sock.sendall(_LENGTH.pack(len(data)) + data)
 
-    Args:
-        sock (socket.socket): a stream socket.
-        limit (int): a longer message is not read.
-        deadline (float | None): on ``time.monotonic``'s clock; None waits forever.
 
-    Raises:
-        TimeoutError: if it has not come whole by the deadline.
-        PeerGone: if it never will, or is longer than ``limit``.
-    """
-    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline))
+def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
+    """Reads one message; raises PeerGone if none will come, or one of more than ``limit`` bytes."""
+    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     if length > limit:
         raise PeerGone(f"sent {length} bytes at once, more than {limit}")
-    return _read(sock, length, deadline)
+    return _read(sock, length)
 
 
-def send(sock: socket.socket, message: Any, *, deadline: float | None = None) -> None:
+def send(sock: socket.socket, message: Any) -> None:
     """Sends a message of plain data; see :func:`send_bytes`."""
-    send_bytes(sock, json.dumps(message).encode(), deadline=deadline)
+    send_bytes(sock, json.dumps(message).encode())
 
 
-def receive(sock: socket.socket, *, limit: int = MAX_BYTES, deadline: float | None = None) -> Any:
+def receive(sock: socket.socket, *, limit: int = MAX_BYTES) -> Any:
     """Reads a message of plain data; see :func:`receive_bytes`."""
-    data = receive_bytes(sock, limit=limit, deadline=deadline)
+    data = receive_bytes(sock, limit=limit)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise PeerGone(f"sent what is no message ({error})") from error
 
 
-def _read(sock: socket.socket, count: int, deadline: float | None) -> bytes:
+def _read(sock: socket.socket, count: int) -> bytes:
     data = bytearray()
-    try:
+    with _talking():
         while len(data) < count:
-            sock.settimeout(_left(deadline))
             part = sock.recv(min(count - len(data), 2**20))
             if not part:
                 raise PeerGone("ended")
             data += part
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise PeerGone(f"ended ({error})") from error
     return bytes(data)
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 1e-6)
