@@ -27,10 +27,6 @@ from torchtune_grpo.sandbox._wire import PeerGone, receive, send
 MAX_ANSWER = 2**20  # bytes
 
 
-class CandidateError(Exception):
-    """The candidate raised something that is no builtin exception."""
-
-
 _END = object()
 _SETUP, _TEST = "<setup>", "<test>"  # the names of their files
 
@@ -115,9 +111,10 @@ class _StandIn:
 
     def _exception(self, name: str, message: str, attributes: dict[str, Any]) -> Exception:
         kind, raised = getattr(builtins, name, None), None
+        described = RuntimeError(f"the function raised {name}: {message}")
         if kind in (StopIteration, StopAsyncIteration):
             # As generators do it: a loop of the test's must not end as if it had been through.
-            return RuntimeError(f"the function raised {name}: {message}")
+            return described
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             self._break(f"{name}: {message}")
         for arguments in (self._plain(attributes.pop("args", None)), [message]):
@@ -128,7 +125,7 @@ class _StandIn:
             with contextlib.suppress(AttributeError, TypeError, ValueError):
                 if not attribute.startswith("_"):
                     setattr(raised, attribute, self._plain(data))
-        return raised or CandidateError(f"{name}: {message}")
+        return raised or described
 
     def _plain(self, data: Any) -> Any:
         try:

@@ -93,25 +93,29 @@ def open_library() -> None:
 
 
 def readable_paths() -> list[str]:
-    """What a completion may read: Python's library, what it and its modules map into memory, time
-    zones; files, and folders with all that is in them."""
-    reader, writer = os.pipe()
+    """What a completion may read: Python's library, the shared libraries that its modules load and
+    this process has not, time zones; files, and folders with all that is in them."""
+    (reader, writer), before = os.pipe(), _mapped()
     if not os.fork():
         for library in [*Path(LIBRARY, "lib-dynload").glob("*.so"), _WHEN_THREADS_END]:
             with contextlib.suppress(OSError):
                 "tkinter" in str(library) or ctypes.CDLL(str(library))
-        os.write(writer, Path("/proc/self/maps").read_bytes())
+        os.write(writer, "\n".join(_mapped() - before).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader) as maps:
-        mapped = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    with open(reader) as text:
+        libraries = [path for path in text.read().splitlines() if not path.startswith(LIBRARY)]
     os.wait()
-    libraries = sorted(path for path in mapped if path.startswith("/") and ".so" in path)
     folders = [Path(folder) for folder in (LIBRARY, _ZONES) if os.path.isdir(folder)]
     entries = [entry for folder in folders for entry in folder.iterdir()]
     paths = [str(entry) for entry in entries if not _LEFT_OUT.fullmatch(entry.name)]
-    others = [path for path in (*libraries, *_OTHERS) if not path.startswith(LIBRARY)]
-    return [path for path in [*paths, *others] if os.path.exists(path)]
+    return [path for path in [*paths, *libraries, *_OTHERS] if os.path.exists(path)]
+
+
+def _mapped() -> set[str]:
+    """The shared libraries in this process's memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line[line.index("/") :] for line in lines if ".so" in line}
 
 
 def read_once(paths: list[str]) -> Iterator[tuple[str, bytes]]:

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ _RANK_NAMES = frozenset(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
     "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 )
-
 
 # For processes that run foreign code: nothing of this process's environment, folder or output.
 _APART: dict[str, Any] = {
@@ -73,12 +74,8 @@ class ServerProcess:
                 **({"env": _rankless_environment()} if trusted else _APART),
             )
         self._control = ours
-        try:
-            ours.settimeout(_START_SECONDS)
+        with self._talking(_START_SECONDS):
             self.facts = receive(ours)
-        except (PeerGone, TimeoutError) as error:
-            self.close()
-            raise ServerLost(f"a sandbox server did not start: {error!r}") from error
 
     @property
     def pid(self) -> int:
@@ -92,11 +89,8 @@ class ServerProcess:
         Raises:
             ServerLost: if the server is gone; it is closed then.
         """
-        try:
+        with self._talking(_STOP_SECONDS):
             socket.send_fds(self._control, [b"+"], [sock.fileno()])
-        except OSError as error:
-            self.close()
-            raise ServerLost(f"a sandbox server ended: {error}") from error
 
     def stop(self) -> None:
         """Ends all that runs there. Returns when no process of any task is left.
@@ -104,14 +98,19 @@ class ServerProcess:
         Raises:
             ServerLost: if that cannot be had; everything is killed then all the same.
         """
+        with self._talking(_STOP_SECONDS):
+            self._control.send(b"-")
+            if not self._control.recv(1):
+                raise PeerGone("ended")
+
+    @contextmanager
+    def _talking(self, seconds: float) -> Iterator[None]:
         try:
-            self._control.settimeout(_STOP_SECONDS)
-            if self._control.send(b"-") and self._control.recv(1):
-                return
-            raise OSError("it ended")
-        except OSError as error:
+            self._control.settimeout(seconds)
+            yield
+        except (OSError, PeerGone) as error:
             self.close()
-            raise ServerLost(f"a sandbox server did not answer: {error!r}") from error
+            raise ServerLost(f"a sandbox server does not answer: {error!r}") from error
 
     def close(self) -> None:
         """Ends the server and all that runs there, and leaves no zombie."""

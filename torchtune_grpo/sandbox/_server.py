@@ -7,6 +7,8 @@ left. When the socket closes, because its owner closed it or died, the server ki
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -79,26 +81,16 @@ def _end_all(tasks: list[int]) -> None:
     for process in tasks:  # not yet reaped, so that the ids are still theirs
         os.kill(process, signal.SIGKILL)
     tasks.clear()
-    seconds = 0.0002
-    while _has_children():  # also whatever a task has left behind
-        # Mostly it dies with its parent, and there is no need to look through all processes.
-        if seconds > 0.001:
+    for attempt in itertools.count():
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # also whatever a task has left behind
+                pass
+            # Mostly it dies with its parent, and there is no need to look through all processes.
             # Stopped first, so that none forks while the others are killed.
-            for action in (signal.SIGSTOP, signal.SIGKILL):
+            for action in (signal.SIGSTOP, signal.SIGKILL) if attempt > 2 else ():
                 for process in _kernel.processes_of(os.getpid()):
-                    try:
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(process, action)
-                    except ProcessLookupError:
-                        pass
-        time.sleep(seconds)
-        seconds = min(2 * seconds, 0.01)
-
-
-def _has_children() -> bool:
-    """Whether any are left, when those that have ended are waited for."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
+            time.sleep(0.0005)
+            continue
+        return
