@@ -349,6 +349,15 @@ def solve(n):
 """
 
 
+OWN_GROUP = """
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def solve(n):
+    os.kill(0, signal.SIGINT)
+    return n
+"""
+
+
 def public_python() -> str | None:
     """An interpreter that any user may start, and that this package runs on."""
     for path in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
@@ -372,6 +381,7 @@ def test_as_another_user_than_root(tmp_path):
             (HARM, "assert solve(0) == 'nothing', solve(0)"),
             (REFUSED, "assert solve(0) == [], solve(0)"),
             (HONEST["plain"], TEST),
+            (OWN_GROUP, "assert solve(1) == 1"),
             (
                 "def solve(n): open('x', 'w').write('y'); return open('x').read()",
                 "assert solve(0) == 'y'",

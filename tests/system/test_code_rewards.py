@@ -237,6 +237,21 @@ def check(candidate):
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
 
 
+def test_a_right_answer_of_a_process_that_has_ended_is_none(sandbox):
+    """What it used could not be read any more."""
+    code = """
+import json, os, struct
+def solve(n):
+    data = json.dumps({'value': 1}).encode()
+    os.write(3, struct.pack('!I', len(data)) + data)
+    END
+"""
+    test = "import time\nassert solve(1) == 1\ntime.sleep(0.05)"
+    why = judge(sandbox, code.replace("END", "os._exit(0)"), test=test).why
+    assert why == "the completion's process ended before its test did"
+    assert judge(sandbox, code.replace("END", "while True: pass"), test=test).passed
+
+
 def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
     """However deep a completion nests them: a wrong answer, and not a failure of the sandbox."""
     nested = "def solve(x):\n    for _ in range(DEPTH): x = [x]\n    return x"
@@ -398,3 +413,12 @@ def test_an_exit_is_no_error_that_a_test_may_catch(sandbox):
     for code, passes in (("sys.exit()", False), ("raise ValueError", True)):
         verdict = judge(sandbox, f"import sys\ndef solve(n): {code}", test=test)
         assert verdict.passed == passes, verdict
+
+
+def test_what_a_test_draws_is_new_each_time_and_not_known_to_the_completion(sandbox):
+    """Though all of them are forked from one process that has imported random."""
+    code = "import random\ndef solve(n): return random.random()"
+    test = "import random\nx = random.random()\nassert solve(0) == x\n"
+    assert not judge(sandbox, code, test=test).passed
+    test = "import random\nsolve(0)\nraise ValueError(random.random())"
+    assert judge(sandbox, code, test=test).why != judge(sandbox, code, test=test).why

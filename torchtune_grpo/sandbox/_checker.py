@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import dis
 import os
+import random
 import signal
 import socket
 import sys
@@ -152,10 +153,12 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     candidate = fences.fork()  # before anything is here that it should not find in its memory
     if not candidate:
         _kernel.die_with_parent()
+        os.setsid()  # or its signals to its group would be to this process as well
         calls.close()
         judge.close()
         run_candidate(theirs, fences)
         return
+    random.seed()  # or each test would draw the same numbers, and a completion know them
     theirs.close()
     exam = receive(judge)
     _kernel.set_limits(exam["limits"])

@@ -95,6 +95,7 @@ class CodeSandbox:
     unfenced: bool = False
     _server: ServerProcess | None = None
     _refusal: str = "they are turned off"
+    _worked: bool = False  # so that what is missing now was there
 
     def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
         """Runs a test on a completion's function.
@@ -177,24 +178,22 @@ class CodeSandbox:
             return
         try:
             self._server = ServerProcess("code" if self.namespaces else "code_without_namespaces")
-        except (ServerLost, OSError) as error:
-            raise SandboxError(f"the sandbox did not start: {error}") from error
-        if self.namespaces and "refusal" in self._server.facts:
-            self._refusal, self.namespaces = self._server.facts["refusal"], False
-            self.close()
-            return self._start()
-        self._check_fences(self._server.facts)
-        # Or else a sandbox that does not work here would look like a model that cannot code.
-        try:
+            self._check_fences(self._server.facts)
+            # Or else a sandbox that does not work here would look like a model that cannot code.
             verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
-        except SandboxError:
+            if not verdict.passed:
+                raise SandboxError(f"it does not work here: {verdict.why}")
+        except (ServerLost, OSError, SandboxError) as error:
             self.close()
-            raise
-        if not verdict.passed:
-            self.close()
-            raise SandboxError(f"the sandbox does not work here: {verdict.why}")
+            if self._worked or not self.namespaces:
+                raise SandboxError(f"the sandbox did not start: {error}") from error
+            self.namespaces, self._refusal = False, str(error)
+            self._start()
+        self._worked = True
 
     def _check_fences(self, facts: dict[str, Any]) -> None:
+        if "refusal" in facts:
+            raise SandboxError(facts["refusal"])
         # Without namespaces, Landlock hides files; it stops signals to processes of the same user
         # from version 6 on.
         landlock = 1 if facts["users"] else 6
@@ -207,7 +206,6 @@ class CodeSandbox:
                 f"where {landlock} is needed"
             )
         if missing and not self.unfenced:
-            self.close()
             raise SandboxError(
                 f"the kernel offers {' and '.join(missing)}. Code that a model wrote could read "
                 "and kill what belongs to you. Allow user namespaces, or run everything in a "
@@ -218,11 +216,13 @@ class CodeSandbox:
         assert self._server is not None
         server, (ours, theirs) = self._server, socket.socketpair()
         try:
-            with ours:
-                with theirs:
-                    server.start(theirs)
-                report = self._await_verdict(ours, server.pid, exam)
-            server.stop()
+            with theirs:
+                server.start(theirs)
+            try:
+                with ours:
+                    report = self._await_verdict(ours, server.pid, exam)
+            finally:
+                server.stop()
         except ServerLost:
             self._server = None
             return Verdict(False, "the completion brought its sandbox down")
