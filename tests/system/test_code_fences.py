@@ -90,6 +90,19 @@ def test_nothing_carries_over_to_the_next_program(sandbox):
     assert why.why == "ValueError: ([], False)"
 
 
+def test_the_servers_memory_tells_nothing_of_the_last_program(sandbox):
+    """Neither what it has imported nor where its blocks are, whatever was left to be killed."""
+    code = """
+import sys
+def solve(n): return len(sys.modules), [id(bytearray(n)) for n in (9, 99, 999, 9999)], id([])
+"""
+    test = "raise ValueError(solve(0))"
+    before = judge(sandbox, code, test=test).why
+    judge(sandbox, QUICK["daemon"])
+    judge(sandbox, QUICK["many daemons"])
+    assert before.startswith("ValueError: (") and judge(sandbox, code, test=test).why == before
+
+
 def test_no_program_finds_another_in_its_memory(sandbox):
     """Neither where the server's freed blocks are, nor anywhere else in its writable memory."""
     other = HONEST["plain"] + "# which is long enough to have a block of its own\n" * 20
@@ -465,14 +478,14 @@ def solve(n):
     for _ in range(N): os.wait()
     return 1
 """
-    sandbox.limits = Limits(seconds=1.4)
+    sandbox.limits = Limits(seconds=1.5)
     try:
         found = [
             judge(sandbox, code.replace("N", n), test="assert solve(0) == 1").why for n in "41"
         ]
     finally:
         sandbox.limits = LIMITS
-    assert found == ["no verdict within 1.4 s", ""]
+    assert found == ["no verdict within 1.5 s", ""]
 
 
 class Lost(Limits):

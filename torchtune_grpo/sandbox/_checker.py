@@ -11,7 +11,6 @@ import builtins
 import contextlib
 import dis
 import os
-import random
 import signal
 import socket
 import sys
@@ -158,7 +157,6 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
         judge.close()
         run_candidate(theirs, fences)
         return
-    random.seed()  # or each test would draw the same numbers, and a completion know them
     theirs.close()
     exam = receive(judge)
     _kernel.set_limits(exam["limits"])

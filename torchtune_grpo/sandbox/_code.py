@@ -233,7 +233,7 @@ class CodeSandbox:
     def _await_verdict(self, sock: socket.socket, server: int, exam: dict[str, Any]) -> Any:
         """What the checker says, or a failure in its place."""
         limit, start, answered = self.limits.seconds, time.monotonic(), False
-        left = limit
+        left, at_once = limit, min(os.cpu_count() or 1, self.limits.processes + 1)
         waiter = select.poll()
         waiter.register(sock, select.POLLIN)
         try:
@@ -242,8 +242,7 @@ class CodeSandbox:
             while not answered:
                 answered = bool(waiter.poll(left * 1000))
                 passed = time.monotonic() - start
-                # So many processes cannot have used more yet.
-                if answered and passed * (self.limits.processes + 1) < limit:
+                if answered and passed * at_once < limit:  # more cannot have been used
                     break
                 ran, waited = time_used(server)
                 left = limit - max(ran, passed - waited)

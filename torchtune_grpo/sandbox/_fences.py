@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import secrets
 import site
 from pathlib import Path
@@ -89,7 +88,6 @@ class Fences:
 
     def give_up_rights(self, uid: int | None, limits: dict[str, int]) -> None:
         """Takes the rest; limits are of :func:`_kernel.set_limits`."""
-        random.seed()
         os.umask(0o077)
         _kernel.set_limits(limits)
         _kernel.drop_privileges(uid, new_user_namespace=self._namespaces)

@@ -241,10 +241,9 @@ def time_used(root: int) -> tuple[float, float]:
 
 
 def processes_of(root: int) -> list[int]:
-    """All descendants of a process, zombies too, whose other threads may live. None can be seen
-    where there is no /proc."""
+    """All descendants of a process, from /proc; zombies too, whose other threads may live."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+    for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 stat = Path("/proc", entry, "stat").read_text("latin-1")  # its name may be no text

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from torchtune_grpo.sandbox import _kernel
 from torchtune_grpo.sandbox._wire import send
@@ -85,12 +86,20 @@ def _end_all(tasks: list[int]) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # also whatever a task has left behind
                 pass
-            # Mostly it dies with its parent, and there is no need to look through all processes.
-            # Stopped first, so that none forks while the others are killed.
-            for action in (signal.SIGSTOP, signal.SIGKILL) if attempt > 2 else ():
-                for process in _kernel.processes_of(os.getpid()):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, action)
+            # Mostly it dies with its parent, in a namespace always.
+            if attempt > 2 and os.path.isdir("/proc"):
+                if not (killer := os.fork()):  # for whose memory nobody is forked
+                    _kill_others(os.getppid())
+                os.waitpid(killer, 0)
             time.sleep(0.0005)
             continue
         return
+
+
+def _kill_others(server: int) -> NoReturn:
+    # Stopped first, so that none forks while the others are killed.
+    for action in (signal.SIGSTOP, signal.SIGKILL):
+        for process in {*_kernel.processes_of(server)} - {os.getpid()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, action)
+    os._exit(0)
