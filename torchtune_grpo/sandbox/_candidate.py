@@ -22,8 +22,6 @@ from torchtune_grpo.sandbox._kernel import LIBRARY_FD
 from torchtune_grpo.sandbox._values import MAX_CALL_DEPTH, Copies, NotPlain
 from torchtune_grpo.sandbox._wire import receive, send
 
-MODULE = "completion"
-
 
 def run_candidate(calls: socket.socket, fences: Fences) -> None:
     """Confines this process, runs a completion, and answers calls of its function.
@@ -57,19 +55,17 @@ def _keep_only(calls: socket.socket) -> socket.socket:
     """Leaves one socket, as descriptor 3, and nothing to read from or to print to."""
     # Its own: flags of a file that is opened once for all would stay for the next completion.
     null = os.open("/dev/null", os.O_RDWR)
-    # Moved up first, so that no target below is one of the sources.
-    high, null = os.dup2(calls.detach(), 1000), os.dup2(null, 1001)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.dup2(high, 3)
+    os.dup2(calls.detach(), 3)
     os.closerange(4, LIBRARY_FD)
     os.closerange(LIBRARY_FD + 1, 65536)
     return socket.socket(fileno=3)
 
 
 def _load(code: str, entry_point: str) -> Any:
-    module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module  # dataclasses and typing look their module up
+    module = types.ModuleType("completion")
+    sys.modules[module.__name__] = module  # dataclasses and typing look their module up
     exec(compile(code, "<completion>", "exec"), module.__dict__)
     function = module.__dict__[entry_point]
     if not callable(function):

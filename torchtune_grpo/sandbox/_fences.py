@@ -52,7 +52,6 @@ class Fences:
                 _kernel.open_library()
         self._filter = can_filter()
         self.facts = {
-            "namespaces": namespaces,
             "landlock": landlock_version(),
             "filter": self._filter,
             "users": self._users is not None,
