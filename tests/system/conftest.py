@@ -15,8 +15,10 @@ FENCES = ["namespaces", "landlock"]
 @pytest.fixture(scope="module", params=FENCES)
 def sandbox(request, tmp_path_factory):
     """One sandbox for all programs, so that one of them could harm the next."""
-    folder, before = tmp_path_factory.mktemp("tmp"), tempfile.tempdir
-    tempfile.tempdir, processes = str(folder), set(children())
+    tmp_path_factory.getbasetemp()  # which pytest would make in the folder below
+    folder, before = tempfile.mkdtemp(), tempfile.tempdir
+    os.chmod(folder, 0o755)  # as /tmp is
+    tempfile.tempdir, processes = folder, set(children())
     sandbox = CodeSandbox(LIMITS, namespaces=request.param == "namespaces")
     if request.param == "namespaces" and "of their own" not in sandbox.confinement():
         pytest.skip("the kernel refuses namespaces here")
@@ -24,4 +26,4 @@ def sandbox(request, tmp_path_factory):
     sandbox.close()
     tempfile.tempdir = before
     assert set(children()) == processes
-    assert not os.listdir(folder)
+    os.rmdir(folder)  # it is empty

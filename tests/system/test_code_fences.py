@@ -1,7 +1,9 @@
 """Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
 
 import contextlib
+import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -20,7 +22,7 @@ from processes import children, is_alive, wait_until
 
 import torchtune_grpo
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _kernel
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _code, _kernel, _process
 
 
 def servers_tasks() -> list[int]:
@@ -86,6 +88,19 @@ def test_nothing_carries_over_to_the_next_program(sandbox):
         sandbox, "import os, math\nraise ValueError((os.listdir('.'), hasattr(math, 'kept')))"
     )
     assert why.why == "ValueError: ([], False)"
+
+
+def test_the_servers_memory_tells_nothing_of_the_last_program(sandbox):
+    """Neither what it has imported nor where its blocks are, whatever was left to be killed."""
+    code = """
+import sys
+def solve(n): return len(sys.modules), [id(bytearray(n)) for n in (9, 99, 999, 9999)], id([])
+"""
+    test = "raise ValueError(solve(0))"
+    before = judge(sandbox, code, test=test).why
+    judge(sandbox, QUICK["daemon"])
+    judge(sandbox, QUICK["many daemons"])
+    assert before.startswith("ValueError: (") and judge(sandbox, code, test=test).why == before
 
 
 def test_no_program_finds_another_in_its_memory(sandbox):
@@ -163,6 +178,7 @@ by_number = {  # on x86_64 and aarch64
     "clone3": (435, 435, 0, 0), "io_uring_setup": (425, 425, 8, text), "bpf": (321, 280, 0, 0, 9),
     "perf_event_open": (298, 241, text, 0, -1, -1, 0), "userfaultfd": (323, 282, 1),
     "process_vm_readv": (310, 270, here, 0, 0, 0, 0, 0), "kcmp": (312, 272, here, here, 0, 0, 0),
+    "fadvise64": (221, 223, 0, 0, 0, 4), "cachestat": (451, 451, 0, text, text, 0),
     "get_robust_list": (274, 100, here, text, text), "memfd_secret": (447, 447, 0),
     "open_by_handle_at": (304, 265, -100, text, 0), "ioprio_set": (251, 30, 1, 0, 0),
     "sched_setattr": (314, 274, 0, text, 0), "rt_sigqueueinfo": (129, 138, parent, 0, text),
@@ -182,7 +198,10 @@ for name, arguments in {
     "clone": (text, ctypes.byref(text, 256), 0x10000011, None), "quotactl": (0, b"", 0, None),
     "prctl": (1, 0), "setpriority": (0, parent, 19), "sched_setaffinity": (parent, 8, text),
     "sched_setscheduler": (parent, 5, text), "prlimit": (parent, 0, None, text), "nice": (1,),
-    "flock": (0, 6), "lockf": (0, 2, 0), "socketpair": (1, 2, 0, text), "acct": (None,),
+    "socketpair": (1, 2, 0, text), "acct": (None,), "mincore": (None, 0, text),
+    "readlink": (b"/proc/self", text, 9), "getpgid": (parent,),
+    "getsid": (parent,), "clock_gettime": (~parent << 3 | 2, text),
+    "timer_create": (~parent << 3 | 2, None, text),
     "mknod": (b"fifo", 0o10666, 0),
 }.items():
     attempts[name] = lambda f=getattr(libc, name), a=arguments: f(*a)
@@ -236,7 +255,7 @@ raise ValueError(found + [libc.shmget(4711, 0, 0), libc.semget(4712, 0, 0), libc
     if "of their own" in sandbox.confinement():
         assert judge(sandbox, number).why == first
     else:
-        assert "LEARN FROM THEIR PROCESS ID" in sandbox.confinement()
+        assert "by process ids, how many were started" in sandbox.confinement()
 
 
 def test_only_the_library_is_there(sandbox):
@@ -260,7 +279,8 @@ def solve(n):
 
 
 LIBRARY = """
-import asyncio, concurrent.futures, csv, ctypes, email.message, io, multiprocessing, os, pickle
+import asyncio, concurrent.futures, csv, ctypes, datetime, email.message, io, locale, os, pickle
+import multiprocessing, zoneinfo
 import queue, shutil, socket, sqlite3, tempfile, threading, unittest, uuid, xml.etree.ElementTree
 def solve(n):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
@@ -272,15 +292,23 @@ def solve(n):
     child.start(); numbers.append(ours.recv()); child.join()
     with open("here", "w") as file: file.write("x")
     os.rename("here", "there"); os.remove("there")
-    database = sqlite3.connect(":memory:")
-    numbers.append(database.execute("select ?", (n,)).fetchone()[0])
-    return numbers, "\\u00fc".encode("cp1252"), os.cpu_count() > 0
+    for _ in range(2):
+        with sqlite3.connect("database") as database:
+            database.execute("create table if not exists t (x)")
+            database.execute("insert into t values (?)", (n,))
+    numbers.append(database.execute("select sum(x) from t").fetchone()[0])
+    shutil.copy2("database", "copy"), os.chmod("copy", 0o600)
+    locale.setlocale(locale.LC_ALL, "")
+    summer = datetime.datetime(2024, 7, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+    try: exit(3)
+    except SystemExit as end: numbers.append(end.code)
+    return numbers, "\\u00fc".encode("cp1252"), os.cpu_count() > 0, summer.utcoffset().seconds
 """
 
 
 def test_the_standard_library_works(sandbox):
     """Wherever it lies, below /root for instance: modules, codecs, threads, children, pipes."""
-    test = "assert solve(2) == ([0, 2, 4, 2, 2, 2], b'\\xfc', True), solve(2)"
+    test = "assert solve(2) == ([0, 2, 4, 2, 2, 4, 3], b'\\xfc', True, 7200), solve(2)"
     sandbox.limits = Limits(seconds=5)
     verdict = judge(sandbox, LIBRARY, test=test)
     sandbox.limits = LIMITS
@@ -294,6 +322,7 @@ from torchtune_grpo.sandbox import CodeSandbox, Limits
 folder = tempfile.mkdtemp()
 os.chmod(folder, 0o755)
 with open(folder + "/mine", "w") as file: os.utime(file.name, (1, 1))
+mode = os.stat(folder + "/mine").st_mode
 before, verdicts = resource.getrlimit(resource.RLIMIT_NOFILE), []
 for namespaces in (True, False):
     sandbox = CodeSandbox(Limits(seconds=3), namespaces=namespaces)
@@ -301,11 +330,11 @@ for namespaces in (True, False):
         code = code.replace("OWNER", str(os.getpid())).replace("MINE", folder + "/mine")
         verdict = sandbox.judge(code=code, setup="", test=test, entry_point="solve")
         verdicts.append([verdict.passed, verdict.why])
-    children = {pid: server.pid for pid, server in sandbox._servers.items()}
-    limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in children.values()]
-    assert set(limits) == {before} and resource.getrlimit(resource.RLIMIT_NOFILE) == before
-    assert {os.getpriority(0, pid) for pid in children.values()} == {os.getpriority(0, 0)}
-    assert os.stat(folder + "/mine").st_mtime == 1
+    server = sandbox._server.pid
+    assert resource.prlimit(server, resource.RLIMIT_NOFILE) == before
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert os.getpriority(0, server) == os.getpriority(0, 0)
+    assert os.stat(folder + "/mine").st_mtime == 1 and os.stat(folder + "/mine").st_mode == mode
     sandbox.close()
 os.remove(folder + "/mine"), os.rmdir(folder)
 print(json.dumps(verdicts))
@@ -313,19 +342,32 @@ print(json.dumps(verdicts))
 
 
 HARM = """
-import os, resource
+import os, resource, time
 def solve(n):
+    for attempt in (lambda: os.chmod("MINE", 0), lambda: os.utime("MINE")):  # without effect
+        try: attempt()
+        except FileNotFoundError: pass
     for victim in {OWNER, os.getppid(), os.getppid() - 1} - {0, -1}:  # no parent in a namespace
         for harm in (
             lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (4, 4)), lambda: os.nice(3),
             lambda: os.kill(victim, 9), lambda: os.setpriority(0, victim, 5),
-            lambda: os.sched_setaffinity(victim, [0]), lambda: os.chmod("MINE", 0),
-            lambda: os.utime("MINE"), lambda: os.truncate("MINE", 0), lambda: os.remove("MINE"),
+            lambda: os.sched_setaffinity(victim, [0]), lambda: os.remove("MINE"),
+            lambda: os.truncate("MINE", 0), lambda: os.getpgid(victim), lambda: os.getsid(victim),
+            lambda: time.clock_gettime(~victim << 3 | 2), lambda: os.readlink("MINE"),
         ):
             try: harm()
             except OSError: continue
             return "done"
     return "nothing"
+"""
+
+
+OWN_GROUP = """
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def solve(n):
+    os.kill(0, signal.SIGINT)
+    return n
 """
 
 
@@ -352,6 +394,7 @@ def test_as_another_user_than_root(tmp_path):
             (HARM, "assert solve(0) == 'nothing', solve(0)"),
             (REFUSED, "assert solve(0) == [], solve(0)"),
             (HONEST["plain"], TEST),
+            (OWN_GROUP, "assert solve(1) == 1"),
             (
                 "def solve(n): open('x', 'w').write('y'); return open('x').read()",
                 "assert solve(0) == 'y'",
@@ -411,16 +454,109 @@ def solve(n):
     greedy, honest = CodeSandbox(Limits(seconds=2)), CodeSandbox(Limits(seconds=0.35))
     try:
         assert passes_again(greedy) and passes_again(honest)
-        server, found = greedy._servers["candidate"].facts["pid"], []
+        server, found = greedy._server.pid, []
         thread = threading.Thread(target=lambda: found.append(judge(greedy, spin).why))
         thread.start()
-        assert wait_until(lambda: len(_kernel.processes_of(server)) == 15)
+        assert wait_until(lambda: len(_kernel.processes_of(server)) == 16)
         verdict = judge(honest, burn, test="solve(0)")
         thread.join()
     finally:
         greedy.close(), honest.close()
     assert verdict.passed, verdict
     assert found == ["no verdict within 2 s"]
+
+
+def test_time_is_of_all_processes_also_of_one_that_answers_in_time(sandbox, monkeypatch):
+    """Several CPUs at once: a second of them, in which less than the limit may pass."""
+    code = """
+import os, time
+def solve(n):
+    for _ in range(4):
+        if not os.fork():
+            while time.process_time() < 0.25: pass
+            os._exit(0)
+    for _ in range(4): os.wait()
+    return 1
+"""
+    why = judge(sandbox, code, test="assert solve(0) == 1").why
+    assert why == "no verdict within 0.7 s"
+    # As on a machine with CPUs for all at once, where no more time passes than one of them uses.
+    monkeypatch.setattr(os, "cpu_count", lambda: 10**6)
+    asleep, test = "import time\ndef solve(n): time.sleep(0.1); return n", "assert solve(1) == 1"
+    assert judge(sandbox, asleep, test=test).passed
+    monkeypatch.setattr(_code, "time_used", lambda server: (0.8, 0.0))
+    assert judge(sandbox, asleep, test=test).why == "no verdict within 0.7 s"
+
+
+class Lost(Limits):
+    """Limits that no kernel can set."""
+
+    def for_completion(self):
+        return {"LOST": 1}
+
+
+def test_a_fence_that_fails_is_not_the_completions_fault(sandbox, monkeypatch):
+    """It is named, while training and at the start; and nothing of the completion has run."""
+    sandbox.limits = Lost(seconds=3)
+    with pytest.raises(SandboxError, match="(?s)not even begun.*set_limits.*RLIMIT_LOST"):
+        judge(sandbox, HONEST["plain"])
+    sandbox.limits = LIMITS
+    assert passes_again(sandbox)
+    broken = "import torchtune_grpo.sandbox._fences as f; k = f._kernel; k.isolate = "
+    broken += "f.restrict_files = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
+    monkeypatch.setattr(_process, "_BOOT", _process._BOOT.replace("main({role", broken + "{role"))
+    fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
+    with pytest.raises(SandboxError, match="(?s)not even begun.*OSError.*mount: "):
+        passes_again(fresh)
+
+
+def test_a_machine_without_a_folder_is_not_the_completions_fault(sandbox, monkeypatch):
+    if sandbox.namespaces:
+        pytest.skip("the folder is in memory")
+    assert passes_again(sandbox)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(SandboxError, match="this machine refuses what a sandbox needs.*/nowhere"):
+        judge(sandbox, HONEST["plain"])
+    monkeypatch.undo()
+    assert passes_again(sandbox)
+
+
+def test_the_kernel_ends_these_processes_first_when_memory_runs_out(sandbox):
+    seen = []
+    thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
+    thread.start()
+    assert wait_until(lambda: len(_kernel.processes_of(sandbox._server.pid)) == 2)
+    for process in (sandbox._server.pid, *_kernel.processes_of(sandbox._server.pid)):
+        seen.append(Path(f"/proc/{process}/oom_score_adj").read_text())
+    thread.join()
+    assert seen == ["1000\n"] * 3
+
+
+def test_which_files_are_in_memory_tells_nothing(sandbox):
+    """A page of Python's library that was not in memory is, when a sandbox has started, or what a
+    completion reads is a copy in memory."""
+    path = Path(os.__file__).with_name("sndhdr.py")
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert resident(path) == 0
+    fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
+    assert passes_again(fresh)
+    fresh.close()
+    assert resident(path) == 1
+    left_out = "import os\nfor name in ('test', 'idlelib', 'ensurepip'):\n    try: os.listdir("
+    left_out += "os.path.dirname(os.__file__) + '/' + name)\n    except OSError: continue\n"
+    left_out += "    raise ValueError(name)"
+    assert "KeyError" in judge(sandbox, left_out).why
+
+
+def resident(path: Path) -> float:
+    """The share of a file's pages that are in memory."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
+        count = -(-len(data) // mmap.PAGESIZE)
+        pages = (ctypes.c_ubyte * count)()
+        at = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        _kernel.call_libc("mincore", ctypes.c_void_p(at), ctypes.c_size_t(len(data)), pages)
+        return sum(page & 1 for page in pages) / count
 
 
 def test_a_sandbox_of_many_processes_dies_whole(sandbox):
@@ -436,7 +572,7 @@ def solve(n):
     time.sleep(1000)
 """
     seen = []
-    server = sandbox._servers["candidate"]
+    server = sandbox._server
 
     def count():
         below = [server.pid]
@@ -451,20 +587,20 @@ def solve(n):
     thread.join()
     seen.clear()
     count()
-    assert max(seen) <= 1  # the first process of the namespace at most
+    assert max(seen) == 0
 
 
 def test_no_fence_at_all_is_refused(monkeypatch):
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)
     sandbox._start()
-    facts = {**sandbox._servers["candidate"].facts, "landlock": 0, "filter": False, "users": None}
+    facts = {**sandbox._server.facts, "landlock": 0, "filter": False, "users": False}
     with pytest.raises(SandboxError, match=r"seccomp.* and no namespaces .*set unfenced: true"):
         sandbox._check_fences(facts)
     sandbox.unfenced = True
     sandbox._start()
     sandbox._check_fences(facts)
-    sandbox._servers["candidate"].facts = facts
+    sandbox._server.facts = facts
     assert "READ THIS MACHINE'S FILES, USE THE NETWORK, " in sandbox.confinement()
     assert "SYSTEM CALLS ARE NOT FILTERED" in sandbox.confinement()
     assert os.geteuid() != 0 or "NUMBER OF PROCESSES HAS NO LIMIT" in sandbox.confinement()
@@ -475,12 +611,8 @@ def test_a_lost_server_is_replaced():
     before = set(children())
     sandbox = CodeSandbox(Limits(seconds=5))
     assert passes_again(sandbox)
-    os.killpg(sandbox._servers["candidate"].pid, 9)
+    os.killpg(sandbox._server.pid, 9)
     assert "brought its sandbox down" in judge(sandbox, HONEST["plain"]).why
-    assert passes_again(sandbox)
-    os.killpg(sandbox._servers["checker"].pid, 9)
-    with pytest.raises(SandboxError, match="the process that runs the test was lost"):
-        judge(sandbox, HONEST["plain"])
     assert passes_again(sandbox)
     sandbox.close()
     assert set(children()) == before
@@ -507,14 +639,14 @@ def test_nothing_outlives_a_server_that_is_killed(namespaces):
     """Its completion dies with it, though it runs as another user, in a session of its own."""
     sandbox = CodeSandbox(Limits(seconds=100), namespaces=namespaces)
     sandbox._start()
-    server = sandbox._servers["candidate"].facts["pid"]
+    server = sandbox._server.pid
     thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
     thread.start()
-    assert wait_until(lambda: len(_kernel.processes_of(server)) == 1)
-    (task,) = _kernel.processes_of(server)
+    assert wait_until(lambda: len(_kernel.processes_of(server)) == 2)
+    checker, candidate = _kernel.processes_of(server)
     os.kill(server, 9)
     thread.join()
-    assert not is_alive(task)
+    assert wait_until(lambda: not is_alive(checker) and not is_alive(candidate))
     sandbox.close()
 
 
@@ -555,9 +687,9 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     owner = multiprocessing.get_context("fork").Process(target=own_two_rewards, args=(tmp_path,))
     owner.start()
     try:
-        # The completion's server, in two processes, the completion and its child; the test's
-        # server and the test; the reward's server, the reward and its child.
-        assert wait_until(lambda: len(descendants(owner.pid)) == 9, seconds=60)
+        # The server, the test, the completion and its child; the reward's server, the reward and
+        # its child.
+        assert wait_until(lambda: len(descendants(owner.pid)) == 7, seconds=60)
         family = descendants(owner.pid)
     finally:
         owner.kill()

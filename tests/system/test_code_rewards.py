@@ -98,6 +98,11 @@ def test_iterators_are_gone_through_one_by_one(sandbox, code, test):
     assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=wrong).why
 
 
+def test_an_answer_that_is_too_long_is_called_so(sandbox):
+    why = judge(sandbox, "def solve(n): return 'x' * 2 ** 20").why
+    assert "sent 10486" in why and "bytes at once, more than 1048576" in why
+
+
 def test_an_iterator_that_is_passed_on_is_not_the_tests_fault(sandbox):
     test = "assert solve(solve(3)) == 1"
     assert "a generator is no plain data" in judge(sandbox, "def solve(n): yield n", test=test).why
@@ -126,6 +131,47 @@ def test_an_iterator_that_is_passed_on_is_not_the_tests_fault(sandbox):
 def test_what_a_function_does_to_arguments_and_prints_is_seen(sandbox, code, test):
     assert judge(sandbox, f"def solve(x):\n    {code}", test=test).why == ""
     assert judge(sandbox, "def solve(x): pass", test=test).why.startswith("AssertionError")
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("x.append(1)", "a = []\nsolve(a, a)\nassert a == [1]"),
+        ("y.append(1); return x", "a = []\nassert solve(a, a) == [1]"),
+        ("return x", "a = []\nassert solve(a, 0) is a and solve(a, 0) is not []"),
+        ("return x is y", "a = []\nassert solve(a, a) and not solve(a, []) and solve((), ())"),
+        ("x[0][0] = 5; return x", "a = [[0] * 2] * 2\nassert solve(a, 0) == [[5, 0], [5, 0]]\n"
+         "assert a[0] is a[1] and a[0] == [5, 0]"),
+        ("x[0] = [1]", "row = [0]\na = [row, row]\nsolve(a, 0)\nassert a == [[1], [0]]\n"
+         "assert a[1] is row and row == [0]"),
+        ("x.append(y)", "a, b = [], []\nsolve(a, b)\nb.append(1)\nassert a == [[1]]"),
+        ("x.append(x)", "a = []\nsolve(a, 0)\nassert a[0] is a"),
+        ("x.reverse(); x += y", "b = {1: 2}\na = [1, b]\nsolve(a, [[], b])\n"
+         "assert a == [b, 1, [], b] and a[0] is b is a[3]"),
+    ],
+)  # fmt: skip
+def test_what_stands_twice_is_one_as_in_plain_python(sandbox, code, test):
+    program = f"def solve(x, y): {code}"
+    plain = {}
+    exec(f"{program}\n{test}", plain)
+    assert judge(sandbox, program, test=test).why == ""
+
+
+@pytest.mark.parametrize(
+    "changed", ["1", "[1]", "[[0, 1]]", "[[9, ['list']]]", "[[[], 0]]", "[[0, ['set', 'x']]]",
+                "[[0, ['list', ['same', -1]]]]"]
+)  # fmt: skip
+def test_forged_changes_are_refused(sandbox, changed):
+    code = f"""
+import json, os, struct
+def solve(x):
+    data = json.dumps({{'value': 1, 'changed': {changed}}}).encode()
+    os.write(3, struct.pack('!I', len(data)) + data)
+    os._exit(0)
+"""
+    verdict = judge(sandbox, code, test="assert solve([1]) == 1")
+    assert not verdict.passed and not verdict.test_failed and verdict.calls == 1, verdict
+    assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError")), verdict
 
 
 def test_exceptions_carry_their_arguments_and_attributes(sandbox):
@@ -189,6 +235,21 @@ def check(candidate):
     code = "import os\ndef solve(n): return n if n == 1 else os._exit(0)"
     assert not judge(sandbox, code, test=test).passed
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
+
+
+def test_a_right_answer_of_a_process_that_has_ended_is_none(sandbox):
+    """What it used could not be read any more."""
+    code = """
+import json, os, struct
+def solve(n):
+    data = json.dumps({'value': 1}).encode()
+    os.write(3, struct.pack('!I', len(data)) + data)
+    END
+"""
+    test = "import time\nassert solve(1) == 1\ntime.sleep(0.05)"
+    why = judge(sandbox, code.replace("END", "os._exit(0)"), test=test).why
+    assert why == "the completion's process ended before its test did"
+    assert judge(sandbox, code.replace("END", "while True: pass"), test=test).passed
 
 
 def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
@@ -352,3 +413,12 @@ def test_an_exit_is_no_error_that_a_test_may_catch(sandbox):
     for code, passes in (("sys.exit()", False), ("raise ValueError", True)):
         verdict = judge(sandbox, f"import sys\ndef solve(n): {code}", test=test)
         assert verdict.passed == passes, verdict
+
+
+def test_what_a_test_draws_is_new_each_time_and_not_known_to_the_completion(sandbox):
+    """Though all of them are forked from one process that has imported random."""
+    code = "import random\ndef solve(n): return random.random()"
+    test = "import random\nx = random.random()\nassert solve(0) == x\n"
+    assert not judge(sandbox, code, test=test).passed
+    test = "import random\nsolve(0)\nraise ValueError(random.random())"
+    assert judge(sandbox, code, test=test).why != judge(sandbox, code, test=test).why

@@ -8,13 +8,13 @@ import pickle
 import queue
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from torchtune_grpo.reward_contract import ContractError, Score
-from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send_bytes
+from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send, send_bytes
 
 # Importing torch on a busy machine can take long; it is not the reward's time.
 _LOAD_SECONDS = 120.0
@@ -96,6 +96,13 @@ class IsolatedReward:
                     log_metric(name, value)
         return [_score(answer) for answer in answers]
 
+    def check_rows(self, **columns: list[Any]) -> dict[int, str | None]:
+        """What the reward's own ``check_rows`` says, in a worker, however long it takes."""
+        answer = self._ask({"check_rows": columns}, timeout=None)
+        if "value" not in answer:
+            raise RuntimeError(next(iter(answer.values())))
+        return dict(answer["value"])
+
     def close(self) -> None:
         """Ends all workers; the next call starts new ones."""
         for worker in self._workers:
@@ -104,16 +111,16 @@ class IsolatedReward:
     def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(len(self._workers), self._thread_names) as threads:
             try:
-                return list(threads.map(self._ask, requests))
+                return list(threads.map(partial(self._ask, timeout=self._timeout), requests))
             except KeyboardInterrupt:  # the threads are waited for
                 for worker in self._workers:
                     worker.give_up()
                 raise
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         worker = self._idle.get()
         try:
-            return worker.ask(request, self._timeout)
+            return worker.ask(request, timeout)
         finally:
             self._idle.put(worker)
 
@@ -134,14 +141,13 @@ class _Worker:
         self._server: ServerProcess | None = None
         self._socket: socket.socket | None = None
 
-    def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         """Returns the worker's answer, or what became of it."""
         try:
             sock = self._socket or self._load()
-            data = pickle.dumps(request)
-            deadline = time.monotonic() + timeout
-            send_bytes(sock, data, deadline=deadline)
-            return dict(receive(sock, deadline=deadline))
+            sock.settimeout(timeout)
+            send_bytes(sock, pickle.dumps(request))
+            return dict(receive(sock))
         except TimeoutError:
             self._kill()
             return {"error": f"no answer within {timeout} s; its processes were killed"}
@@ -171,9 +177,11 @@ class _Worker:
         self._server = self._server or ServerProcess("reward")
         ours, theirs = socket.socketpair()
         with theirs:
-            self._server.start(self._request, fds=[theirs.fileno()])
+            self._server.start(theirs)
         try:
-            answer = receive(ours, deadline=time.monotonic() + _LOAD_SECONDS)
+            ours.settimeout(_LOAD_SECONDS)
+            send(ours, self._request)
+            answer = receive(ours)
         except (TimeoutError, PeerGone) as error:
             answer = {"error": f"its process ended while loading ({error!r})"}
         if "error" in answer:
@@ -191,7 +199,6 @@ class _Worker:
         self._socket.close()
         self._socket = None
         try:
-            self._server.request_stop()
-            self._server.await_stop()
+            self._server.stop()
         except ServerLost:  # it was closed; the next completion gets a new one
             self._server = None

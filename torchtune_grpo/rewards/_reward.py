@@ -194,12 +194,12 @@ def tried_rows(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> dict[int, s
     Returns:
         Position of each row that was tried -> what is wrong there, or None.
     """
-    check = getattr(reward.function, "check_rows", None)
-    if check is None:
+    declared: Any = _said(reward, "check_rows", None)
+    if declared is None:
         return {}
-    names = keyword_parameters(check).keys() & rows[0].keys()
-    faults: dict[int, str | None] = check(**{name: [row[name] for row in rows] for name in names})
-    return faults
+    names = keyword_parameters(declared).keys() & rows[0].keys()
+    function: Any = reward.function
+    return dict(function.check_rows(**{name: [row[name] for row in rows] for name in names}))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

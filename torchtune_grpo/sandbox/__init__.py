@@ -5,7 +5,7 @@ Nothing here imports torch: the processes start in milliseconds and hold nothing
 
 from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError, Verdict
 from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
-from torchtune_grpo.sandbox._wire import PeerGone, receive, send_bytes
+from torchtune_grpo.sandbox._wire import PeerGone, receive, send, send_bytes
 
 __all__ = [
     "CodeSandbox",
@@ -16,5 +16,6 @@ __all__ = [
     "ServerProcess",
     "Verdict",
     "receive",
+    "send",
     "send_bytes",
 ]

@@ -9,96 +9,63 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import random
 import socket
 import sys
+import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torchtune_grpo.sandbox import _kernel
-from torchtune_grpo.sandbox._landlock import restrict_files
-from torchtune_grpo.sandbox._seccomp import restrict_calls
-from torchtune_grpo.sandbox._values import MAX_CALL_DEPTH, NotPlain, dump, load
-from torchtune_grpo.sandbox._wire import PeerGone, receive, send
-
-# Imported before the first fork, so that no completion has to wait for them.
-PRELOADED = (
-    "bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib "
-    "heapq itertools json math numbers operator random re statistics string typing"
-).split()
-
-MODULE = "completion"
+from torchtune_grpo.sandbox._fences import Fences
+from torchtune_grpo.sandbox._kernel import LIBRARY_FD
+from torchtune_grpo.sandbox._values import MAX_CALL_DEPTH, Copies, NotPlain
+from torchtune_grpo.sandbox._wire import receive, send
 
 
-def run_candidate(request: dict[str, Any], fds: list[int], *, paths: list[tuple[int, int]]) -> None:
+def run_candidate(calls: socket.socket, fences: Fences) -> None:
     """Confines this process, runs a completion, and answers calls of its function.
 
     Args:
-        request (dict[str, Any]): ``code``, ``entry_point``, ``folder``, ``limits``, ``megabytes``,
-            ``uid``, ``namespaces`` and ``filter``.
-        fds (list[int]): the checker's socket.
-        paths (list[tuple[int, int]]): of :func:`_landlock.open_paths`.
+        calls (socket.socket): the checker's. First comes the program: ``code``, ``entry_point``,
+            ``folder``, ``limits`` and ``megabytes``.
+        fences (Fences): of this server.
     """
-    calls = socket.socket(fileno=fds[0])
+    program = receive(calls)
     try:
-        _leave_the_machine(request, paths)
+        user = fences.leave_machine(program["folder"], megabytes=program["megabytes"])
         calls = _keep_only(calls)
-        _give_up_rights(request)
-        function = _load(request["code"], request["entry_point"])
+        fences.give_up_rights(user, program["limits"])
+    except BaseException:
+        send(calls, {"fault": traceback.format_exc(limit=-3)})
+        return
+    send(calls, {"begins": True})  # what fails from here on is the completion's
+    try:
+        function = _load(program["code"], program["entry_point"])
     except BaseException as error:
         send(calls, {"error": _describe(error)})
         return
     send(calls, {"ready": True})
     iterators: list[Iterator[Any]] = []
     while True:
-        try:
-            call = receive(calls)
-        except PeerGone:
-            return
-        send(calls, _answer(function, iterators, call))
-
-
-def _leave_the_machine(request: dict[str, Any], paths: list[tuple[int, int]]) -> None:
-    folder, namespaces = request["folder"], request["namespaces"]
-    if namespaces:
-        _kernel.isolate(folder, megabytes=request["megabytes"])
-    os.chdir(folder)
-    random.seed()
-    os.umask(0o077)
-    _kernel.refuse_privileges()
-    restrict_files(paths, writable=folder, folders=namespaces)
-
-
-def _give_up_rights(request: dict[str, Any]) -> None:
-    server, namespaces = os.getppid(), request["namespaces"]
-    _kernel.set_limits(request["limits"])
-    _kernel.drop_privileges(request["uid"], new_user_namespace=namespaces)
-    _kernel.die_with_parent()  # once more: a change of the user undoes it
-    if os.getppid() != server:
-        os._exit(1)
-    if request["filter"]:
-        restrict_calls(files=namespaces)
+        send(calls, _answer(function, iterators, receive(calls)))
 
 
 def _keep_only(calls: socket.socket) -> socket.socket:
     """Leaves one socket, as descriptor 3, and nothing to read from or to print to."""
+    # Its own: flags of a file that is opened once for all would stay for the next completion.
     null = os.open("/dev/null", os.O_RDWR)
-    # Moved up first, so that no target below is one of the sources.
-    high, null = os.dup2(calls.fileno(), 1000), os.dup2(null, 1001)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.dup2(high, 3)
-    calls.detach()
-    os.closerange(4, _kernel.LIBRARY_FD)
-    os.closerange(_kernel.LIBRARY_FD + 1, 65536)
+    os.dup2(calls.detach(), 3)
+    os.closerange(4, LIBRARY_FD)
+    os.closerange(LIBRARY_FD + 1, 65536)
     return socket.socket(fileno=3)
 
 
 def _load(code: str, entry_point: str) -> Any:
-    module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module  # dataclasses and typing look their module up
+    module = types.ModuleType("completion")
+    sys.modules[module.__name__] = module  # dataclasses and typing look their module up
     exec(compile(code, "<completion>", "exec"), module.__dict__)
     function = module.__dict__[entry_point]
     if not callable(function):
@@ -110,31 +77,27 @@ def _answer(function: Any, iterators: list[Iterator[Any]], call: dict[str, Any])
     """What became of a call, or of a step of the iterator that an earlier one returned."""
     if "next" in call:
         function = partial(next, iterators[call["next"]])
-    printed = io.StringIO()
+    printed, copies = io.StringIO(), Copies()
+    answer: dict[str, Any] = {}
     try:
-        arguments = load(call["arguments"], MAX_CALL_DEPTH)
-        before = dump(arguments, MAX_CALL_DEPTH)
-        with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
-            answer = _outcome(partial(function, *arguments[0], **arguments[1]), iterators)
-        after = dump(arguments, MAX_CALL_DEPTH)
-        if after != before:
-            answer["arguments"] = after
+        args, kwargs = copies.load(call["arguments"], MAX_CALL_DEPTH)
+        before = copies.contents()
+        try:
+            with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
+                returned = function(*args, **kwargs)
+        except BaseException as error:
+            answer = {"error": _describe(error)}
+        else:
+            if isinstance(returned, Iterator):
+                iterators.append(returned)
+                answer = {"iterator": len(iterators) - 1}
+            else:
+                answer = {"value": copies.dump(returned)}
+        after = enumerate(copies.contents(len(before)))
+        answer["changed"] = [(n, data) for n, data in after if data != before[n]]
     except NotPlain as error:
         answer = {"error": ["NotPlain", str(error), {}]}
     return {**answer, "printed": printed.getvalue()}
-
-
-def _outcome(function: Callable[[], Any], iterators: list[Iterator[Any]]) -> dict[str, Any]:
-    try:
-        returned = function()
-        if isinstance(returned, Iterator):
-            iterators.append(returned)
-            return {"iterator": len(iterators) - 1}
-        return {"value": dump(returned)}
-    except NotPlain:
-        raise
-    except BaseException as error:
-        return {"error": _describe(error)}
 
 
 def _describe(error: BaseException) -> list[Any]:
@@ -146,5 +109,5 @@ def _describe(error: BaseException) -> list[Any]:
     for name in dir(error):
         with contextlib.suppress(BaseException):
             if not name.startswith("_") and getattr(error, name) is not None:
-                attributes[name] = dump(getattr(error, name))
+                attributes[name] = Copies().dump(getattr(error, name))
     return [names[0], message[:500], attributes]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hmac
 import math
 import os
-import secrets
 import select
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_grpo.sandbox._kernel import UIDS, time_used
+from torchtune_grpo.sandbox._kernel import time_used
 from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
-from torchtune_grpo.sandbox._wire import PeerGone, receive
+from torchtune_grpo.sandbox._wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
@@ -83,7 +80,7 @@ class Verdict:
 
 @dataclass
 class CodeSandbox:
-    """Judges one completion at a time. Starts its two processes when it first needs them.
+    """Judges one completion at a time. Starts its process when it first needs it.
 
     Args:
         limits (Limits): what a completion may use.
@@ -96,7 +93,9 @@ class CodeSandbox:
     limits: Limits = field(default_factory=Limits)
     namespaces: bool = True
     unfenced: bool = False
-    _servers: dict[str, ServerProcess] = field(default_factory=dict)  # candidate and checker
+    _server: ServerProcess | None = None
+    _refusal: str = "they are turned off"
+    _worked: bool = False  # so that what is missing now was there
 
     def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
         """Runs a test on a completion's function.
@@ -117,149 +116,138 @@ class CodeSandbox:
         return self._judge(code, setup, test, entry_point)
 
     def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        facts = self._servers["candidate"].facts
-        # A user of its own, so that the limit on processes counts this completion's alone.
-        uid = facts["users"] and facts["users"] + secrets.randbelow(UIDS)
         program = {
             "code": code,
             "entry_point": entry_point,
             "folder": "/tmp",
             "limits": self.limits.for_completion(),
             "megabytes": self.limits.megabytes,
-            "uid": uid,
-            "namespaces": facts["namespaces"],
-            "filter": facts["filter"],
         }
         exam = {
+            "program": program,
             "setup": setup,
             "test": test,
             "entry_point": entry_point,
             "limits": self.limits.for_test(),
-            "secret": secrets.token_hex(16),
         }
-        if facts["namespaces"]:
-            return self._run(program, exam)
-        # It can only hold plain files, so that it is quick to delete.
-        with tempfile.TemporaryDirectory(
-            prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
-        ) as folder:
-            if uid is not None:
-                os.chown(folder, uid, uid)
-            return self._run({**program, "folder": folder}, exam)
+        try:
+            if self.namespaces:
+                return self._run(exam)
+            # It can only hold plain files, so that it is quick to delete.
+            with tempfile.TemporaryDirectory(
+                prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
+            ) as program["folder"]:
+                return self._run(exam)
+        except OSError as error:  # a disk that is full, say
+            raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
     def confinement(self) -> str:
         """What fences a completion in, and what does not, in words."""
         self._start()
-        facts = self._servers["candidate"].facts
+        assert self._server is not None
+        facts = self._server.facts
         loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
         if os.geteuid() == 0 and not facts["users"]:
             loose += " They run as root without rights, whose NUMBER OF PROCESSES HAS NO LIMIT."
-        if facts["namespaces"]:
+        if self.namespaces:
             return (
                 "completions run in namespaces of their own: no network, no process and no file of "
-                f"this machine but Python's library.{loose}"
+                f"this machine but copies of Python's library.{loose}"
             )
         gaps = {
             "READ THIS MACHINE'S FILES": not facts["landlock"],
             "USE THE NETWORK": not facts["filter"],
             "FILL THE DISK until their time is up": True,
-            "LEARN FROM THEIR PROCESS ID how many were started before": True,
+            "SEE WHICH PROCESSES THERE ARE and, by process ids, how many were started": True,
+            "SEE SIZES AND TIMES OF FILES that they cannot open": True,
         }
         return (
-            f"the kernel refuses namespaces here ({facts['refusal']}). Completions cannot make "
+            f"the kernel refuses namespaces here ({self._refusal}). Completions cannot make "
             f"folders, and can {', '.join(gap for gap, open in gaps.items() if open)}.{loose} "
             "Allow user namespaces, or run in a container without network and the tests' files."
         )
 
     def close(self) -> None:
-        """Ends both processes and whatever runs there."""
-        while self._servers:
-            self._servers.popitem()[1].close()
+        """Ends the process and whatever runs there."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _start(self) -> None:
-        candidate = "candidate" if self.namespaces else "candidate_without_namespaces"
-        roles = {"candidate": candidate, "checker": "checker"}
-        if self._servers.keys() == roles.keys():
+        if self._server is not None:
             return
         try:
-            for name, role in roles.items():
-                if name not in self._servers:
-                    self._servers[name] = ServerProcess(role)
-        except (ServerLost, OSError) as error:
+            self._server = ServerProcess("code" if self.namespaces else "code_without_namespaces")
+            self._check_fences(self._server.facts)
+            # Or else a sandbox that does not work here would look like a model that cannot code.
+            verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
+            if not verdict.passed:
+                raise SandboxError(f"it does not work here: {verdict.why}")
+        except (ServerLost, OSError, SandboxError) as error:
             self.close()
-            raise SandboxError(f"the sandbox did not start: {error}") from error
-        self._check_fences(self._servers["candidate"].facts)
-        # Or else a sandbox that does not work here would look like a model that cannot code.
-        verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
-        if not verdict.passed:
-            self.close()
-            raise SandboxError(f"the sandbox does not work here: {verdict.why}")
+            if self._worked or not self.namespaces:
+                raise SandboxError(f"the sandbox did not start: {error}") from error
+            self.namespaces, self._refusal = False, str(error)
+            self._start()
+        self._worked = True
 
     def _check_fences(self, facts: dict[str, Any]) -> None:
+        if "refusal" in facts:
+            raise SandboxError(facts["refusal"])
         # Without namespaces, Landlock hides files; it stops signals to processes of the same user
         # from version 6 on.
         landlock = 1 if facts["users"] else 6
         missing = []
         if not facts["filter"]:
             missing.append("no filter of system calls (seccomp)")
-        if not facts["namespaces"] and facts["landlock"] < landlock:
+        if not self.namespaces and facts["landlock"] < landlock:
             missing.append(
-                f"no namespaces ({facts['refusal']}) and version {facts['landlock']} of Landlock, "
+                f"no namespaces ({self._refusal}) and version {facts['landlock']} of Landlock, "
                 f"where {landlock} is needed"
             )
         if missing and not self.unfenced:
-            self.close()
             raise SandboxError(
                 f"the kernel offers {' and '.join(missing)}. Code that a model wrote could read "
                 "and kill what belongs to you. Allow user namespaces, or run everything in a "
                 "container that may come to harm and set unfenced: true."
             )
 
-    def _run(self, program: dict[str, Any], exam: dict[str, Any]) -> Verdict:
-        ours, theirs = socket.socketpair()
-        calls = socket.socketpair()
-        with ours, theirs, calls[0], calls[1]:
-            program_fds, exam_fds = [calls[0].fileno()], [calls[1].fileno(), theirs.fileno()]
-            lost = self._tell("candidate", lambda server: server.start(program, fds=program_fds))
-            lost += self._tell("checker", lambda server: server.start(exam, fds=exam_fds))
-            # With these ends closed, the death of one side is seen by the other.
-            for end in (theirs, *calls):
-                end.close()
-            report = None if lost else self._await_verdict(ours, exam["secret"])
-        for stop in (ServerProcess.request_stop, ServerProcess.await_stop):
-            lost += self._tell("candidate", stop) + self._tell("checker", stop)
-        if "checker" in lost:
-            raise SandboxError("the process that runs the test was lost")
-        if lost:
+    def _run(self, exam: dict[str, Any]) -> Verdict:
+        assert self._server is not None
+        server, (ours, theirs) = self._server, socket.socketpair()
+        try:
+            with theirs:
+                server.start(theirs)
+            try:
+                with ours:
+                    report = self._await_verdict(ours, server.pid, exam)
+            finally:
+                server.stop()
+        except ServerLost:
+            self._server = None
             return Verdict(False, "the completion brought its sandbox down")
-        if report is None:
-            return Verdict(False, f"no verdict within {self.limits.seconds} s")
-        return Verdict(**report)
+        if "fault" in report:
+            raise SandboxError(f"the completion was not even begun: {report['fault']}")
+        return Verdict(not report["why"], **report)
 
-    def _await_verdict(self, sock: socket.socket, secret: str) -> dict[str, Any] | None:
-        """The checker's report, or None if it never came."""
-        servers = [self._servers["candidate"].facts["pid"], self._servers["checker"].pid]
-        start, left = time.monotonic(), self.limits.seconds
+    def _await_verdict(self, sock: socket.socket, server: int, exam: dict[str, Any]) -> Any:
+        """What the checker says, or a failure in its place."""
+        limit, start, answered = self.limits.seconds, time.monotonic(), False
+        left, at_once = limit, min(os.cpu_count() or 1, self.limits.processes + 1)
         waiter = select.poll()
         waiter.register(sock, select.POLLIN)
-        while not waiter.poll(left * 1000):
-            passed = time.monotonic() - start
-            ran, waited = time_used(servers)
-            left = self.limits.seconds - max(ran, passed - waited)
-            if left <= 0 or passed > _PATIENCE * self.limits.seconds:
-                return None
         try:
-            report = receive(sock, limit=_MAX_VERDICT)
-        except PeerGone:
-            return None
-        return report if hmac.compare_digest(report.pop("secret"), secret) else None
-
-    def _tell(self, name: str, action: Callable[[ServerProcess], None]) -> list[str]:
-        """Calls a server; one that is lost is dropped, and named in the list returned."""
-        try:
-            if name in self._servers:
-                action(self._servers[name])
-        except ServerLost:
-            del self._servers[name]
-            return [name]
-        return []
+            sock.settimeout(_PATIENCE * limit)
+            send(sock, exam)
+            while not answered:
+                answered = bool(waiter.poll(left * 1000))
+                passed = time.monotonic() - start
+                if answered and passed * at_once < limit:  # more cannot have been used
+                    break
+                ran, waited = time_used(server)
+                left = limit - max(ran, passed - waited)
+                if left <= 0 or passed > _PATIENCE * limit:
+                    return {"why": f"no verdict within {limit} s"}
+            return receive(sock, limit=_MAX_VERDICT)
+        except (PeerGone, TimeoutError):
+            return {"why": "the test's process ended without a verdict"}

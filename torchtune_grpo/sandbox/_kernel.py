@@ -1,7 +1,7 @@
 """What the kernel offers to confine a process: namespaces, mounts, capabilities, limits.
 
 Everything goes through libc, because Python has few of these calls; see the manual pages
-namespaces(7), mount_setattr(2), capabilities(7) and prctl(2).
+namespaces(7), mount(2), capabilities(7) and prctl(2).
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import sys
 import sysconfig
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -21,12 +24,15 @@ _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SIGKILL = 9
-_SYS_MOUNT_SETATTR = 442  # on every architecture
-_AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 0x8000, 1, 2
 
 LIBRARY = sysconfig.get_paths()["stdlib"]
 LIBRARY_FD = 1002  # of open_library; no program's own descriptor
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_ZONES, _OTHERS = "/usr/share/zoneinfo", ("/etc/ld.so.cache", "/usr/lib/locale/C.utf8")
+# What no completion needs, and what tells of this machine; of zones, what is there twice.
+_LEFT_OUT = re.compile(
+    "test|idlelib|lib2to3|turtledemo|tkinter|ensurepip|distutils|config-.*|.*-packages|posix|right"
+)
 _LINKS = ("/lib", "/lib64", "/usr/lib64")
 _WHEN_THREADS_END = "libgcc_s.so.1"  # libc loads it then
 # Users that completions run as and nobody else: the first of them (a container may not know large
@@ -61,44 +67,16 @@ def refuse_debuggers() -> None:
     call_libc("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def enter_namespaces() -> str:
-    """Enters new pid, network, mount, ipc and uts namespaces; the pid one is for children.
-
-    Returns:
-        An empty string, or what the kernel said if it does not allow it.
-    """
-    child = os.fork()  # tries it first: who has entered cannot leave
-    if not child:
-        try:
-            _enter_namespaces()
-            os._exit(0)
-        except OSError as error:
-            os._exit(error.errno or 1)
-    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        return os.strerror(code)
-    _enter_namespaces()
-    return ""
-
-
-def _enter_namespaces() -> None:
-    flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
+def enter_namespaces() -> None:
+    """Enters new network, mount, ipc and uts namespaces, in a user's own if need be."""
+    flags = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.geteuid(), os.getegid()
     if libc.unshare(flags):
         call_libc("unshare", flags | CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)  # some allow the namespaces and no mount there
-
-
-def renew_pid_namespace(own: int) -> None:
-    """Has the next child of this process be the first in a new pid namespace.
-
-    Args:
-        own (int): the open file of this process's own, below which the new one is.
-    """
-    call_libc("setns", own, CLONE_NEWPID)
-    call_libc("unshare", CLONE_NEWPID)
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
 
 
 def open_library() -> None:
@@ -114,52 +92,68 @@ def open_library() -> None:
         paths[:] = [path.replace(LIBRARY, f"/proc/self/fd/{LIBRARY_FD}") for path in paths]
 
 
-def shared_libraries() -> list[str]:
-    """The files that Python and its extension modules map into memory."""
-    reader, writer = os.pipe()
+def readable_paths() -> list[str]:
+    """What a completion may read: Python's library, the shared libraries that its modules load and
+    this process has not, time zones; files, and folders with all that is in them."""
+    (reader, writer), before = os.pipe(), _mapped()
     if not os.fork():
         for library in [*Path(LIBRARY, "lib-dynload").glob("*.so"), _WHEN_THREADS_END]:
             with contextlib.suppress(OSError):
-                ctypes.CDLL(str(library))
-        os.write(writer, Path("/proc/self/maps").read_bytes())
+                "tkinter" in str(library) or ctypes.CDLL(str(library))
+        os.write(writer, "\n".join(_mapped() - before).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader) as maps:
-        found = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    with open(reader) as text:
+        libraries = [path for path in text.read().splitlines() if not path.startswith(LIBRARY)]
     os.wait()
-    return sorted(path for path in found if path.startswith("/") and ".so" in path)
+    folders = [Path(folder) for folder in (LIBRARY, _ZONES) if os.path.isdir(folder)]
+    entries = [entry for folder in folders for entry in folder.iterdir()]
+    paths = [str(entry) for entry in entries if not _LEFT_OUT.fullmatch(entry.name)]
+    return [path for path in [*paths, *libraries, *_OTHERS] if os.path.exists(path)]
 
 
-def hide_files(libraries: list[str]) -> None:
-    """Replaces the file system by what Python needs to run, read-only, and an empty /tmp.
+def _mapped() -> set[str]:
+    """The shared libraries in this process's memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line[line.index("/") :] for line in lines if ".so" in line}
+
+
+def read_once(paths: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Path and content of all files at and below some paths.
+
+    From then on all are in memory, so that it tells nothing which ones a completion has read.
+    """
+    for path in paths:
+        below = os.walk(path) if os.path.isdir(path) else [(os.path.dirname(path), [], [path])]
+        for folder, _, names in below:
+            for file in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(OSError):  # a link to nowhere
+                    yield file, Path(file).read_bytes()
+
+
+def hide_files(paths: list[str]) -> None:
+    """Replaces the file system by copies in memory of some files, read-only, and an empty /tmp.
 
     Call it in a mount namespace of its own.
 
     Args:
-        libraries (list[str]): of :func:`shared_libraries`.
+        paths (list[str]): of :func:`readable_paths`.
     """
-    folders = {os.path.dirname(path) for path in libraries if not path.startswith(LIBRARY)}
-    # In order, so that none is hidden by a folder that it lies in.
-    paths = [*DEVICES, *sorted({LIBRARY, *folders})]
-    paths += filter(os.path.exists, ["/etc/ld.so.cache"])
     # The new root is put together on /proc, a folder that exists and holds nothing of interest.
-    root = "/proc"
-    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for path in paths:
-        target = root + path
-        if os.path.isdir(path):
-            os.makedirs(target, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            with open(target, "x"):
-                pass
-        _mount(path, target, None, _MS_BIND | _MS_REC)
-        _make_read_only(target)
-    packages = root + LIBRARY + "/site-packages"
-    if os.path.isdir(packages):
-        _mount("tmpfs", packages, "tmpfs", _MS_RDONLY, "size=4k")
-    for link in filter(os.path.islink, _LINKS):
-        os.symlink(os.readlink(link), root + link)
+    root, libraries = "/proc", [path for path in paths if ".so" in path]
+    links = [*_LINKS]
+    for folder in set(map(os.path.dirname, libraries)):
+        links += [e.path for e in os.scandir(folder) if os.path.realpath(e.path) in libraries]
+    texts = {link: os.readlink(link) for link in links if os.path.islink(link)}
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
+    for path, content in chain(read_once(paths), ((device, b"") for device in DEVICES)):
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        Path(root + path).write_bytes(content)
+        os.utime(root + path, (0, os.stat(path).st_mtime))  # or else Python would compile it again
+    for device in DEVICES:
+        _mount(device, root + device, None, _MS_BIND)
+    for link, text in texts.items():
+        os.symlink(text, root + link)
     os.mkdir(root + "/tmp")
     os.chdir(root)
     _mount(root, "/", None, _MS_MOVE)
@@ -180,16 +174,6 @@ def _mount(
 ) -> None:
     texts = (None if text is None else text.encode() for text in (source, target, kind))
     call_libc("mount", *texts, ctypes.c_ulong(flags), data.encode() if data else None)
-
-
-def _make_read_only(path: str) -> None:
-    class Attributes(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_ns")]
-
-    attributes = Attributes(set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    arguments = (path.encode(), _AT_RECURSIVE, ctypes.byref(attributes), size)
-    call_libc("syscall", ctypes.c_long(_SYS_MOUNT_SETATTR), -100, *arguments)
 
 
 def refuse_privileges() -> None:
@@ -245,10 +229,10 @@ def set_limits(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def time_used(roots: list[int]) -> tuple[float, float]:
-    """Seconds that all descendants of some processes have run, and have waited for a CPU."""
+def time_used(root: int) -> tuple[float, float]:
+    """Seconds that all descendants of a process have run, and have waited for a CPU."""
     ran = waited = 0.0
-    for process in [child for root in roots for child in processes_of(root)]:
+    for process in processes_of(root):
         with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
             fields = Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
             ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children

@@ -1,8 +1,7 @@
 """Landlock: a process gives up files, signals and TCP for itself and its children, unprivileged.
 
-See landlock(7). It is the fence where namespaces are not allowed, and a second one where they are:
-beyond the files, a process under Landlock cannot trace one that is not, and with ABI 6 it cannot
-send it signals.
+See landlock(7). It is the fence where namespaces are not allowed: beyond the files, a process under
+Landlock cannot trace one that is not, and with ABI 6 it cannot send it signals.
 """
 
 from __future__ import annotations
@@ -40,40 +39,35 @@ def landlock_version() -> int:
     return max(int(version), 0)
 
 
-def open_paths(libraries: list[str]) -> list[tuple[int, int]]:
+def open_paths(readable: list[str]) -> list[tuple[int, int]]:
     """What every completion may use, opened once for all.
 
     Args:
-        libraries (list[str]): files beside the standard library's own.
+        readable (list[str]): of :func:`_kernel.readable_paths`.
 
     Returns:
         Open files, each with the rights to it.
     """
-    with os.scandir(_kernel.LIBRARY) as entries:
-        library = [entry.path for entry in entries if not entry.name.endswith("-packages")]
-    others = [*libraries, "/etc/ld.so.cache", "/usr/lib/locale/C.utf8"]
     rights = {
         _kernel.LIBRARY: _READ_DIR,
-        **dict.fromkeys([*library, *others], _READ_FILE | _READ_DIR),
+        **dict.fromkeys(readable, _READ_FILE | _READ_DIR),
         **dict.fromkeys(_kernel.DEVICES, _READ_FILE | _WRITE_FILE | _TRUNCATE),
     }
     return [
         # The kernel refuses a folder's rights for a file.
         (os.open(path, os.O_PATH | os.O_CLOEXEC), right & (-1 if os.path.isdir(path) else _OF_FILE))
         for path, right in rights.items()
-        if os.path.exists(path)
     ]
 
 
-def restrict_files(paths: list[tuple[int, int]], *, writable: str, folders: bool) -> None:
-    """Leaves this process some files and folders to read, and one folder to write to.
+def restrict_files(paths: list[tuple[int, int]], *, writable: str) -> None:
+    """Leaves this process some files and folders to read, and one folder to write plain files to.
 
     Where the kernel knows no Landlock, nothing happens.
 
     Args:
         paths (list[tuple[int, int]]): of :func:`open_paths`.
         writable (str): the folder.
-        folders (bool): whether it may hold more than plain files.
     """
     version = landlock_version()
     if not version:
@@ -83,8 +77,7 @@ def restrict_files(paths: list[tuple[int, int]], *, writable: str, folders: bool
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     arguments = (ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
     fd = _kernel.call_libc("syscall", ctypes.c_long(_CREATE), *arguments)
-    scratch = os.open(writable, os.O_PATH | os.O_CLOEXEC)
-    for path, right in [*paths, (scratch, ~_EXECUTE if folders else _PLAIN_FILES)]:
+    for path, right in [*paths, (os.open(writable, os.O_PATH | os.O_CLOEXEC), _PLAIN_FILES)]:
         rule = _Beneath(right & rights, path)
         beneath = (fd, _PATH_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
         _kernel.call_libc("syscall", ctypes.c_long(_ADD_RULE), *beneath)

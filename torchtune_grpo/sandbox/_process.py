@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.sandbox._wire import PeerGone, receive, send
+from torchtune_grpo.sandbox._wire import PeerGone, receive
 
 _PACKAGES = str(Path(__file__).parents[2])
 # The import path ends up without this package's folder, which holds nothing for a completion.
 _BOOT = (
-    "import sys; sys.path.insert(0, {path!r}); from torchtune_grpo.sandbox._main import main; "
+    "import sys; sys.path.insert(0, {path!r}); from torchtune_grpo.sandbox._server import main; "
     "sys.path.remove({path!r}); main({role!r}, {fd})"
 )
 _START_SECONDS = 60.0  # on a busy machine; it takes 0.1
@@ -30,7 +29,6 @@ _RANK_NAMES = frozenset(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
     "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 )
-
 
 # For processes that run foreign code: nothing of this process's environment, folder or output.
 _APART: dict[str, Any] = {
@@ -56,10 +54,10 @@ def _rankless_environment() -> dict[str, str]:
 
 
 class ServerProcess:
-    """A process that runs :func:`torchtune_grpo.sandbox._server.serve`.
+    """A process that runs :func:`torchtune_grpo.sandbox._server.main`.
 
     Args:
-        role (str): as in :func:`torchtune_grpo.sandbox._main.main`.
+        role (str): as there.
     """
 
     def __init__(self, role: str) -> None:
@@ -76,35 +74,43 @@ class ServerProcess:
                 **({"env": _rankless_environment()} if trusted else _APART),
             )
         self._control = ours
-        self.facts = self._ask(_START_SECONDS)
+        with self._talking(_START_SECONDS):
+            self.facts = receive(ours)
 
     @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
 
-    def start(self, request: dict[str, Any], *, fds: Sequence[int] = ()) -> None:
-        """Forks a task there. The task alone reads the request: what two of them are asked is
-        never in one process's memory.
+    def start(self, sock: socket.socket) -> None:
+        """Forks a task there, which talks to whoever has the other end of the socket. What it is
+        asked is never in the server's memory.
 
         Raises:
             ServerLost: if the server is gone; it is closed then.
         """
-        with open(os.memfd_create("request"), "wb", buffering=0) as file:
-            file.write(json.dumps(request).encode())
-            self._send({"do": "start"}, [file.fileno(), *fds])
+        with self._talking(_STOP_SECONDS):
+            socket.send_fds(self._control, [b"+"], [sock.fileno()])
 
-    def request_stop(self) -> None:
-        """Asks for the end of all that runs there; :meth:`await_stop` waits for it."""
-        self._send({"do": "stop"})
-
-    def await_stop(self) -> None:
-        """Returns when no process of any task is left.
+    def stop(self) -> None:
+        """Ends all that runs there. Returns when no process of any task is left.
 
         Raises:
             ServerLost: if that cannot be had; everything is killed then all the same.
         """
-        self._ask(_STOP_SECONDS)
+        with self._talking(_STOP_SECONDS):
+            self._control.send(b"-")
+            if not self._control.recv(1):
+                raise PeerGone("ended")
+
+    @contextmanager
+    def _talking(self, seconds: float) -> Iterator[None]:
+        try:
+            self._control.settimeout(seconds)
+            yield
+        except (OSError, PeerGone) as error:
+            self.close()
+            raise ServerLost(f"a sandbox server does not answer: {error!r}") from error
 
     def close(self) -> None:
         """Ends the server and all that runs there, and leaves no zombie."""
@@ -114,17 +120,3 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-    def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        try:
-            send(self._control, message, fds=fds)
-        except PeerGone as error:
-            self.close()
-            raise ServerLost(f"a sandbox server ended: {error}") from error
-
-    def _ask(self, seconds: float) -> Any:
-        try:
-            return receive(self._control, deadline=time.monotonic() + seconds)
-        except (PeerGone, TimeoutError) as error:
-            self.close()
-            raise ServerLost(f"a sandbox server did not answer: {error!r}") from error

@@ -15,26 +15,26 @@ from typing import Any
 
 from torchtune_grpo.plain import plain
 from torchtune_grpo.reward_contract import ContractError, RewardNotes, check_returned
-from torchtune_grpo.sandbox._wire import PeerGone, receive_bytes, send
+from torchtune_grpo.sandbox._wire import PeerGone, receive, receive_bytes, send
 
 # The descriptor of the owner's requests; those below are the usual three.
 _REQUESTS = 3
 
 
-def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
+def run_rewards(requests: socket.socket) -> None:
     """Loads a reward and calls it for each request, until the socket closes.
 
     Args:
-        request (dict[str, Any]): ``path``, ``arguments``, ``makes``, ``name``, ``import_path``
-            and ``folder``.
-        fds (list[int]): the socket. Requests are pickles, because a data set's columns may hold
-            anything and their sender is this process's owner; answers are plain data.
+        requests (socket.socket): there comes ``path``, ``arguments``, ``makes``, ``name``,
+            ``import_path`` and ``folder``; then pickles, because a data set's columns may hold
+            anything and their sender is this process's owner. Answers are plain data.
     """
-    os.dup2(fds[0], _REQUESTS)
+    os.dup2(requests.detach(), _REQUESTS)
     os.closerange(_REQUESTS + 1, 65536)
     requests = socket.socket(fileno=_REQUESTS)
     # Not for the reward's children: one that outlives it must not hold the socket open.
     os.set_inheritable(_REQUESTS, False)
+    request = receive(requests)
     os.chdir(request["folder"])
     sys.path[:] = request["import_path"]
     try:
@@ -49,7 +49,7 @@ def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
     send(requests, {"ready": True})
     while True:
         try:
-            data, _ = receive_bytes(requests)
+            data = receive_bytes(requests)
         except PeerGone:
             return
         send(requests, _answer(function, pickle.loads(data), name=request["name"]))
@@ -57,9 +57,11 @@ def run_rewards(request: dict[str, Any], fds: list[int]) -> None:
 
 def _answer(function: Any, arguments: dict[str, Any], *, name: str) -> dict[str, Any]:
     notes = RewardNotes(1)
-    if arguments.pop("notes"):
-        arguments |= notes.functions()
     try:
+        if "check_rows" in arguments:
+            return {"value": [*function.check_rows(**arguments["check_rows"]).items()]}
+        if arguments.pop("notes"):
+            arguments |= notes.functions()
         returned = function(**arguments)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))

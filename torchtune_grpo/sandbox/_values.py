@@ -17,6 +17,7 @@ from typing import Any
 MAX_DEPTH = 50
 MAX_CALL_DEPTH = 2 * MAX_DEPTH  # of arguments, which may hold answers
 _PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
+_MUTABLE = (list, dict, set, deque, bytearray)
 
 
 class NotPlain(Exception):
@@ -27,48 +28,96 @@ class TooDeep(NotPlain):
     """A value that is nested too deep to cross."""
 
 
-def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Value -> what ``json`` can write.
+class Copies:
+    """The values of one call, on one side of it.
 
-    Raises:
-        NotPlain: for anything but None, bool, numbers, text, bytes, dates and times, ranges, and
-            lists, tuples, deques, sets, frozensets, dicts and their views of such, nested at most
-            ``depth`` deep.
+    What can change (a list, say) gets a number on both sides, in the order in which it crosses, and
+    crosses once: where it stands again, the number does. So ``[row, row]`` stays one row twice, and
+    what was changed can be named.
     """
-    if value is None or value is True or value is False:
-        return value
-    if depth == 0:
-        raise TooDeep("nested too deep")
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        number = int.__pos__(value)
-        return number if abs(number) < _PLAIN_INT else ["int", f"{number:x}"]
-    if isinstance(value, float):
-        return float.__pos__(value)
-    for kind, parts in _PARTS.items():
-        if isinstance(value, kind):
-            return [kind.__name__, *(dump(part, depth - 1) for part in parts(value))]
-    raise NotPlain(f"a {type(value).__name__} is no plain data")
 
+    def __init__(self) -> None:
+        self._shared: dict[int, Any] = {}  # by number
+        self._numbers: dict[int, int] = {}  # by id
 
-def load(data: Any, depth: int = MAX_DEPTH) -> Any:
-    """The inverse of :func:`dump`, for data from anyone.
+    def dump(self, value: Any, depth: int = MAX_DEPTH) -> Any:
+        """Value -> what ``json`` can write.
 
-    Raises:
-        NotPlain: if ``dump`` did not write it.
-    """
-    if data is None or type(data) in (bool, int, float, str):
+        Raises:
+            NotPlain: for anything but None, bool, numbers, text, bytes, dates and times, ranges,
+                and lists, tuples, deques, sets, frozensets, dicts and their views of such, nested
+                at most ``depth`` deep.
+        """
+        if value is None or value is True or value is False:
+            return value
+        if id(value) in self._numbers:
+            return ["same", self._numbers[id(value)]]
+        if depth == 0:
+            raise TooDeep("nested too deep")
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            number = int.__pos__(value)
+            return number if abs(number) < _PLAIN_INT else ["int", f"{number:x}"]
+        if isinstance(value, float):
+            return float.__pos__(value)
+        data = self._take_apart(value, depth)
+        self._share(value)
         return data
-    if type(data) is not list or not data or type(data[0]) is not str or depth == 0:
-        raise NotPlain("malformed")
-    kind, *parts = data
-    if kind not in _BUILDERS:
-        raise NotPlain(f"malformed: {kind[:20]!r}")
-    try:
-        return _BUILDERS[kind](*(load(part, depth - 1) for part in parts))
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise NotPlain(f"malformed: {error}") from error
+
+    def load(self, data: Any, depth: int = MAX_DEPTH) -> Any:
+        """The inverse of :meth:`dump`, for data from anyone.
+
+        Raises:
+            NotPlain: if ``dump`` did not write it.
+        """
+        if type(data) is list and data[:1] == ["same"]:
+            return self._build(data, 1)
+        value = self._build(data, depth)
+        self._share(value)
+        return value
+
+    def contents(self, count: int | None = None) -> list[Any]:
+        """Of each of the first ``count`` that can change: what it is made of, as ``json`` can write
+        it. None = of all."""
+        values = list(self._shared.values())[:count]
+        return [self._take_apart(value, MAX_CALL_DEPTH) for value in values]
+
+    def refill(self, number: int, data: Any) -> None:
+        """Makes one that can change of what :meth:`contents` wrote on the other side.
+
+        Raises:
+            NotPlain: if it did not.
+        """
+        old, new = self._shared.get(number), self._build(data, MAX_CALL_DEPTH)
+        if type(new) not in _MUTABLE or not isinstance(old, type(new)):
+            raise NotPlain("malformed")
+        old.clear()
+        (old.update if isinstance(old, (dict, set)) else old.extend)(new)
+
+    def _share(self, value: Any) -> None:
+        if isinstance(value, _MUTABLE):
+            self._numbers[id(value)] = len(self._shared)
+            self._shared[len(self._shared)] = value
+
+    def _take_apart(self, value: Any, depth: int) -> list[Any]:
+        for kind, parts in _PARTS.items():
+            if isinstance(value, kind):
+                return [kind.__name__, *(self.dump(part, depth - 1) for part in parts(value))]
+        raise NotPlain(f"a {type(value).__name__} is no plain data")
+
+    def _build(self, data: Any, depth: int) -> Any:
+        if data is None or type(data) in (bool, int, float, str):
+            return data
+        if type(data) is not list or not data or type(data[0]) is not str or depth == 0:
+            raise NotPlain("malformed")
+        kind, *parts = data
+        try:
+            if kind == "same":
+                return self._shared[parts[0]]
+            return _BUILDERS[kind](*(self.load(part, depth - 1) for part in parts))
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+            raise NotPlain(f"malformed {kind[:20]!r}: {error}") from error
 
 
 # What the values of a type are made of, and how they are made of it. A subclass stands before what
@@ -116,34 +165,3 @@ _BUILDERS: dict[str, Callable[..., Any]] = {
     "time": time.fromisoformat,
     "timedelta": timedelta,
 }
-
-
-def write_back(old: Any, new: Any) -> Any:
-    """Makes what changed in a copy change in the original.
-
-    Args:
-        old (Any): an argument, or part of one.
-        new (Any): what became of its copy.
-
-    Returns:
-        ``old``, changed in place, or ``new`` if nothing of ``old`` can be.
-    """
-    if isinstance(old, (list, deque)) and isinstance(new, (list, deque)):
-        items = [*map(write_back, old, new), *list(new)[len(old) :]]
-        old.clear()
-        old.extend(items)
-    elif isinstance(old, dict) and isinstance(new, dict):
-        pairs = {key: write_back(old.get(key), value) for key, value in new.items()}
-        old.clear()
-        old.update(pairs)
-    elif isinstance(old, set) and isinstance(new, set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, bytearray) and isinstance(new, bytearray):
-        old[:] = new
-    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        for pair in zip(old, new):
-            write_back(*pair)
-    else:
-        return new
-    return old
