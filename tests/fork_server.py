@@ -8,6 +8,8 @@ the modules apart, which would touch, and so copy, all of their memory.
 """
 
 import atexit
+import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -26,6 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 TIMEOUT = 300  # seconds of one process
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 _of_thread = threading.local()
 _started: list[subprocess.Popen] = []
 
@@ -104,7 +107,9 @@ def _start(name: str) -> None:
 
 def end() -> None:
     """Waits for the server, if this process has started it: then times tell of what it has used."""
-    vars(_of_thread).clear()
+    if hasattr(_of_thread, "server"):
+        _of_thread.server._connection.shutdown(socket.SHUT_RDWR)
+        del _of_thread.server
     for process in _started:
         process.communicate()
 
@@ -165,9 +170,16 @@ def next_request(connection: socket.socket) -> dict:
         for process in json.loads(line):
             if (child := os.fork()) == 0:
                 connection.close()
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 return process
             running.append(child)
-        print(json.dumps(wait_for(running)), file=lines, flush=True)
+        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        # Who asks and goes, as a pytest that is killed, ends this process by SIGIO, and so those.
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+        codes = wait_for(running)
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+        print(json.dumps(codes), file=lines, flush=True)
     os._exit(0)
 
 
