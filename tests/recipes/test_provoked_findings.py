@@ -86,8 +86,8 @@ RUNS = {
         "entropy_exploding",
     ),
     "one_row_at_a_time": (
-        [rewards("alternates"), "num_steps=5", "batch_size=1", "grpo_samples=2"]
-        + ["rollout.max_rows=1", "max_generated_tokens=120", "sampling.min_new_tokens=120"]
+        [rewards("alternates"), "num_steps=6", "batch_size=1", "grpo_samples=2"]
+        + ["rollout.max_rows=1", "max_generated_tokens=160", "sampling.min_new_tokens=160"]
         + NO_EVALUATION,
         "rollout_slow",
     ),
