@@ -61,7 +61,7 @@ def make_tiny_checkpoint(
     *,
     seed: int = 0,
     levels: int | Sequence[int] = (1, 2, 3),
-    warmup_steps: int = 1800,
+    warmup_steps: int = 3000,
 ) -> Path:
     """Makes the tiny model, warm-starts it and writes its checkpoint folder in one move.
 

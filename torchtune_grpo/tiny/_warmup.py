@@ -22,11 +22,13 @@ from torchtune_grpo.progress import make_bar
 from torchtune_grpo.threads import limit_threads
 
 Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its completion
+Pair = tuple[Example, Example]  # a problem worked out, and guessed
 
 NUM_PROBLEMS, BATCH_SIZE = 8000, 16
 # Found by trial.
 LR, LR_STEPS_UP = 2e-3, 50
 GUESSES, GUESSES_FROM = 0.8, 0.75  # at the end; from which part of the steps on they become more
+LEVEL_RATIO = 2  # how often a level comes against the one before: it holds more facts, rarer ones
 
 
 def warm_up(
@@ -46,7 +48,8 @@ def warm_up(
         return
     keep_freed_memory()
     limit_threads(model)
-    worked, guessed = _examples(tokenizer, levels, seed)
+    by_level = _examples(tokenizer, levels, seed)
+    shares = [LEVEL_RATIO**place for place in range(len(by_level))]
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     with make_bar("Warm-up", total=steps) as bar:
@@ -55,9 +58,8 @@ def warm_up(
             decay = min(1.0, 2 * (1 - done))
             optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / LR_STEPS_UP) * decay
             guesses = GUESSES * max(0.0, (done - GUESSES_FROM) / (1 - GUESSES_FROM))
-            rows = rng.sample(range(len(worked)), BATCH_SIZE)
-            batch = [(guessed if rng.random() < guesses else worked)[row] for row in rows]
-            _train_step(model, optimizer, batch)
+            pairs = map(rng.choice, rng.choices(by_level, shares, k=BATCH_SIZE))
+            _train_step(model, optimizer, [pair[rng.random() < guesses] for pair in pairs])
             bar.update()
 
 
@@ -71,19 +73,21 @@ def _train_step(
     optimizer.zero_grad()
 
 
-def _examples(
-    tokenizer: Any, levels: Sequence[int], seed: int
-) -> tuple[list[Example], list[Example]]:
-    problems: dict[str, Any] = {"levels": list(levels), "num_samples": NUM_PROBLEMS, "seed": seed}
+def _examples(tokenizer: Any, levels: Sequence[int], seed: int) -> list[list[Pair]]:
+    """Of each level, the lowest first."""
+    problems: dict[str, Any] = {"levels": levels, "num_samples": NUM_PROBLEMS, "seed": seed}
     data = arithmetic_dataset(tokenizer, split="train", prefill="<think>", **problems)
-    items = [data[index] for index in range(len(data))]
+    by_level: dict[int, list[Pair]] = {level: [] for level in sorted(levels)}
 
     def example(item: dict[str, Any], completion: str) -> Example:
         ids = tokenizer.encode(completion, add_bos=False, add_eos=False)
         return item["tokens"], [*ids, tokenizer.eos_id]
 
-    worked = [example(item, worked_completion(item["columns"])) for item in items]
-    return worked, [example(item, guessed_completion(item["columns"])) for item in items]
+    for item in map(data.__getitem__, range(len(data))):
+        row = item["columns"]
+        pair = example(item, worked_completion(row)), example(item, guessed_completion(row))
+        by_level[row["level"]].append(pair)
+    return [*by_level.values()]
 
 
 def worked_completion(row: dict[str, Any]) -> str:
