@@ -43,7 +43,7 @@ def names_a_table(mode, *, mode_names=()):
         ({"optimizer": {"lr": 0.5}}, "optimizer.weight_decay", 0.0),  # stays
         ({"loss": GRPOLoss}, "loss.kl_coeff", 0.0),
         ({"optimizer": torch.optim.SGD}, "optimizer._component_", "torch.optim.SGD"),
-        ({"optimizer": "torch.optim.SGD"}, "optimizer.lr", 3e-4),
+        ({"optimizer": "torch.optim.SGD"}, "optimizer.lr", 5e-4),
         ({"optimizer": {"_component_": "torch.optim.SGD"}}, "optimizer.lr", None),
         ({"lr_scheduler": None}, "lr_scheduler", None),
         ({"lr_scheduler_num_warmup_steps": 2}, "lr_scheduler.num_warmup_steps", 2),
