@@ -4,7 +4,7 @@
 
 Trains the demo at a constant learning rate from two models, which are warmed up in ``--work-dir``
 where they are missing: the demo's own, right one time in four at first and soon nearly always; and
-one that works out its answers so rarely that it is right one time in fifty. A run that has ended is
+one that works out its answers so rarely that it is right one time in eight. A run that has ended is
 not repeated. Prints one JSON line: for each run, at each evaluation, the step, the completions
 sampled and the seconds of all steps so far, and the held-out pass@1; and the share of the sampled
 groups that had an advantage. Seconds are of a machine that does nothing else.
@@ -69,22 +69,21 @@ def train(model: str, resamples: int, seed: int, work: Path) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Pass@1 against completions and against seconds."""
+    """Pass@1 against the completions sampled, from each model."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(8, 5), sharey="row")
-    for row, model in zip(axes, MODELS, strict=True):
-        for axis, name in zip(row, ("samples", "seconds"), strict=True):
-            for run in (run for run in runs if run["model"] == model):
-                is_on, label = run["max_resamples"] > 0, None
-                if run["seed"] == runs[0]["seed"]:
-                    label = f"max_resamples: {run['max_resamples']}"
-                axis.plot(run[name], run["pass@1"], color=f"C{is_on:d}", lw=1.2, label=label)
-            axis.set_xlabel({"samples": "completions sampled", "seconds": "seconds"}[name])
-        row[0].set_ylabel(f"{model}: pass@1")
-    axes[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
+    for axis, model in zip(axes, MODELS, strict=True):
+        for run in (run for run in runs if run["model"] == model):
+            resamples, label = run["max_resamples"], None
+            if run["seed"] == runs[0]["seed"]:
+                label = f"max_resamples: {resamples}"
+            axis.plot(run["samples"], run["pass@1"], f"C{resamples > 0:d}", lw=1.2, label=label)
+        axis.set(xlabel="completions sampled", title=model, ylim=(0.6, 1.0))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out pass@1")
+    axes[0].legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
         assert named in refused(tmp_path, *change.split()), change
     more = ["optimizer.lr=1e-5", "num_steps=3", "lr_scheduler.num_warmup_steps=1"]
     done = tiny(tmp_path, RESUME, *more)
-    assert "optimizer.lr 0.0003 -> 1e-05" in done.err + done.out
+    assert "optimizer.lr 0.0005 -> 1e-05" in done.err + done.out
     steps = [record for record in metrics(tmp_path / "out") if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
     # warm-up to 1e-5 in step 1, then the cosine's thirds: 3/4, 1/4

@@ -38,7 +38,7 @@ HEALTHY = {
     "kl": 0.05,
     "entropy": 0.8,
     "grad_norm": 0.2,
-    "learning_rate": 3e-4,
+    "learning_rate": 5e-4,
     "nonfinite_steps": 0.0,
     "step_time": 1.0,
     "time/rollout": 0.6,
@@ -110,7 +110,7 @@ CASES = {
     "entropy_exploding": (
         {"entropy": 1.81},
         {"entropy": 1.8},
-        3, [], ("optimizer.lr", "Set optimizer.lr: 0.0003 -> 0.00015."),
+        3, [], ("optimizer.lr", "Set optimizer.lr: 0.0005 -> 0.00025."),
     ),
     "kl_runaway": (
         {"kl": 1.01},
@@ -338,7 +338,7 @@ def test_three_of_10_gradient_norms_are_spikes():
     assert run([*[spike] * 8, *[HEALTHY | {"grad_norm": 1e-3}] * 30]) == []  # they only fall
     lines = run([*quiet, spike, spike, HEALTHY, spike, *quiet, *quiet])
     assert [(line["step"], line["event"]) for line in lines] == [(24, "begins"), (35, "ends")]
-    assert lines[0]["remedy"] == "Set optimizer.lr: 0.0003 -> 0.00015."
+    assert lines[0]["remedy"] == "Set optimizer.lr: 0.0005 -> 0.00025."
 
 
 def test_two_of_20_steps_skipped():
@@ -360,7 +360,7 @@ def test_learning_has_stopped():
     """After 100 steps that would have shown a rise; not if one is there, or none is expected."""
     (line,) = run(plateau())
     assert (line["name"], line["step"], line["since"]) == ("learning_stopped", 102, 100)
-    assert line["remedy"] == "Set optimizer.lr: 0.0003 -> 0.0006."
+    assert line["remedy"] == "Set optimizer.lr: 0.0005 -> 0.001."
     assert run(plateau(slope=0.02)) == []
     assert run(plateau(learning_rate=2.9e-5)) == []
     assert run(plateau(**{LEVEL: 0.9})) == []
