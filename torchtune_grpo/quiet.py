@@ -30,5 +30,7 @@ def set_seed(seed: int) -> int:
 
 def no_advice() -> None:
     """Drops torch's warnings about what a user cannot change."""
+    # where the first step has nothing to train on, and only the rate moves on
+    warnings.filterwarnings("ignore", message=r"Detected call of .lr_scheduler\.step")
     # torchao's 8-bit optimizers, in their first step
     warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
