@@ -76,15 +76,14 @@ def group_advantages(
     # Subtracting one of the rewards first makes equal rewards exactly zero, whatever they are.
     shifted = groups - groups[:, :1]
     centred = shifted - shifted.mean(dim=1, keepdim=True)
-    if normalization == "group":
+    if normalization == "group" and len(groups):
         std = shifted.std(dim=1, keepdim=True)
         if filled is not None:
             others = group_size - filled.view_as(groups).sum(dim=1, keepdim=True)
             std = std * ((group_size - 1) / (others - 1).clamp(min=1)).sqrt()
         centred = centred / (std + STD_EPSILON)
     elif normalization == "batch":
-        everyone = torch.cat(gather_over_ranks(rewards))
-        centred = centred / (everyone.std() + STD_EPSILON)
+        centred = centred / (_std_over_ranks(rewards) + STD_EPSILON)
     elif normalization == "leave_one_out":  # r - (sum - r) / (G - 1) = c G / (G - 1)
         centred = centred * group_size / (group_size - 1)
     elif normalization == "max_rl":
@@ -153,5 +152,10 @@ def reward_advantages(
         for column, column_missing in zip(filled.unbind(1), missing.unbind(1), strict=True)
     ]
     combined = (torch.stack(normalized, dim=1) * weights).sum(dim=1)
-    everyone = torch.cat(gather_over_ranks(combined))
-    return combined / (everyone.std() + STD_EPSILON)
+    return combined / (_std_over_ranks(combined) + STD_EPSILON)
+
+
+def _std_over_ranks(values: Tensor) -> Tensor:
+    """Of all ranks' values; 0 where no group is left."""
+    everyone = torch.cat(gather_over_ranks(values))
+    return everyone.std() if len(everyone) else everyone.new_zeros(())

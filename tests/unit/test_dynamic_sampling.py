@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from policies import VOCAB, build_policy
 from steps import make_scores
 
+from torchtune_grpo.advantages import AGGREGATIONS, NORMALIZATIONS, reward_advantages
 from torchtune_grpo.config import DynamicSamplingConfig
 from torchtune_grpo.dynamic_sampling import passes_filter, wanted_prompts
 from torchtune_grpo.rollout import (
@@ -85,6 +86,26 @@ def group(total, first=None):
 def test_the_filter(keys, total, first, passes):
     settings = DynamicSamplingConfig(max_resamples=1, **keys)
     assert passes_filter(group(total, first), settings) is passes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_advantages_are_those_of_the_groups_that_are_kept(normalization, aggregation):
+    """The others are no part of the batch, whose spread may scale; there may be none left."""
+    total = torch.tensor([0.0, 1.0, 1.0, 0.0, 5.0, 9.0, 2.0, 2.5])
+    settings = {"group_size": 2, "normalization": normalization, "aggregation": aggregation}
+
+    def advantages(rows, **kept):
+        of_rewards = (total[rows], torch.stack([total, total**2], dim=1)[rows], torch.ones(2))
+        return reward_advantages(*of_rewards, **settings, **kept)
+
+    kept = torch.tensor([True, True, False, False, False, False, True, True])
+    some = advantages(slice(None), kept=kept)
+    assert torch.equal(some[kept], advantages(kept)) and not some[~kept].any()
+    assert some[kept].all()
+    nothing = advantages(slice(None), kept=torch.zeros(8, dtype=torch.bool))
+    assert torch.equal(nothing, torch.zeros(8))
 
 
 class Judge:
