@@ -1,6 +1,6 @@
 """Runs the demo for several seeds, each with its own checkpoint made on the spot.
 
-    python benchmarks/demo_seeds.py --seeds 0 1 2 3 --jobs 2
+    python benchmarks/demo_seeds.py --jobs 2
     python benchmarks/demo_seeds.py --lora --seeds 0
 
 Prints one JSON line: per seed the held-out pass@1 at the training temperature and the greedy
@@ -62,7 +62,7 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Runs the seeds, as many at once as there are jobs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--lora", action="store_true", help="LoRA instead of full fine-tuning")
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
