@@ -44,8 +44,6 @@ VARIANTS = {
     "groups one at a time": ["forward_batch_size=4"],
     "rows two at a time": ["forward_batch_size=2"],
     "padded": ["pack_groups=false"],
-    "padded, four at a time": ["pack_groups=false", "forward_batch_size=4"],
-    "rolled out in batches": ["rollout.max_rows=8"],
     "rolled out in batches that cut groups": ["rollout.max_rows=3"],
     "rolled out row by row, groups one at a time": ["rollout.max_rows=1", "forward_batch_size=4"],
     "checkpointed": ["enable_activation_checkpointing=true"],
