@@ -50,7 +50,7 @@ demo: $(STAMP)
 	@echo
 	@echo "Now try:"
 	@echo '  $(BIN)/python -m torchtune_grpo.sample --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR) --samples 4 "What is 3 + 4?"'
-	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.models.lora_hf_model optimizer.lr=3e-3'
+	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.models.lora_hf_model optimizer.lr=1e-3'
 	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
 	@echo
 	@echo "The run as a page, to open in a browser: $(DEMO_DIR)/run.html"

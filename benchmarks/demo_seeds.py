@@ -25,7 +25,7 @@ from torchtune_grpo.findings import FindingsWatch, Settings
 from torchtune_grpo.jsonl import read_jsonl
 from torchtune_grpo.read_config import read_config
 
-LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=3e-3"]
+LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=1e-3"]
 
 
 def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:

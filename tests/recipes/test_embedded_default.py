@@ -10,7 +10,7 @@ CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
 
 
-LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=3e-3"]
+LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=1e-3"]
 
 
 @pytest.mark.parametrize(
