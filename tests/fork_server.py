@@ -33,9 +33,18 @@ _of_thread = threading.local()
 _started: list[subprocess.Popen] = []
 
 
+# One thread, and kernels that give the same bits on every x86 CPU with AVX2: tests/golden.
+PINNED = {
+    "OMP_NUM_THREADS": "1",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+
+
 def environment(**changes: str) -> dict[str, str]:
-    """This process's, with one thread and some changes."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    """This process's, with pinned kernels and some changes."""
+    return {**os.environ, **PINNED, **changes}
 
 
 class ForkServer:

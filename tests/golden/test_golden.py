@@ -1,0 +1,166 @@
+"""Short runs whose metrics and final weights are compared to the last bit with recorded ones.
+
+``python tests/golden/test_golden.py [name ...]`` records them anew in ``golden.json``. A commit that
+does so says which number changes and why. ``tests/fork_server.py`` pins the kernels of torch, MKL
+and oneDNN, so that the numbers do not depend on the CPU.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
+
+import pytest
+import torch
+from runs import RECIPE, metrics, run, run_ranks, tiny_overrides, tune
+from safetensors.torch import load_file
+
+GOLDEN = Path(__file__).with_name("golden.json")
+TIMINGS = ("time/", "step_time", "rollout/tokens_per_second")
+# A reward with a spread in nearly every group of a model that knows nothing.
+REWARDS = """
+def vowels(prompts, completions, **columns):
+    return [sum(map(text.lower().count, "aeiou0123")) % 4 / 3 for text in completions]
+
+def often_equal(prompts, completions, **columns):
+    return [float(sum(map(text.lower().count, "aeiou0123")) % 4 == 0) for text in completions]
+"""
+QUICK = """
+prepare.warmup_steps=0 num_steps=3 batch_size=4 grpo_samples=4 forward_batch_size=8
+max_generated_tokens=10 dataset.num_samples=64 eval_dataset.num_samples=6 eval_every_n_steps=null
+eval_samples=2 output_dir=out sampling.stop_strings=[e,o,'7'] rewards.0=golden_rewards.vowels rewards.0.name=vowels
+""".split()
+LORA = "model=torchtune_grpo.models.lora_hf_model"
+SHARDED = "distributed.sharding=always"
+
+
+def tiny(folder: Path, *more: str, ranks: int = 1) -> None:
+    """The demo's model with random weights."""
+    if ranks == 1:
+        tune("run", RECIPE, "--config", "tiny_arithmetic_grpo", *QUICK, *more, cwd=folder)
+    else:
+        run_ranks("--config", "tiny_arithmetic_grpo", *QUICK, *more, ranks=ranks, cwd=folder)
+
+
+def torchtune_model(config: str) -> Callable[[Path], None]:
+    """torchtune's builder, tokenizer and checkpointer, and a data set in GSM8K's format."""
+
+    def go(folder: Path) -> None:
+        rewards = "rewards=[{_component_: golden_rewards.vowels}]"
+        more = ["num_steps=3", rewards, "eval_dataset.num_samples=5", "lr_scheduler=null"]
+        command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder)]
+        tune(*command, *more, cwd=folder, TORCHDYNAMO_DISABLE="1")
+
+    return go
+
+
+def overrides(*more: str, ranks: int = 1) -> Callable[[Path], None]:
+    """A run of the demo with some changes."""
+    return lambda folder: tiny(folder, *more, ranks=ranks)
+
+
+def resumed(folder: Path) -> None:
+    """Two steps, and two more in a second process."""
+    more = ["num_steps=4", "lr_scheduler=null", "save_every_n_steps=2"]
+    tiny(folder, *more)
+    shutil.rmtree(folder / "out" / "step_000004")
+    tiny(folder, *more, "resume_from_checkpoint=true")
+
+
+def from_python(folder: Path) -> None:
+    """``GRPO(...)`` with rows and a function, on the demo's model."""
+    tiny(folder, "num_steps=1", "eval_dataset=null", "output_dir=base")
+    (folder / "script.py").write_text(
+        "from torchtune_grpo import GRPO\n"
+        "from golden_rewards import vowels\n"
+        "rows = [{'prompt': f'What is {i} + 1?', 'answer': str(i + 1)} for i in range(12)]\n"
+        "run = GRPO(config='tiny_arithmetic_grpo', data=rows, eval_data=rows[:4], prepare=None,\n"
+        "    rewards=[vowels], model_dir='base/tiny_llama', output_dir='out', num_steps=2,\n"
+        "    batch_size=4, grpo_samples=4, max_generated_tokens=10, eval_samples=2,\n"
+        "    eval_every_n_steps=None)\n"
+        "run.train()\n"
+        "print(run.evaluate(), run.generate('What is 1 + 1?', num_samples=2))\n"
+    )
+    run("script.py", cwd=folder)
+
+
+OLD_POLICY = "ppo_epochs=2 num_minibatches=2".split()
+RUNS: dict[str, Callable[[Path], None]] = {
+    "full": overrides(),
+    "lora_kl": overrides(LORA, "loss.kl_coeff=0.1", "optimizer.lr=1e-2"),
+    "torchtune_lora_bf16": torchtune_model("llama3_2_1B_lora_grpo"),
+    "torchtune_qlora": torchtune_model("llama3_2_1B_qlora_grpo"),
+    "two_epochs_two_minibatches": overrides(*OLD_POLICY, "loss.kl_coeff=0.1"),
+    "dapo": overrides(
+        "loss.aggregation=dapo",
+        "loss.epsilon_high=0.28",
+        "mask_truncated_completions=true",
+        "rewards.0=golden_rewards.often_equal",
+        "dynamic_sampling.max_resamples=2",
+    ),
+    "gspo": overrides("loss.importance_sampling_level=sequence", *OLD_POLICY, "advantage=none"),
+    "bf16": overrides("dtype=bf16", "pack_groups=false", "optimizer.lr=1e-2"),
+    "replicated_on_2_ranks": overrides(LORA, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
+    "sharded_on_2_ranks": overrides(SHARDED, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
+    "resumed": resumed,
+    "level_curriculum": overrides(
+        "sampler={_component_: torchtune_grpo.data.LevelSampler}",
+        "rewards.0=golden_rewards.often_equal",
+    ),
+    "python": from_python,
+}
+
+
+def record(name: str, folder: Path) -> dict[str, Any]:
+    """The metrics of a run, and a digest of the last checkpoint's weights."""
+    (folder / "golden_rewards.py").write_text(REWARDS)
+    RUNS[name](folder)
+    lines = [
+        {key: value for key, value in line.items() if not key.startswith(TIMINGS)}
+        for line in metrics(folder / "out")
+    ]
+    digest = hashlib.sha256()
+    newest = max((folder / "out").glob("step_*"))
+    tensors = {
+        f"{file.stem}/{name}": tensor
+        for file in newest.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return {"metrics": lines, "weights": digest.hexdigest()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_golden(name, tmp_path):
+    wanted = json.loads(GOLDEN.read_text())[name]
+    found = record(name, tmp_path)
+    assert len(found["metrics"]) == len(wanted["metrics"])
+    for now, then in zip(found["metrics"], wanted["metrics"]):
+        differ = {
+            key: (now.get(key), value) for key, value in then.items() if now.get(key) != value
+        }
+        assert not differ, f"step {then['step']}, (now, recorded): {differ}"
+    assert found["weights"] == wanted["weights"]
+
+
+def main() -> None:
+    """Records the runs named on the command line, or all."""
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    for name in sys.argv[1:] or RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            golden[name] = record(name, Path(folder))
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in golden.items()]
+    text = ",\n".join(lines).replace("}, {", "},\n {")
+    GOLDEN.write_text(f"{{\n{text}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()
