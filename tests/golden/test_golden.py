@@ -1,7 +1,7 @@
 """Short runs whose metrics and final weights are compared to the last bit with recorded ones.
 
-``python tests/golden/test_golden.py [name ...]`` records them anew in ``golden.json``. A commit that
-does so says which number changes and why. ``tests/fork_server.py`` pins the kernels of torch, MKL
+``python tests/golden/test_golden.py [name ...]`` records them anew in ``golden.json``; a commit with
+new numbers says which ones change, and why. ``tests/fork_server.py`` pins the kernels of torch, MKL
 and oneDNN, so that the numbers do not depend on the CPU.
 """
 
@@ -22,7 +22,7 @@ from runs import RECIPE, metrics, run, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).with_name("golden.json")
-TIMINGS = ("time/", "step_time", "rollout/tokens_per_second")
+TIMINGS = ("time/", "step_time", "tokens_per_second", "rollout/tokens_per_second")
 # A reward with a spread in nearly every group of a model that knows nothing.
 REWARDS = """
 def vowels(prompts, completions, **columns):
@@ -34,7 +34,8 @@ def often_equal(prompts, completions, **columns):
 QUICK = """
 prepare.warmup_steps=0 num_steps=3 batch_size=4 grpo_samples=4 forward_batch_size=8
 max_generated_tokens=10 dataset.num_samples=64 eval_dataset.num_samples=6 eval_every_n_steps=null
-eval_samples=2 output_dir=out sampling.stop_strings=[e,o,'7'] rewards.0=golden_rewards.vowels rewards.0.name=vowels
+eval_samples=2 output_dir=out sampling.stop_strings=[e,o,'7']
+rewards.0=golden_rewards.vowels rewards.0.name=vowels
 """.split()
 LORA = "model=torchtune_grpo.models.lora_hf_model"
 SHARDED = "distributed.sharding=always"
