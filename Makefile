@@ -46,10 +46,10 @@ DEMO := grpo_full_finetune_single_device --config tiny_arithmetic_grpo
 
 demo: $(STAMP)
 	$(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)
-	$(BIN)/python -m torchtune_grpo.evaluate $(DEMO_DIR) --show 3
+	$(BIN)/torchtune-grpo evaluate $(DEMO_DIR) --show 3
 	@echo
 	@echo "Now try:"
-	@echo '  $(BIN)/python -m torchtune_grpo.sample --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR) --samples 4 "What is 3 + 4?"'
+	@echo '  $(BIN)/torchtune-grpo sample --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR) --samples 4 "What is 3 + 4?"'
 	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.models.lora_hf_model optimizer.lr=1e-3'
 	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
 	@echo

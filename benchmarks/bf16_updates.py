@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchtune import config
 
-from torchtune_grpo.optimizer import MASTER, make_optimizer
+from torchtune_grpo.training.optimizer import MASTER, make_optimizer
 
 NOISE = 10.0
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-5, "weight_decay": 0.0}

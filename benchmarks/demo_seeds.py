@@ -21,9 +21,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.findings import FindingsWatch, Settings
-from torchtune_grpo.jsonl import read_jsonl
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.monitor.findings import FindingsWatch, Settings
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=1e-3"]
 
@@ -37,7 +37,15 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, f"seed {seed} ended with status {status}"
     seconds = time.perf_counter() - start
-    sample = [sys.executable, "-m", "torchtune_grpo.sample", "What is 3 + 4?", "--samples", "16"]
+    sample = [
+        sys.executable,
+        "-m",
+        "torchtune_grpo",
+        "sample",
+        "What is 3 + 4?",
+        "--samples",
+        "16",
+    ]
     sample += ["--config", str(folder / "torchtune_config.yaml")]
     said = subprocess.run(sample, check=True, capture_output=True, text=True).stdout
     records = read_jsonl(folder / "metrics.jsonl")

@@ -89,7 +89,7 @@ def count(folder: Path, overrides: list[str]) -> None:
     """One rank: the recipe's own main function under the counter."""
     from torchtune_grpo.recipes.grpo_full_finetune import recipe_main
 
-    from torchtune_grpo.metrics import StepMetrics
+    from torchtune_grpo.monitor.metrics import StepMetrics
 
     counter = CollectiveCounter()
     timer, compute = StepMetrics.timer, StepMetrics.compute

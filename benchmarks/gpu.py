@@ -62,13 +62,8 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params  # n
 from torchtune.training import set_activation_checkpointing, set_default_dtype  # noqa: E402
 
 import torchtune_grpo  # noqa: E402
-from torchtune_grpo.kernels import Spans, varlen_attention  # noqa: E402
-from torchtune_grpo.logprobs import (  # noqa: E402
-    attend_in_segments,
-    micro_batches,
-    trajectory_logprobs,
-)
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
+from torchtune_grpo.machine.attention import Spans, varlen_attention  # noqa: E402
 from torchtune_grpo.models import widen_adapters  # noqa: E402
 from torchtune_grpo.rollout import (  # noqa: E402
     NativeEngine,
@@ -76,6 +71,11 @@ from torchtune_grpo.rollout import (  # noqa: E402
     RolloutRequest,
     SamplingParams,
     row_keys,
+)
+from torchtune_grpo.training import (  # noqa: E402
+    attend_in_segments,
+    micro_batches,
+    trajectory_logprobs,
 )
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask  # noqa: E402
 

@@ -19,7 +19,7 @@ import sys
 HOOK = """
 import time, torch
 start = time.perf_counter()
-from torchtune_grpo._plugin import autoload
+from torchtune_grpo.cli.tune import autoload
 autoload()
 print(1e3 * (time.perf_counter() - start))
 """

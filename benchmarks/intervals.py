@@ -1,4 +1,4 @@
-"""How often a 95 % interval of ``torchtune_grpo.statistics`` holds what it should.
+"""How often a 95 % interval of ``torchtune_grpo.evaluation.statistics`` holds what it should.
 
     python benchmarks/intervals.py --draws 400
 
@@ -13,7 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from torchtune_grpo.statistics import _interval, bootstrap_interval
+from torchtune_grpo.evaluation.statistics import _interval, bootstrap_interval
 
 # Parameters of the beta distribution of the chances: hard, easy, half solved, all alike.
 CHANCES = ((0.1, 5), (0.2, 2), (2, 0.2), (0.5, 0.5), (1, 1), (30, 30), (3, 60))

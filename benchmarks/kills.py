@@ -31,8 +31,8 @@ import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
 
 import torchtune_grpo.rollout  # noqa: F401
-from torchtune_grpo._plugin import config_files, recipes_folder
-from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.config.files import config_files, recipes_folder
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 SETTINGS = """
 prepare.warmup_steps=0 num_steps=6 save_every_n_steps=1 keep_last_n_checkpoints=2 batch_size=2

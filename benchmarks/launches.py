@@ -53,21 +53,21 @@ from training_step import random_batch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from fake_cuda import CUDA, backward, fake_cuda  # noqa: E402
 
-from torchtune_grpo.logprobs import (
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.models import widen_adapters
+from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
+from torchtune_grpo.rollout.buffers import Buffers
+from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.decoder import NativeDecoder
+from torchtune_grpo.rollout.graphs import StepGraphs
+from torchtune_grpo.rollout.native import GroupRollout
+from torchtune_grpo.training import (
     MicroBatch,
     attend_in_segments,
     micro_batches,
     response_logprobs,
     trajectory_logprobs,
 )
-from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.models import widen_adapters
-from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
-from torchtune_grpo.rollout._buffers import Buffers
-from torchtune_grpo.rollout._cache import GroupCache
-from torchtune_grpo.rollout._decoder import NativeDecoder
-from torchtune_grpo.rollout._graphs import StepGraphs
-from torchtune_grpo.rollout._native import GroupRollout
 from torchtune_grpo.trajectory import Trajectory
 
 LLAMA_1B = dict(

@@ -63,28 +63,28 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from training_step import loss_backward, memory_mb
 
-from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.logprobs import (
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.loss import make_loss
+from torchtune_grpo.models import widen_adapters
+from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
+from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.decoder import NativeDecoder
+from torchtune_grpo.rollout.engine import _SHARE
+from torchtune_grpo.rollout.graphs import StepGraphs
+from torchtune_grpo.rollout.layout import coarse, padded_rows
+from torchtune_grpo.rollout.native import PREFILL_TOKENS
+from torchtune_grpo.training import (
     MicroBatch,
-    _packed_attention,
     attend_in_segments,
     micro_batches,
     response_logprobs,
 )
-from torchtune_grpo.logprobs._blocked import default_chunk_bytes
-from torchtune_grpo.loss import make_loss
-from torchtune_grpo.models import widen_adapters
-from torchtune_grpo.optimizer import make_optimizer
-from torchtune_grpo.policy import build_policy, empty_model
-from torchtune_grpo.read_config import read_config
-from torchtune_grpo.reference import make_reference
-from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
-from torchtune_grpo.rollout._cache import GroupCache
-from torchtune_grpo.rollout._decoder import NativeDecoder
-from torchtune_grpo.rollout._engine import _SHARE
-from torchtune_grpo.rollout._graphs import StepGraphs
-from torchtune_grpo.rollout._layout import coarse, padded_rows
-from torchtune_grpo.rollout._native import PREFILL_TOKENS
+from torchtune_grpo.training import packed_attention as _packed_attention
+from torchtune_grpo.training.optimizer import make_optimizer
+from torchtune_grpo.training.policy import build_policy, empty_model
+from torchtune_grpo.training.reference import make_reference
+from torchtune_grpo.training.softmax import default_chunk_bytes
 from torchtune_grpo.trajectory import Samples, Trajectory
 
 GIB = 2**30

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")

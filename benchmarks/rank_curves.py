@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"
 PROMPTS, SAMPLES = 16, 16  # of the config: all ranks together, in a group

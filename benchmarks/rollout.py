@@ -37,7 +37,7 @@ from torchtune.models.llama3_2 import llama3_2, llama3_2_1b
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.memory import keep_freed_memory
+from torchtune_grpo.machine.memory import keep_freed_memory
 from torchtune_grpo.rollout import (
     NativeEngine,
     RolloutConfig,
@@ -46,7 +46,7 @@ from torchtune_grpo.rollout import (
     TorchtuneEngine,
     row_keys,
 )
-from torchtune_grpo.rollout._native import GroupRollout
+from torchtune_grpo.rollout.native import GroupRollout
 
 SHAPE_S = dict(
     vocab_size=32_768,

@@ -27,7 +27,6 @@ from torch import Tensor
 from torchtune import config, modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from torchtune_grpo import parallel
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.checkpoint import (
     Checkpoints,
@@ -36,32 +35,33 @@ from torchtune_grpo.checkpoint import (
     restore_optimizer,
     set_aside_previous_run,
 )
-from torchtune_grpo.command_line import parse
-from torchtune_grpo.components import instantiate
+from torchtune_grpo.config.check import check_checkpoint_files, read_config
+from torchtune_grpo.config.command_line import parse
+from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.data import PromptBatch, make_sampler, prompts_of_rank
-from torchtune_grpo.device import find_device
+from torchtune_grpo.data.load_data import load_data
 from torchtune_grpo.dynamic_sampling import DynamicSampling, Resampling
-from torchtune_grpo.evaluation import Course, Evaluator
-from torchtune_grpo.importance import importance_weights
-from torchtune_grpo.interrupt import Interrupts, exit_on_signals
-from torchtune_grpo.load_data import load_data
-from torchtune_grpo.logprobs import in_order, response_logprobs, trajectory_logprobs
+from torchtune_grpo.evaluation.evaluator import Course, Evaluator
 from torchtune_grpo.loss import LossOutput, make_loss
-from torchtune_grpo.lr_schedule import make_lr_scheduler
-from torchtune_grpo.memory import keep_freed_memory
-from torchtune_grpo.metric_logger import make_profiler
-from torchtune_grpo.metrics import StepMetrics
-from torchtune_grpo.mini_batches import MiniBatch, mini_batches
-from torchtune_grpo.nonfinite import NonFiniteGuard, total_grad_norm
-from torchtune_grpo.observer import Observer
-from torchtune_grpo.optimizer import make_optimizer
-from torchtune_grpo.policy import build_policy, empty_model, should_shard
-from torchtune_grpo.quiet import set_seed
-from torchtune_grpo.read_config import check_checkpoint_files, read_config
-from torchtune_grpo.reference import make_reference
+from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine.device import find_device
+from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
+from torchtune_grpo.machine.memory import keep_freed_memory
+from torchtune_grpo.machine.quiet import set_seed
+from torchtune_grpo.machine.threads import limit_threads
+from torchtune_grpo.monitor.metric_logger import make_profiler
+from torchtune_grpo.monitor.metrics import StepMetrics
+from torchtune_grpo.monitor.record import Observer
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
-from torchtune_grpo.threads import limit_threads
+from torchtune_grpo.training import in_order, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training.lr_schedule import make_lr_scheduler
+from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
+from torchtune_grpo.training.nonfinite import NonFiniteGuard, total_grad_norm
+from torchtune_grpo.training.optimizer import make_optimizer
+from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
+from torchtune_grpo.training.reference import make_reference
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -78,7 +78,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     those of one rank.
 
     Args:
-        cfg (DictConfig): the config; ``python -m torchtune_grpo.config`` lists its keys.
+        cfg (DictConfig): the config; ``torchtune-grpo config`` lists its keys.
 
     Raises:
         ValueError: naming the config key, the value and the remedy.

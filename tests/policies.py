@@ -7,7 +7,7 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.logprobs import attend_in_segments
+from torchtune_grpo.training import attend_in_segments
 
 VOCAB = 61
 SHAPE = dict(

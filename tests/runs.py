@@ -21,7 +21,7 @@ from processes import children
 from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
-from torchtune_grpo._plugin import config_files, recipes_folder
+from torchtune_grpo.config.files import config_files, recipes_folder
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE, DISTRIBUTED = "grpo_full_finetune_single_device", "grpo_full_finetune_distributed"
@@ -69,10 +69,10 @@ def run_ranks(
     cwd: Path,
     check: bool = True,
     recipe: Path | None = None,
-    module: str | None = None,
+    command: str | None = None,
     **env: str,
 ) -> list[Result]:
-    """The recipe's file, or a copy, or a module, as torchrun starts it, in forked processes.
+    """The recipe, a copy of it, or one of our commands, as torchrun starts it, in forked processes.
 
     Of one machine. ``--config`` and the name of a shipped config, or a path, come first.
     """
@@ -88,14 +88,14 @@ def run_ranks(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     file = str(recipe or recipes_folder() / "grpo_full_finetune.py")
-    start = ["-m", module] if module else [file]
-    command = [*start, "--config", str(config_files().get(name, name)), *rest]
+    start = ["-m", "torchtune_grpo", command] if command else [file]
+    script = [*start, "--config", str(config_files().get(name, name)), *rest]
     envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    if _needs_gpu(command):
+    if _needs_gpu(script):
         with ThreadPoolExecutor(ranks) as pool:
-            done = list(pool.map(lambda env: run_python(*command, cwd=cwd, **env), envs))
+            done = list(pool.map(lambda env: run_python(*script, cwd=cwd, **env), envs))
     else:
-        done = [Result(*each) for each in fork_server().run(*command, cwd=cwd, envs=envs)]
+        done = [Result(*each) for each in fork_server().run(*script, cwd=cwd, envs=envs)]
     said = "".join(each.out[-1000:] + each.err[-3000:] for each in done)
     assert not check or all(each.code == 0 for each in done), said
     return done

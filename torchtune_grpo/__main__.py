@@ -1,10 +1,34 @@
-"""`python -m torchtune_grpo ls|cp|cat|run|validate`: `tune`, for where the hook is turned off."""
+"""The command ``torchtune-grpo``, or ``python -m torchtune_grpo``.
 
-from torchtune_grpo._plugin import register
+``config``, ``evaluate``, ``sample`` and ``report`` are its own; ``ls``, ``cp``, ``cat``, ``run``
+and ``validate`` go to torchtune's command, also where the hook in ``import torch`` is turned off.
+"""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "config": "check a config, or print the table of all keys",
+    "evaluate": "answer held-out prompts before and after training, and compare",
+    "sample": "print what a policy answers",
+    "report": "write a run's page",
+}
 
 
 def main() -> None:
-    """Register the recipes, then hand over to torchtune's own command line."""
+    """Runs one of the commands above; any other word is a command of ``tune``."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        del sys.argv[1]
+        importlib.import_module(f"torchtune_grpo.cli.{name}").main()
+        return
+    if name in ("-h", "--help"):
+        lines = (f"  {command:10}{doc}" for command, doc in COMMANDS.items())
+        print("usage: torchtune-grpo COMMAND ...", "", *lines, sep="\n")
+        print("  ls, cp, cat, run, validate: as `tune` does")
+        return
+    from torchtune_grpo.cli.tune import register
+
     register()
 
     from torchtune._cli.tune import main as tune

@@ -17,10 +17,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_grpo._api_rewards import dotpath
-from torchtune_grpo.components import component_parameters
-from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.errors import Problems
-from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.config.components import component_parameters
+from torchtune_grpo.config.errors import Problems
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import describe, shortened
 
 RLDATASET = "torchtune_grpo.data.RLDataset"
 _FORM = ("prompt_column", "columns", "system_prompt", "prompt_template", "chat", "prefill")
@@ -109,7 +109,7 @@ class Arguments:
         raise ValueError(
             f"{name}: unknown key."
             + (f" Did you mean {near[0]}?" if near else "")
-            + " `python -m torchtune_grpo.config` lists the keys."
+            + " `torchtune-grpo config` lists the keys."
         )
 
     def _arguments(self, node: str, hint: Any) -> tuple[set[str], bool]:

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from torchtune_grpo.errors import Problems
-from torchtune_grpo.plain import describe, shortened
+from torchtune_grpo.config.errors import Problems
+from torchtune_grpo.config.text import describe, shortened
 
 _MODULE = "grpo_reward_"
 _EXAMPLE = "give a list of functions, (function, weight) pairs, dotpaths or nodes of a config"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchtune_grpo.parallel import gather_over_ranks
+from torchtune_grpo.machine.parallel import gather_over_ranks
 
 NORMALIZATIONS = ("group", "batch", "none", "leave_one_out", "max_rl")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")

@@ -19,23 +19,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import utils
 
-from torchtune_grpo import parallel
 from torchtune_grpo._api_config import Arguments, Row, data_node, rows_of, write_rows
 from torchtune_grpo._api_rewards import GivenReward, own_folder, reward_nodes
-from torchtune_grpo._import_path import extend_import_path
-from torchtune_grpo.check_config import check_config
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
-from torchtune_grpo.command_line import load_config
+from torchtune_grpo.cli.config import check_config
+from torchtune_grpo.cli.sample import items_of
+from torchtune_grpo.config.check import check_lengths, check_vocabulary
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.errors import ConfigError, Problems, problems_in
+from torchtune_grpo.config.files import extend_import_path
 from torchtune_grpo.data import RLDataset, collate_prompts
-from torchtune_grpo.device import find_device
-from torchtune_grpo.errors import ConfigError, Problems, problems_in
-from torchtune_grpo.evaluation import Evaluator
-from torchtune_grpo.interrupt import Interrupted
-from torchtune_grpo.jsonl import read_jsonl
-from torchtune_grpo.read_config import check_lengths, check_vocabulary
+from torchtune_grpo.evaluation.evaluator import Evaluator
+from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine.device import find_device
+from torchtune_grpo.machine.interrupt import Interrupted
+from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.rollout import roll_out
-from torchtune_grpo.sample import items_of
 
 log = utils.get_logger("INFO")
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtune_grpo.config import DynamicSamplingConfig, GRPOConfig
+from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
 from torchtune_grpo.data import PromptBatch, RLDataset
-from torchtune_grpo.metrics import StepMetrics
-from torchtune_grpo.parallel import Bulletin, rank, world_size
+from torchtune_grpo.machine.parallel import Bulletin, rank, world_size
+from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rewards import Answers, RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory

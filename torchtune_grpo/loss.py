@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config
 
-from torchtune_grpo._config_table import check_ranges, key, not_negative, one_of, share
+from torchtune_grpo.config.schema import check_ranges, key, not_negative, one_of, share
 from torchtune_grpo.loss_terms import (
     cispo_surrogate,
     clipped_surrogate,

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from torchtune_grpo.parallel import gather_over_ranks
+from torchtune_grpo.machine.parallel import gather_over_ranks
 
 
 def loss_weights(

@@ -108,10 +108,10 @@ def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from torchtune_grpo.load_data import load_data
-    from torchtune_grpo.read_config import read_config
+    from torchtune_grpo.cli.sample import open_run
+    from torchtune_grpo.config.check import read_config
+    from torchtune_grpo.data.load_data import load_data
     from torchtune_grpo.rewards import math_correctness_reward, math_format_reward
-    from torchtune_grpo.sample import open_run
 
     given = load_config(args)
     given.seed, given.output_dir, given.prepare.seed = seed, str(file.with_suffix("")), 0
@@ -199,7 +199,7 @@ def held_out(cfg: Any, dataset: Any, tokenizer: Any, model: Any) -> float:
     """pass@1 of a transformers model, as the recipe's evaluations measure it."""
     import torch
 
-    from torchtune_grpo.evaluation import Evaluator
+    from torchtune_grpo.evaluation.evaluator import Evaluator
     from torchtune_grpo.models import HFCheckpointer, hf_model
     from torchtune_grpo.rewards import RewardSet
     from torchtune_grpo.rollout import make_engine

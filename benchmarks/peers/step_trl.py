@@ -32,11 +32,11 @@ from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.advantages import group_advantages
-from torchtune_grpo.logprobs import attend_in_segments, micro_batches, response_logprobs
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.memory import keep_freed_memory
-from torchtune_grpo.reference import AdapterReference
+from torchtune_grpo.machine.memory import keep_freed_memory
 from torchtune_grpo.rollout import RolloutConfig, SamplingParams, make_engine, roll_out
+from torchtune_grpo.training import attend_in_segments, micro_batches, response_logprobs
+from torchtune_grpo.training.reference import AdapterReference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from rollout import (  # noqa: E402

@@ -18,9 +18,10 @@ from trajectories import make_groups
 from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.checkpoint._whole_state import full_state
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.logprobs import micro_batches, trajectory_logprobs
+from torchtune_grpo.checkpoint.whole_state import full_state
+from torchtune_grpo.config.check import check_checkpoint_files, read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.machine.parallel import DistributedConfig, give_back, shard
 from torchtune_grpo.models import (
     HFCheckpointer,
     adapter_settings,
@@ -30,10 +31,9 @@ from torchtune_grpo.models import (
     merge_adapter,
     read_adapter,
 )
-from torchtune_grpo.parallel import DistributedConfig, give_back, shard
-from torchtune_grpo.policy import build_policy
-from torchtune_grpo.read_config import check_checkpoint_files, read_config
-from torchtune_grpo.reference import AdapterReference
+from torchtune_grpo.training import micro_batches, trajectory_logprobs
+from torchtune_grpo.training.policy import build_policy
+from torchtune_grpo.training.reference import AdapterReference
 
 LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"
 TARGETS = {
@@ -236,7 +236,7 @@ def test_a_model_that_does_not_fit_is_refused_by_key(made, tmp_path, told):
 
 def test_another_base_by_name_is_a_warning(made, tmp_path, caplog, monkeypatch):
     folder, cfg = made
-    monkeypatch.setattr(logging.getLogger("torchtune_grpo.read_config"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("torchtune_grpo.config.check"), "propagate", True)
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(folder / "llama", base)
     shutil.copytree(folder / "adapter", adapter)

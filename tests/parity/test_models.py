@@ -13,7 +13,6 @@ from trajectories import make_groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.logprobs import attend_in_segments, micro_batches, response_logprobs
 from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
 from torchtune_grpo.rollout import (
     NativeEngine,
@@ -23,6 +22,7 @@ from torchtune_grpo.rollout import (
     TorchtuneEngine,
     row_keys,
 )
+from torchtune_grpo.training import attend_in_segments, micro_batches, response_logprobs
 
 TOKENS = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
 

@@ -20,11 +20,11 @@ from torchtune.models.llama3_2 import llama3_2
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchtune_grpo.advantages import group_advantages, reward_advantages
-from torchtune_grpo.importance import importance_weights
-from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
-from torchtune_grpo.logprobs._packing import packed_layout
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rewards import RewardFailure, RewardSet
+from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 with warnings.catch_warnings():

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from runs import tiny_overrides
 
 from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo._plugin import config_files
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.data import _load
+from torchtune_grpo.config.files import config_files
+from torchtune_grpo.data import load as _load
 
 HUGE = 10**30
 NO_NUMBER = ["abc", "", True, [1], {"a": 1}, {}]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from policies import build_policy
 from trajectories import make_groups
 
-from torchtune_grpo.logprobs import micro_batches, response_logprobs
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.training import micro_batches, response_logprobs
 from torchtune_grpo.trajectory import Trajectory
 
 GROUP = 4

@@ -151,7 +151,7 @@ assert told(nm_steps=3, loss_kl_coeff=-1, optimizer_lr="fast", data=[], rewards=
     "data: holds no rows.",
     "rewards[0]=3: is no reward; give a list of functions, (function, weight) pairs, dotpaths or "
     "nodes of a config.",
-    "nm_steps: unknown key. Did you mean num_steps? `python -m torchtune_grpo.config` lists the "
+    "nm_steps: unknown key. Did you mean num_steps? `torchtune-grpo config` lists the "
     "keys.",
     "optimizer_lr='fast': not of type float | torch.Tensor; correct it.",
     "loss_kl_coeff=-1: give 0 or more. It is: Weight of the KL penalty (beta); 0 trains without a "

@@ -12,10 +12,10 @@ from runs import metrics, run_tiny, tiny_overrides, tune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.checkpoint._checksums import find_damage
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.policy import build_policy
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.checkpoint.checksums import find_damage
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.training.policy import build_policy
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"

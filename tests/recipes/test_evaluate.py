@@ -133,7 +133,7 @@ def test_two_ranks_end_together(whole, tmp_path):
 
 
 def evaluate(folder: Path, *arguments: str, **settings) -> Result:
-    start = ["-m", "torchtune_grpo.evaluate", *arguments]
+    start = ["-m", "torchtune_grpo", "evaluate", *arguments]
     return run(*start, cwd=folder, PYTHONPATH=str(folder), **settings)
 
 
@@ -183,7 +183,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     ]
     files = [tmp_path / "one.json", tmp_path / "two.json"]
     said = evaluate(whole, "--config", "out", *arguments, str(files[0])).out
-    ranks = dict(ranks=2, module="torchtune_grpo.evaluate", PYTHONPATH=str(whole))
+    ranks = dict(ranks=2, command="evaluate", PYTHONPATH=str(whole))
     first, second = run_ranks("--config", "out", *arguments, str(files[1]), cwd=whole, **ranks)
     assert files[0].read_bytes() == files[1].read_bytes() and first.out == said != second.out == ""
     report = json.loads(files[0].read_text())

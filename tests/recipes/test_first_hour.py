@@ -41,7 +41,7 @@ def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
     assert sorted(re.findall(r"^Error: ([\w.]+)=", told, re.M)) == sorted(keys)
     (tmp_path / "llama" / "model.safetensors").unlink()
     more = ["rewards.0.name=''", "eval_dataset.data_files=/no/such", "loss.kl_coeff=-1"]
-    check = ["-m", "torchtune_grpo.config", CONFIG, *overrides, *more]
+    check = ["-m", "torchtune_grpo", "config", CONFIG, *overrides, *more]
     done = run(*check, cwd=tmp_path, check=False)
     assert done.code == 1 and not done.out
     keys += ["checkpointer.checkpoint_files", "loss.kl_coeff"]
@@ -60,7 +60,7 @@ def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
 )
 def test_the_check_survives_what_it_finds(tmp_path, change, told):
     """Later checks, which need the part that is wrong, are left out."""
-    done = run("-m", "torchtune_grpo.config", CONFIG, change, cwd=tmp_path, check=False)
+    done = run("-m", "torchtune_grpo", "config", CONFIG, change, cwd=tmp_path, check=False)
     assert done.code == 1 and f"Error: {told}" in done.err and "Traceback" not in done.err
 
 
@@ -80,9 +80,9 @@ def test_an_error_is_told_where_its_traceback_cannot_be_written(tmp_path):
 
 def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     overrides = tiny_overrides(CONFIG, tmp_path)
-    done = run("-m", "torchtune_grpo.config", CONFIG, *overrides, cwd=tmp_path)
+    done = run("-m", "torchtune_grpo", "config", CONFIG, *overrides, cwd=tmp_path)
     assert done.out.splitlines()[-1] == f"{CONFIG}: no mistake found."
-    done = run("-m", "torchtune_grpo.config", CONFIG, *overrides, "device=cuda", cwd=tmp_path)
+    done = run("-m", "torchtune_grpo", "config", CONFIG, *overrides, "device=cuda", cwd=tmp_path)
     assert done.out.startswith("Note: device=cuda: torch")
 
 

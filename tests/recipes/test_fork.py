@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from runs import copy_recipe, metrics, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
 
-from torchtune_grpo._plugin import config_files
-from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.files import config_files
+from torchtune_grpo.config.keys import GRPOConfig
 
 LORA = "llama3_2_1B_lora_grpo"
 PAGE = Path(__file__).parents[2] / "docs" / "forking.md"

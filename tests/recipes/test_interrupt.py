@@ -9,7 +9,7 @@ from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
 from runs import run as run_script
 
-from torchtune_grpo.jsonl import read_jsonl
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
@@ -228,7 +228,7 @@ def test_one_that_comes_at_the_very_end_is_not_told(folder):
     """As torchrun's to the other ranks, when the first has ended."""
     (folder / "ends.py").write_text(
         "import atexit, os, signal\n"
-        "from torchtune_grpo.interrupt import exit_on_signals\n"
+        "from torchtune_grpo.machine.interrupt import exit_on_signals\n"
         "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
         "exit_on_signals()\n"
     )

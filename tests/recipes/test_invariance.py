@@ -20,7 +20,7 @@ from runs import tiny_overrides
 from torch import Tensor
 
 from torchtune_grpo.data import ShuffledSampler
-from torchtune_grpo.logprobs import MicroBatch
+from torchtune_grpo.training import MicroBatch
 from torchtune_grpo.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2] / "recipes"

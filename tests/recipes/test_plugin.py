@@ -20,7 +20,7 @@ import pytest
 import yaml
 from runs import DISTRIBUTED, RECIPE, TUNE, Result, run, run_python
 
-from torchtune_grpo import _plugin
+from torchtune_grpo.cli import tune as _plugin
 
 REPO = Path(__file__).parents[2]
 RECIPES = (RECIPE, DISTRIBUTED)
@@ -116,7 +116,7 @@ def test_validate_says_what_a_config_leaves_to_the_command_line(
     result = session["tune validate hf_lora_grpo"]
     assert (result.code, result.out) == (2, "")
     assert "error: model_dir: missing" in result.err.splitlines()[-1]
-    assert "torchtune_grpo.config hf_lora_grpo model_dir=<value>" in result.err
+    assert "torchtune-grpo config hf_lora_grpo model_dir=<value>" in result.err
 
 
 def test_validate_prefers_an_existing_path_to_a_name(session: Session) -> None:
@@ -208,7 +208,7 @@ def test_module_works_where_the_hook_is_turned_off(session: Session, workspace: 
 )
 def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path, wrapt: str) -> None:
     (tmp_path / "wrapt.py").write_text(wrapt)
-    code = "from torchtune_grpo import _plugin; _plugin.autoload(); print('alive')"
+    code = "from torchtune_grpo.cli import tune as _plugin; _plugin.autoload(); print('alive')"
     silent = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert silent == Result(0, "alive\n", "")
     told = run_python("-m", "torchtune_grpo", "ls", cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -218,7 +218,7 @@ def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path, wrapt: str) -> No
 
 def test_torch_survives_a_broken_wrapt(tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken')")
-    code = "import sys, torch; print('torchtune_grpo._plugin' in sys.modules)"
+    code = "import sys, torch; print('torchtune_grpo.cli.tune' in sys.modules)"
     result = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert result == Result(0, "True\n", "")
 
@@ -227,7 +227,7 @@ def test_hook_imports_nothing_else_than_wrapt(tmp_path: Path) -> None:
     """So that every `import torch` pays for no more; benchmarks/import_hook.py times it."""
     code = (
         "import sys; before = set(sys.modules)\n"
-        "from torchtune_grpo._plugin import autoload; autoload()\n"
+        "from torchtune_grpo.cli.tune import autoload; autoload()\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(new - sys.stdlib_module_names))"
     )
@@ -248,6 +248,7 @@ def test_recipes_are_added_once_beside_those_that_are_there(
     (tmp_path / "configs").mkdir()
     for name in ("configs/c.yaml", "configs/d.yaml", "configs/no_config.txt"):
         (tmp_path / name).touch()
+    monkeypatch.setattr("torchtune_grpo.config.files.recipes_folder", lambda: tmp_path)
     monkeypatch.setattr(_plugin, "recipes_folder", lambda: tmp_path)
     theirs = stock.Recipe("theirs", "theirs.py", [], True)
     registry = ModuleType("registry")

@@ -10,7 +10,7 @@ from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, in_background, metrics, run, tune
 from safetensors.torch import load_file, save_file
 
-from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
+from torchtune_grpo.checkpoint.checksums import SUMS_FILE, write_sums
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """

@@ -1,9 +1,9 @@
-"""`python -m torchtune_grpo.sample` shows what a policy says: base weights, then trained ones."""
+"""`torchtune-grpo sample` shows what a policy says: base weights, then trained ones."""
 
 from runs import Result, run, run_tiny, tiny_overrides
 
-from torchtune_grpo._plugin import config_files
-from torchtune_grpo.sample import is_override
+from torchtune_grpo.cli.sample import is_override
+from torchtune_grpo.config.files import config_files
 
 CONFIG = "llama3_2_1B_lora_grpo"
 LENGTH_REWARD = """
@@ -13,8 +13,8 @@ def reward_length(prompts, completions, **columns):
 
 
 def say(folder, *more: str, config: object = CONFIG, check: bool = True) -> Result:
-    """``python -m torchtune_grpo.sample`` with the tiny model's overrides in front."""
-    start = ["-m", "torchtune_grpo.sample", "--config", config]
+    """``torchtune-grpo sample`` with the tiny model's overrides in front."""
+    start = ["-m", "torchtune_grpo", "sample", "--config", config]
     settings = [*tiny_overrides(str(config), folder), "dtype=fp32"]
     return run(*start, *settings, "--samples", "2", *more, cwd=folder, check=check)
 
@@ -61,7 +61,7 @@ def test_an_override_looks_like_one():
 
 
 def test_errors_name_key_and_remedy_without_a_traceback(tmp_path):
-    command = ["-m", "torchtune_grpo.sample", "--config", CONFIG, "temprature=1", "hi"]
+    command = ["-m", "torchtune_grpo", "sample", "--config", CONFIG, "temprature=1", "hi"]
     done = run(*command, cwd=tmp_path, check=False)
     assert done.code == 1
     assert "Did you mean temperature?" in done.err and "Traceback" not in done.err

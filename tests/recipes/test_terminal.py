@@ -58,4 +58,6 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     start = (tmp_path / "out/starts.jsonl").read_text()
     assert "api_key" in start and "hidden" not in json.loads(start)["config"]["metric_logger"]
     assert json.loads(start)["config"]["metric_logger"]["api_key"] == "..."
-    assert run("-m", "torchtune_grpo.report", tmp_path / "no", cwd=tmp_path, check=False).code != 0
+    assert (
+        run("-m", "torchtune_grpo", "report", tmp_path / "no", cwd=tmp_path, check=False).code != 0
+    )

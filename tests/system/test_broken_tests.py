@@ -8,7 +8,8 @@ import torch.distributed as dist
 from code_sandboxes import judge
 from processes import children
 
-from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, _code
+from torchtune_grpo.rewards import CodeReward, Reward, RewardSet
+from torchtune_grpo.rewards import code as _code
 
 TEST = "assert solve(1) == 1"
 

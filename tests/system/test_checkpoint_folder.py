@@ -25,11 +25,11 @@ from torchtune_grpo.checkpoint import (
     hub_name,
     set_aside_previous_run,
 )
-from torchtune_grpo.checkpoint._checksums import SUMS_FILE, write_sums
-from torchtune_grpo.checkpoint._claim import STAGING, delete
-from torchtune_grpo.checkpoint._folder import STATE_FILE, _publish
-from torchtune_grpo.nonfinite import NonFiniteError
-from torchtune_grpo.sandbox._kernel import CLONE_NEWNS, CLONE_NEWUSER, call_libc
+from torchtune_grpo.checkpoint.checksums import SUMS_FILE, write_sums
+from torchtune_grpo.checkpoint.claim import STAGING, delete
+from torchtune_grpo.checkpoint.folder import STATE_FILE, _publish
+from torchtune_grpo.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, call_libc
+from torchtune_grpo.training.nonfinite import NonFiniteError
 
 
 def complete(folder, step, **state):

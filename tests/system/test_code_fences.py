@@ -22,7 +22,10 @@ from processes import children, is_alive, wait_until
 
 import torchtune_grpo
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, _code, _kernel, _process
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
+from torchtune_grpo.sandbox import code as _code
+from torchtune_grpo.sandbox import kernel as _kernel
+from torchtune_grpo.sandbox import process as _process
 
 
 def servers_tasks() -> list[int]:
@@ -502,7 +505,7 @@ def test_a_fence_that_fails_is_not_the_completions_fault(sandbox, monkeypatch):
         judge(sandbox, HONEST["plain"])
     sandbox.limits = LIMITS
     assert passes_again(sandbox)
-    broken = "import torchtune_grpo.sandbox._fences as f; k = f._kernel; k.isolate = "
+    broken = "import torchtune_grpo.sandbox.fences as f; k = f._kernel; k.isolate = "
     broken += "f.restrict_files = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
     monkeypatch.setattr(_process, "_BOOT", _process._BOOT.replace("main({role", broken + "{role"))
     fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)

@@ -16,11 +16,11 @@ from kill_points import disk_of, kill_points
 from omegaconf import OmegaConf
 from steps import make_scores, make_trajectory
 
-from torchtune_grpo.groups import GroupRecorder
-from torchtune_grpo.jsonl import read_jsonl
-from torchtune_grpo.metric_logger import make_metric_logger
-from torchtune_grpo.reward_contract import MEASURED, ContractError, RewardNotes
-from torchtune_grpo.run_log import RunLog
+from torchtune_grpo.monitor.groups import GroupRecorder
+from torchtune_grpo.monitor.jsonl import read_jsonl
+from torchtune_grpo.monitor.metric_logger import make_metric_logger
+from torchtune_grpo.monitor.run_log import RunLog
+from torchtune_grpo.sandbox.contract import MEASURED, ContractError, RewardNotes
 
 FILES = ["completions.jsonl", "metrics.jsonl"]
 

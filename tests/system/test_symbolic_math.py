@@ -9,7 +9,7 @@ import pytest
 from processes import children
 
 from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward
-from torchtune_grpo.rewards._symbolic import stated_expression
+from torchtune_grpo.rewards.symbolic import stated_expression
 
 pytest.importorskip("math_verify")
 

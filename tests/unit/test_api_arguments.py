@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from torchtune_grpo import GRPO
 from torchtune_grpo._api_config import RLDATASET, Arguments, data_node, rows_of, write_rows
 from torchtune_grpo._api_rewards import GivenReward, dotpath, own_folder, reward_nodes
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.errors import ConfigError, Problems
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.errors import ConfigError, Problems
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rewards import CodeReward, math_correctness_reward
 from torchtune_grpo.rollout import roll_out

@@ -9,9 +9,9 @@ from torchtune.training import set_default_dtype
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
+from torchtune_grpo.machine.parallel import random_states, restore_random_state
 from torchtune_grpo.models import PlainBiasDoRALinear, widen_adapters
-from torchtune_grpo.optimizer import make_optimizer, round_at_random
-from torchtune_grpo.parallel import random_states, restore_random_state
+from torchtune_grpo.training.optimizer import make_optimizer, round_at_random
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 1e-6, "weight_decay": 0.0}
 ADAMW8 = ADAMW | {"_component_": "torchao.optim.AdamW8bit"}

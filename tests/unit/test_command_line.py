@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_grpo.command_line import load_config
+from torchtune_grpo.config.command_line import load_config
 
 TEXT = """
 output_dir: out

@@ -11,16 +11,16 @@ from hf_tokenizers import write_tokenizer
 from omegaconf import OmegaConf
 from runs import tiny_overrides
 
-from torchtune_grpo._config_table import markdown_tables
-from torchtune_grpo.check_config import check_config
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.read_config import (
+from torchtune_grpo.cli.config import check_config
+from torchtune_grpo.config.check import (
     check_checkpoint_files,
     check_lengths,
     read_config,
     without_effect,
 )
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.schema import markdown_tables
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 
@@ -178,7 +178,7 @@ def test_what_does_not_fit_the_checkpoint_is_named(change, message, tmp_path):
 
 
 def test_a_reference_that_adapters_make_needless_is_named(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torchtune_grpo.read_config"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("torchtune_grpo.config.check"), "propagate", True)
     check_checkpoint_files(tiny(tmp_path))
     assert not caplog.messages
     check_checkpoint_files(tiny(tmp_path, "reference.dtype=fp32"))
@@ -262,7 +262,7 @@ EFFECTIVE = [
 
 @pytest.mark.parametrize(("changes", "sentence"), WITHOUT_EFFECT, ids=lambda x: str(x)[:40])
 def test_settings_without_effect_are_named(changes, sentence, caplog, monkeypatch):
-    logger = logging.getLogger("torchtune_grpo.read_config")
+    logger = logging.getLogger("torchtune_grpo.config.check")
     monkeypatch.setattr(logger, "propagate", True)
     read_config(load(**changes))
     assert len(caplog.messages) == 1 and re.search(sentence, caplog.messages[0])

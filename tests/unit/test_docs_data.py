@@ -9,8 +9,8 @@ import datasets
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_grpo.components import instantiate
-from torchtune_grpo.config import DynamicSamplingConfig
+from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.keys import DynamicSamplingConfig
 from torchtune_grpo.data import RLDataset, make_sampler
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()

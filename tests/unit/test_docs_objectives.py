@@ -7,8 +7,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from torchtune_grpo.config.check import read_config, without_effect
 from torchtune_grpo.loss import make_loss
-from torchtune_grpo.read_config import read_config, without_effect
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "objectives.md").read_text()

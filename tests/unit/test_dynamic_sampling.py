@@ -13,7 +13,7 @@ from policies import VOCAB, build_policy
 from steps import make_scores
 
 from torchtune_grpo.advantages import AGGREGATIONS, NORMALIZATIONS, reward_advantages
-from torchtune_grpo.config import DynamicSamplingConfig
+from torchtune_grpo.config.keys import DynamicSamplingConfig
 from torchtune_grpo.dynamic_sampling import passes_filter, wanted_prompts
 from torchtune_grpo.rollout import (
     NativeEngine,

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune_grpo import evaluation
-from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.evaluation import evaluator as evaluation
+from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
-from torchtune_grpo.rewards._lenient import names_answer, stated_answer
+from torchtune_grpo.rewards.lenient import names_answer, stated_answer
 from torchtune_grpo.rewards.math import math_correctness_reward
 from torchtune_grpo.rollout import SamplingParams
 

@@ -13,10 +13,10 @@ from torchtune.models.llama3 import lora_llama3
 
 from torchtune_grpo.models import widen_adapters
 from torchtune_grpo.rollout import NativeEngine, RolloutConfig, RolloutRequest, SamplingParams
-from torchtune_grpo.rollout._cache import GroupCache
-from torchtune_grpo.rollout._graphs import StepGraphs
-from torchtune_grpo.rollout._native import GroupRollout
-from torchtune_grpo.rollout._noise import row_keys
+from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.graphs import StepGraphs
+from torchtune_grpo.rollout.native import GroupRollout
+from torchtune_grpo.rollout.noise import row_keys
 
 KINDS = ("llama", "untied", "qwen", "lora", "dora", "lora_output", "qlora")
 PARAMS = {

@@ -16,8 +16,9 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
-from torchtune_grpo.importance import importance_weights
-from torchtune_grpo.logprobs import (
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.monitor.metrics import StepMetrics
+from torchtune_grpo.training import (
     MicroBatch,
     attend_in_segments,
     in_order,
@@ -25,10 +26,9 @@ from torchtune_grpo.logprobs import (
     response_logprobs,
     trajectory_logprobs,
 )
-from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.metrics import StepMetrics
-from torchtune_grpo.nonfinite import total_grad_norm
-from torchtune_grpo.reference import AdapterReference
+from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training.nonfinite import total_grad_norm
+from torchtune_grpo.training.reference import AdapterReference
 from torchtune_grpo.trajectory import Trajectory
 
 PROMPTS, RESPONSES = [6, 9], [5, 3, 1, 7]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_grpo._finding_rules import BEGINS_AFTER
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.findings import Finding, FindingsWatch, Settings
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.monitor.finding_rules import BEGINS_AFTER
+from torchtune_grpo.monitor.findings import Finding, FindingsWatch, Settings
 
 HEALTHY = {
     "reward": 0.5,
@@ -433,5 +433,5 @@ def test_every_finding_is_tested_here_and_in_the_docs():
 
 
 def test_no_torch_is_imported():
-    code = "import sys, torchtune_grpo.findings; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtune_grpo.monitor.findings; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

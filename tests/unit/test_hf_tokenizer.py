@@ -13,11 +13,11 @@ from hf_tokenizers import FAMILIES, write_tokenizer
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from torchtune_grpo.components import instantiate
+from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.data import RLDataset
-from torchtune_grpo.data._prompt_encoder import PromptEncoder
+from torchtune_grpo.data.prompt_encoder import PromptEncoder
 from torchtune_grpo.models import hf_tokenizer
-from torchtune_grpo.rollout._text import decode_tokens
+from torchtune_grpo.rollout.text import decode_tokens
 
 DATE = {"date_string": "26 Jul 2024"}
 CASES = [

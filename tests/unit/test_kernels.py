@@ -6,7 +6,7 @@ from fake_cuda import CUDA, Operations, backward, fake_cuda
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchtune_grpo.kernels import Spans, float32_product, varlen_attention
+from torchtune_grpo.machine.attention import Spans, float32_product, varlen_attention
 
 CPU = torch.device("cpu")
 QUERIES, KEYS = [5, 3, 0, 1, 1, 4, 1], [5, 8, 0, 6, 1, 9, 3]

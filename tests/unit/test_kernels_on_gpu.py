@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from torchtune_grpo.kernels import Spans, float32_product, has_varlen_kernel, varlen_attention
+from torchtune_grpo.machine.attention import (
+    Spans,
+    float32_product,
+    has_varlen_kernel,
+    varlen_attention,
+)
 
 pytestmark = [
     pytest.mark.gpu,

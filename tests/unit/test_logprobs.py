@@ -9,13 +9,13 @@ from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups, make_trajectory
 
-from torchtune_grpo.logprobs import (
+from torchtune_grpo.training import (
     MicroBatch,
     micro_batches,
     response_logprobs,
     trajectory_logprobs,
 )
-from torchtune_grpo.logprobs._packing import packed_layout, row_layout
+from torchtune_grpo.training.packing import packed_layout, row_layout
 from torchtune_grpo.trajectory import Trajectory
 
 KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]

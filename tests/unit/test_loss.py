@@ -9,7 +9,6 @@ import torch
 from omegaconf import OmegaConf
 
 from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
-from torchtune_grpo.importance import importance_weights
 from torchtune_grpo.loss import GRPOLoss, loss_weights, make_loss
 from torchtune_grpo.loss_terms import (
     cispo_surrogate,
@@ -19,6 +18,7 @@ from torchtune_grpo.loss_terms import (
     probability_change,
     sequence_log_ratio,
 )
+from torchtune_grpo.training.importance import importance_weights
 
 ROWS, WIDTH, LIMIT = 6, 5, 8
 LENGTHS = [3, 5, 1, 0, 4, 2]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.lr_schedule import make_lr_scheduler
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.training.lr_schedule import make_lr_scheduler
 
 
 def rates(*changes: str) -> list[float]:

@@ -23,10 +23,10 @@ from torchtune_grpo.rewards import (
     math_format_holds,
     math_format_reward,
 )
-from torchtune_grpo.rewards.math._equation import MAX_WORK
-from torchtune_grpo.rewards.math._grading import MAX_SPELLINGS
-from torchtune_grpo.rewards.math._tokens import MAX_TOKENS, tokenize
-from torchtune_grpo.rewards.math._value import stated_value
+from torchtune_grpo.rewards.math.equation import MAX_WORK
+from torchtune_grpo.rewards.math.grading import MAX_SPELLINGS
+from torchtune_grpo.rewards.math.tokens import MAX_TOKENS, tokenize
+from torchtune_grpo.rewards.math.value import stated_value
 
 _CASE_FILE = Path(__file__).parent / "data" / "math_grading_cases.jsonl"
 CASES = [json.loads(line) for line in _CASE_FILE.read_text(encoding="ascii").splitlines()]

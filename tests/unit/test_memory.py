@@ -11,11 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.models.llama3 import lora_llama3
 from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_grpo import memory, policy
-from torchtune_grpo.parallel import DistributedConfig, shard
-from torchtune_grpo.policy import should_shard
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.machine import memory
+from torchtune_grpo.machine.parallel import DistributedConfig, shard
 from torchtune_grpo.rollout import NativeEngine, RolloutConfig
+from torchtune_grpo.training import policy
+from torchtune_grpo.training.policy import should_shard
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")

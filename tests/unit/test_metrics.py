@@ -12,10 +12,10 @@ import pytest
 import torch
 from steps import make_scores, make_trajectory
 
-from torchtune_grpo import metrics as metrics_module
-from torchtune_grpo._plugin import recipes_folder
+from torchtune_grpo.config.files import recipes_folder
 from torchtune_grpo.loss import GRPOLoss, LossOutput
-from torchtune_grpo.metrics import StepMetrics
+from torchtune_grpo.monitor import metrics as metrics_module
+from torchtune_grpo.monitor.metrics import StepMetrics
 
 NAN = math.nan
 

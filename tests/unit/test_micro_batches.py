@@ -1,5 +1,7 @@
 """Micro-batches hold every row once, and no more tokens than the budget."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +9,10 @@ from hypothesis import strategies as st
 from policies import build_policy
 from trajectories import make_groups
 
-from torchtune_grpo.logprobs import _micro_batches as micro_batches_module
-from torchtune_grpo.logprobs import micro_batches, response_logprobs, trajectory_logprobs
-from torchtune_grpo.logprobs._packing import packed_layout, row_layout
+from torchtune_grpo.training import micro_batches, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training.packing import packed_layout, row_layout
 
+micro_batches_module = import_module("torchtune_grpo.training.micro_batches")
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 
 

@@ -9,9 +9,9 @@ from policies import SHAPE
 from policies import build_policy as tiny_policy
 from torch.nn import functional as F
 
-from torchtune_grpo.logprobs._packed_attention import Segments, dense_mask, segment_attention
-from torchtune_grpo.policy import build_policy
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.training.packed_attention import Segments, dense_mask, segment_attention
+from torchtune_grpo.training.policy import build_policy
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SIZES = [[5, 3, 0, 4], [2, 6, 1, 1]]  # a response without inputs, and a shorter packed row

@@ -5,8 +5,8 @@ import io
 import pytest
 from tqdm import tqdm
 
-from torchtune_grpo import progress
-from torchtune_grpo.progress import RunProgress
+from torchtune_grpo.monitor import progress
+from torchtune_grpo.monitor.progress import RunProgress
 from torchtune_grpo.rollout import Progress
 
 METRICS = {

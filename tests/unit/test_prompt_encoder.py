@@ -9,7 +9,7 @@ import pytest
 from torchtune.data import Message, PromptTemplate
 from torchtune.models.qwen2 import Qwen2Tokenizer
 
-from torchtune_grpo.data._prompt_encoder import PromptEncoder
+from torchtune_grpo.data.prompt_encoder import PromptEncoder
 
 GEMMA_TURNS = PromptTemplate(
     {

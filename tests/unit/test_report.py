@@ -9,8 +9,8 @@ import pytest
 from kill_points import disk_of, kill_points
 from recorded_runs import HOSTILE, write_lines, write_run
 
-from torchtune_grpo.report import write_page
-from torchtune_grpo.report.__main__ import main
+from torchtune_grpo.cli.report import main
+from torchtune_grpo.monitor.report import write_page
 
 MB = 1_000_000
 
@@ -299,7 +299,8 @@ def test_torch_is_not_needed(tmp_path):
     """A page is written in the middle of training, and on machines that have no torch."""
     write_run(tmp_path, steps=2)
     script = (
-        "import sys; from pathlib import Path; from torchtune_grpo.report import write_page; "
+        "import sys; from pathlib import Path; "
+        "from torchtune_grpo.monitor.report import write_page; "
         f"write_page(Path({str(tmp_path)!r})); print({{'torch', 'numpy'}} & {{*sys.modules}})"
     )
     done = subprocess.run(

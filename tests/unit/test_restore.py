@@ -7,15 +7,15 @@ import torch
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
-from torchtune_grpo.checkpoint._run_config import (
+from torchtune_grpo.checkpoint.run_config import (
     FIXED,
     FULL_DIGEST,
     changed_keys,
     run_config,
 )
-from torchtune_grpo.command_line import load_config
-from torchtune_grpo.config import GRPOConfig
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import GRPOConfig
 
 
 def settings(folder: Path, *changes: str) -> GRPOConfig:

@@ -29,14 +29,14 @@ from torchtune_grpo.rollout import (
     Sampler,
     SamplingParams,
     TorchtuneEngine,
-    _native,
     filter_logits,
     make_engine,
     row_keys,
     unsupported_reason,
 )
-from torchtune_grpo.rollout._cache import GroupCache
-from torchtune_grpo.rollout._graphs import StepGraphs
+from torchtune_grpo.rollout import native as _native
+from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.graphs import StepGraphs
 
 STOP = 7
 POLICIES = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
@@ -331,7 +331,7 @@ def test_another_seed_or_step_gives_other_samples_and_global_rng_is_untouched():
 
 def test_noise_is_uniform_and_independent_between_keys():
     """Chi-square over 16 bins of every bit pattern's use, and correlation of neighbouring keys."""
-    from torchtune_grpo.rollout._noise import uniforms
+    from torchtune_grpo.rollout.noise import uniforms
 
     keys = row_keys(seed=3, step=-1, prompt_indices=[0, 7], group_size=2).tolist()
     assert keys == [  # forever: runs can be repeated with another version
@@ -502,7 +502,7 @@ def test_as_many_rows_as_memory_allows(monkeypatch):
     for share, rows in ((limit + 1, 8), (limit - 1, 4), (0, 1)):  # padded, 5 rows are 8
         free = round(share / 0.4)
         monkeypatch.setattr(
-            "torchtune_grpo.rollout._engine.free_bytes", lambda device, free=free: free
+            "torchtune_grpo.rollout.engine.free_bytes", lambda device, free=free: free
         )
         engine = native(model)
         assert engine.rows_at_once(asked) == rows
@@ -563,7 +563,7 @@ def test_non_finite_row_does_not_spread_to_later_rows():
 
 @pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
 def test_progress_is_reported(engine, monkeypatch):
-    monkeypatch.setattr("torchtune_grpo.rollout._native.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("torchtune_grpo.rollout.native.REPORT_SECONDS", -1.0)
     seen = []
     prompts = random_prompts([5, 2, 9])
     asked = request(prompts, stops=(), max_generated_tokens=6)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_grpo.sandbox import _seccomp
+from torchtune_grpo.sandbox import seccomp as _seccomp
 
 HEADERS = (
     "/usr/include/x86_64-linux-gnu/asm/unistd_64.h /usr/include/asm/unistd_64.h",

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchtune_grpo.interrupt import Interrupts, breakable, check, is_interrupted
+from torchtune_grpo.machine.interrupt import Interrupts, breakable, check, is_interrupted
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,12 @@ from math import comb, sqrt
 import numpy as np
 import pytest
 
-from torchtune_grpo.statistics import bootstrap_interval, majority, paired_test, pass_at_k
+from torchtune_grpo.evaluation.statistics import (
+    bootstrap_interval,
+    majority,
+    paired_test,
+    pass_at_k,
+)
 
 
 @pytest.mark.parametrize("num_samples", [1, 4, 6])

@@ -1,6 +1,6 @@
 """When a run ends by its evaluations, and which of them was the best: pure decisions."""
 
-from torchtune_grpo.stopping import best_step, passes, scores, should_stop
+from torchtune_grpo.evaluation.stopping import best_step, passes, scores, should_stop
 
 
 def lines(*values: float, every: int = 5, metric: str = "eval/accuracy") -> list[dict]:

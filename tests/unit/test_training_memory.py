@@ -11,10 +11,10 @@ from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
-from torchtune_grpo.logprobs import attend_in_segments, response_logprobs
-from torchtune_grpo.logprobs._packing import packed_layout
-from torchtune_grpo.policy import build_policy
-from torchtune_grpo.read_config import read_config
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training.packing import packed_layout
+from torchtune_grpo.training.policy import build_policy
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import RolloutRequest, SamplingParams, roll_out, row_keys
-from torchtune_grpo.rollout._text import decode_responses
+from torchtune_grpo.rollout.text import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from torchtune_grpo.sandbox._wire import PeerGone, receive, receive_bytes, send, send_bytes
+from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
 
 
 @pytest.fixture

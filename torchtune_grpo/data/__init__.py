@@ -1,11 +1,11 @@
 """Data sets that yield prompt tokens plus the columns rewards need, and their collation."""
 
-from torchtune_grpo.data._arithmetic import arithmetic_dataset, arithmetic_problems
-from torchtune_grpo.data._collate import PromptBatch, collate_prompts
-from torchtune_grpo.data._gsm8k import gsm8k_dataset
-from torchtune_grpo.data._humaneval import humaneval_dataset
-from torchtune_grpo.data._rl_dataset import RLDataset
-from torchtune_grpo.data._samplers import (
+from torchtune_grpo.data.arithmetic import arithmetic_dataset, arithmetic_problems
+from torchtune_grpo.data.collate import PromptBatch, collate_prompts
+from torchtune_grpo.data.gsm8k import gsm8k_dataset
+from torchtune_grpo.data.humaneval import humaneval_dataset
+from torchtune_grpo.data.rl_dataset import RLDataset
+from torchtune_grpo.data.samplers import (
     DifficultySampler,
     LevelSampler,
     ShuffledSampler,

@@ -3,30 +3,30 @@
 And adapters and merged weights in the forms that PEFT and transformers load.
 """
 
-from torchtune_grpo.models._adapter import (
+from torchtune_grpo.models.adapter import (
     adapter_files,
     adapter_settings,
     check_adapter,
     merge_adapter,
     read_adapter,
 )
-from torchtune_grpo.models._build import hf_model, lora_hf_model
-from torchtune_grpo.models._export import (
+from torchtune_grpo.models.build import hf_model, lora_hf_model
+from torchtune_grpo.models.export import (
     adapter_names,
     fits_peft,
     merged_state,
     peft_config,
     peft_state,
 )
-from torchtune_grpo.models._modules import (
+from torchtune_grpo.models.modules import (
     HalfRotation,
     NormFirstAttention,
     PlainBiasDoRALinear,
     ScaledBiasDoRALinear,
     widen_adapters,
 )
-from torchtune_grpo.models._tokenizer import HFTokenizer, hf_tokenizer
-from torchtune_grpo.models._weights import HFCheckpointer, hf_state
+from torchtune_grpo.models.tokenizer import HFTokenizer, hf_tokenizer
+from torchtune_grpo.models.weights import HFCheckpointer, hf_state
 
 __all__ = [
     "HFCheckpointer",

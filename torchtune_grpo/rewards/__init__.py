@@ -6,25 +6,25 @@ and the data set's other columns are lists of N values; and None says that the r
 to a completion. docs/rewards.md tells more.
 """
 
-from torchtune_grpo.reward_contract import TrainerState
-from torchtune_grpo.rewards._code import CodeReward, code_format_reward
-from torchtune_grpo.rewards._lenient import last_number_reward
-from torchtune_grpo.rewards._reward import Reward, RewardFunction
-from torchtune_grpo.rewards._reward_set import Answers, RewardFailure, RewardScores, RewardSet
-from torchtune_grpo.rewards._shaping import (
-    CosineLengthReward,
-    OverlongPenalty,
-    RepetitionPenalty,
-    math_number_reward,
-    math_tag_reward,
-)
-from torchtune_grpo.rewards._symbolic import SymbolicMathReward
+from torchtune_grpo.rewards.code import CodeReward, code_format_reward
+from torchtune_grpo.rewards.lenient import last_number_reward
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
     math_correctness_reward,
     math_format_holds,
     math_format_reward,
 )
+from torchtune_grpo.rewards.reward import Reward, RewardFunction
+from torchtune_grpo.rewards.reward_set import Answers, RewardFailure, RewardScores, RewardSet
+from torchtune_grpo.rewards.shaping import (
+    CosineLengthReward,
+    OverlongPenalty,
+    RepetitionPenalty,
+    math_number_reward,
+    math_tag_reward,
+)
+from torchtune_grpo.rewards.symbolic import SymbolicMathReward
+from torchtune_grpo.sandbox.contract import TrainerState
 
 __all__ = [
     "Answers",

@@ -1,14 +1,14 @@
 """Sampling a group of completions for each prompt: the generation engine."""
 
-from torchtune_grpo.rollout._decoder import unsupported_reason
-from torchtune_grpo.rollout._engine import NativeEngine, make_engine
-from torchtune_grpo.rollout._noise import row_keys
-from torchtune_grpo.rollout._params import RolloutConfig, SamplingConfig, SamplingParams
-from torchtune_grpo.rollout._request import Admission, Progress, RolloutEngine, RolloutRequest
-from torchtune_grpo.rollout._roll_out import roll_out
-from torchtune_grpo.rollout._sampling import Sampler, filter_logits
-from torchtune_grpo.rollout._text import decode_responses
-from torchtune_grpo.rollout._torchtune import TorchtuneEngine
+from torchtune_grpo.rollout.decoder import unsupported_reason
+from torchtune_grpo.rollout.engine import NativeEngine, make_engine
+from torchtune_grpo.rollout.noise import row_keys
+from torchtune_grpo.rollout.params import RolloutConfig, SamplingConfig, SamplingParams
+from torchtune_grpo.rollout.request import Admission, Progress, RolloutEngine, RolloutRequest
+from torchtune_grpo.rollout.roll_out import roll_out
+from torchtune_grpo.rollout.sampling import Sampler, filter_logits
+from torchtune_grpo.rollout.text import decode_responses
+from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 
 __all__ = [
     "Admission",

@@ -3,9 +3,9 @@
 Nothing here imports torch: the processes start in milliseconds and hold nothing worth stealing.
 """
 
-from torchtune_grpo.sandbox._code import CodeSandbox, Limits, SandboxError, Verdict
-from torchtune_grpo.sandbox._process import ServerLost, ServerProcess
-from torchtune_grpo.sandbox._wire import PeerGone, receive, send, send_bytes
+from torchtune_grpo.sandbox.code import CodeSandbox, Limits, SandboxError, Verdict
+from torchtune_grpo.sandbox.process import ServerLost, ServerProcess
+from torchtune_grpo.sandbox.wire import PeerGone, receive, send, send_bytes
 
 __all__ = [
     "CodeSandbox",

@@ -1,5 +1,5 @@
 """The embedded default: a tiny Llama 3.2 that adds a little, made on the spot, not downloaded."""
 
-from torchtune_grpo.tiny._model import make_tiny_checkpoint, prepare
+from torchtune_grpo.tiny.model import make_tiny_checkpoint, prepare
 
 __all__ = ["make_tiny_checkpoint", "prepare"]

@@ -1,6 +1,6 @@
 """Grading of math answers: the located answer, and whether it states the gold."""
 
-from torchtune_grpo.rewards.math._grading import (
+from torchtune_grpo.rewards.math.grading import (
     grade_math_answer,
     is_worked_answer,
     located_answers,
@@ -9,7 +9,7 @@ from torchtune_grpo.rewards.math._grading import (
     math_format_reward,
     math_gold_fault,
 )
-from torchtune_grpo.rewards.math._value import stated_value
+from torchtune_grpo.rewards.math.value import stated_value
 
 __all__ = [
     "grade_math_answer",

@@ -1,0 +1,1 @@
+"""The command ``torchtune-grpo``, and what makes ``tune`` know the recipes."""

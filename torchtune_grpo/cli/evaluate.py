@@ -1,0 +1,259 @@
+"""What training has changed, on held-out prompts, with intervals and a paired test.
+
+    torchtune-grpo evaluate OUTPUT_DIR --samples 8 --by level
+    torchrun --nproc_per_node 2 -m torchtune_grpo.cli.evaluate --config my_config.yaml --base
+
+The same prompts are answered with the weights that training starts from and with those of a
+checkpoint, greedily and ``--samples`` times, as the run's own evaluations do; see
+docs/evaluation.md. ``key=value`` and ``~key`` change the config, as for ``tune``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from torchtune_grpo.cli.sample import (
+    CONFIG_HELP,
+    is_override,
+    load_policy,
+    load_run_config,
+    newest_checkpoint,
+    open_run,
+)
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import apply_override
+from torchtune_grpo.config.errors import told_in_one_line
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import plain, visible
+from torchtune_grpo.data.load_data import load_data
+from torchtune_grpo.evaluation.evaluator import (
+    Answered,
+    Evaluation,
+    Evaluator,
+    metrics_of,
+    scores_of,
+)
+from torchtune_grpo.evaluation.statistics import Paired, paired_test
+from torchtune_grpo.machine import parallel
+from torchtune_grpo.monitor.summary import rates
+from torchtune_grpo.rewards import (
+    Reward,
+    RewardSet,
+    TrainerState,
+    last_number_reward,
+    math_correctness_reward,
+)
+
+LENIENT = "last_number"  # the grader beside math_correctness_reward
+_WIDTH = 35  # of a column
+
+
+def main() -> None:
+    """Entry point of ``torchtune-grpo evaluate``."""
+    parser = argparse.ArgumentParser(
+        prog="torchtune-grpo evaluate",
+        description="Answers held-out prompts before and after training, and compares.",
+    )
+    parser.add_argument("run", nargs="*", metavar="run's folder, or key=value", help="as --config")
+    parser.add_argument("--config", help=CONFIG_HELP)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", help="such as step_000020 (default: the newest)")
+    which.add_argument("--base", action="store_true", help="only the weights before training")
+    parser.add_argument("--samples", type=int, help="for each prompt (default: eval_samples)")
+    parser.add_argument(
+        "--dataset",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="changes eval_dataset, or is it, as a component; may be repeated",
+    )
+    parser.add_argument("--by", metavar="COLUMN", help="also for each value of this column")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
+    parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
+    args = parser.parse_intermixed_args()
+    overrides = [text for text in args.run if is_override(text)]
+    runs = [text for text in (args.config, *args.run) if text and text not in overrides]
+    if len(runs) != 1:
+        parser.error("give one config or one run's folder")
+    with told_in_one_line():
+        cfg = _config(runs[0], overrides, args)
+        if args.output is not None:
+            args.output.touch()  # what cannot be written fails before an hour of answers
+        report = evaluate(cfg, base=args.base, checkpoint=args.checkpoint, by=args.by)
+        if parallel.rank() == 0:
+            print("\n".join([*table(report), *shown(report, args.show)]))
+            if args.output is not None:
+                args.output.write_text(json.dumps(plain(report), indent=1), encoding="utf-8")
+        parallel.end_process_group()
+
+
+def _config(name: str, overrides: list[str], args: argparse.Namespace) -> GRPOConfig:
+    cfg = load_run_config(name, overrides)
+    if args.dataset and cfg.get("eval_dataset") is None:
+        cfg.eval_dataset = cfg.dataset.copy()
+    for text in args.dataset:
+        is_node = text.startswith("{") or "=" not in text
+        if is_node:
+            cfg.eval_dataset = None
+        apply_override(cfg, f"eval_dataset{'=' if is_node else '.'}{text}")
+    cfg.keep_best = cfg.stop_at = cfg.patience = None  # of training
+    if args.samples is not None:
+        cfg.eval_samples = args.samples
+    settings: GRPOConfig = read_config(cfg)
+    if settings.eval_dataset is None:
+        raise ValueError("eval_dataset: there is none; give --dataset split=test, for instance.")
+    return settings
+
+
+def evaluate(
+    cfg: GRPOConfig, *, base: bool = False, checkpoint: str | None = None, by: str | None = None
+) -> dict[str, Any]:
+    """Evaluates a run's policy before and after training; every rank has to call it.
+
+    Args:
+        cfg (GRPOConfig): its ``eval_dataset`` holds the prompts.
+        base (bool): only before training.
+        checkpoint (str | None): name of a folder in ``output_dir``; None = the newest, if any.
+        by (str | None): a column; its values part the prompts.
+
+    Returns:
+        dict[str, Any]: what ``--output`` writes; docs/evaluation.md says what is in it.
+
+    Raises:
+        ValueError: if there is no such checkpoint or column.
+    """
+    device, tokenizer = open_run(cfg)
+    weights = _weights(cfg, base=base, checkpoint=checkpoint)
+    found: dict[str, Evaluation] = {}
+    with contextlib.closing(_rewards(cfg)) as rewards:
+        data = load_data(cfg, tokenizer=tokenizer, rewards=rewards, keys=["eval_dataset"])
+        dataset = data["eval_dataset"]
+        columns = dataset[0]["columns"]
+        if by is not None and by not in columns:
+            raise ValueError(f"--by={by}: eval_dataset has no such column, but {sorted(columns)}.")
+        evaluator = Evaluator(cfg, dataset, tokenizer=tokenizer, rewards=rewards)
+        for who, folder in weights.items():
+            step = int(folder.name.removeprefix("step_")) if folder else 0
+            state = TrainerState(global_step=step, max_steps=cfg.num_steps)
+            gc.collect()  # one policy's memory before the next one is loaded
+            found[who] = evaluator(load_policy(cfg, device=device, checkpoint=folder), state=state)
+    answered = {who: each.answered for who, each in found.items()}
+    groups = {"all": [*range(len(dataset))]}
+    for row, each in enumerate(answered["before"]):
+        if by is not None:
+            groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
+    graders = [name for name in rewards.names if name in (found["before"].reward, LENIENT)]
+    return {
+        "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
+        "dataset": OmegaConf.to_container(cfg.eval_dataset),
+        "samples": cfg.eval_samples,
+        "temperature": cfg.eval_sampling_params.temperature,
+        "groups": {name: _group(answered, rows, graders) for name, rows in groups.items()},
+        "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
+    }
+
+
+def _weights(cfg: GRPOConfig, *, base: bool, checkpoint: str | None) -> dict[str, Path | None]:
+    """The policies to compare; None stands for the weights that training starts from."""
+    before: dict[str, Path | None] = {"before": None}
+    if base:
+        return before
+    if checkpoint is None:
+        newest = parallel.on_first_rank(newest_checkpoint, cfg)
+        return before if newest is None else before | {"after": newest}
+    if match := re.fullmatch(r"(?:step_)?(\d+)", checkpoint):
+        checkpoint = f"step_{int(match[1]):06d}"
+    folder = Path(cfg.output_dir, checkpoint)
+    if not folder.is_dir():
+        there = ", ".join(sorted(path.name for path in folder.parent.glob("step_*"))) or "none"
+        raise ValueError(
+            f"--checkpoint={checkpoint}: is not in {folder.parent}, which has {there}."
+        )
+    return before | {"after": folder.with_name(folder.resolve().name)}  # `best` is a link
+
+
+def _rewards(cfg: GRPOConfig) -> RewardSet:
+    """The config's; where the one that decides reads answer tags, also the lenient grader."""
+    rewards = RewardSet.from_config(cfg.rewards, max_failure_share=cfg.max_reward_failure_share)
+    functions = {each.name: each.declaration or each.function for each in rewards.rewards}
+    is_strict = functions.get(cfg.eval_reward or rewards.names[0]) is math_correctness_reward
+    if is_strict and LENIENT not in functions:
+        rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
+    return rewards
+
+
+def _group(
+    answered: Mapping[str, Sequence[Answered]], rows: Sequence[int], graders: Sequence[str]
+) -> dict[str, Any]:
+    """Some prompts' metrics before and after, and what has changed, for each grader."""
+    picked = {who: [prompts[row] for row in rows] for who, prompts in answered.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for grader in graders:
+        found[grader] = {who: metrics_of(each, grader) for who, each in picked.items()}
+        if "after" in picked:
+            before, after = (scores_of(each, grader) for each in picked.values())
+            change = {name: paired_test(before[name], after[name])._asdict() for name in before}
+            found[grader]["change"] = change
+    return {"prompts": len(rows), "graders": found}
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """Lines for a terminal: what :func:`evaluate` has found, the graders side by side."""
+    sampled = f", {report['samples']} samples each at temperature {report['temperature']:g}"
+    lines = [f"Greedy answers{sampled if report['samples'] else ''}. [95 % interval over prompts]"]
+    for name, group in report["groups"].items():
+        graders = {name: _cells(told) for name, told in group["graders"].items()}
+        rows = [(f"{name}: {group['prompts']} prompts".ljust(25), *graders)]
+        first, *_ = graders.values()
+        for metric, who in first:
+            title = f"  {metric if who == 'before' else '':15}{who:8}"
+            rows.append((title, *(cells[metric, who] for cells in graders.values())))
+        lines += [
+            "",
+            *(
+                (title + "".join(f" {cell:{_WIDTH}}" for cell in row)).rstrip()
+                for title, *row in rows
+            ),
+        ]
+    return lines
+
+
+def _cells(told: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Metric and policy -> what a grader says, as text; ``change`` behind the two policies."""
+    policies = {who: metrics for who, metrics in told.items() if who != "change"}
+    cells: dict[tuple[str, str], str] = {}
+    for metric in rates(told["before"]):
+        cells |= {(metric, who): f" {rates(each)[metric]}" for who, each in policies.items()}
+        if "change" in told:
+            change = Paired(**told["change"][f"eval/{metric}"])
+            p = f"p={change.p:.3f}" if change.p >= 0.001 else "p<0.001"
+            interval = f"[{change.low:+.3f}, {change.high:+.3f}]"
+            cells[metric, "change"] = f"{change.difference:+.3f} {interval} {p}"
+    for metric in ("mean_length", "clipped_ratio"):
+        for who, each in policies.items():
+            cells[metric, who] = f" {each[f'eval/{metric}']:.3f}"
+    return cells
+
+
+def shown(report: Mapping[str, Any], number: int) -> list[str]:
+    """Lines with the first prompts, and each one's greedy answers with their verdicts."""
+    lines = []
+    grader, *_ = report["groups"]["all"]["graders"]
+    for row, each in enumerate(report["answers"]["before"][:number]):
+        lines += ["", f"=== {visible(each['prompt'])}"]
+        for who, answered in report["answers"].items():
+            answer = answered[row]["greedy"]
+            score = answer["scores"][grader]
+            verdict = {0.0: "wrong", 1.0: "right"}.get(score, f"reward {score:.3f}")
+            lines += [f"--- {who}: {verdict}", visible(answer["completion"])]
+    return lines

@@ -1,0 +1,167 @@
+"""Makes the stock `tune` command see the recipes of this package, and behave well with them alone.
+
+`tune` has no plugin discovery, but torch has: at the end of `import torch` it calls every entry
+point of the group `torch.backends`. Ours, `autoload`, asks to be called back when torchtune's list
+of recipes is imported; a process that never imports torchtune pays only for that request.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off; `python -m torchtune_grpo` works all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchtune_grpo.config.files import config_files, recipes_folder
+
+# One file under torchtune's two names; under the second, `tune run` starts torchrun.
+RECIPES = {
+    "grpo_full_finetune_single_device": False,
+    "grpo_full_finetune_distributed": True,
+}
+
+
+def autoload() -> None:
+    """`register`, as torch calls it: silent, because an error here would fail `import torch`."""
+    with contextlib.suppress(Exception):
+        register()
+
+
+def register() -> None:
+    """Have the hooks below called when the modules of torchtune that they extend are imported.
+
+    Calling it again, or when torchtune has been imported already, does no harm.
+
+    Raises:
+        ImportError: If wrapt is missing or broken.
+    """
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(_guarded(add_recipes), "torchtune._recipe_registry")
+    register_post_import_hook(_guarded(resolve_names_in_validate), "torchtune._cli.validate")
+    register_post_import_hook(_guarded(keep_comments_in_cat), "torchtune._cli.cat")
+    register_post_import_hook(_guarded(end_torchrun_briefly), "torchtune._cli.run")
+
+
+def add_recipes(registry: ModuleType) -> None:
+    """Append to torchtune's list of recipes those of ours that it does not hold yet.
+
+    Args:
+        registry: the module `torchtune._recipe_registry`.
+    """
+    known = {recipe.name for recipe in registry._ALL_RECIPES}
+    for name, supports_distributed in RECIPES.items():
+        if name not in known:
+            recipe = registry.Recipe(
+                name=name,
+                # torchtune joins its own folder with `file_path`; an absolute path survives that.
+                file_path=str(recipes_folder() / "grpo_full_finetune.py"),
+                configs=[registry.Config(name, str(file)) for name, file in config_files().items()],
+                supports_distributed=supports_distributed,
+            )
+            registry._ALL_RECIPES.append(recipe)
+
+
+def resolve_names_in_validate(validate: ModuleType) -> None:
+    """Let `tune validate` take our configs by name; of all subcommands it alone knows only paths.
+
+    It has no way to give a value that a config leaves to the command line (`???`), and says so.
+
+    Args:
+        validate: the module `torchtune._cli.validate`.
+    """
+    from omegaconf.errors import MissingMandatoryValue
+
+    stock = validate.Validate._validate_cmd
+
+    @functools.wraps(stock)
+    def _validate_cmd(self: Any, args: Any) -> None:
+        name = args.config
+        if not name.is_file():
+            args.config = config_files().get(str(name), name)
+        try:
+            stock(self, args)
+        except MissingMandatoryValue as error:
+            self._parser.error(
+                f"{error.full_key}: missing from the config; `torchtune-grpo config "
+                f"{name} {error.full_key}=<value>` checks it with a value."
+            )
+
+    validate.Validate._validate_cmd = _validate_cmd
+
+
+def keep_comments_in_cat(cat: ModuleType) -> None:
+    """Let `tune cat` print our configs as they are; their comments say how to use them.
+
+    Args:
+        cat: the module `torchtune._cli.cat`.
+    """
+    stock = cat.Cat._print_yaml_file
+
+    @functools.wraps(stock)
+    def _print_yaml_file(self: Any, file: str, sort_keys: bool) -> None:
+        if sort_keys or Path(file) not in config_files().values():
+            stock(self, file, sort_keys)
+        else:
+            print(Path(file).read_text(encoding="utf-8"), end="")
+
+    cat.Cat._print_yaml_file = _print_yaml_file
+
+
+def end_torchrun_briefly(run: ModuleType) -> None:
+    """When a rank fails, let what it said be the last word of `tune run`, not torchrun's traceback.
+
+    So it is with our recipe and with what mentions this package, as copies of it do. Of a rank that
+    a signal killed, which said nothing, one line tells. `TORCHTUNE_GRPO_TRACEBACK=1` shows all.
+
+    Args:
+        run: the module `torchtune._cli.run`.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from torchtune_grpo.config.errors import TRACEBACK
+
+    stock = run.Run._run_distributed
+
+    @functools.wraps(stock)
+    def _run_distributed(self: Any, args: Any, is_builtin: bool) -> None:
+        file = Path(args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py")
+        ours = file.is_file() and b"torchtune_grpo" in file.read_bytes()
+        if not ours or os.environ.get(TRACEBACK):
+            return stock(self, args, is_builtin)
+        # One line for each rank; the others are about what torchrun itself cannot do.
+        logging.getLogger(SignalException.__module__).addFilter(
+            lambda record: not str(record.msg).startswith(("Sending process", "failed (exitcode"))
+        )
+        try:
+            stock(self, args, is_builtin)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            killed = failure.exitcode < 0
+            raise SystemExit(f"Error: rank {rank}: {failure.message}" if killed else 1) from None
+        except (KeyboardInterrupt, SignalException) as stop:
+            raise SystemExit(128 + getattr(stop, "sigval", signal.SIGINT)) from None
+
+    run.Run._run_distributed = _run_distributed
+
+
+def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """The same hook, but a failure is logged, and stock `tune` goes on without our recipes."""
+
+    @functools.wraps(hook)
+    def guarded(module: ModuleType) -> None:
+        try:
+            hook(module)
+        except Exception as error:
+            logging.getLogger(__name__).warning(
+                "torchtune-grpo could not extend %s: %r", module.__name__, error
+            )
+
+    return guarded

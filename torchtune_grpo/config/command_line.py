@@ -1,0 +1,101 @@
+"""The command line of the recipe and the tools: ``--config NAME_OR_FILE key=value ~key ...``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from torchtune_grpo.checkpoint import write_error
+from torchtune_grpo.config.errors import told_in_one_line
+from torchtune_grpo.config.files import config_files, extend_import_path
+
+
+def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
+    """Decorates a recipe's entry point, as ``torchtune.config.parse`` does.
+
+    Overrides may also reach into lists, and errors end in one line: see :func:`load_config` and
+    :func:`~torchtune_grpo.config.errors.told_in_one_line`.
+    """
+
+    @functools.wraps(recipe_main)
+    def main() -> Any:
+        parser = argparse.ArgumentParser(description=recipe_main.__doc__)
+        parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
+        args, overrides = parser.parse_known_args()
+        with told_in_one_line(keep=write_error):
+            return recipe_main(load_config(args.config, overrides))
+
+    return main
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """Reads a config, and changes it as the command line says.
+
+    Args:
+        name (str): of a shipped config, or a file's path; its folder becomes importable.
+        overrides (Sequence[str]): ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list;
+            a component's own key sets which it is (``model=my.builder``); ``~key`` removes one.
+
+    Raises:
+        ValueError: if there is no such file, it is no config, or an override cannot be applied.
+    """
+    path = config_files().get(name, Path(name))
+    if not path.is_file():
+        raise ValueError(f"--config {name}: no such file, nor one of {', '.join(config_files())}.")
+    extend_import_path(path.resolve().parent)
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"--config {name}: is no YAML: {error}") from error
+    if not isinstance(cfg, DictConfig):
+        raise ValueError(
+            f"--config {name}: holds no keys; `tune cp` copies a config to start from."
+        )
+    for override in overrides:
+        apply_override(cfg, override)
+    return cfg
+
+
+def apply_override(cfg: DictConfig, override: str) -> None:
+    """Changes a config as ``key=value`` or ``~key`` says; raises a ValueError if it cannot."""
+    key, is_set, text = override.partition("=")
+    removed = key.startswith("~")
+    if not key or not (is_set or removed) or key.startswith("-"):
+        raise ValueError(f"{override}: no override; write key=value, or ~key to remove a key.")
+    try:
+        if removed:
+            _remove(cfg, key[1:])
+            return
+        value = _value(key, text)
+        now = OmegaConf.select(cfg, key, throw_on_missing=False)
+        if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:
+            key += "._component_"
+        OmegaConf.update(cfg, key, value, force_add=True)
+    except (OmegaConfBaseException, YAMLError, LookupError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[0]  # omegaconf's other lines name its own types
+        raise ValueError(f"{override}: cannot be applied to the config: {why}") from error
+
+
+def _remove(cfg: DictConfig, key: str) -> None:
+    head, _, name = key.rpartition(".")
+    parent = OmegaConf.select(cfg, head) if head else cfg
+    if parent is None or (isinstance(parent, DictConfig) and name not in parent):
+        raise ValueError(f"there is no key {key}")
+    del parent[name if isinstance(parent, DictConfig) else int(name)]
+
+
+def _value(key: str, text: str) -> Any:
+    """As YAML reads it; but torchtune's ``None`` is null, and ``00004`` a checkpoint's number."""
+    if text == "None":
+        return None
+    if key.endswith("max_filename"):
+        return text
+    read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    return read["value"]

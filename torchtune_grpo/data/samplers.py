@@ -1,0 +1,267 @@
+"""Which prompts come next: ``sampler`` in the config. Every rank holds the same one.
+
+A step asks for its prompts, of all ranks, as often as it likes, and gets the same ones; that it is
+done, and how often each prompt was solved, is told by ``learn``. So a step that is broken off and
+done again sees the same prompts, and the state is that of the steps that are done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.data.collate import PromptBatch, collate_prompts
+
+_SEEDS = 1_000_003  # between two seeds of a run
+
+
+class ShuffledSampler:
+    """Each pass over the data is a new seeded order.
+
+    The passes follow each other without a gap, so that no row is repeated or left out at the end of
+    one when the prompts of a step do not divide the data set.
+
+    Args:
+        dataset (Sequence[Any]): its rows are chosen from.
+        seed (int): of the orders.
+        shuffle (bool): False keeps the data set's order.
+    """
+
+    def __init__(self, dataset: Sequence[Any], *, seed: int, shuffle: bool = True) -> None:
+        self._size, self._seed, self._shuffle = len(dataset), seed, shuffle
+        self._drawn = 0
+
+    def next(self, count: int, *, skip: int = 0) -> list[int]:
+        """The next ``count`` rows for all ranks, behind ``skip`` that the step has had already.
+
+        Raises:
+            ValueError: if the data set has fewer.
+        """
+        if self._size < count:
+            raise ValueError(
+                f"batch_size * ranks = {count} prompts a step, but dataset has only {self._size}; "
+                "lower batch_size, or give more prompts."
+            )
+        start, rows = self._drawn + skip, list[int]()
+        while len(rows) < count:
+            number, offset = divmod(start + len(rows), self._size)
+            rows += self._order(number)[offset : offset + count - len(rows)]
+        return rows
+
+    def _order(self, number: int) -> list[int]:
+        """All rows in the order of a pass."""
+        if not self._shuffle:
+            return [*range(self._size)]
+        generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
+        return torch.randperm(self._size, generator=generator).tolist()
+
+    def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
+        """A step is done.
+
+        Args:
+            rows (Sequence[int]): all that it has asked for, of all ranks.
+            pass_rates (Sequence[float]): the share of each one's samples that are right.
+        """
+        self._drawn += len(rows)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data that are done."""
+        return self._drawn / self._size
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a step logs."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes, for a checkpoint."""
+        fixed = ("_size", "_seed", "_shuffle")
+        return {name: value for name, value in vars(self).items() if name not in fixed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        vars(self).update(state)
+
+
+class WeightedSampler(ShuffledSampler):
+    """Draws rows by their weights, which its steps change; a step sees no row twice if it can.
+
+    For samplers of one's own: a subclass says :meth:`weights` and learns in :meth:`learn`.
+    """
+
+    def weights(self) -> Tensor:
+        """[rows] of the data set; 0 = never."""
+        raise NotImplementedError
+
+    def next(self, count: int, *, skip: int = 0) -> list[int]:
+        """See :meth:`ShuffledSampler.next`. Source: Efraimidis and Spirakis 2006 (A-Res)."""
+        super().next(count)  # raises if there are too few
+        generator = torch.Generator().manual_seed(self._seed * _SEEDS + self._drawn)
+        weights = self.weights().double()
+        race = torch.empty_like(weights).exponential_(generator=generator) / weights
+        order: list[int] = race.argsort()[: int((weights > 0).sum())].tolist()
+        return [order[number % len(order)] for number in range(skip, skip + count)]
+
+
+class LevelSampler(WeightedSampler):
+    """A curriculum by levels: the next one is added when the newest one is solved often enough.
+
+    All levels so far are equally likely.
+
+    Args:
+        dataset (Sequence[Any]): rows with the column.
+        seed (int): of the draws.
+        column (str): holds the level; lower ones come first.
+        pass_rate (float): mean over the last ``window`` groups of the newest level that adds the
+            next one.
+        window (int): groups.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        *,
+        seed: int,
+        column: str = "level",
+        pass_rate: float = 0.8,
+        window: int = 32,
+    ) -> None:
+        super().__init__(dataset, seed=seed)
+        columns = [row["columns"] for row in dataset]
+        if column not in columns[0]:
+            raise ValueError(f"column={column}: dataset has {', '.join(sorted(columns[0]))}.")
+        if not 0 < pass_rate <= 1 or window < 1:
+            raise ValueError(f"pass_rate={pass_rate}, window={window}: give (0, 1], and 1 or more.")
+        levels = [each[column] for each in columns]
+        number = {level: place for place, level in enumerate(sorted(set(levels)))}
+        self._levels = torch.tensor([number[level] for level in levels])  # [rows]
+        self._pass_rate, self._window = pass_rate, window
+        self._newest, self._recent = 0, list[float]()
+
+    def weights(self) -> Tensor:
+        """One over the rows of the level, up to the newest."""
+        share = 1 / self._levels.bincount()[self._levels]
+        return share.where(self._levels <= self._newest, 0)
+
+    def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
+        """Adds a level if it is time."""
+        super().learn(rows, pass_rates)
+        told = zip(rows, pass_rates, strict=True)
+        self._recent += [rate for row, rate in told if self._levels[row] == self._newest]
+        self._recent = self._recent[-self._window :]
+        is_solved = len(self._recent) == self._window and self._mean >= self._pass_rate
+        if is_solved and self._newest < int(self._levels.max()):
+            self._newest, self._recent = self._newest + 1, []
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._recent) / max(len(self._recent), 1)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``sampler/level`` (from 0) and ``sampler/level_pass_rate`` of the newest one."""
+        return {"sampler/level": float(self._newest), "sampler/level_pass_rate": self._mean}
+
+
+class DifficultySampler(WeightedSampler):
+    """Prefers prompts that are solved half of the time; those teach most.
+
+    A prompt's weight is p (1 - p) with its running pass rate p, a half until it has come; solved
+    ones come seldom, and those that stay unsolved no more.
+
+    Args:
+        dataset (Sequence[Any]): its rows are chosen from.
+        seed (int): of the draws.
+        revisit (float): the least weight, of 0.25 at most.
+        give_up_after (int): times without any right sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        *,
+        seed: int,
+        revisit: float = 0.02,
+        give_up_after: int = 4,
+    ) -> None:
+        super().__init__(dataset, seed=seed)
+        if not 0 < revisit <= 0.25 or give_up_after < 1:
+            raise ValueError(
+                f"revisit={revisit}, give_up_after={give_up_after}: give (0, 0.25], and 1 or more."
+            )
+        self._revisit, self._give_up_after = revisit, give_up_after
+        self._rates = torch.full((self._size,), 0.5)
+        self._tries = torch.zeros(self._size, dtype=torch.long)
+        self._solved = torch.zeros(self._size, dtype=torch.bool)  # ever
+
+    def weights(self) -> Tensor:
+        """p (1 - p), within its bounds."""
+        weights = (self._rates * (1 - self._rates)).clamp(min=self._revisit)
+        return weights.where(~self._given_up, 0) if not self._given_up.all() else weights
+
+    @property
+    def _given_up(self) -> Tensor:
+        return ~self._solved & (self._tries >= self._give_up_after)
+
+    def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
+        """The newest pass rate counts as much as all before."""
+        super().learn(rows, pass_rates)
+        for row, rate in zip(rows, pass_rates, strict=True):
+            self._rates[row] = rate if not self._tries[row] else (self._rates[row] + rate) / 2
+            self._tries[row] += 1
+            self._solved[row] |= rate > 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``sampler/pass_rate`` of the prompts that have come; shares ``seen`` and ``given_up``."""
+        seen = self._tries > 0
+        return {
+            "sampler/pass_rate": self._rates[seen].mean().item() if seen.any() else 0.5,
+            "sampler/seen": seen.float().mean().item(),
+            "sampler/given_up": self._given_up.float().mean().item(),
+        }
+
+
+def make_sampler(node: DictConfig | None, dataset: Sequence[Any], *, seed: int) -> Any:
+    """The config's sampler; None shuffles."""
+    if node is None:
+        return ShuffledSampler(dataset, seed=seed)
+    return instantiate("sampler", node, dataset, seed=seed)
+
+
+def prompts_of_rank(
+    dataset: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
+    spare: Sequence[int] = (),
+) -> PromptBatch:
+    """One rank's share of a step's prompts.
+
+    Args:
+        dataset (Sequence[Any]): holds them.
+        rows (Sequence[int]): of all ranks, whose shares lie behind each other.
+        rank (int): whose share.
+        world_size (int): ranks.
+        spare (Sequence[int]): rows that may come besides, dealt out one by one.
+    """
+    before: Counter[int] = Counter()
+    uses = []
+    for row in (all_rows := [*rows, *spare]):
+        uses.append(before[row])
+        before[row] += 1
+    own = range(rank * len(rows) // world_size, (rank + 1) * len(rows) // world_size)
+    places = [*own, *range(len(rows) + rank, len(all_rows), world_size)]
+    return collate_prompts(
+        [dataset[all_rows[place]] for place in places],
+        uses=[uses[place] for place in places],
+        places=places,
+    )

@@ -1,0 +1,1 @@
+"""The machine: ranks, signals, devices, memory and threads."""

@@ -1,0 +1,87 @@
+"""How much memory a device has left, what fits, and how a CPU's allocator treats what is freed."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import NF4Tensor
+
+from torchtune_grpo.machine.parallel import ranks_per_node, sum_over_ranks
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
+_DEFAULT_PAD = 128 * 2**10
+HEAP_BYTES = 448 * 2**20
+MAPPED_BYTES = 2**20
+_NF4_BITS = 4.5  # with the scales of its blocks
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, or a rank's part of what the system can still give on a CPU.
+
+    What torch's allocator holds ready counts as free.
+
+    Where the system does not say, a large number: a choice that depends on it is then made as if
+    memory were plenty.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // ranks_per_node()
+    except OSError:
+        pass
+    return 1 << 60
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Size of a model's whole parameters, wherever they are: sharded, or on the meta device."""
+    bits = 0.0
+    for parameter in model.parameters():
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        is_nf4 = isinstance(held, NF4Tensor)
+        bits += parameter.numel() * (_NF4_BITS if is_nf4 else 8 * parameter.itemsize)
+    return round(bits / 8)
+
+
+def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
+    """Whether a model's whole weights fit into half of every rank's free memory, sharded or not.
+
+    Every rank has to call it, with the device that it computes on, wherever the weights are now;
+    all get the same answer.
+    """
+    fits = weight_bytes(model) <= free_bytes(device) / 2
+    return sum_over_ranks(int(not fits)) == 0
+
+
+def keep_freed_memory() -> None:
+    """Gives glibc a heap of 448 MiB that stays, and maps what is large and does not fit by itself.
+
+    By default glibc returns freed memory to the system again and again, to be mapped and zeroed
+    page by page when decoding goes on to the next token. A heap that only grows has another fault:
+    in training, short-lived tensors lie in it between those that autograd keeps, and leave holes
+    into which the next tensor of the same size does not fit, because torch asks for aligned memory;
+    it becomes about twice as large as what lives in it. So tensors of 1 MiB and more do not make
+    the heap grow (a lower limit costs page faults, a higher one leaves holes); a small model's
+    step fits into it as it is. Pages that were never written take no memory. Where there is no
+    glibc, nothing happens.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        mallopt, malloc, free = libc.mallopt, libc.malloc, libc.free
+    except (OSError, AttributeError):
+        return
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    free.argtypes = [ctypes.c_void_p]
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_M_TOP_PAD, HEAP_BYTES)  # by which the next block makes the heap grow
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_LIMIT)
+    free(malloc(_LARGEST_LIMIT - 2**16))
+    mallopt(_M_TOP_PAD, _DEFAULT_PAD)
+    mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)

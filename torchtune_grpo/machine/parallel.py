@@ -1,0 +1,304 @@
+"""What the recipes need from several ranks. In a world of one, nothing here does anything.
+
+Two ways to spread a model: *replicated*, every rank holds it whole and gradients are summed once a
+step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered while it is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import training
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.config.errors import FirstRankFailed
+from torchtune_grpo.config.schema import key, one_of, positive
+
+T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 does not cut through it
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """The keys below ``distributed``: how several ranks share the work."""
+
+    sharding: str = one_of(
+        "Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes "
+        "more than half of a rank's free memory",
+        "auto",
+        ("auto", "always", "never"),
+    )
+    replicas: int = positive("Copies of a sharded model, each over a part of the ranks (HSDP)", 1)
+    cpu_offload: bool = key("Keep a sharded model's parts on the CPU while they wait", False)
+    defer_gradients: str = one_of(
+        "A sharded model's gradients cross the wire once a step, not once a micro-batch, and are "
+        "held whole meanwhile; auto = with adapters",
+        "auto",
+        ("auto", "always", "never"),
+    )
+    gather: str = one_of(
+        "For a rollout, a sharded model is gathered once, or layer by layer for each token; auto = "
+        "once if it takes at most half of a rank's free memory",
+        "auto",
+        ("auto", "once", "layer"),
+    )
+
+
+def init_process_group(device: torch.device) -> None:
+    """Joins the ranks that torchrun has started, if it has, once; ``device`` is this rank's.
+
+    The kernel kills a rank whose torchrun is gone (Linux): nobody else would end it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:
+            sys.exit("torchrun is gone")
+    if "RANK" in os.environ and not _is_distributed():
+        # CPU tensors (metrics, random states) go over gloo, whatever the device is.
+        own = training.get_distributed_backend(device.type)
+        dist.init_process_group("gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}")
+
+
+def end_process_group() -> None:
+    """Leaves the other ranks, if there are any."""
+    if _is_distributed():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def rank() -> int:
+    """This process's number; 0 without a process group."""
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def ranks_per_node() -> int:
+    """Ranks that share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    if _is_distributed():
+        dist.barrier()
+
+
+def on_first_rank(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function on the first rank, while the others wait; all get what it returns.
+
+    Raises:
+        Exception: the function's; on the other ranks, a FirstRankFailed that tells of it.
+    """
+    result: Any = None
+    failed: Exception | None = None
+    if rank() == 0:
+        try:
+            result = function(*args)
+        except Exception as error:
+            failed = error
+    result, message = gather_over_ranks((result, failed and str(failed)))[0]
+    if message is not None:
+        raise failed or FirstRankFailed(f"The first rank failed: {message}")
+    return result
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """Every rank's value, in the order of the ranks, on every rank."""
+    if not _is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(value: int) -> int:
+    """The sum of every rank's integer."""
+    return sum(gather_over_ranks(value))
+
+
+class Bulletin:
+    """Lines that ranks post and all can read, whatever else they are in.
+
+    Use :meth:`of_all_ranks`, on every rank alike.
+    """
+
+    _made = 0
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._key = f"torchtune_grpo/bulletin_{Bulletin._made}"
+
+    @classmethod
+    def of_all_ranks(cls) -> Bulletin | None:
+        """A new one; None in a world of one."""
+        if not _is_distributed():
+            return None
+        cls._made += 1
+        store: Any = dist.distributed_c10d._get_default_store()
+        return cls(store.clone())  # a connection of its own: the other may wait for something
+
+    def post(self, line: str) -> None:
+        """Shows it to all."""
+        self._store.append(self._key, f"{line}\n")
+
+    def read(self) -> list[str]:
+        """What was posted so far; does not wait."""
+        if not self._store.check([self._key]):
+            return []
+        return str(self._store.get(self._key).decode()).splitlines()
+
+    def clear(self) -> None:
+        """Takes all lines down."""
+        self._store.delete_key(self._key)
+
+
+def broadcast_trained_parameters(model: nn.Module) -> None:
+    """Gives every rank the first one's trained parameters: fresh adapters are random."""
+    if _is_distributed():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                dist.broadcast(parameter.data, src=0)
+
+
+def set_gradient_sync(model: nn.Module, *, last: bool, defer: str) -> None:
+    """Says whether a sharded model's gradients cross the wire in the next backward pass.
+
+    By default FSDP2 reduces and scatters them in every backward pass. Sums over copies of a sharded
+    model (HSDP) always wait for the last pass: what waits is sharded already, and costs no memory.
+
+    Args:
+        model (nn.Module): sharded or not.
+        last (bool): whether the pass is the optimizer step's last one.
+        defer (str): "always", "never", or "auto": if not all parameters are trained. What waits is
+            the whole gradient of every trained parameter, on every rank.
+    """
+    if isinstance(model, FSDPModule):
+        some_frozen = not all(p.requires_grad for p in model.parameters())
+        wait = defer == "always" or (defer == "auto" and some_frozen)
+        model.set_requires_gradient_sync(last or not wait)
+        model.set_requires_all_reduce(last)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Sums every rank's gradients, in place.
+
+    The loss's weights carry the denominator of the whole step over all ranks, so gradients add up.
+    Replicated ones are sent as one buffer. Sharded ones were averaged by FSDP2 in the backward pass
+    and only need the factor.
+    """
+    if not _is_distributed():
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    whole = []
+    for parameter in trained:
+        if parameter.grad is None:  # a rank without a row that is trained on
+            parameter.grad = torch.zeros_like(parameter)
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.mul_(world_size())
+        else:
+            whole.append(parameter.grad)
+    if whole:
+        buffer = torch.cat([grad.flatten() for grad in whole])
+        dist.all_reduce(buffer)
+        sizes = [grad.numel() for grad in whole]
+        for grad, part in zip(whole, buffer.split(sizes), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: torch.device) -> None:
+    """Shards a model, layer by layer, with FSDP2.
+
+    Args:
+        model (TransformerDecoder): whole on every rank, with the same weights.
+        settings (DistributedConfig): whether what is not computed stays on the CPU, and how many
+            copies there are, each sharded over ``world_size / replicas`` ranks (HSDP).
+        device (torch.device): of this rank.
+
+    Raises:
+        ValueError: if the replicas do not divide the ranks, the parts are on the CPU anyway, or
+            the ranks do not divide the blocks of a weight in 4 bits.
+    """
+    replicas = settings.replicas
+    if settings.cpu_offload and device.type == "cpu":
+        raise ValueError(
+            "distributed.cpu_offload=True: device=cpu has them there; set it to false."
+        )
+    if world_size() % replicas:
+        raise ValueError(
+            f"distributed.replicas={replicas}: does not divide the {world_size()} ranks; give a "
+            "divisor."
+        )
+    ranks = world_size() // replicas
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % ranks:
+            name = name.replace("_checkpoint_wrapped_module.", "")
+            raise ValueError(
+                f"distributed.sharding: {name} is in 4 bits, in {parameter.numel() // _NF4_BLOCK} "
+                f"blocks, which {ranks} ranks cannot share; set it to never, "
+                "model.quantize_base to false, or take another number of ranks."
+            )
+    shape: tuple[int, ...] = (world_size(),)
+    names: tuple[str, ...] = ("shard",)
+    if replicas > 1:
+        shape, names = (replicas, ranks), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
+    # Embedding, norm and output stay gathered from the forward to the backward pass, which both
+    # begin or end with them.
+    fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
+
+
+def give_back(model: nn.Module) -> None:
+    """Frees what a pass through a sharded model has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, the same on all ranks, spread over them like a parameter, if that is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements)
+
+
+def random_states(device: torch.device) -> list[dict[str, Tensor]]:
+    """Every rank's states of torch's generators, of the CPU and of its device, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return gather_over_ranks(states)
+
+
+def restore_random_state(states: Sequence[dict[str, Tensor]], device: torch.device) -> None:
+    """Sets this rank's of :func:`random_states`; what was not there then keeps its own."""
+    own = states[rank()] if rank() < len(states) else {}
+    if "cpu" in own:
+        torch.set_rng_state(own["cpu"])
+    if device.type != "cpu" and device.type in own:
+        torch.get_device_module(device).set_rng_state(own[device.type], device)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,171 @@
+"""Weights by Hugging Face's names, read from and written to a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchtune import training
+
+from torchtune_grpo.config.text import describe, read_json, shortened
+from torchtune_grpo.models.architecture import Architecture, read_architecture
+from torchtune_grpo.models.build import hf_model
+from torchtune_grpo.models.export import LINEAR_NAMES
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# torchtune's name of a module in a layer, and Hugging Face's.
+_LAYER_NAMES = LINEAR_NAMES | {
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "sa_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+_GEMMA_NORMS = {
+    "sa_scale": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_scale": "post_feedforward_layernorm",
+}
+_TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+
+
+def hf_name(name: str, architecture: Architecture) -> str:
+    """Hugging Face's name of a parameter, given torchtune's."""
+    module, leaf = name.rsplit(".", 1)
+    leaf = "weight" if leaf == "scale" else leaf
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    if layer is None:
+        return f"{_TOP_NAMES[module]}.{leaf}"
+    names = _LAYER_NAMES | (_GEMMA_NORMS if architecture.is_gemma else {})
+    return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
+
+
+def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
+    """A state dict of a folder's model in Hugging Face's names, given torchtune's."""
+    architecture = read_architecture(model_dir)
+    return {hf_name(name, architecture): value.contiguous() for name, value in state_dict.items()}
+
+
+class HFCheckpointer:
+    """Reads and writes a model's folder; with the methods of torchtune's checkpointers.
+
+    Args:
+        checkpoint_dir (str): the model's folder: ``config.json``, ``*.safetensors`` (or ``*.bin``)
+            and the tokenizer's files.
+        output_dir (str): where :meth:`save_checkpoint` writes.
+        checkpoint_files (Sequence[str] | None): of the weights; None = those that there are.
+        max_shard_size (int | str): of a file that is written, in bytes, or as in "5GB".
+
+    Raises:
+        ValueError: if the folder holds no weights, or not all.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        output_dir: str,
+        checkpoint_files: Sequence[str] | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        self._dir, self._output_dir = Path(checkpoint_dir), Path(output_dir)
+        self._max_shard_size = max_shard_size
+        names = checkpoint_files or _weight_files(self._dir)
+        self._checkpoint_paths = [self._dir / name for name in names]
+        for path in self._checkpoint_paths:
+            if not path.is_file():
+                raise ValueError(
+                    f"checkpoint_dir={checkpoint_dir}: {path.name} is missing; fetch the model "
+                    "again."
+                )
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """All weights in torchtune's names, under ``training.MODEL_KEY``.
+
+        Raises:
+            ValueError: naming weights that are missing, unknown, or of another shape.
+        """
+        architecture = read_architecture(self._dir)
+        with torch.device("meta"):
+            expected = hf_model(str(self._dir)).state_dict()
+        names = {hf_name(name, architecture): name for name in expected}
+        state, problems, spare_head = {}, [], None
+        for name, value in self._tensors():
+            if f"model.{name}" in names:  # saved without a head
+                name = f"model.{name}"
+            if name in names:
+                state[names[name]] = value
+                if value.shape != (shape := expected[names[name]].shape):
+                    problems.append(f"{name} is {list(value.shape)}, not {list(shape)}")
+            elif name == "lm_head.weight":
+                spare_head = value
+            elif not name.endswith("rotary_emb.inv_freq"):
+                problems.append(f"{name} is unknown")
+        problems += [f"{name} is missing" for name in names if names[name] not in state]
+        if problems:
+            raise ValueError(
+                f"checkpoint_dir={self._dir}: its weights are not those of its config.json: "
+                f"{'; '.join(problems[:3])} ({len(problems)} differ). Fetch the model again."
+            )
+        if spare_head is not None and not torch.equal(spare_head, state["tok_embeddings.weight"]):
+            raise ValueError(
+                f"checkpoint_dir={self._dir}: config.json says tie_word_embeddings=true, but "
+                "lm_head.weight differs from the embeddings, and transformers computes with it. "
+                "Set tie_word_embeddings to false there, or remove lm_head.weight."
+            )
+        return {training.MODEL_KEY: state}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for path in self._checkpoint_paths:
+            try:
+                if path.suffix == ".safetensors":
+                    tensors = load_file(path)
+                else:
+                    tensors = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # of any kind: each format has its own
+                said = shortened(describe(error), 300)
+                raise ValueError(
+                    f"checkpoint_dir={self._dir}: {path.name} ({path.stat().st_size} bytes) cannot "
+                    f"be read: {said}. Fetch it again; a file of some 130 bytes only points to "
+                    "what `git lfs pull` fetches."
+                ) from error
+            yield from tensors.items()
+
+    def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
+        """Writes weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
+        folder = self._output_dir / f"epoch_{epoch}"
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = hf_state(state_dict[training.MODEL_KEY], self._dir)
+        config = json.loads((self._dir / "config.json").read_text(encoding="utf-8"))
+        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shards = split_torch_state_dict_into_shards(weights, max_shard_size=self._max_shard_size)
+        for file, names in shards.filename_to_tensors.items():
+            save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            (folder / f"{_WEIGHTS[0]}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _weight_files(folder: Path) -> list[str]:
+    for name in _WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            content = read_json(folder, index.name, key="checkpoint_dir")
+            if not content.get("weight_map"):
+                raise ValueError(
+                    f"checkpoint_dir={folder}: {index.name} has no weight_map. Fetch it again."
+                )
+            return sorted(set(content["weight_map"].values()))
+        if (folder / name).is_file():
+            return [name]
+    raise ValueError(
+        f"checkpoint_dir={folder}: holds no {_WEIGHTS[0]}, nor {_WEIGHTS[0]}.index.json; name the "
+        "folder of a model."
+    )

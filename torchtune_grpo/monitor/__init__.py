@@ -1,0 +1,1 @@
+"""What a run records, and its readers: terminal, findings, page."""

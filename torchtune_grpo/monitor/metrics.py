@@ -1,0 +1,189 @@
+"""Statistics of a step -> one flat dict of named numbers. Names are TRL's where TRL has one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from torchtune_grpo.loss import LossOutput
+from torchtune_grpo.machine.parallel import gather_over_ranks
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.trajectory import Trajectory
+
+_NEGATED = "-"  # begins the name of a smallest value among the largest
+_DROPPED = "time/dropped"  # a share of the rollout's, by tokens
+_OF_NOTHING = -math.inf  # the largest of no values
+
+
+class StepMetrics:
+    """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly.
+
+    What is added stays on its device until :meth:`compute`, and adding it does not wait for a GPU.
+    """
+
+    def __init__(self) -> None:
+        # name -> [3] sum, sum of squares, count
+        self._sums: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}  # name -> [1]
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Adds values to the mean called ``name``; NaN means "does not apply"."""
+        values = values.detach().double()
+        applies = ~values.isnan()
+        values = values.where(applies, 0)
+        self.add_sum(name, values.sum(), applies.sum(), values.square().sum())
+
+    def add_sum(
+        self, name: str, total: Tensor, count: Tensor | float, squares: Tensor | float = 0.0
+    ) -> None:
+        """Adds ``count`` values of sum ``total`` to the mean called ``name``."""
+        sums = torch.stack([_on_device(v, total.device) for v in (total, squares, count)])
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def add_max(self, name: str, value: Tensor | float) -> None:
+        """Keeps the largest value, a scalar."""
+        value = torch.as_tensor(value).detach().double().reshape(1)
+        known = self._largest.get(name, value)
+        self._largest[name] = torch.maximum(known, value)
+
+    def add_min(self, name: str, value: Tensor | float) -> None:
+        """Keeps the smallest value."""
+        self.add_max(_NEGATED + name, -value)
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the seconds that the block takes to ``name``."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[name] += time.perf_counter() - start
+
+    def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
+        """Adds what the rewards and the completions of N rows with advantages say."""
+        assert trajectory.advantages is not None
+        totals = scores.total.view(-1, group_size)  # [B, G]
+        spread = (totals - totals[:, :1]).std(dim=1)  # [B] exactly 0 where all are equal
+        informative = (trajectory.advantages.view(-1, group_size) != 0).any(dim=1)
+        self.add_values("reward", scores.total)
+        self.add_values("reward_std_in_group", spread)
+        self.add_values("frac_reward_zero_std", spread == 0)
+        self.add_values("frac_informative_groups", informative)
+        texts = trajectory.completions
+        groups = [texts[i : i + group_size] for i in range(0, len(texts), group_size)]
+        same = torch.tensor([len({*group}) == 1 for group in groups])
+        self.add_values("frac_groups_same_text", same)
+        for column, name in enumerate(scores.names):
+            failed = scores.failed[:, column]
+            none = scores.scores[:, column].isnan() & ~failed
+            self.add_values(f"rewards/{name}/mean", scores.scores[:, column])
+            self.add_values(f"rewards/{name}/errors", failed)
+            self.add_values(f"rewards/{name}/none", none)
+            self._seconds[f"time/rewards/{name}"] += scores.seconds[column]
+        for name, value in scores.metrics:
+            self.add_values(f"rewards/{name}", torch.tensor(value))
+        lengths = trajectory.response_lengths
+        ended = ~trajectory.truncated
+        kept = (trajectory.sampler_logprobs - trajectory.behaviour_logprobs).exp()
+        for kind, counted in (("", lengths), ("_terminated", lengths[ended])):
+            self.add_values(f"completions/mean{kind}_length", counted)
+            if len(counted):
+                self.add_min(f"completions/min{kind}_length", counted.min())
+                self.add_max(f"completions/max{kind}_length", counted.max())
+        self.add_values("completions/clipped_ratio", trajectory.truncated)
+        self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
+        self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
+
+    def add_dropped(self, lengths: Tensor) -> None:
+        """Adds the lengths of responses that were sampled and are not trained on."""
+        self.add_sum(_DROPPED, lengths.sum(), 0)
+
+    def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
+        """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
+        gap = (logprobs - trajectory.sampler_logprobs).abs()
+        is_trained = trajectory.response_mask
+        self.add_values("sampling/sampling_logp_difference/mean", gap.where(is_trained, math.nan))
+        if len(gap):
+            largest = gap.where(is_trained, _OF_NOTHING).max()
+            self.add_max("sampling/sampling_logp_difference/max", largest)
+
+    def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
+        """Adds what the loss of n rows says, and their entropy [n, L]."""
+        self.add_values("entropy", entropy.where(response_mask, math.nan))
+        count = response_mask.sum()
+        for name, total in output.sums.items():
+            self.add_sum(name, total, count)
+
+    def compute(self) -> dict[str, float]:
+        """Means, standard deviations (``.../std`` beside ``.../mean``), extremes and seconds.
+
+        Over all ranks: sums and counts are added before they are divided; times are the slowest
+        rank's.
+        """
+        found = _on_host([*self._sums.values(), *self._largest.values()])
+        own = dict(zip(self._sums, found, strict=False))
+        largest = {name: v[0] for name, v in zip(self._largest, found[len(own) :], strict=True)}
+        sums, maxima = _merged(gather_over_ranks((own, largest | self._seconds)))
+        result = {}
+        for name, (total, squares, count) in sums.items():
+            if not count:
+                continue  # nothing that it applies to, or no mean
+            mean = total / count
+            result[name] = mean
+            is_reward = name.startswith("rewards/") and name.endswith("/mean")
+            if (is_reward or name == "reward") and count > 1:
+                variance = max(squares - count * mean**2, 0.0) / (count - 1)
+                std = "reward_std" if name == "reward" else name.removesuffix("mean") + "std"
+                result[std] = math.sqrt(variance)
+        for name, value in maxima.items():
+            if value == _OF_NOTHING:
+                continue
+            is_min = name.startswith(_NEGATED)
+            result[name.removeprefix(_NEGATED)] = -value if is_min else value
+        if "num_tokens" in sums:
+            result["num_tokens"] = sums["num_tokens"][0]
+        if "time/rollout" in result:
+            tokens = sums["completions/mean_length"][0]
+            if _DROPPED in sums:
+                result[_DROPPED] = result["time/rollout"] * sums[_DROPPED][0] / max(tokens, 1)
+            result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
+            result["tokens_per_second"] = tokens / result["step_time"]
+        return result
+
+
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """A scalar in float64. A number is filled in by a kernel: a copy would wait for the GPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _on_host(vectors: Sequence[Tensor]) -> list[list[float]]:
+    """Their numbers, with one wait for each device that they are on."""
+    found: dict[int, list[float]] = {}
+    for device in {vector.device for vector in vectors}:
+        own = {i: vector for i, vector in enumerate(vectors) if vector.device == device}
+        parts = torch.cat([*own.values()]).cpu().split([len(vector) for vector in own.values()])
+        found |= {i: part.tolist() for i, part in zip(own, parts, strict=True)}
+    return [found[i] for i in range(len(vectors))]
+
+
+def _merged(
+    parts: Sequence[tuple[dict[str, list[float]], dict[str, float]]],
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Every rank's sums added up, and the largest of its maxima."""
+    sums: dict[str, list[float]] = {}
+    maxima: dict[str, float] = {}
+    for rank_sums, rank_maxima in parts:
+        for name, values in rank_sums.items():
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), values, strict=True)]
+        for name, value in rank_maxima.items():
+            maxima[name] = max(value, maxima.get(name, -math.inf))
+    return sums, maxima

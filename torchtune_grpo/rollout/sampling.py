@@ -1,0 +1,162 @@
+"""One token per row from a row of logits: penalties, temperature, filters, and the log-probs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtune_grpo.rollout.params import SamplingParams
+
+_BLOCK = 128  # vocabulary entries summed at once; only one block per row is searched entry by entry
+
+
+def filter_logits(
+    logits: Tensor,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Tensor:
+    """Sets every logit outside the top k, the nucleus, or the likely enough ones to -inf.
+
+    Args:
+        logits (Tensor): [N, V], already divided by the temperature.
+        top_k (int | None): keep the k largest; ties with the k-th are kept too.
+        top_p (float | None): keep the smallest set of largest tokens whose probabilities sum to at
+            least top_p (Holtzman et al. 2020, arXiv:1904.09751, section 3.1), among those top_k
+            leaves.
+        min_p (float | None): keep tokens at least min_p times as likely as the likeliest one
+            (Nguyen et al. 2024, arXiv:2407.01082).
+
+    Returns:
+        Tensor: [N, V]; the same tensor where no filter is given.
+    """
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, index = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        outside = probs.cumsum(dim=-1) - probs >= top_p  # the mass before a token is enough
+        logits = logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
+    if min_p is not None and min_p > 0:
+        floor = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits
+
+
+def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws with one uniform number per row, exactly for every filter.
+
+    The cumulative sum runs over blocks of the vocabulary and then within the block that was hit, so
+    that the vocabulary itself is only read to sum it.
+
+    Args:
+        probs (Tensor): [N, V] float32, which sum to about 1; 0 is never drawn.
+        uniforms (Tensor): [N] float64 in [0, 1).
+
+    Returns:
+        tuple[Tensor, Tensor]: tokens [N] int64, and their log-probs [N] float64.
+    """
+    vocab = probs.shape[-1]
+    if vocab % _BLOCK:
+        probs = F.pad(probs, (0, -vocab % _BLOCK))
+    # Written as a sum over rows of the transpose, this is fast in either layout of the logits.
+    sums = probs.t().unflatten(0, (-1, _BLOCK)).sum(dim=1).t()
+    cdf = sums.cumsum(dim=-1, dtype=torch.float64)  # [N, blocks]
+    target = cdf[:, -1:] * uniforms[:, None]  # below the last sum, also when it is rounded
+    # The first sum above the target; that of a NaN is behind the end.
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)  # [N, 1]
+    before = F.pad(cdf, (1, 0)).gather(-1, block)
+    of_block = block[..., None].expand(-1, -1, _BLOCK)
+    entries = probs.unflatten(-1, (-1, _BLOCK)).gather(1, of_block)[:, 0]  # [N, _BLOCK]
+    within = entries.cumsum(dim=-1, dtype=torch.float64)
+    # Its own sum may be rounded to less than that of the block.
+    target = torch.minimum(target - before, within[:, -1:] * (1 - 2**-53))
+    offset = torch.searchsorted(within, target, right=True)
+    tokens = torch.add(offset, block, alpha=_BLOCK).clamp_(max=vocab - 1)
+    drawn = probs.gather(-1, tokens) / cdf[:, -1:]
+    return tokens[:, 0], drawn.log_()[:, 0]
+
+
+class Sampler:
+    """Samples one token per row.
+
+    Args:
+        params (SamplingParams): the settings; temperature 0 takes the most likely token.
+        stop_tokens (Sequence[int]): not sampled before ``min_new_tokens``.
+        device (torch.device): of the logits.
+    """
+
+    def __init__(
+        self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), device: torch.device
+    ) -> None:
+        self._params = params
+        self._stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
+        suppressed = list(params.suppressed_tokens)
+        self._suppressed = torch.tensor(suppressed, dtype=torch.long, device=device)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        *,
+        uniforms: Tensor,
+        counts: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples one token per row.
+
+        Args:
+            logits (Tensor): [N, V].
+            uniforms (Tensor): [N] float64 in [0, 1), the noise.
+            counts (Tensor | None): [N] tokens that each response has so far; needed if
+                ``params.changes_logits``.
+            seen (Tensor | None): [N, V] bool, tokens of prompt and response so far; needed by the
+                repetition penalty only.
+
+        Returns:
+            tuple[Tensor, Tensor, Tensor]: tokens [N]; their log-probs [N] under the plain
+            ``softmax(logits / temperature)`` (temperature 1 when greedy), which the trainer
+            recomputes: the sampler's; and under the distribution that they were drawn from, with
+            penalties and filters (0 when greedy): the behaviour's. Both float32.
+        """
+        params = self._params
+        plain = logits.float()
+        if params.temperature not in (0, 1):
+            plain = plain / params.temperature
+        drawn_from = plain
+        if params.changes_logits:
+            assert counts is not None
+            drawn_from = self._adjust(plain, seen=seen, counts=counts)
+        if params.temperature == 0:
+            tokens = drawn_from.argmax(dim=-1)
+            behaviour_logprobs = torch.zeros_like(plain[:, 0])
+        else:
+            drawn_from = filter_logits(
+                drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+            )
+            tokens, logprobs = sample_inverse_cdf(drawn_from.softmax(dim=-1), uniforms)
+            behaviour_logprobs = logprobs.float()
+            if drawn_from is plain:
+                return tokens, behaviour_logprobs, behaviour_logprobs
+        sampler_logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
+        return tokens, sampler_logprobs, behaviour_logprobs
+
+    def _adjust(self, logits: Tensor, *, seen: Tensor | None, counts: Tensor) -> Tensor:
+        """The repetition penalty (it commutes with the temperature), and what is forbidden."""
+        params = self._params
+        if params.repetition_penalty != 1:
+            assert seen is not None, "the engines keep track of it where it is needed"
+            penalty = params.repetition_penalty
+            penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(seen, penalized, logits)
+        if params.suppressed_tokens:
+            logits = logits.index_fill(-1, self._suppressed, -torch.inf)
+        if params.min_new_tokens and len(self._stops):
+            without_stops = logits.index_fill(-1, self._stops, -torch.inf)
+            logits = torch.where((counts < params.min_new_tokens)[:, None], without_stops, logits)
+        return logits

@@ -1,0 +1,253 @@
+"""One sandbox: a completion in one process, its test in another, and a verdict that is proven."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtune_grpo.sandbox.kernel import time_used
+from torchtune_grpo.sandbox.process import ServerLost, ServerProcess
+from torchtune_grpo.sandbox.wire import PeerGone, receive, send
+
+_MEGABYTE = 2**20
+_MAX_VERDICT = 2**16  # bytes
+_PATIENCE = 5  # times the limit may pass before one that others keep from running is given up
+
+
+class SandboxError(RuntimeError):
+    """The sandbox or the test failed, not the completion."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a completion may use.
+
+    Args:
+        seconds (float): of its processes and its test, running or asleep; waiting for a CPU that
+            others keep busy does not count. Then all its processes are killed.
+        megabytes (int): of memory in each process, and of files in all.
+        processes (int): at once, threads included.
+    """
+
+    seconds: float = 5.0
+    megabytes: int = 512
+    processes: int = 16
+
+    def for_completion(self) -> dict[str, int]:
+        """Resource limits of the completion's processes."""
+        return {
+            "CPU": math.ceil(self.seconds) + 1,
+            "AS": self.megabytes * _MEGABYTE,
+            "NPROC": self.processes,
+            "FSIZE": 16 * _MEGABYTE,
+            "NOFILE": 64,
+            "SIGPENDING": 64,
+            "CORE": 0,
+        }
+
+    def for_test(self) -> dict[str, int]:
+        """Resource limits of the test's process."""
+        return {
+            "CPU": math.ceil(self.seconds) + 1,
+            "AS": 2 * self.megabytes * _MEGABYTE,
+            "FSIZE": 0,
+            "CORE": 0,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a test says of a completion.
+
+    Args:
+        passed (bool): whether the completion passed it.
+        why (str): why not.
+        calls (int): of the function, that the completion answered.
+        test_failed (bool): whether the test failed by itself, so that it says nothing.
+    """
+
+    passed: bool
+    why: str = ""
+    calls: int = 0
+    test_failed: bool = False
+
+
+@dataclass
+class CodeSandbox:
+    """Judges one completion at a time. Starts its process when it first needs it.
+
+    Args:
+        limits (Limits): what a completion may use.
+        namespaces (bool): False does without them, as where the kernel refuses them.
+        unfenced (bool): whether to go on where the kernel cannot filter system calls, or can
+            neither hide this machine's files and processes from a completion nor keep its
+            signals from them.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    namespaces: bool = True
+    unfenced: bool = False
+    _server: ServerProcess | None = None
+    _refusal: str = "they are turned off"
+    _worked: bool = False  # so that what is missing now was there
+
+    def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
+        """Runs a test on a completion's function.
+
+        Args:
+            code (str): the completion's program.
+            setup (str): what the test may use besides: the prompt's imports and helpers.
+            test (str): defines ``check(candidate)``, or calls the function by its name.
+            entry_point (str): the function's name.
+
+        Returns:
+            The verdict. When it is there, no process and no file of the completion is left.
+
+        Raises:
+            SandboxError: if no verdict can be had for reasons that lie not in the completion.
+        """
+        self._start()
+        return self._judge(code, setup, test, entry_point)
+
+    def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
+        program = {
+            "code": code,
+            "entry_point": entry_point,
+            "folder": "/tmp",
+            "limits": self.limits.for_completion(),
+            "megabytes": self.limits.megabytes,
+        }
+        exam = {
+            "program": program,
+            "setup": setup,
+            "test": test,
+            "entry_point": entry_point,
+            "limits": self.limits.for_test(),
+        }
+        try:
+            if self.namespaces:
+                return self._run(exam)
+            # It can only hold plain files, so that it is quick to delete.
+            with tempfile.TemporaryDirectory(
+                prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
+            ) as program["folder"]:
+                return self._run(exam)
+        except OSError as error:  # a disk that is full, say
+            raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
+
+    def confinement(self) -> str:
+        """What fences a completion in, and what does not, in words."""
+        self._start()
+        assert self._server is not None
+        facts = self._server.facts
+        loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
+        if os.geteuid() == 0 and not facts["users"]:
+            loose += " They run as root without rights, whose NUMBER OF PROCESSES HAS NO LIMIT."
+        if self.namespaces:
+            return (
+                "completions run in namespaces of their own: no network, no process and no file of "
+                f"this machine but copies of Python's library.{loose}"
+            )
+        gaps = {
+            "READ THIS MACHINE'S FILES": not facts["landlock"],
+            "USE THE NETWORK": not facts["filter"],
+            "FILL THE DISK until their time is up": True,
+            "SEE WHICH PROCESSES THERE ARE and, by process ids, how many were started": True,
+            "SEE SIZES AND TIMES OF FILES that they cannot open": True,
+        }
+        return (
+            f"the kernel refuses namespaces here ({self._refusal}). Completions cannot make "
+            f"folders, and can {', '.join(gap for gap, open in gaps.items() if open)}.{loose} "
+            "Allow user namespaces, or run in a container without network and the tests' files."
+        )
+
+    def close(self) -> None:
+        """Ends the process and whatever runs there."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _start(self) -> None:
+        if self._server is not None:
+            return
+        try:
+            self._server = ServerProcess("code" if self.namespaces else "code_without_namespaces")
+            self._check_fences(self._server.facts)
+            # Or else a sandbox that does not work here would look like a model that cannot code.
+            verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
+            if not verdict.passed:
+                raise SandboxError(f"it does not work here: {verdict.why}")
+        except (ServerLost, OSError, SandboxError) as error:
+            self.close()
+            if self._worked or not self.namespaces:
+                raise SandboxError(f"the sandbox did not start: {error}") from error
+            self.namespaces, self._refusal = False, str(error)
+            self._start()
+        self._worked = True
+
+    def _check_fences(self, facts: dict[str, Any]) -> None:
+        if "refusal" in facts:
+            raise SandboxError(facts["refusal"])
+        # Without namespaces, Landlock hides files; it stops signals to processes of the same user
+        # from version 6 on.
+        landlock = 1 if facts["users"] else 6
+        missing = []
+        if not facts["filter"]:
+            missing.append("no filter of system calls (seccomp)")
+        if not self.namespaces and facts["landlock"] < landlock:
+            missing.append(
+                f"no namespaces ({self._refusal}) and version {facts['landlock']} of Landlock, "
+                f"where {landlock} is needed"
+            )
+        if missing and not self.unfenced:
+            raise SandboxError(
+                f"the kernel offers {' and '.join(missing)}. Code that a model wrote could read "
+                "and kill what belongs to you. Allow user namespaces, or run everything in a "
+                "container that may come to harm and set unfenced: true."
+            )
+
+    def _run(self, exam: dict[str, Any]) -> Verdict:
+        assert self._server is not None
+        server, (ours, theirs) = self._server, socket.socketpair()
+        try:
+            with theirs:
+                server.start(theirs)
+            try:
+                with ours:
+                    report = self._await_verdict(ours, server.pid, exam)
+            finally:
+                server.stop()
+        except ServerLost:
+            self._server = None
+            return Verdict(False, "the completion brought its sandbox down")
+        if "fault" in report:
+            raise SandboxError(f"the completion was not even begun: {report['fault']}")
+        return Verdict(not report["why"], **report)
+
+    def _await_verdict(self, sock: socket.socket, server: int, exam: dict[str, Any]) -> Any:
+        """What the checker says, or a failure in its place."""
+        limit, start, answered = self.limits.seconds, time.monotonic(), False
+        left, at_once = limit, min(os.cpu_count() or 1, self.limits.processes + 1)
+        waiter = select.poll()
+        waiter.register(sock, select.POLLIN)
+        try:
+            sock.settimeout(_PATIENCE * limit)
+            send(sock, exam)
+            while not answered:
+                answered = bool(waiter.poll(left * 1000))
+                passed = time.monotonic() - start
+                if answered and passed * at_once < limit:  # more cannot have been used
+                    break
+                ran, waited = time_used(server)
+                left = limit - max(ran, passed - waited)
+                if left <= 0 or passed > _PATIENCE * limit:
+                    return {"why": f"no verdict within {limit} s"}
+            return receive(sock, limit=_MAX_VERDICT)
+        except (PeerGone, TimeoutError):
+            return {"why": "the test's process ended without a verdict"}

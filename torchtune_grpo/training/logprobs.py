@@ -1,0 +1,103 @@
+"""Per-token log-probabilities of given tokens, without holding ``[tokens, vocab]`` logits.
+
+Only the hidden states that predict a response token reach the output projection, in the model's own
+forward pass; ``_blocked.py`` turns them into log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.training.micro_batches import MicroBatch
+from torchtune_grpo.training.packing import Layout
+from torchtune_grpo.training.softmax import projection_logprobs
+
+
+@contextmanager
+def unembed_with(
+    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int = 0
+) -> Iterator[None]:
+    """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
+
+    torchtune has no other place to reach the hidden states from: its forward ends in
+    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
+    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
+    responses packed together may be longer than the model's context, though none of their
+    positions is.
+    """
+    context = model.max_seq_len
+    model.unembed = function
+    model.max_seq_len = max(context, width)
+    try:
+        yield
+    finally:
+        del model.unembed
+        model.max_seq_len = context
+
+
+def response_logprobs(
+    model: TransformerDecoder,
+    layout: Layout,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy of the response tokens of a batch of rows.
+
+    Args:
+        model (TransformerDecoder): the policy, or the reference.
+        layout (Layout): n rows with L columns in ``response_mask``, laid out for one forward pass.
+        temperature (float): the temperature that the rows were sampled with, > 0.
+        with_entropy (bool): compute the entropy as well.
+        entropy_gradient (bool): whether the entropy is differentiated.
+        chunk_bytes (int | None): bytes of float32 logits that exist at once; None = the device's
+            default.
+
+    Returns:
+        tuple[Tensor, Tensor]: log-probs [n, L] and entropy [n, L], float32, 0 where
+        ``response_mask`` is False.
+    """
+
+    def unembed(h: Tensor) -> Tensor:
+        logprobs, entropy = projection_logprobs(
+            model.output,
+            model.norm(h[layout.row, layout.column]),  # [K, D]
+            layout.targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
+            chunk_bytes=chunk_bytes,
+        )
+        return torch.stack([logprobs, entropy])  # [2, K]
+
+    attention = layout.attention_mask(model.tok_embeddings.weight.dtype)
+    with unembed_with(model, unembed, width=layout.tokens.shape[1]):
+        values = model(layout.tokens, mask=attention, input_pos=layout.positions)  # [2, K]
+    mask = layout.response_mask
+    out = values.new_zeros(2, mask.numel()).index_copy(1, layout.place, values)
+    out = out.unflatten(1, mask.shape)  # [2, n, L]
+    return out[0], out[1] if entropy_gradient else out[1].detach()
+
+
+@torch.no_grad()
+def trajectory_logprobs(
+    model: TransformerDecoder, micro_batches: Sequence[MicroBatch], *, temperature: float
+) -> Tensor:
+    """Log-probs [N, L] of all of a trajectory's rows, in its order, without gradient."""
+    parts = [
+        response_logprobs(model, part.layout, temperature=temperature)[0] for part in micro_batches
+    ]
+    return in_order(parts, micro_batches)
+
+
+def in_order(values: Sequence[Tensor], micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Values [n, L] of each micro-batch -> [N, L] in the trajectory's order."""
+    rows = torch.cat([part.rows for part in micro_batches])  # [N] a permutation
+    return torch.cat(list(values))[rows.argsort()]
