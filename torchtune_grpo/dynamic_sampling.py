@@ -23,7 +23,8 @@ from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
 from torchtune_grpo.data import PromptBatch, RLDataset
 from torchtune_grpo.machine.parallel import Bulletin, rank, world_size
 from torchtune_grpo.monitor.metrics import StepMetrics
-from torchtune_grpo.rewards import Answers, RewardScores, RewardSet, TrainerState
+from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
+from torchtune_grpo.rewards.score import Outcome
 from torchtune_grpo.rollout import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory
 
@@ -102,13 +103,13 @@ class Resampling:
 
     def __init__(self, run: DynamicSampling, prompts: PromptBatch, state: TrainerState) -> None:
         self._run, self._prompts, self._state = run, prompts, state
-        self._answers: dict[int, Answers] = {}  # by the prompt's place in the request
+        self._answers: dict[int, list[Outcome]] = {}  # by the prompt's place in the request
         self._is_kept: dict[int, bool] = {}  # by the group's place in the step, of all ranks
         self._wanted = run.batch_size
         self._lines: list[str] = []  # "place is_kept", of all ranks
         self._looked = 0.0
         self._work: SimpleQueue[tuple[int, Samples] | None] = SimpleQueue()
-        self._news: SimpleQueue[tuple[int, Answers, bool] | Exception] = SimpleQueue()
+        self._news: SimpleQueue[tuple[int, list[Outcome], bool] | Exception] = SimpleQueue()
         threading.Thread(target=self._score, daemon=True).start()  # a reward may hang
 
     def allowed(self) -> int:
@@ -195,7 +196,7 @@ class Resampling:
             except Exception as error:
                 self._news.put(error)
 
-    def _scored(self, prompt: int, samples: Samples) -> tuple[int, Answers, bool]:
+    def _scored(self, prompt: int, samples: Samples) -> tuple[int, list[Outcome], bool]:
         run, count = self._run, self._run.group_size
         stops = run.tokenizer.stop_tokens
         lengths = samples.lengths.tolist()

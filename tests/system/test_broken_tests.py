@@ -153,15 +153,6 @@ def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
             rewards.check_data(Rows(TEST, setup=setup), key="dataset")
 
 
-def test_it_is_tried_as_well_in_a_process_of_its_own():
-    node = {"_component_": "torchtune_grpo.rewards.CodeReward", "isolation": "process"}
-    rewards = RewardSet.from_config([node])
-    rows = Rows("for _ in (): solve(1)", TEST, TEST)
-    rewards.check_data(rows, key="dataset")
-    rewards.close()
-    assert rows.row_numbers == [1, 2]
-
-
 def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):
     """The same each time, and the log says how many. More than half of these is too many."""
     monkeypatch.setattr(_code, "_MAX_TRIED", 5)

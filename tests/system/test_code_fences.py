@@ -666,8 +666,8 @@ def own_two_rewards(folder: Path) -> None:
     text = "```python\nimport os, time\ndef solve(n):\n    os.fork(); time.sleep(1000)\n```"
     columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
     for reward in rewards.rewards:
-        arguments = {"prompts": [""], "completions": [text], **columns}
-        threading.Thread(target=reward.function, kwargs=arguments, daemon=True).start()
+        arguments = {"prompts": [""], "completions": [text], "columns": columns}
+        threading.Thread(target=RewardSet([reward]), kwargs=arguments, daemon=True).start()
     threading.Event().wait()
 
 

@@ -20,7 +20,8 @@ from torchtune_grpo.monitor.groups import GroupRecorder
 from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.monitor.metric_logger import make_metric_logger
 from torchtune_grpo.monitor.run_log import RunLog
-from torchtune_grpo.sandbox.contract import MEASURED, ContractError, RewardNotes
+from torchtune_grpo.rewards.score import MEASURED, Outcome
+from torchtune_grpo.rewards.workers import ContractError
 
 FILES = ["completions.jsonl", "metrics.jsonl"]
 
@@ -263,7 +264,7 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_whatever_a_reward_logs_is_valid_json(folder, name):
     value, expected = VALUES[name]
-    notes = RewardNotes(4)
+    notes = Outcome(4)
     notes.log_extra("note", [value] * 4)
     log = RunLog(folder)
     log.groups(1, groups(replace(make_scores(), extra=notes.extra)), share=1.0)
@@ -287,7 +288,7 @@ def test_totals_beyond_float32_and_a_metric_called_step(folder):
 
 
 def test_names_of_the_run_are_refused():
-    notes = RewardNotes(1)
+    notes = Outcome(1)
     for name in MEASURED:
         for said in (name, f"b/{name}"):  # of a reward "a/b"
             with pytest.raises(ContractError, match=rf"log_metric\('{said}', .*mean, .*another"):

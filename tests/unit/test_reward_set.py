@@ -14,7 +14,6 @@ from torchtune_grpo.rewards import (
     RewardScores,
     RewardSet,
     math_correctness_reward,
-    math_format_reward,
 )
 
 HERE = __name__
@@ -151,15 +150,6 @@ def test_missing_column():
         rewards.check(["x", "answers"])
 
 
-def test_columns_of_another_length_or_with_a_reserved_name():
-    with pytest.raises(ValueError, match="2 prompts but 3 values in 'answer'"):
-        score(math_correctness_reward, answer=["1", "2", "3"])
-    with pytest.raises(ValueError, match="column 'completions', a name"):
-        score(math_format_reward, completions=["1", "2"])
-    with pytest.raises(ValueError, match="1 prompts but 2 values in 'completions'"):
-        RewardSet([Reward("r", length_reward)])(prompts=["p"], completions=["a", "b"], columns={})
-
-
 def test_keyword_arguments_are_bound(importable):
     """For a function by partial, for a class by its constructor; the weight is not among them."""
     node = {"_component_": f"{importable}.length_reward", "scale": 2, "limit": 3, "weight": 0.5}
@@ -212,10 +202,9 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
         ([{"_component_": "no.such.thing"}], r"rewards\[0\]\._component_ is 'no.such.thing'"),
         ([{"_component_": ""}], r"rewards\[0\]\._component_ is ''"),
         ([{"_component_": FORMAT + "s"}], r"rewards\[0\]\._component_ .*math_format_rewards"),
-        ([{"_component_": "math.pi"}], "which is 3.14.*give a function or a class"),
+        ([{"_component_": "math.pi"}], "which is not a function or a class .* 3.14"),
         ([{"_component_": FORMAT}] * 2, r"rewards\[0\]\.name and rewards\[1\]\.name are both"),
         ([{"_component_": FORMAT, "name": " "}], r"rewards\[0\]\.name is ' '"),
-        ([{"_component_": FORMAT, "name": None}], r"rewards\[0\]\.name is None"),
         ([{"_component_": FORMAT, "weight": math.nan}], r"weight is nan; give a finite"),
         ([{"_component_": FORMAT, "weight": -math.inf}], r"weight is -inf; give a finite"),
         ([{"_component_": FORMAT, "weight": "0.1"}], r"rewards\[0\].*weight is '0.1'"),
@@ -228,8 +217,11 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts is 1"),
         ([{"_component_": "HERE.length_reward", "scael": 1}], r"scael is 1.*did you mean 'scale'"),
         ([{"_component_": "HERE.Bonus", "valeu": 1}], r"valeu is 1.*did you mean 'value'"),
-        ([{"_component_": "HERE.returns"}], r"rewards\[0\] gives .*missing.*'value'"),
-        ([{"_component_": "HERE.Bonus"}], r"rewards\[0\] gives .*missing.*'value'"),
+        (
+            [{"_component_": "HERE.returns"}],
+            r"rewards\[0\]: could not construct .*'value'",
+        ),
+        ([{"_component_": "HERE.Bonus"}], r"rewards\[0\]: could not construct .*'value'"),
     ],
 )
 def test_configs_that_are_refused(cfg, message, importable):
@@ -258,10 +250,8 @@ def test_functions_that_cannot_be_called_as_rewards_are_called():
         RewardSet([Reward("r", no_columns)])
     with pytest.raises(ValueError, match=r"cannot be given \['prompts', 'completions'\] by name"):
         RewardSet([Reward("r", by_position)])
-    with pytest.raises(ValueError, match="cannot be called"):
+    with pytest.raises(ValueError, match="signature cannot be read"):
         RewardSet([Reward("r", 3)])
-    with pytest.raises(ValueError, match="rewards is empty"):
-        RewardSet([])
 
 
 def test_building_a_set_calls_no_reward():

@@ -67,7 +67,6 @@ def _check_parts(
         make_loss(settings.loss)
     with problems.noted():
         rewards = RewardSet.from_config(settings.rewards)
-        rewards.check()
     with problems.noted():
         tokenizer = instantiate("tokenizer", settings.tokenizer)
     if tokenizer is not None and read_data:

@@ -185,7 +185,7 @@ def _weights(cfg: GRPOConfig, *, base: bool, checkpoint: str | None) -> dict[str
 def _rewards(cfg: GRPOConfig) -> RewardSet:
     """The config's; where the one that decides reads answer tags, also the lenient grader."""
     rewards = RewardSet.from_config(cfg.rewards, max_failure_share=cfg.max_reward_failure_share)
-    functions = {each.name: each.declaration or each.function for each in rewards.rewards}
+    functions = {each.name: each.function for each in rewards.rewards}
     is_strict = functions.get(cfg.eval_reward or rewards.names[0]) is math_correctness_reward
     if is_strict and LENIENT not in functions:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))

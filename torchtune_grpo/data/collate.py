@@ -15,7 +15,7 @@ class PromptBatch:
         tokens (list[list[int]]): B lists of token ids.
         indices (list[int]): B positions in the data set (``dataset[indices[b]]`` is prompt b).
         prompts (list[str]): B texts as rewards see them, without special tokens; those of a
-            data set know all messages (:class:`~torchtune_grpo.sandbox.contract.Prompt`).
+            data set know all messages (:class:`~torchtune_grpo.data.prompt.Prompt`).
         columns (dict[str, list]): every other column of the data set, B values each.
         uses (list[int]): how often each has come in this step before, on any rank: it gets noise of
             its own each time.

@@ -18,8 +18,8 @@ from torchtune.data import Message
 
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.data.bad_rows import BadRow
+from torchtune_grpo.data.prompt import message
 from torchtune_grpo.models import HFTokenizer
-from torchtune_grpo.sandbox.contract import message
 
 # Any two texts would do that share no tokens.
 _PROBE_PROMPT, _PROBE_REPLY = "a", "b"

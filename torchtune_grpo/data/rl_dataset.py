@@ -18,9 +18,9 @@ from torchtune_grpo.config.components import check_arguments
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.data.bad_rows import BadRow, LeftOut
 from torchtune_grpo.data.load import described, load_rows, loader_keys, source_kind
+from torchtune_grpo.data.prompt import GIVEN, Prompt
 from torchtune_grpo.data.prompt_encoder import PromptEncoder
 from torchtune_grpo.data.prompt_template import RowTemplate, known_column
-from torchtune_grpo.sandbox.contract import GIVEN, Prompt
 
 Row = Mapping[str, Any]
 GSM8K_MARK = "#### "  # between a worked answer and the gold

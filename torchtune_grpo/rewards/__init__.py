@@ -1,9 +1,7 @@
-"""Rewards: pure functions from completions to numbers, and sets of them with weights.
+"""Rewards: functions from completions to numbers, and sets of them with weights.
 
-A reward is any ``reward(prompts, completions, **columns) -> list[float | None]``, as in TRL's
-GRPOTrainer: all arguments are keywords; prompts (texts), completions (texts, each with its prefill)
-and the data set's other columns are lists of N values; and None says that the reward does not apply
-to a completion. docs/rewards.md tells more.
+A reward is any ``reward(prompts, completions, **columns) -> list[float | None]``; docs/rewards.md
+describes it.
 """
 
 from torchtune_grpo.rewards.code import CodeReward, code_format_reward
@@ -15,7 +13,7 @@ from torchtune_grpo.rewards.math import (
     math_format_reward,
 )
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
-from torchtune_grpo.rewards.reward_set import Answers, RewardFailure, RewardScores, RewardSet
+from torchtune_grpo.rewards.score import RewardFailure, RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rewards.shaping import (
     CosineLengthReward,
     OverlongPenalty,
@@ -24,10 +22,8 @@ from torchtune_grpo.rewards.shaping import (
     math_tag_reward,
 )
 from torchtune_grpo.rewards.symbolic import SymbolicMathReward
-from torchtune_grpo.sandbox.contract import TrainerState
 
 __all__ = [
-    "Answers",
     "CodeReward",
     "CosineLengthReward",
     "OverlongPenalty",

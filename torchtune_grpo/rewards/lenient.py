@@ -13,7 +13,7 @@ from torchtune_grpo.rewards.math import (
     math_gold_fault,
     stated_value,
 )
-from torchtune_grpo.rewards.reward import Reward, _said
+from torchtune_grpo.rewards.reward import Reward
 from torchtune_grpo.rewards.symbolic import SymbolicMathReward, stated_expression
 
 # A minus behind a digit, a letter or a bracket subtracts.
@@ -59,8 +59,7 @@ def _spelling(content: str) -> str | None:
 
 def names_answer(reward: Reward) -> Callable[[str], str | None] | None:
     """How a reward says which answer it sees in a text: its ``answer_of``, or None."""
-    named: Callable[[str], str | None] | None = _said(reward, "answer_of", None)
-    return named
+    return reward.answer_of
 
 
 # See evaluation.py: votes among samples.

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from torchtune_grpo.config.text import shortened
-from torchtune_grpo.rewards.isolated import IsolatedReward, WorkerLost
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
     is_worked_answer,
@@ -15,6 +14,7 @@ from torchtune_grpo.rewards.math import (
     math_gold_fault,
     stated_value,
 )
+from torchtune_grpo.rewards.workers import FunctionWorker, WorkerLost, WorkerPool
 
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
@@ -58,8 +58,8 @@ class SymbolicMathReward:
             raise ValueError(
                 f"rewards: timeout is {timeout} and workers {workers}; give numbers above 0."
             )
-        self._settings: dict[str, Any] = {"timeout": timeout, "workers": workers}
-        self._equal: IsolatedReward | None = None
+        path = "torchtune_grpo.sandbox.symbolic.expressions_equal"
+        self._pool = WorkerPool([FunctionWorker(path, timeout=timeout) for _ in range(workers)])
 
     def __call__(
         self,
@@ -86,7 +86,7 @@ class SymbolicMathReward:
                 parts[row] = [(side, gold) for side in _sides(expression, gold)]
                 asked |= dict.fromkeys(parts[row])
         if asked:
-            asked = dict(zip(asked, self._ask(list(asked)), strict=True))
+            asked = dict(zip(asked, self._pool.map(_ask, list(asked)), strict=True))
         for row, pairs in parts.items():
             values = [asked[pair] for pair in pairs]
             if _UNREADABLE_GOLD in values:
@@ -115,20 +115,14 @@ class SymbolicMathReward:
 
     def close(self) -> None:
         """Ends the workers; a later call starts new ones."""
-        if self._equal is not None:
-            self._equal.close()
-            self._equal = None
+        self._pool.close()
 
-    def _ask(self, pairs: list[tuple[str, str]]) -> list[Any]:
-        if self._equal is None:
-            self._equal = IsolatedReward(
-                "torchtune_grpo.sandbox.symbolic.expressions_equal",
-                arguments={},
-                name="symbolic",
-                **self._settings,
-            )
-        given, golds = map(list, zip(*pairs))
-        return self._equal([""] * len(pairs), given, answer=golds)
+
+def _ask(worker: FunctionWorker, pair: tuple[str, str]) -> Any:
+    try:
+        return worker(given=pair[0], gold=pair[1])
+    except (RuntimeError, TimeoutError) as error:
+        return error
 
 
 def _sides(expression: str, gold: str) -> list[str]:

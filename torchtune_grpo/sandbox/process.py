@@ -1,14 +1,14 @@
-"""The owner's side: a server process, started when needed and replaced when lost."""
+"""The owner's side of a server process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,13 @@ def _rankless_environment() -> dict[str, str]:
 
 
 class ServerProcess:
-    """A process that runs :func:`torchtune_grpo.sandbox.server.main`.
-
-    Args:
-        role (str): as there.
+    """A process that runs :func:`torchtune_grpo.sandbox.server.main` in a ``role``; ``facts`` is
+    what it says about itself.
     """
 
     def __init__(self, role: str) -> None:
         ours, theirs = socket.socketpair()
-        trusted = role == "reward"
+        trusted = role == "function"
         boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno())
         isolated = [] if trusted else ["-I", "-S"]
         with theirs:
@@ -83,27 +81,38 @@ class ServerProcess:
         return self._process.pid
 
     def start(self, sock: socket.socket) -> None:
-        """Forks a task there, which talks to whoever has the other end of the socket. What it is
-        asked is never in the server's memory.
+        """Forks a task there, which talks to whoever has the other end of the socket.
 
-        Raises:
-            ServerLost: if the server is gone; it is closed then.
+        What it is asked is never in the server's memory. Raises ServerLost if the server is gone.
         """
         with self._talking(_STOP_SECONDS):
             socket.send_fds(self._control, [b"+"], [sock.fileno()])
 
     def stop(self) -> None:
-        """Ends all that runs there. Returns when no process of any task is left.
+        """Ends all tasks there, and returns when no process of theirs is left.
 
-        Raises:
-            ServerLost: if that cannot be had; everything is killed then all the same.
+        Raises ServerLost if that cannot be confirmed; everything is killed then all the same.
         """
         with self._talking(_STOP_SECONDS):
             self._control.send(b"-")
             if not self._control.recv(1):
                 raise PeerGone("ended")
 
-    @contextmanager
+    def kill(self) -> None:
+        """Has the server end itself and all tasks, while another thread may wait for one."""
+        with contextlib.suppress(OSError):  # closed already
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the server and all tasks, and leaves no zombie."""
+        self._control.close()  # the server kills its tasks and ends
+        try:
+            self._process.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @contextlib.contextmanager
     def _talking(self, seconds: float) -> Iterator[None]:
         try:
             self._control.settimeout(seconds)
@@ -111,12 +120,3 @@ class ServerProcess:
         except (OSError, PeerGone) as error:
             self.close()
             raise ServerLost(f"a sandbox server does not answer: {error!r}") from error
-
-    def close(self) -> None:
-        """Ends the server and all that runs there, and leaves no zombie."""
-        self._control.close()  # the server kills its tasks and ends
-        try:
-            self._process.wait(timeout=_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()

@@ -24,16 +24,14 @@ Task = Callable[[socket.socket], None]
 
 
 def main(role: str, fd: int) -> None:
-    """What a server's process runs: serves one owner, which holds the other end of the socket.
+    """What a server's process runs: serves the owner of the other end of the socket ``fd``.
 
-    Args:
-        role (str): ``reward``, ``code`` or ``code_without_namespaces``.
-        fd (int): the socket.
+    Its tasks are ``function`` (a worker that calls one), ``code`` or ``code_without_namespaces``.
     """
     control = socket.socket(fileno=fd)
     task: Task
-    if role == "reward":
-        from torchtune_grpo.sandbox.rewarder import run_rewards as task
+    if role == "function":
+        from torchtune_grpo.sandbox.worker import run_worker as task
 
         facts = {}
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import resource
-from typing import Any
 
 from math_verify import parse, verify
 
@@ -21,19 +20,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 UNREADABLE_GOLD = -1.0
 
 
-def expressions_equal(
-    prompts: list[str], completions: list[str], *, answer: list[str], **columns: Any
-) -> list[float]:
-    """A reward whose completions are bare expressions.
-
-    Returns:
-        N numbers: 1.0 where it equals the answer, else 0.0, and ``UNREADABLE_GOLD`` where the
-        answer itself cannot be parsed.
-    """
-    return [_score(given, gold) for given, gold in zip(completions, answer)]
-
-
-def _score(given: str, gold: str) -> float:
+def expressions_equal(given: str, gold: str) -> float:
+    """1.0 if two bare expressions are equal, else 0.0; UNREADABLE_GOLD if there is no gold."""
     expected = parse(f"${gold}$", parsing_timeout=None)
     if not expected:
         return UNREADABLE_GOLD

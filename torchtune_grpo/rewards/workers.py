@@ -1,0 +1,195 @@
+"""One pool of worker processes, for rewards that may hang or crash or that run foreign code.
+
+    pool = WorkerPool([FunctionWorker("my_module.function", timeout=5.0) for _ in range(2)])
+    results = pool.map(lambda worker, task: worker(**task), tasks)
+
+A task is whatever the function given to ``map`` asks a worker to do. To add a kind of task, write a
+worker for it: an object that starts its process when it is first needed, keeps its own time limit
+and starts another process after a loss. It has two methods: ``close()`` ends the process, and
+``kill()`` makes a task that another thread waits for fail at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send, send_bytes
+
+# Importing torch on a busy machine can take long; it is not the function's time.
+_LOAD_SECONDS = 120.0
+
+W = TypeVar("W")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class ContractError(ValueError):
+    """A reward that cannot be loaded, or that returned what no reward may: a bug, not a failure."""
+
+
+class WorkerLost(RuntimeError):
+    """A worker process ended before it answered."""
+
+
+class WorkerPool(Generic[W]):
+    """Workers that take tasks from one queue, each in a thread."""
+
+    def __init__(self, workers: Sequence[W]) -> None:
+        self._workers: Sequence[Any] = workers
+
+    def map(self, ask: Callable[[W, T], R], tasks: Sequence[T]) -> list[R]:
+        """``ask(worker, task)`` of each task, in order.
+
+        The first exception drops the tasks that still wait, and is raised. So is Ctrl-C, which has
+        all workers end, also idle ones: their processes may have been hit by it as well.
+        """
+        waiting, errors = deque(enumerate(tasks)), deque[BaseException]()
+        results: list[Any] = [None] * len(tasks)
+
+        def work(worker: W) -> None:
+            with contextlib.suppress(IndexError):  # nothing is left
+                while True:
+                    index, task = waiting.popleft()
+                    try:
+                        results[index] = ask(worker, task)
+                    except BaseException as error:
+                        waiting.clear()
+                        errors.append(error)
+
+        busy = self._workers[: len(tasks)]
+        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in busy]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            waiting.clear()
+            for worker, thread in zip(busy, threads, strict=True):
+                while thread.is_alive():  # it may just be starting its process
+                    worker.kill()
+                    thread.join(0.1)
+            self.close()
+            raise
+        for error in errors:
+            raise error
+        return results
+
+    def close(self) -> None:
+        """Ends all workers; the next task starts new ones."""
+        for worker in self._workers:
+            worker.close()
+
+
+class FunctionWorker:
+    """Calls a function in a process of its own, with a time limit per call.
+
+    After ``timeout`` seconds the process is killed with all that it started. This needs no signals,
+    so it works in any thread. The process sees neither GPUs nor the rank of this one, and imports
+    the function itself by its dotpath; ``makes`` says that it is made by a call with ``arguments``,
+    as objects of a class are.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        makes: bool = False,
+        timeout: float,
+    ) -> None:
+        self._path, self._timeout = path, timeout
+        self._arguments, self._makes = dict(arguments or {}), makes
+        self._server: ServerProcess | None = None
+        self._socket: socket.socket | None = None
+
+    def __call__(self, **arguments: Any) -> Any:
+        """What the function returns, as plain data.
+
+        Raises:
+            TimeoutError, WorkerLost, RuntimeError: the last with the function's own exception.
+            ContractError: if it cannot be loaded.
+        """
+        log_extra, log_metric = arguments.pop("log_extra", None), arguments.pop("log_metric", None)
+        if "trainer_state" in arguments:  # its class comes with torch
+            arguments["trainer_state"] = SimpleNamespace(**vars(arguments["trainer_state"]))
+        answer = self._ask({"notes": log_extra is not None, "arguments": arguments})
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        if log_extra is not None and log_metric is not None:
+            for column, values in answer["extra"].items():
+                log_extra(column, values)
+            for name, value in answer["metrics"]:
+                log_metric(name, value)
+        return answer["returned"]
+
+    def kill(self) -> None:
+        """Makes a call that another thread waits for fail at once."""
+        if (server := self._server) is not None:
+            server.kill()
+
+    def close(self) -> None:
+        """Ends the process and all that it started; the next call starts a new one."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._server is not None:
+            self._server.close()
+        self._server = self._socket = None
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            sock = self._socket or self._load()
+            sock.settimeout(self._timeout)
+            send_bytes(sock, pickle.dumps(request))
+            return dict(receive(sock))
+        except (TimeoutError, PeerGone, ServerLost) as error:
+            self._stop()
+            if isinstance(error, TimeoutError):
+                text = f"no answer within {self._timeout} s; its processes were killed"
+                raise TimeoutError(text) from None
+            raise WorkerLost(f"its process ended ({error})") from None
+
+    def _load(self) -> socket.socket:
+        self._server = self._server or ServerProcess("function")
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._server.start(theirs)
+        request = {
+            "path": self._path,
+            "arguments": self._arguments,
+            "makes": self._makes,
+            "import_path": sys.path,
+            "folder": os.getcwd(),
+        }
+        try:
+            self._socket.settimeout(_LOAD_SECONDS)
+            send(self._socket, request)
+            answer = receive(self._socket)
+        except (TimeoutError, PeerGone) as error:
+            answer = {"error": f"its process ended while loading ({error!r})"}
+        if "error" in answer:
+            self.close()
+            raise ContractError(
+                f"{self._path} cannot be loaded in a process of its own: {answer['error']}"
+            )
+        return self._socket
+
+    def _stop(self) -> None:
+        """Ends the process; the server stays, if it can."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        try:
+            if self._server is not None:
+                self._server.stop()
+        except ServerLost:
+            self._server = None
