@@ -122,7 +122,7 @@ def settings(args, folder: Path, *, ranks: int, model: str, sharding: str) -> li
         f"num_steps={args.steps}",
         "loss.kl_coeff=0.04",  # so that there is a reference pass
         "eval_dataset=null",
-        "eval_every_n_steps=null",
+        "evaluation.every_n_steps=null",
         *args.overrides,
     ]
 

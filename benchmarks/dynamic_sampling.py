@@ -26,7 +26,7 @@ from torchtune_grpo.tiny import warmup as _warmup
 MODELS = {"often right": 0.8, "rarely right": 0.985}
 STEPS = {0: 60, 3: 24}  # by max_resamples; about as many completions
 COMMON = ["lr_scheduler=null", "optimizer.lr=3e-4", "report_every_n_steps=null"]
-COMMON += ["eval_every_n_steps=4", "dynamic_sampling.reward=correctness"]
+COMMON += ["evaluation.every_n_steps=4", "dynamic_sampling.reward=correctness"]
 
 
 def model_dir(model: str, work: Path) -> Path:

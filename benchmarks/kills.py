@@ -35,9 +35,9 @@ from torchtune_grpo.config.files import config_files, recipes_folder
 from torchtune_grpo.monitor.jsonl import read_jsonl
 
 SETTINGS = """
-prepare.warmup_steps=0 num_steps=6 save_every_n_steps=1 keep_last_n_checkpoints=2 batch_size=2
+prepare.warmup_steps=0 num_steps=6 saving.every_n_steps=1 saving.keep_last=2 batch_size=2
 grpo_samples=4 forward_batch_size=8 max_generated_tokens=12 eval_dataset=null
-eval_every_n_steps=null optimizer.lr=1e-3 dataset.num_samples=64 log_groups=99
+evaluation.every_n_steps=null optimizer.lr=1e-3 dataset.num_samples=64 log_groups=99
 """.split()
 SETTINGS.append("rewards=[{_component_: kills.reward_length}]")  # groups differ, weights move
 LORA = ["model=torchtune_grpo.models.lora_hf_model", "model.lora_dropout=0.5"]

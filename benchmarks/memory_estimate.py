@@ -221,7 +221,7 @@ def rollout_bytes(
     requests = {"rows": request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)}
     if cuda and cfg.eval_dataset is not None:
         prompts = cfg.eval_dataset.get("num_samples") or 256
-        requests["eval_rows"] = request(cfg, prompts=prompts, group=max(1, cfg.eval_samples))
+        requests["eval_rows"] = request(cfg, prompts=prompts, group=max(1, cfg.evaluation.samples))
     rows = {name: engine.rows_at_once(wanted) for name, wanted in requests.items()}
     longest = cfg.dataset.max_prompt_tokens
     step = max(padded_rows(n, few_shapes=graphs) for n in rows.values()) * decoder.step_bytes(

@@ -35,7 +35,7 @@ from torchtune_grpo.checkpoint import (
     restore_optimizer,
     set_aside_previous_run,
 )
-from torchtune_grpo.config.check import check_checkpoint_files, read_config
+from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import parse
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.data import PromptBatch, make_sampler, prompts_of_rank
@@ -61,6 +61,7 @@ from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
 from torchtune_grpo.training.nonfinite import NonFiniteGuard, total_grad_norm
 from torchtune_grpo.training.optimizer import make_optimizer
 from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
+from torchtune_grpo.training.policy_checks import check_model
 from torchtune_grpo.training.reference import make_reference
 from torchtune_grpo.trajectory import Trajectory
 
@@ -96,7 +97,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; what can be wrong with the config fails before weights are read."""
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
-        check_checkpoint_files(self.cfg)
+        check_model(self.cfg)
         if self._device.type == "cpu":
             keep_freed_memory()
             limit_threads(empty_model(self.cfg))
@@ -133,7 +134,6 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._engine = make_engine(
             self._model,
             self.cfg.rollout,
-            gather=self.cfg.distributed.gather,
             is_sharded=self._is_sharded,
             device=self._device,
         )
@@ -189,7 +189,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             self._observer.shown(done=self.global_step),
             self._profiler as profiler,
         ):
-            if self._is_due(self.cfg.eval_every_n_steps):
+            if self._is_due(self.cfg.evaluation.every_n_steps):
                 self._evaluate()
             while self.global_step < self.cfg.num_steps and not self._course.is_over:
                 self.interrupts.boundary()
@@ -209,10 +209,10 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self.global_step += 1
                 profiler.step()
                 self._log(metrics)
-                if self._is_due(self.cfg.eval_every_n_steps):
+                if self._is_due(self.cfg.evaluation.every_n_steps):
                     self._evaluate()
                 is_best = self._checkpoints.best == self.global_step
-                if is_best or self._is_due(self.cfg.save_every_n_steps):
+                if is_best or self._is_due(self.cfg.saving.every_n_steps):
                     self.save_checkpoint()
 
     def generate_trajectory(self, prompts: PromptBatch, metrics: StepMetrics) -> list[MiniBatch]:
@@ -228,7 +228,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def _old_logprobs(self, batches: list[MiniBatch]) -> list[Tensor | None]:
         """Of the policy that sampled, [N, L] each; None = the policy is still that one."""
-        if self.cfg.sampling_correction.mode == "old_logprobs":
+        if self.cfg.objective.sampling_correction == "old_logprobs":
             return [batch.trajectory.sampler_logprobs for batch in batches]
         later = [batch.parts for batch in batches[1:]]
         temperature, model = self.cfg.temperature, self._model.eval()
@@ -246,7 +246,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             scores = self._score(trajectory) if resampling is None else resampling.scores()
             advantages = self._advantages(scores, kept).to(self._device)  # [B*G]
         mask = trajectory.response_mask  # [B*G, L]
-        if self.cfg.mask_truncated_completions:
+        if self.cfg.objective.mask_truncated_completions:
             mask = mask & ~trajectory.truncated[:, None]
         trajectory = replace(trajectory, advantages=advantages, response_mask=mask)
         metrics.add_rollout(trajectory, scores, group_size=self.cfg.grpo_samples)
@@ -272,9 +272,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         trajectory, parts = batch.trajectory, batch.parts
         self._model.train()
         loss, seen = torch.zeros((), device=self._device), []
-        defer = self.cfg.distributed.defer_gradients
         for micro_batch in parts:
-            parallel.set_gradient_sync(self._model, last=micro_batch is parts[-1], defer=defer)
             part = trajectory.select(micro_batch.rows, numbers=micro_batch.numbers)
             logprobs, entropy = response_logprobs(
                 self._model,
@@ -307,8 +305,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 trainer_logprobs=logprobs if old is None else old,
                 behaviour_logprobs=part.behaviour_logprobs,
                 response_mask=part.response_mask,
-                mode=self.cfg.sampling_correction.mode,
-                cap=self.cfg.sampling_correction.cap,
+                mode=self.cfg.objective.sampling_correction,
+                cap=self.cfg.objective.correction_cap,
             ),
         )
 
@@ -377,8 +375,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             scores.scores,
             scores.weights,
             group_size=self.cfg.grpo_samples,
-            normalization=self.cfg.advantage,
-            aggregation=self.cfg.multi_objective_aggregation,
+            normalization=self.cfg.objective.advantage,
+            aggregation=self.cfg.objective.multi_objective_aggregation,
             kept=kept,
         )
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +15,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_grpo._api_rewards import dotpath
-from torchtune_grpo.config.components import component_parameters
+from torchtune_grpo.config.components import parameters
 from torchtune_grpo.config.errors import Problems
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.schema import Keys
 from torchtune_grpo.config.text import describe, shortened
 
 RLDATASET = "torchtune_grpo.data.RLDataset"
@@ -41,7 +40,7 @@ class Arguments:
 
     def set_keys(self, given: Mapping[str, Any]) -> None:
         """Sets keys: ``loss_kl_coeff=0.0``, ``loss={"kl_coeff": 0.0}``, ``loss=MyLoss``."""
-        own = {field.name for field in dataclasses.fields(GRPOConfig)}
+        own = {*GRPOConfig.model_fields}
         for name, value in sorted(given.items(), key=lambda item: item[0] not in own):
             with self.problems.noted():
                 key = name if name in own else self._key(name)
@@ -97,7 +96,7 @@ class Arguments:
             ValueError: if there is none; it names the nearest.
         """
         known: dict[str, str] = {}
-        hints = typing.get_type_hints(GRPOConfig)
+        hints = {name: field.annotation for name, field in GRPOConfig.model_fields.items()}
         for node in sorted(hints, key=len):
             names, is_open = self._arguments(node, hints[node])
             known |= {f"{node}_{argument}": f"{node}.{argument}" for argument in names}
@@ -114,14 +113,14 @@ class Arguments:
 
     def _arguments(self, node: str, hint: Any) -> tuple[set[str], bool]:
         """The keys below a key, and whether it takes any other."""
-        if dataclasses.is_dataclass(hint):
-            return {field.name for field in dataclasses.fields(hint)}, False
+        if isinstance(hint, type) and issubclass(hint, Keys):
+            return {*hint.model_fields}, False
         there = OmegaConf.select(self.cfg, node, throw_on_missing=False)
         if not isinstance(there, DictConfig):
             return set(), False
-        parameters = component_parameters(there.get("_component_")) or {}
-        named = {n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-        is_open = len(named) < len(parameters)
+        found = parameters(there.get("_component_")) or {}
+        named = {n for n, p in found.items() if p.kind is not p.VAR_KEYWORD}
+        is_open = len(named) < len(found)
         return named | {str(name) for name in there if name != "_component_"}, is_open
 
 

@@ -90,8 +90,9 @@ def group_advantages(
         lowest = min(gather_over_ranks(min(rewards.tolist(), default=0.0)))
         if lowest < 0:
             raise ValueError(
-                f"advantage=max_rl: a completion has the reward {lowest:g}, and means of rewards "
-                "below 0 scale nothing; give rewards and weights from 0 on, or set it to group."
+                f"objective.advantage=max_rl: a completion has the reward {lowest:g}, and means "
+                "of negative rewards cannot scale; give rewards and weights of 0 or more, or set "
+                "it to group."
             )
         mean = groups.mean(dim=1, keepdim=True)
         centred = (centred / mean).where(mean > 0, 0)

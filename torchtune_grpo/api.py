@@ -9,7 +9,7 @@ import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from torchtune_grpo._api_rewards import GivenReward, own_folder, reward_nodes
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
 from torchtune_grpo.cli.config import check_config
 from torchtune_grpo.cli.sample import items_of
-from torchtune_grpo.config.check import check_lengths, check_vocabulary
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.errors import ConfigError, Problems, problems_in
 from torchtune_grpo.config.files import extend_import_path
@@ -36,6 +35,7 @@ from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.training.policy_checks import check_prompts
 
 log = utils.get_logger("INFO")
 
@@ -113,7 +113,7 @@ class GRPO:
             if nodes:
                 with problems.noted():
                     self._arguments.put("rewards", nodes, written="rewards")
-            self.config.eval_reward = None  # another reward's name
+            OmegaConf.update(self.config, "evaluation.reward", None)  # another reward's name
         self._arguments.set_keys(keys)
         if isinstance(eval_data, (str, Path, Sequence, datasets.Dataset)):
             self._arguments.form_alike("dataset", "eval_dataset")
@@ -269,8 +269,11 @@ class GRPO:
         rows = rows_of(data, "data") if source is None else None
         dataset: RLDataset = recipe._dataset.alike(source=source, rows=rows)
         recipe._rewards.check_data(dataset, key="data")
-        check_lengths(recipe.cfg, longest_prompts={"data": dataset.max_prompt_length})
-        check_vocabulary(recipe.cfg, highest_tokens={"data": dataset.highest_token})
+        check_prompts(
+            recipe.cfg,
+            longest={"data": dataset.max_prompt_length},
+            highest_tokens={"data": dataset.highest_token},
+        )
         return Evaluator(recipe.cfg, dataset, tokenizer=recipe._tokenizer, rewards=recipe._rewards)
 
     def generate(
@@ -312,11 +315,13 @@ class GRPO:
             )
         params = recipe.cfg.sampling_params
         if temperature is not None:
-            params = params.greedy if temperature == 0 else replace(params, temperature=temperature)
+            params = params.greedy if temperature == 0 else params.replace(temperature=temperature)
         items = items_of(asked, recipe._dataset)
-        check_lengths(recipe.cfg, longest_prompts={"prompts": max(len(i["tokens"]) for i in items)})
-        highest = max(max(item["tokens"], default=0) for item in items)
-        check_vocabulary(recipe.cfg, highest_tokens={"prompts": highest})
+        check_prompts(
+            recipe.cfg,
+            longest={"prompts": max(len(item["tokens"]) for item in items)},
+            highest_tokens={"prompts": max(max(item["tokens"], default=0) for item in items)},
+        )
         recipe._model.eval()
         rows = roll_out(
             recipe._engine,

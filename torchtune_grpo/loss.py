@@ -7,17 +7,17 @@ The weights carry the denominator of a whole optimizer step. Micro-batches and r
 up, so that the result does not depend on how the step is split.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from omegaconf import DictConfig
+from pydantic import Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
-from torchtune import config
 
-from torchtune_grpo.config.schema import check_ranges, key, not_negative, one_of, share
+from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.schema import SETTINGS, Float, Share
 from torchtune_grpo.loss_terms import (
     cispo_surrogate,
     clipped_surrogate,
@@ -103,7 +103,7 @@ def make_loss(node: DictConfig) -> Loss:
     Raises:
         ValueError: if it lacks something that :class:`Loss` has.
     """
-    loss = config.instantiate(node)
+    loss = instantiate("loss", node)
     needed = ("weights", "__call__", "needs_reference", "needs_entropy_gradient", "needs_all_rows")
     problem = ", ".join(f"it has no {name}" for name in needed if not hasattr(loss, name))
     for name in needed[:2] if not problem else ():
@@ -142,51 +142,33 @@ _FOREIGN = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(kw_only=True, config=SETTINGS)
 class GRPOLoss:
-    """The loss family, see :class:`Loss`; the defaults are the paper's objective.
+    """The loss family, see :class:`Loss`; the defaults are the paper's objective."""
 
-    Raises:
-        ValueError: if a value is out of its range, naming the key.
-    """
-
-    kl_coeff: float = not_negative(
-        "Weight of the KL penalty (beta); 0 trains without a reference", 0.04
-    )
-    epsilon_low: float | None = share(
-        "Lower clipping distance; null = that of the ratio's source", None
-    )
-    epsilon_high: float | None = key(
-        "Upper clipping distance; null = that of the ratio's source",
-        None,
-        valid=lambda v: v is None or v >= 0,
-        hint="give 0 or more, or null",
-    )
-    importance_sampling_level: str = one_of(
-        "One ratio per token, or per sequence (GSPO)", "token", ("token", "sequence")
-    )
-    surrogate: str = one_of(
-        "PPO's; CISPO's, which clips the weight and keeps every token's gradient; or DPPO's, which "
-        "leaves out tokens whose probability has moved too far",
-        "clipped",
-        ("clipped", "cispo", "dppo"),
-    )
-    dual_clip: float | None = key(
-        "Bound of the clipped surrogate where the advantage is negative; null = none",
-        None,
-        valid=lambda v: v is None or v > 1,
-        hint="give more than 1, or null",
-    )
-    kl_estimator: str = one_of("See `kl_penalty`", "k3", ("k1", "k2", "k3"))
-    kl_on_uninformative: bool = key(
-        "The KL penalty is also that of rows whose advantage is 0; false spares them their passes",
-        True,
-    )
-    aggregation: str = one_of("See `loss_weights`", "grpo", ("grpo", "dapo", "dr_grpo", "prompt"))
-    entropy_coeff: float = not_negative("Weight of the entropy bonus", 0.0)
+    kl_coeff: Annotated[Float, Field(ge=0)] = 0.04
+    """Weight of the KL penalty (beta); 0 trains without a reference."""
+    epsilon_low: Share | None = None
+    """Lower clipping distance; null = that of the ratio's source."""
+    epsilon_high: Annotated[Float, Field(ge=0)] | None = None
+    """Upper clipping distance; null = that of the ratio's source."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """One ratio per token, or per sequence (GSPO)."""
+    surrogate: Literal["clipped", "cispo", "dppo"] = "clipped"
+    """PPO's; CISPO's, which clips the weight and keeps every token's gradient; or DPPO's, which
+    leaves out tokens whose probability has moved too far."""
+    dual_clip: Annotated[Float, Field(gt=1)] | None = None
+    """Bound of the clipped surrogate where the advantage is negative; null = none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """See `kl_penalty`."""
+    kl_on_uninformative: bool = True
+    """The KL penalty is also that of rows whose advantage is 0; false spares them their passes."""
+    aggregation: Literal["grpo", "dapo", "dr_grpo", "prompt"] = "grpo"
+    """See `loss_weights`."""
+    entropy_coeff: Annotated[Float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "loss.")
         for name, why in _FOREIGN.get(self.surrogate, {}).items():
             if (value := getattr(self, name)) not in (None, "token"):
                 raise ValueError(f"loss.{name}={value}: {self.surrogate} {why}.")

@@ -92,7 +92,7 @@ def run_ours(args: argparse.Namespace, seed: int, file: Path) -> None:
     cfg = load_config(args)
     folder = file.with_suffix("")
     keys = [f"output_dir={folder}", f"model_dir={cfg.model_dir}", f"seed={seed}", "prepare.seed=0"]
-    keys += [f"eval_every_n_steps={args.every}", *OURS, *args.ours]
+    keys += [f"evaluation.every_n_steps={args.every}", *OURS, *args.ours]
     keys += ["metric_logger._component_=learning_trl.Watch", "~metric_logger.log_dir"]
     keys += [f"metric_logger.file={file}"]
     keys += [f"metric_logger.samples={cfg.batch_size * cfg.grpo_samples}"]

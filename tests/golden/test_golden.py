@@ -33,8 +33,9 @@ def often_equal(prompts, completions, **columns):
 """
 QUICK = """
 prepare.warmup_steps=0 num_steps=3 batch_size=4 grpo_samples=4 forward_batch_size=8
-max_generated_tokens=10 dataset.num_samples=64 eval_dataset.num_samples=6 eval_every_n_steps=null
-eval_samples=2 output_dir=out sampling.stop_strings=[e,o,'7']
+max_generated_tokens=10 dataset.num_samples=64 eval_dataset.num_samples=6
+evaluation.every_n_steps=null
+evaluation.samples=2 output_dir=out sampling.stop_strings=[e,o,'7']
 rewards.0=golden_rewards.vowels rewards.0.name=vowels
 """.split()
 LORA = "model=torchtune_grpo.models.lora_hf_model"
@@ -68,7 +69,7 @@ def overrides(*more: str, ranks: int = 1) -> Callable[[Path], None]:
 
 def resumed(folder: Path) -> None:
     """Two steps, and two more in a second process."""
-    more = ["num_steps=4", "lr_scheduler=null", "save_every_n_steps=2"]
+    more = ["num_steps=4", "lr_scheduler=null", "saving.every_n_steps=2"]
     tiny(folder, *more)
     shutil.rmtree(folder / "out" / "step_000004")
     tiny(folder, *more, "resume_from_checkpoint=true")
@@ -83,8 +84,8 @@ def from_python(folder: Path) -> None:
         "rows = [{'prompt': f'What is {i} + 1?', 'answer': str(i + 1)} for i in range(12)]\n"
         "run = GRPO(config='tiny_arithmetic_grpo', data=rows, eval_data=rows[:4], prepare=None,\n"
         "    rewards=[vowels], model_dir='base/tiny_llama', output_dir='out', num_steps=2,\n"
-        "    batch_size=4, grpo_samples=4, max_generated_tokens=10, eval_samples=2,\n"
-        "    eval_every_n_steps=None)\n"
+        "    batch_size=4, grpo_samples=4, max_generated_tokens=10, evaluation_samples=2,\n"
+        "    evaluation_every_n_steps=None)\n"
         "run.train()\n"
         "print(run.evaluate(), run.generate('What is 1 + 1?', num_samples=2))\n"
     )
@@ -101,12 +102,14 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "dapo": overrides(
         "loss.aggregation=dapo",
         "loss.epsilon_high=0.28",
-        "mask_truncated_completions=true",
+        "objective.mask_truncated_completions=true",
     ),
     "dynamic_sampling": overrides(
         "dynamic_sampling.max_resamples=2", "rewards.0=golden_rewards.often_equal"
     ),
-    "gspo": overrides("loss.importance_sampling_level=sequence", *OLD_POLICY, "advantage=none"),
+    "gspo": overrides(
+        "loss.importance_sampling_level=sequence", *OLD_POLICY, "objective.advantage=none"
+    ),
     "bf16": overrides("dtype=bf16", "pack_groups=false", "optimizer.lr=1e-2"),
     "replicated_on_2_ranks": overrides(LORA, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
     "sharded_on_2_ranks": overrides(SHARDED, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),

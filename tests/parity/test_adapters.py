@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.checkpoint.whole_state import full_state
-from torchtune_grpo.config.check import check_checkpoint_files, read_config
+from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.machine.parallel import DistributedConfig, give_back, shard
+from torchtune_grpo.config.keys import DistributedConfig
+from torchtune_grpo.machine.parallel import give_back, shard
 from torchtune_grpo.models import (
     HFCheckpointer,
     adapter_settings,
@@ -33,6 +34,7 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.training import micro_batches, trajectory_logprobs
 from torchtune_grpo.training.policy import build_policy
+from torchtune_grpo.training.policy_checks import check_model
 from torchtune_grpo.training.reference import AdapterReference
 
 LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"
@@ -56,7 +58,7 @@ def built(cfg, folder):
         cfg.model.update(wanted if "apply_lora_to_output" in cfg.model else without_output(wanted))
     cfg.adapter_dir = str(folder)
     settings = read_config(cfg)
-    check_checkpoint_files(settings)
+    check_model(settings)
     weights = Checkpoints.of_run(settings).base_weights()
     return build_policy(settings, weights, device=torch.device("cpu")).eval()
 
@@ -231,7 +233,7 @@ def test_a_model_that_does_not_fit_is_refused_by_key(made, tmp_path, told):
     overrides.append(f"checkpointer.checkpoint_dir={base}")
     cfg = load_config(LORA, [*tiny_overrides(LORA, folder), *overrides])
     with pytest.raises(ValueError, match=re.escape(told.format(**places))):
-        check_checkpoint_files(read_config(cfg))
+        check_model(read_config(cfg))
 
 
 def test_another_base_by_name_is_a_warning(made, tmp_path, caplog, monkeypatch):

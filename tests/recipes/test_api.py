@@ -21,7 +21,7 @@ dice.Random(0).shuffle(rows)
 train, held_out = rows[:30], rows[30:]
 TINY = dict(
     config="tiny_arithmetic_grpo", prepare_warmup_steps=0, num_steps=3, batch_size=2,
-    grpo_samples=4, max_generated_tokens=8, eval_samples=1, optimizer={"lr": 0.01},
+    grpo_samples=4, max_generated_tokens=8, evaluation_samples=1, optimizer={"lr": 0.01},
     dataset_prefill="<think>",
 )
 

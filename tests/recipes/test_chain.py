@@ -20,7 +20,7 @@ from torchtune_grpo.training.policy import build_policy
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
 QUICK = ["num_steps=1", "dtype=fp32"]
-NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
+NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
 SPREAD = "rewards=[{_component_: my_rewards.length}]"
 ADAPTERS = ["model.lora_rank=4", "model.lora_alpha=12", "model.lora_attn_modules=[q_proj,k_proj]"]
 ADAPTERS.append("model.use_dora=true")  # of which torchtune's form for PEFT is wrong
@@ -137,7 +137,7 @@ def check_stands_alone(folder, *, files):
 
 def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     taught = sft(base, tmp_path / "sft")
-    alone = [*NO_EVALUATION, "save_adapter_weights_only=true"]
+    alone = [*NO_EVALUATION, "saving.adapter_weights_only=true"]
     first = grpo(base, tmp_path / "1", LORA, f"adapter_dir={taught}", *alone)
     second = grpo(base, tmp_path / "2", LORA, f"adapter_dir={first}", *NO_EVALUATION)
     third = grpo(second, tmp_path / "3", LORA, "eval_dataset.num_samples=2")

@@ -58,7 +58,7 @@ def reward_raise(prompts, completions, trainer_state, **columns):
 PEFT = dict(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "up_proj"])
 HALF = "rewards=[{_component_: my_rewards.reward_half}]"  # of the groups fail
 RESAMPLED = "dynamic_sampling.max_resamples=2"
-NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
+NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
 
 
 def settings(folder: Path, config: str, *more: str, reward: str = "length") -> list[str]:
@@ -181,7 +181,7 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     4e-8 from the border between two tokens, and weights that differ by 1e-7 turn it; with seed 1,
     none is closer than 3e-6.
     """
-    objective = ["loss.aggregation=dapo", "advantage=batch", "seed=1"]
+    objective = ["loss.aggregation=dapo", "objective.advantage=batch", "seed=1"]
     if config == QLORA:  # QDoRA; half of the groups teach nothing, and get no pass
         objective += ["model.use_dora=True", "optimizer.fused=False", "loss.kl_coeff=0"]
         objective += ["num_minibatches=2", HALF, "loss.aggregation=prompt"]
@@ -245,7 +245,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
     """
     adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-3"]
     adam += ["optimizer.eps=1e-3"]  # below it, Adam turns rounding noise into full steps
-    adam += ["num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=null", *NO_EVALUATION]
+    adam += ["num_steps=3", "saving.every_n_steps=1", "saving.keep_last=null", *NO_EVALUATION]
     dropout = []
     if config == LORA:
         dropout, adam = ["model.lora_dropout=0.5"], adam + from_adapter(tmp_path, config)
@@ -277,7 +277,7 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     """
     adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.bf16_stochastic_round=True"]
     adam += ["dtype=bf16", "optimizer.lr=1e-2", *NO_EVALUATION]
-    run(tmp_path, FULL, *adam, "save_every_n_steps=1", ranks=2, **EAGER)
+    run(tmp_path, FULL, *adam, "saving.every_n_steps=1", ranks=2, **EAGER)
     whole = weights(tmp_path / "out" / "step_000002")
     (tmp_path / "out" / "step_000002").rename(tmp_path / "first")
     run(tmp_path, FULL, *adam, "resume_from_checkpoint=true", ranks=2, **EAGER)
@@ -301,7 +301,7 @@ def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0, msg=name)
 
 
-FAILING = ["save_every_n_steps=1", "num_steps=3", *NO_EVALUATION]
+FAILING = ["saving.every_n_steps=1", "num_steps=3", *NO_EVALUATION]
 
 
 def check_one_step_is_saved(out: Path) -> None:

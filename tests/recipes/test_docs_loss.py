@@ -65,7 +65,7 @@ def test_the_example_trains(tmp_path, monkeypatch):
     config["rewards"] = [{"_component_": "my_rewards.length", "name": "length"}]
     (work / "my_config.yaml").write_text(yaml.safe_dump(config))
     small = ["batch_size=2", "grpo_samples=4", "dtype=fp32", "optimizer.lr=1e-2", "ppo_epochs=2"]
-    small += ["lr_scheduler=null", "eval_dataset=null", "eval_every_n_steps=null"]
+    small += ["lr_scheduler=null", "eval_dataset=null", "evaluation.every_n_steps=null"]
     overrides = [*tiny_overrides(CONFIG, tmp_path), *small]
     tune("run", RECIPE, "--config", "my_config.yaml", *overrides, cwd=work)
 

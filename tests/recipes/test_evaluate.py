@@ -38,16 +38,17 @@ sys.addaudithook(audit)
 DATA = "{_component_: torchtune_grpo.data.RLDataset, source: rows.jsonl"
 QUICK = [
     *"prepare.warmup_steps=0 num_steps=7 optimizer.lr=5e-3 grpo_samples=2".split(),
-    *"forward_batch_size=null max_generated_tokens=6 eval_samples=0 eval_every_n_steps=1".split(),
-    *"output_dir=out save_every_n_steps=1 keep_last_n_checkpoints=1 patience=2".split(),
-    "keep_best=eval/accuracy",
+    *"forward_batch_size=null max_generated_tokens=6 evaluation.samples=0".split(),
+    "evaluation.every_n_steps=1",
+    *"output_dir=out saving.every_n_steps=1 saving.keep_last=1 evaluation.patience=2".split(),
+    "evaluation.keep_best=eval/accuracy",
     "rewards=[{_component_: mine.varied}, {_component_: mine.planned, weight: 0.0}]",
     *(
         "~dataset",
         "~eval_dataset",
         f"dataset={DATA}}}",
         f"eval_dataset={DATA}, num_samples: 4}}",
-        "eval_reward=planned",
+        "evaluation.reward=planned",
     ),
 ]
 ONE, TWO = "batch_size=4", "batch_size=2"
@@ -72,7 +73,7 @@ def whole(tmp_path_factory) -> Iterator[Path]:
     It saves what is the best so far, and what it ends with.
     """
     folder = tmp_path_factory.mktemp("whole")
-    done = go(folder, "save_every_n_steps=null")
+    done = go(folder, "saving.every_n_steps=null")
     assert re.findall("Saved out/(.*)", done.out + done.err) == [
         *("step_000001", "step_000002", "step_000004")
     ]
@@ -118,8 +119,11 @@ def test_a_killed_run_ends_as_if_nobody_had_killed_it(whole, tmp_path):
     again = go(tmp_path, RESUME)
     assert "Ends after step 4: the last 2 evaluations" in again.out + again.err
     assert evaluations(out) == evaluations(whole / "out") and "Saved" not in again.out + again.err
-    more = go(tmp_path, RESUME, "patience=null", "stop_at=1.0")
-    assert "step 6: eval/accuracy is 1.000, and has reached stop_at=1.0" in more.out + more.err
+    more = go(tmp_path, RESUME, "evaluation.patience=null", "evaluation.stop_at=1.0")
+    assert (
+        "step 6: eval/accuracy is 1.000, and has reached evaluation.stop_at=1.0"
+        in more.out + more.err
+    )
     assert kept(out) == (["step_000006"], "step_000006") and evaluations(out)[-1]["step"] == 6
 
 
@@ -177,7 +181,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     """
     arguments = [
         *("--base", "--samples", "4", "--by", "level", "--dataset", "num_samples=8"),
-        *("--dataset", "prefill='<think>.</think><answer>7</answer>'", "eval_reward=null"),
+        *("--dataset", "prefill='<think>.</think><answer>7</answer>'", "evaluation.reward=null"),
         "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right}]",
         "--output",
     ]

@@ -63,7 +63,7 @@ def settings(folder: Path, *more: str) -> list[str]:
         "rewards=[{_component_: my_rewards.reward_letters}]",
         "loss=my_loss.WeightedLoss",
         "eval_dataset=null",
-        "eval_every_n_steps=null",
+        "evaluation.every_n_steps=null",
         "dtype=fp32",
         "grpo_samples=6",
         "seed=2",

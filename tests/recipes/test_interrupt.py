@@ -14,8 +14,8 @@ from torchtune_grpo.monitor.jsonl import read_jsonl
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
 prepare.warmup_steps=0 num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
-max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 eval_samples=0
-eval_every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
+max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 evaluation.samples=0
+evaluation.every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
 num_minibatches=2 sampler._component_=torchtune_grpo.data.DifficultySampler
 model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
 """.split()
@@ -236,7 +236,7 @@ def test_one_that_comes_at_the_very_end_is_not_told(folder):
 
 
 def test_torchrun_hands_it_on(folder):
-    more = [*QUICK, *TWO, "num_steps=9999", "eval_dataset=null", "eval_every_n_steps=null"]
+    more = [*QUICK, *TWO, "num_steps=9999", "eval_dataset=null", "evaluation.every_n_steps=null"]
     launch = ["run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more]
     out = folder / "out"
     with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:

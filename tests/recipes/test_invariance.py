@@ -147,7 +147,7 @@ def train(tmp_path, monkeypatch, results):
         changes = [*overrides, *BASE, *more, f"output_dir={folder}"]
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
         del cfg.optimizer.fused, cfg.optimizer.weight_decay
-        cfg.eval_dataset, cfg.eval_every_n_steps = None, None
+        cfg.eval_dataset, cfg.evaluation.every_n_steps = None, None
         cfg.rewards = [{"_component_": f"my_rewards.{reward}"}]
         module = load_module("recipe", ROOT / "grpo_full_finetune.py")
         module.roll_out = reordered(module.roll_out, list(rows))
@@ -267,7 +267,7 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
     assert first is None and torch.equal(second, base.returned[0])
     assert (base.returned[1] - second)[mask].abs().max() > 1e-3  # the policy has moved
     torch.testing.assert_close(second[mask], sampled[mask], atol=1e-4, rtol=0)
-    sampler = train(["sampling_correction.mode=old_logprobs"])
+    sampler = train(["objective.sampling_correction=old_logprobs"])
     for received in sampler.received:
         assert torch.equal(received, sampler.trajectory.sampler_logprobs)
     assert len(sampler.received) == 2
@@ -298,10 +298,10 @@ def test_an_epoch_in_several_optimizer_steps(train):
 
 
 OBJECTIVES = {
-    "prompt": ["loss.aggregation=prompt", "advantage=max_rl"],
-    "cispo": ["loss.surrogate=cispo", "advantage=batch"],
+    "prompt": ["loss.aggregation=prompt", "objective.advantage=max_rl"],
+    "cispo": ["loss.surrogate=cispo", "objective.advantage=batch"],
     "sequence": ["loss.importance_sampling_level=sequence"],
-    "dppo": ["loss.surrogate=dppo", "sampling_correction.mode=old_logprobs"],
+    "dppo": ["loss.surrogate=dppo", "objective.sampling_correction=old_logprobs"],
 }
 
 

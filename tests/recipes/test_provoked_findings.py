@@ -43,7 +43,7 @@ class RoughLoss(GRPOLoss):
         factor = 1e3 if 15 <= self.step < 20 else float("nan") if self.step in (22, 24) else 1.0
         return super().__call__(advantages=advantages * factor, **more)
 '''
-NO_EVALUATION = ["eval_dataset=null", "eval_every_n_steps=null"]
+NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
 
 
 def rewards(*names: str) -> str:
@@ -56,14 +56,14 @@ RUNS = {
     "collapse": (
         [rewards("quarter", "brevity"), "num_steps=22", "batch_size=4", "grpo_samples=8"]
         + ["max_generated_tokens=24", "optimizer.lr=1e-2", "loss.kl_coeff=0.001"]
-        + ["eval_every_n_steps=3", "eval_samples=0", "eval_dataset.num_samples=2"],
+        + ["evaluation.every_n_steps=3", "evaluation.samples=0", "eval_dataset.num_samples=2"],
         "kl_runaway responses_shrink reward_hacking entropy_collapsed all_wrong same_texts "
         "only_shaping_rises",
     ),
     "nothing_works": (
         [rewards("right", "sleeps", "fails"), "max_reward_failure_share=1", "num_steps=7"]
         + ["batch_size=16", "grpo_samples=2", "max_generated_tokens=2", "sampling.min_new_tokens=2"]
-        + ["mask_truncated_completions=true", *NO_EVALUATION],
+        + ["objective.mask_truncated_completions=true", *NO_EVALUATION],
         "all_right truncated nothing_trained reward_fails reward_never_applies rewards_slow",
     ),
     "rough": (
@@ -127,7 +127,7 @@ def test_a_run_provokes_its_findings(tmp_path, monkeypatch, name):
 def test_a_resumed_run_finds_the_same(tmp_path, monkeypatch):
     """Also what began before it, and what had not gone on for long enough."""
     monkeypatch.syspath_prepend(tmp_path)
-    once = start("nothing_works", tmp_path, "save_every_n_steps=4")
+    once = start("nothing_works", tmp_path, "saving.every_n_steps=4")
     shutil.rmtree(tmp_path / "out" / "step_000007")
     again = start("nothing_works", tmp_path, "resume_from_checkpoint=true")
     keys = ("step", "event", "name", "since")  # seconds differ

@@ -14,9 +14,9 @@ from torchtune_grpo.checkpoint.checksums import SUMS_FILE, write_sums
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
-prepare.warmup_steps=0 num_steps=2 save_every_n_steps=1 batch_size=2 grpo_samples=4
+prepare.warmup_steps=0 num_steps=2 saving.every_n_steps=1 batch_size=2 grpo_samples=4
 forward_batch_size=8 max_generated_tokens=8 dataset.num_samples=64 eval_dataset=null
-eval_every_n_steps=null output_dir=out
+evaluation.every_n_steps=null output_dir=out
 """.split()
 LORA = "model=torchtune_grpo.models.lora_hf_model"
 RESUME = "resume_from_checkpoint=True"
@@ -99,7 +99,7 @@ def test_another_base_model_of_the_same_name_and_size_is_refused(tmp_path):
 
 
 def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
-    more = ["num_steps=9999", "keep_last_n_checkpoints=2"]
+    more = ["num_steps=9999", "saving.keep_last=2"]
     out = tmp_path / "out"
     with in_background(tiny, tmp_path, *more, check=False) as done:
         assert wait_until(lambda: (out / "step_000002").exists(), 60)

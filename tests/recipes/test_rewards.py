@@ -10,7 +10,7 @@ from runs import copy_recipe, metrics, run_tiny, tiny_overrides, tune
 from safetensors.torch import load_file
 
 CONFIG = "llama3_2_1B_lora_grpo"
-NO_EVALUATION = ("eval_dataset=null", "eval_every_n_steps=null")
+NO_EVALUATION = ("eval_dataset=null", "evaluation.every_n_steps=null")
 REWARDS = '''
 import asyncio, time
 

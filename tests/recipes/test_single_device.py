@@ -184,7 +184,7 @@ def test_resume_continues_where_the_run_stopped(tmp_path, config, more):
     In bf16, where what is kept is more than what is computed with. Adapters train with dropout, so
     that torch's generator has to continue too.
     """
-    settings = ["dtype=bf16", "optimizer.lr=1e-4", "num_steps=4", "save_every_n_steps=2", *more]
+    settings = ["dtype=bf16", "optimizer.lr=1e-4", "num_steps=4", "saving.every_n_steps=2", *more]
     run_variant(tmp_path, *settings, config=config, **EAGER)
     out = tmp_path / "out"
     first = (out / "step_000004").rename(tmp_path / "once")
@@ -212,7 +212,7 @@ def kept(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_new_run_sets_the_previous_one_aside_and_deletes_old_checkpoints(tmp_path):
     run_variant(tmp_path, "num_steps=1")
-    run_variant(tmp_path, "num_steps=3", "save_every_n_steps=1", "keep_last_n_checkpoints=2")
+    run_variant(tmp_path, "num_steps=3", "saving.every_n_steps=1", "saving.keep_last=2")
     old = tmp_path / "out" / "previous_runs" / "1"
     assert (old / "step_000001").is_dir() and (old / "metrics.jsonl").exists()
     assert len([r for r in metrics(tmp_path / "out") if "reward" in r]) == 3

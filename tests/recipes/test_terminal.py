@@ -21,7 +21,7 @@ def lines_of(text):
 def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
     """A new interpreter, whose libraries warn at import, and their loggers at every call."""
     config = "llama3_2_1B_lora_grpo"
-    overrides = [*tiny_overrides(config, tmp_path), "eval_samples=2"]
+    overrides = [*tiny_overrides(config, tmp_path), "evaluation.samples=2"]
     done = tune("run", RECIPE, "--config", config, *overrides, cwd=tmp_path, fresh=True)
     out = tmp_path / "out"
     assert not lines_of(done.out)
@@ -51,7 +51,7 @@ def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     overrides = tiny_overrides("llama3_2_1B_lora_grpo", tmp_path)
     (tmp_path / "out/run.html/in the way").mkdir(parents=True)
-    overrides += ["eval_dataset=null", "eval_every_n_steps=null", "num_steps=1"]
+    overrides += ["eval_dataset=null", "evaluation.every_n_steps=null", "num_steps=1"]
     overrides += ["metric_logger.api_key=hidden"]
     done = tune("run", RECIPE, "--config", "llama3_2_1B_lora_grpo", *overrides, cwd=tmp_path)
     assert "The run's page is not written: " in done.err and "step_000001" in done.err

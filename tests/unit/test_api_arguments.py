@@ -48,7 +48,11 @@ def names_a_table(mode, *, mode_names=()):
         ({"lr_scheduler": None}, "lr_scheduler", None),
         ({"lr_scheduler_num_warmup_steps": 2}, "lr_scheduler.num_warmup_steps", 2),
         ({"sampling_top_k": 5}, "sampling.top_k", 5),
-        ({"sampling_correction_mode": "token_mask"}, "sampling_correction.mode", "token_mask"),
+        (
+            {"objective_sampling_correction": "token_mask"},
+            "objective.sampling_correction",
+            "token_mask",
+        ),
         ({"eval_dataset_prefill": "x"}, "eval_dataset.prefill", "x"),
         ({"eval_dataset_sep": ";"}, "eval_dataset.sep", ";"),  # for what takes any key
         ({"dataset_split": "a", "dataset": "torchtune_grpo.data.RLDataset"}, "dataset.split", "a"),

@@ -49,4 +49,4 @@ def test_presets_are_what_their_papers_say():
         "MaxRL": ("max_rl", "dr_grpo", "clipped", 0.2, 0.2),
     }
     assert read("GDPO").multi_objective_aggregation == "normalize_then_sum"
-    assert read("DPPO").sampling_correction.mode == "old_logprobs"
+    assert read("DPPO").objective.sampling_correction == "old_logprobs"

@@ -63,8 +63,9 @@ def fake_roll_out(engine, prompts, *, group_size, params, seed, step, **_):
 
 def make(size: int, **changes) -> Evaluator:
     params = SamplingParams(max_generated_tokens=4, temperature=0.7, top_k=5, min_new_tokens=1)
-    keys = dict(eval_reward="correct", eval_samples=4, seed=3, keep_best=None)
-    cfg = SimpleNamespace(eval_sampling_params=params, **keys | changes)
+    keys = dict(reward="correct", samples=4, keep_best=None)
+    evaluation = SimpleNamespace(**keys | changes)
+    cfg = SimpleNamespace(eval_sampling_params=params, seed=3, evaluation=evaluation)
     rewards = RewardSet([Reward("length", length), Reward("correct", correct)])
     return Evaluator(cfg, Split(size), tokenizer=None, rewards=rewards)
 
@@ -113,7 +114,7 @@ def test_ranks_share_the_prompts_and_agree(ranks, monkeypatch):
 
 def test_without_samples_there_is_the_greedy_answer_alone(monkeypatch):
     monkeypatch.setattr(evaluation, "roll_out", fake_roll_out)
-    result = make(5, eval_samples=0)(None, state="state")
+    result = make(5, samples=0)(None, state="state")
     names = {name.removesuffix("/low").removesuffix("/high") for name in result.metrics}
     assert names == {"eval/accuracy", "eval/mean_length", "eval/clipped_ratio", "time/eval"}
     assert "samples" not in result.record
@@ -121,9 +122,9 @@ def test_without_samples_there_is_the_greedy_answer_alone(monkeypatch):
 
 def test_a_reward_that_cannot_do_it_is_refused():
     with pytest.raises(ValueError, match="no reward of this name; rewards has length, correct"):
-        make(1, eval_reward="corect")
+        make(1, reward="corect")
     with pytest.raises(ValueError, match="keep_best=eval/maj@4: the reward 'length' cannot say"):
-        make(1, eval_reward=None, keep_best="eval/maj@4")
+        make(1, reward=None, keep_best="eval/maj@4")
     make(1, keep_best="eval/maj@4")
 
 

@@ -94,7 +94,7 @@ CASES = {
     "nothing_trained": (
         {"sampling/kept_mass": None},
         {"entropy": None},
-        3, ["mask_truncated_completions=true"],
+        3, ["objective.mask_truncated_completions=true"],
         ("mask_truncated_completions", "Set mask_truncated_completions: True -> False."),
     ),
     "responses_shrink": (
@@ -121,7 +121,10 @@ CASES = {
         {"sampling/sampling_logp_difference/mean": 0.11},
         {"sampling/sampling_logp_difference/mean": 0.1},
         3, [],
-        ("sampling_correction.mode", "Set sampling_correction.mode: null -> token_truncate."),
+        (
+            "objective.sampling_correction",
+            "Set objective.sampling_correction: null -> token_truncate.",
+        ),
     ),
     "reward_fails": (
         {"rewards/format/errors": 0.01},
@@ -215,7 +218,7 @@ REMEDIES = {
     ),
     "max_generated_tokens=8": ({"sampling/kept_mass": None}, "Set max_generated_tokens: 8 -> 16."),
     "loss.entropy_coeff=0.01": ({"entropy": 0.01}, "Set loss.entropy_coeff: 0.01 -> 0.02."),
-    "sampling_correction.mode=token_mask dtype=bf16": (
+    "objective.sampling_correction=token_mask dtype=bf16": (
         {"sampling/sampling_logp_difference/mean": 1.0},
         "Set dtype: bf16 -> fp32.",
     ),

@@ -59,12 +59,14 @@ def test_max_rl_weighs_a_success_by_its_rarity():
 def test_max_rl_refuses_a_negative_reward_on_every_rank(monkeypatch):
     """One that this rank has, or another."""
     options = dict(group_size=2, normalization="max_rl")
-    with pytest.raises(ValueError, match="advantage=max_rl: .* reward -0.5, .* set it to group"):
+    with pytest.raises(
+        ValueError, match="objective.advantage=max_rl: .* reward -0.5, .* set it to group"
+    ):
         group_advantages(torch.tensor([1.0, -0.5]), **options)
     monkeypatch.setattr(
         "torchtune_grpo.advantages.gather_over_ranks", lambda lowest: [lowest, -2.0]
     )
-    with pytest.raises(ValueError, match="advantage=max_rl: .* reward -2, "):
+    with pytest.raises(ValueError, match="objective.advantage=max_rl: .* reward -2, "):
         group_advantages(torch.tensor([1.0, 0.0]), **options)
 
 

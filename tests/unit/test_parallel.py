@@ -7,7 +7,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 
-from torchtune_grpo.machine.parallel import DistributedConfig, set_gradient_sync, shard
+from torchtune_grpo.config.keys import DistributedConfig
+from torchtune_grpo.machine.parallel import set_gradient_sync, shard
 
 LAYERS, PARTS = 2, 3
 GROUPS = LAYERS + 1  # of parameters that are gathered and scattered together

@@ -26,7 +26,10 @@ def test_the_best_step_is_the_first_of_the_highest_that_has_a_checkpoint():
 def test_a_run_ends_when_its_newest_evaluation_reaches_stop_at():
     assert stops(0.1, 0.89, stop_at=0.9) is None
     reason = stops(0.1, 0.9, stop_at=0.9)
-    assert reason == "Ends after step 5: eval/accuracy is 0.900, and has reached stop_at=0.9."
+    assert (
+        reason
+        == "Ends after step 5: eval/accuracy is 0.900, and has reached evaluation.stop_at=0.9."
+    )
     assert stops(0.95, stop_at=0.9) is None  # the base: nothing was trained yet
     assert stops(0.1, 0.95, 0.5, stop_at=0.9) is None  # resumed with a lower stop_at
     pass_at_1 = lines(0.1, 0.9, metric="eval/pass@1")
@@ -40,7 +43,7 @@ def test_a_run_ends_after_so_many_evaluations_that_were_not_its_best():
     reason = stops(0.1, 0.5, 0.4, 0.5, patience=2)  # as good as the best is not better
     assert reason == (
         "Ends after step 15: the last 2 evaluations were not above the eval/accuracy of 0.500 "
-        "after step 5, and patience=2."
+        "after step 5, and evaluation.patience=2."
     )
     assert stops(0.5, 0.4, 0.3, patience=2)  # the base is one to beat
     assert stops(0.5, patience=1) is None

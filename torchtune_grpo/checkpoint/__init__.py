@@ -1,6 +1,5 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
-from torchtune_grpo.checkpoint.base_files import hub_name
 from torchtune_grpo.checkpoint.claim import claim_output_dir, release_output_dir, write_error
 from torchtune_grpo.checkpoint.folder import (
     RUN_CONFIG_FILE,
@@ -15,7 +14,6 @@ __all__ = [
     "Checkpoints",
     "RUN_CONFIG_FILE",
     "claim_output_dir",
-    "hub_name",
     "optimizer_state",
     "release_output_dir",
     "restore_optimizer",

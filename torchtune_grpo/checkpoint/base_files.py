@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
 
-REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's name on the hub
+from torchtune_grpo.config.files import REPO_ID_FILE
+
 _LARGEST = 100 * 2**20  # bytes; what is larger is weights in some format
 # What is about the base's weights, or about how those were made.
 _OF_THE_BASE = re.compile(
@@ -18,15 +18,6 @@ _OF_THE_BASE = re.compile(
 )
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?")
 _BELOW = ("original/tokenizer.model", "additional_chat_templates/*")  # torchtune reads the first
-
-
-def hub_name(base: Path) -> str | None:
-    """The name on the hub of a model that `tune download` has fetched."""
-    try:
-        name = json.loads((base / REPO_ID_FILE).read_text(encoding="utf-8"))["repo_id"]
-    except (OSError, ValueError, LookupError, TypeError):  # not written by it
-        return None
-    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) else None
 
 
 def keep_base_files(base: Path, folder: Path) -> None:

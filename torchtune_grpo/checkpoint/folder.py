@@ -27,12 +27,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune import config, training, utils
 
-from torchtune_grpo.checkpoint.base_files import hub_name, keep_base_files
+from torchtune_grpo.checkpoint.base_files import keep_base_files
 from torchtune_grpo.checkpoint.checksums import find_damage, sync, write_sums
 from torchtune_grpo.checkpoint.claim import STAGING, delete
 from torchtune_grpo.checkpoint.model_card import model_card
 from torchtune_grpo.checkpoint.run_config import POLICY, changed_keys, refuse_changes, run_config
 from torchtune_grpo.checkpoint.whole_state import full_state, later_bytes, optimizer_state
+from torchtune_grpo.config.files import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.parallel import on_first_rank
 from torchtune_grpo.machine.quiet import quiet
@@ -97,8 +98,8 @@ class Checkpoints:
         return cls(
             cfg.checkpointer,
             output_dir=Path(cfg.output_dir),
-            adapter_only=cfg.save_adapter_weights_only,
-            keep_last=cfg.keep_last_n_checkpoints,
+            adapter_only=cfg.saving.adapter_weights_only,
+            keep_last=cfg.saving.keep_last,
             run=cfg,
         )
 

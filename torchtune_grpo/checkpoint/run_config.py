@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path]) -> dict[str, Any]
         cfg (GRPOConfig): the config.
         base_files (Sequence[Path]): the weights that training starts from.
     """
-    flat = {key: value for key, value in _flat(dataclasses.asdict(cfg)) if value is not None}
+    flat = {key: value for key, value in _flat(cfg.model_dump()) if value is not None}
     for key in [key for key in flat if key.startswith("checkpointer.checkpoint_files")]:
         del flat[key]
     for number, path in enumerate(base_files):

@@ -1,4 +1,4 @@
-"""Checks a config as the recipe would, without loading a model."""
+"""``torchtune-grpo config``: checks a config as the recipe would, without loading a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.check import (
-    by_model_dir,
-    check_checkpoint_files,
-    examine,
-    without_effect,
-)
+from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.errors import ConfigError, Problems, told_in_one_line
@@ -24,6 +19,7 @@ from torchtune_grpo.data.load_data import load_data
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.machine.device import find_device
 from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.training.policy_checks import check_model
 
 
 def check_config(
@@ -34,21 +30,16 @@ def check_config(
     Files and, by default, data sets are read, and rewards are made but not called.
 
     Returns:
-        tuple[list[str], list[str]]: mistakes and remarks, a sentence each.
+        mistakes and remarks, a sentence each.
     """
     problems, remarks = Problems(), Problems()
-    settings = examine(cfg, table, problems)
-    if settings is None:
-        return problems, remarks
-    remarks += without_effect(settings)
+    try:
+        settings = read_config(cfg, table)
+    except ConfigError as error:
+        return error.problems, remarks
     with remarks.noted():
         find_device(settings.device)
-    try:
-        _check_parts(settings, problems, remarks, read_data=read_data)
-    except Exception:
-        if not problems:  # of which this is a consequence
-            raise
-    problems = Problems(by_model_dir(settings, problem) for problem in problems)
+    _check_parts(settings, problems, remarks, read_data=read_data)
     by_key = {re.split("[=:]", problem)[0]: problem for problem in reversed(problems)}
     return list(by_key.values())[::-1], remarks  # what is wrong in itself fails in use, too
 
@@ -62,14 +53,13 @@ def _check_parts(
         return
     tokenizer = rewards = None
     with problems.noted():
-        check_checkpoint_files(settings)
+        check_model(settings)
+        tokenizer = instantiate("tokenizer", settings.tokenizer)
     with problems.noted():
         make_loss(settings.loss)
     with problems.noted():
         rewards = RewardSet.from_config(settings.rewards)
-    with problems.noted():
-        tokenizer = instantiate("tokenizer", settings.tokenizer)
-    if tokenizer is not None and read_data:
+    if tokenizer is not None and read_data and not problems:
         with problems.noted():
             load_data(settings, tokenizer=tokenizer, rewards=rewards, alone=True)
     if rewards is not None:

@@ -106,9 +106,10 @@ def _config(name: str, overrides: list[str], args: argparse.Namespace) -> GRPOCo
         if is_node:
             cfg.eval_dataset = None
         apply_override(cfg, f"eval_dataset{'=' if is_node else '.'}{text}")
-    cfg.keep_best = cfg.stop_at = cfg.patience = None  # of training
+    evaluation = cfg.setdefault("evaluation", {})
+    evaluation.keep_best = evaluation.stop_at = evaluation.patience = None  # of training
     if args.samples is not None:
-        cfg.eval_samples = args.samples
+        evaluation.samples = args.samples
     settings: GRPOConfig = read_config(cfg)
     if settings.eval_dataset is None:
         raise ValueError("eval_dataset: there is none; give --dataset split=test, for instance.")
@@ -156,7 +157,7 @@ def evaluate(
     return {
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
         "dataset": OmegaConf.to_container(cfg.eval_dataset),
-        "samples": cfg.eval_samples,
+        "samples": cfg.evaluation.samples,
         "temperature": cfg.eval_sampling_params.temperature,
         "groups": {name: _group(answered, rows, graders) for name, rows in groups.items()},
         "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
@@ -186,7 +187,7 @@ def _rewards(cfg: GRPOConfig) -> RewardSet:
     """The config's; where the one that decides reads answer tags, also the lenient grader."""
     rewards = RewardSet.from_config(cfg.rewards, max_failure_share=cfg.max_reward_failure_share)
     functions = {each.name: each.function for each in rewards.rewards}
-    is_strict = functions.get(cfg.eval_reward or rewards.names[0]) is math_correctness_reward
+    is_strict = functions.get(cfg.evaluation.reward or rewards.names[0]) is math_correctness_reward
     if is_strict and LENIENT not in functions:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
     return rewards

@@ -20,7 +20,6 @@ import contextlib
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.config.check import check_checkpoint_files, read_config
+from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.errors import told_in_one_line
@@ -44,11 +43,12 @@ from torchtune_grpo.machine.threads import limit_threads
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import RolloutEngine, make_engine, roll_out
 from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
+from torchtune_grpo.training.policy_checks import check_model
 
 CONFIG_HELP = "name of a shipped config, a file, or the folder of a run"
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
 _OVERRIDE = re.compile(r"(?=~|[\w.]+=)~?([A-Za-z_]\w*)[\w.]*(?:=|$)")
-_KEYS = {field.name for field in fields(GRPOConfig)}
+_KEYS = {*GRPOConfig.model_fields}
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def open_run(cfg: GRPOConfig) -> tuple[torch.device, Any]:
     device = find_device(cfg.device)
     parallel.init_process_group(device)
     parallel.on_first_rank(config.instantiate, cfg.prepare)
-    check_checkpoint_files(cfg)
+    check_model(cfg)
     if device.type == "cpu":
         keep_freed_memory()
         limit_threads(empty_model(cfg))
@@ -131,7 +131,6 @@ def load_policy(cfg: GRPOConfig, *, device: torch.device, checkpoint: Path | Non
     engine = make_engine(
         model.eval(),
         cfg.rollout,
-        gather=cfg.distributed.gather,
         is_sharded=is_sharded,
         device=device,
     )

@@ -1,26 +1,46 @@
-"""Components of a config: what they take, whether the config gives it, and how one is made."""
+"""Components of a config: what they take, and how one is constructed."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-import math
 import re
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+from torchtune_grpo.config.errors import ConfigError
 
 
-def component_parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
-    """Parameters of a component; None where it cannot be found or does not say."""
+def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
+    """Constructs the component of the config's key ``name``, as torchtune's ``instantiate`` does.
+
+    Raises:
+        ValueError: with the component's own message behind the key, whatever it raised.
+    """
+    try:
+        return config.instantiate(node, *args, **kwargs)
+    except Exception as error:
+        assert node is not None
+        if isinstance(error, ValidationError):
+            raise ConfigError(
+                f"{name}.{e['loc'][0]}={e['input']!r}: {e['msg'].removeprefix('Input ')}."
+                for e in error.errors()
+            ) from error
+        if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
+            joint = "." if re.match(r"\w+[:=]", str(error)) else ": "
+            raise ValueError(f"{name}{joint}{error}") from error
+        given = {key: value for key, value in node.items() if key != "_component_"}
+        raise ValueError(
+            f"{name}: could not construct {node._component_} with {given}: {error}"
+        ) from error
+
+
+def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
+    """A component's parameters; None if it cannot be found or does not say."""
     try:
         component = _get_component_from_path(dotpath)
         try:
@@ -31,114 +51,50 @@ def component_parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
         return None
 
 
-def plain_arguments(node: DictConfig) -> dict[str, Any]:
-    """A component's arguments as plain Python values."""
-    values = OmegaConf.to_container(node).items()
-    return {str(arg): value for arg, value in values if arg != "_component_"}
+def check_component(name: str, node: DictConfig) -> None:
+    """Raises a ConfigError if a component cannot be imported or does not take an argument.
 
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value is of a type; of types that YAML has no values of, all but tensors."""
-    origin, items = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, option) for option in items)
-    if origin is typing.Literal:
-        return value in items
-    if hint in (None, type(None)):
-        return value is None
-    if hint in (int, float):
-        number = isinstance(value, (int, float) if hint is float else int)
-        return number and not isinstance(value, bool)
-    if hint in (bool, str):
-        return isinstance(value, hint)
-    kind = origin or hint
-    if kind in (list, tuple, Sequence, Iterable):
-        if not isinstance(value, (list, tuple)):
-            return False
-        if kind is tuple and items and items[-1] is not Ellipsis:
-            return len(value) == len(items) and all(map(fits, value, items))
-        return all(fits(item, items[0]) for item in value) if items else True
-    if kind in (dict, Mapping):
-        return isinstance(value, dict) and (
-            not items or all(fits(k, items[0]) and fits(v, items[1]) for k, v in value.items())
-        )
-    return kind is not Tensor
-
-
-def unusable_number(value: Any, *, finite: bool) -> str | None:
-    """What keeps a number, or one in a list or mapping, from being computed with, if anything."""
-    if isinstance(value, (list, tuple, dict)):
-        inner = value.values() if isinstance(value, dict) else value
-        return next(filter(None, (unusable_number(v, finite=finite) for v in inner)), None)
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "beyond 64 bits; give a smaller number"
-    if not finite or not isinstance(value, float):
-        return None
-    if not math.isfinite(value):
-        return "not a finite number"
-    return "beyond float32; give a smaller number" if abs(value) > FLOAT32_MAX else None
-
-
-def check_arguments(
-    arguments: Mapping[str, Any],
-    parameters: Mapping[str, inspect.Parameter],
-    *,
-    prefix: str = "",
-    finite: bool = False,
-) -> None:
-    """Raises a ValueError where a plain value is of another type than its parameter's.
-
-    Args:
-        arguments: name -> value, as read from YAML.
-        parameters: of the component; an argument that is not among them is not judged.
-        prefix: of the names in errors, such as ``model.``.
-        finite: numbers end up in float32 arithmetic, so that they have to be finite there.
+    Whether it takes the values is up to the component, but for their annotated types.
     """
-    for arg, value in arguments.items():
-        wrong = unusable_number(value, finite=finite)
-        if wrong is not None or value == "???":  # which is how YAML says that it has to be given
-            raise ValueError(f"{prefix}{arg}={value!r}: {wrong or 'missing'}.")
-        if arg not in parameters or parameters[arg].kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        hint, default = parameters[arg].annotation, parameters[arg].default
-        if hint is inspect.Parameter.empty and finite and isinstance(default, float):
-            hint = float  # torchao's optimizers have no annotations
-        if hint is inspect.Parameter.empty or isinstance(hint, str) or value is default:
-            continue
-        if value == "" and arg.endswith(("path", "dir", "file", "source", "split")):
-            raise ValueError(f"{prefix}{arg}='': it is empty; give a name.")
-        if not fits(value, hint):
-            wanted = inspect.formatannotation(hint).replace("typing.", "")
-            raise ValueError(f"{prefix}{arg}={value!r}: not of type {wanted}; correct it.")
-
-
-def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
-    """torchtune's ``config.instantiate`` of the config's key ``name``.
-
-    Raises:
-        ValueError: if the component raises anything. One of this package says itself what is wrong;
-            of another, the argument without which it could be made is named, if there is one, or
-            else all arguments, and the value.
-    """
+    dotpath = node._component_
     try:
-        return config.instantiate(node, *args, **kwargs)
+        component = _get_component_from_path(dotpath)
     except Exception as error:
-        assert node is not None
-        if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
-            joint = "." if re.match(r"\w+[:=]", str(error)) else ": "
-            raise ValueError(f"{name}{joint}{error}") from error
-        given = plain_arguments(node)
-        rest = {arg: {k: v for k, v in node.items() if k != arg} for arg in given}
-        blamed = [a for a in given if _is_made(DictConfig(rest[a]), *args, **kwargs)]
-        told = ", ".join(f"{name}.{arg}={given[arg]!r}" for arg in blamed[:1] or given)
-        raise ValueError(
-            f"{told or name}: {node.get('_component_')} cannot be made so: {error}"
-        ) from error
+        raise ConfigError([f"{name}._component_={dotpath}: cannot be imported: {error}"]) from error
+    if not callable(component):
+        raise ConfigError([f"{name}._component_={dotpath}: not a class or function."])
+    accepted = parameters(dotpath)
+    if accepted is None:
+        return
+    is_open = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    found: Any = OmegaConf.to_container(node)
+    problems = []
+    for argument, value in found.items():
+        if argument in accepted and accepted[argument].kind is not inspect.Parameter.VAR_KEYWORD:
+            problems += _misfit(f"{name}.{argument}", value, accepted[argument])
+        elif argument != "_component_" and not is_open:
+            near = difflib.get_close_matches(argument, accepted, n=1)
+            problems.append(
+                f"{name}.{argument}={value}: {dotpath} has no argument {argument!r}."
+                + (f" Did you mean {name}.{near[0]}?" if near else "")
+                + f" It takes {', '.join(accepted) or 'none'}."
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
-def _is_made(node: DictConfig, *args: Any, **kwargs: Any) -> bool:
+def _misfit(key: str, value: Any, parameter: inspect.Parameter) -> list[str]:
+    """Whether a value is of a parameter's annotated type, as far as YAML has such values."""
+    hint = parameter.annotation
+    if isinstance(value, str) and value == "???":
+        return [f"{key}: missing; give {key}=<value>."]
+    if hint is parameter.empty or isinstance(hint, str) or value is parameter.default:
+        return []
     try:
-        config.instantiate(node, *args, **kwargs)
-    except Exception:
-        return False
-    return True
+        config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+        TypeAdapter(hint, config=config).validate_python(value, strict=not isinstance(value, list))
+    except ValidationError as error:
+        return [f"{key}={value!r}: {error.errors()[0]['msg'].removeprefix('Input ')}."]
+    except Exception:  # an annotation that pydantic does not know
+        return []
+    return []

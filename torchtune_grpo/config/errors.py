@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -19,9 +19,9 @@ TRACEBACK = "TORCHTUNE_GRPO_TRACEBACK"
 class ConfigError(ValueError):
     """What is wrong with a config: sentences that name a key, its value and the remedy."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
+    def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
 
 
 class FirstRankFailed(RuntimeError):

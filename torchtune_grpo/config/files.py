@@ -1,11 +1,15 @@
-"""Makes a user's own files importable by dotpath."""
+"""Where shipped configs, a user's own modules and a downloaded model's name are found."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's name on the hub
 
 
 def extend_import_path(*folders: Path) -> None:
@@ -32,3 +36,12 @@ def recipes_folder() -> Path:
 def config_files() -> dict[str, Path]:
     """Absolute path of each config of this package, by the name that `tune` knows it by."""
     return {path.stem: path for path in sorted(recipes_folder().glob("configs/*.yaml"))}
+
+
+def hub_name(folder: Path) -> str | None:
+    """The name on the hub of a model that `tune download` has fetched into a folder."""
+    try:
+        name = json.loads((folder / REPO_ID_FILE).read_text(encoding="utf-8"))["repo_id"]
+    except (OSError, ValueError, LookupError, TypeError):  # not written by it
+        return None
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) else None

@@ -1,238 +1,286 @@
-"""The recipes' config keys: names, types, defaults and meanings, in one table.
+"""Every key of the config: its name, type, default and meaning.
 
-``torchtune-grpo config`` prints it as Markdown, and with a config's name checks that one;
-``read_config.py`` reads it from YAML.
+``torchtune-grpo config`` prints these tables as Markdown, and with a config's name checks it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Self
 
-from omegaconf import DictConfig, ListConfig
+from pydantic import Field, model_validator
 
-from torchtune_grpo.advantages import AGGREGATIONS, NORMALIZATIONS
-from torchtune_grpo.config.schema import key, not_negative, one_of, positive, share, temperature
-from torchtune_grpo.machine.parallel import DistributedConfig
-from torchtune_grpo.rollout import RolloutConfig, SamplingConfig, SamplingParams
-from torchtune_grpo.training.importance import CORRECTIONS
+from torchtune_grpo.config.schema import (
+    Component,
+    Components,
+    Count,
+    Float,
+    Keys,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    Temperature,
+    Text,
+    Texts,
+    TokenIds,
+)
 
-__all__ = [
-    "DynamicSamplingConfig",
-    "EvalSamplingConfig",
-    "GRPOConfig",
-    "ReferenceConfig",
-    "SamplingCorrectionConfig",
-    "key",
-    "not_negative",
-    "one_of",
-    "positive",
+Advantage = Literal["group", "batch", "none", "leave_one_out", "max_rl"]
+RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+Correction = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "old_logprobs"
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingCorrectionConfig:
-    """The keys below ``sampling_correction``: for the gap between sampler and trainer."""
+class SamplingConfig(Keys):
+    """The keys below ``sampling``: what is not sampled, and what ends a response."""
 
-    mode: str | None = one_of(
-        "Importance weights, or the sampler's own log-probs in the loss's ratio; null = none; see "
-        "docs/objectives.md",
-        None,
-        CORRECTIONS,
-    )
-    cap: float = key(
-        "Largest such weight", 2.0, valid=lambda v: v > 1, hint="give a number above 1"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
-    """The keys below ``reference``: which policy it is, and the copy full fine-tuning keeps."""
-
-    policy: str = one_of(
-        "With adapter_dir: the base with that adapter, or the base alone",
-        "start",
-        ("start", "base"),
-    )
-    dtype: str | None = one_of("Its dtype; null = `dtype`", None, ("bf16", "fp32"))
-    device: str | None = key("Its device; null = `device`", None)
+    top_k: PositiveInt | None = None
+    """Sample among the k most likely tokens; null = all."""
+    top_p: PositiveShare | None = None
+    """Sample within this probability mass; null = all."""
+    min_p: Share | None = None
+    """Leave out tokens less likely than this share of the likeliest; null = none."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1: tokens of prompt and response so far become less likely (arXiv:1909.05858, 4.1)."""
+    min_new_tokens: Count = 0
+    """No stop token and no stop string before so many tokens."""
+    suppressed_tokens: TokenIds = ()
+    """Token ids that are never sampled."""
+    stop_strings: Texts = ()
+    """Texts that also end a response, with the token that completes one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DynamicSamplingConfig:
+class SamplingParams(SamplingConfig):
+    """How responses are sampled: what every engine understands."""
+
+    max_generated_tokens: PositiveInt
+    """Longest response in tokens, its stop token included."""
+    temperature: Float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+    @model_validator(mode="after")
+    def _has_room_for_the_minimum(self) -> Self:
+        if self.min_new_tokens > self.max_generated_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens={self.min_new_tokens}: give 0 to max_generated_tokens="
+                f"{self.max_generated_tokens}."
+            )
+        return self
+
+    @property
+    def greedy(self) -> SamplingParams:
+        """The same without chance: always the likeliest token."""
+        return self.replace(temperature=0.0, top_k=None, top_p=None, min_p=None)
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens may be left out by their probability."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and filters acts on the logits."""
+        return (
+            self.repetition_penalty != 1
+            or self.min_new_tokens > 0
+            or len(self.suppressed_tokens) > 0
+        )
+
+
+class RolloutConfig(Keys):
+    """The keys below ``rollout``: how responses are generated, not what is sampled."""
+
+    engine: Literal["native", "torchtune"] = "native"
+    """Generation engine; see docs/rollout.md."""
+    max_rows: PositiveInt | None = None
+    """Most responses generated at once; null = as many as memory allows."""
+    merge_adapters: Literal["auto", "always", "never"] = "auto"
+    """Add adapters to a copy of the weights for a rollout; auto = where exact and memory allows."""
+    cuda_graphs: Literal["auto", "never"] = "auto"
+    """Record decoding steps and replay them, which spares their launches; auto = on CUDA."""
+    deadline: PositiveFloat | None = None
+    """Seconds after which a rollout cuts its responses where they are; null = none."""
+
+
+class DynamicSamplingConfig(Keys):
     """The keys below ``dynamic_sampling``: groups that teach nothing are replaced (DAPO)."""
 
-    max_resamples: int = not_negative(
-        "Rounds of further prompts, in each as many as groups of the round before failed; 0 = none",
-        0,
-    )
-    reward: str | None = key(
-        "A group fails if this reward is the same for all; null = the weighted sum", None
-    )
-    min_pass_rate: float | None = share(
-        "It also fails if the mean of that reward is lower; null = no bound", None
-    )
-    max_pass_rate: float | None = share(
-        "It also fails if the mean of that reward is higher; null = no bound", None
-    )
+    max_resamples: Count = 0
+    """Rounds of further prompts, each as many as groups are still missing; 0 = none."""
+    reward: str | None = None
+    """A group fails if this reward is the same for all; null = the weighted sum."""
+    min_pass_rate: Share | None = None
+    """It also fails if the mean of that reward is lower; null = no bound."""
+    max_pass_rate: Share | None = None
+    """It also fails if the mean of that reward is higher; null = no bound."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalSamplingConfig:
-    """The keys below ``eval_sampling``: of evaluation's samples, instead of the training's."""
+class ObjectiveConfig(Keys):
+    """The keys below ``objective``: from rewards to what the loss compares; docs/objectives.md."""
 
-    temperature: float | None = temperature("Instead of `temperature`; null = the same", None)
-    top_k: int | None = positive("Instead of `sampling.top_k`; null = the same", None)
-    top_p: float | None = share(
-        "Instead of `sampling.top_p`, 1 = all; null = the same", None, above_0=True
-    )
-    min_p: float | None = share("Instead of `sampling.min_p`, 0 = none; null = the same", None)
+    advantage: Advantage = "group"
+    """Baseline and scale of an advantage."""
+    multi_objective_aggregation: RewardAggregation = "sum_then_normalize"
+    """Whether several rewards are summed or normalized first."""
+    mask_truncated_completions: bool = False
+    """Do not train on responses without a stop token (their rewards still count)."""
+    sampling_correction: Correction | None = None
+    """For the gap between sampler and trainer: importance weights, or the sampler's own log-probs
+    in the loss's ratio; null = none."""
+    correction_cap: Float = Field(default=2.0, gt=1)
+    """Largest importance weight."""
+    reference: Literal["start", "base"] = "start"
+    """The policy that the KL term compares with. With adapter_dir: the base with that adapter, or
+    the base alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
+class DistributedConfig(Keys):
+    """The keys below ``distributed``: how several ranks share the work."""
+
+    sharding: Literal["auto", "always", "never"] = "auto"
+    """Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes more
+    than half of a rank's free memory."""
+    cpu_offload: bool = False
+    """Keep a sharded model's parts on the CPU while they wait."""
+
+
+class EvaluationConfig(Keys):
+    """The keys below ``evaluation``: how and when held-out prompts are answered."""
+
+    every_n_steps: PositiveInt | None = None
+    """Evaluate every n steps; null = at the start and at the end."""
+    samples: Count = 0
+    """Also sample n responses a prompt, for pass@1; 0 = greedy only."""
+    reward: str | None = None
+    """Reward that decides accuracy; null = the first."""
+    temperature: Temperature | None = None
+    """Instead of `temperature`; null = the same."""
+    top_k: PositiveInt | None = None
+    """Instead of `sampling.top_k`; null = the same."""
+    top_p: PositiveShare | None = None
+    """Instead of `sampling.top_p`, 1 = all; null = the same."""
+    min_p: Share | None = None
+    """Instead of `sampling.min_p`, 0 = none; null = the same."""
+    keep_best: str | None = Field(default=None, pattern="^eval/")
+    """Metric of evaluations, such as eval/pass@1: its best checkpoint is kept beside the last."""
+    stop_at: Share | None = None
+    """End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)."""
+    patience: PositiveInt | None = None
+    """End the run after so many evaluations in a row that were not its best."""
+
+
+class SavingConfig(Keys):
+    """The keys below ``saving``: which checkpoints are written and kept."""
+
+    every_n_steps: PositiveInt | None = None
+    """Save every n steps; null = only at the end."""
+    keep_last: PositiveInt | None = None
+    """Delete older checkpoints; null = keep all."""
+    adapter_weights_only: bool = False
+    """Leave out the merged weights."""
+
+
+class GRPOConfig(Keys):
     """Every key that the recipe reads. Components hold ``_component_`` and its arguments."""
 
     # What is trained, on what
-    output_dir: str = key(
-        "Folder for checkpoints, metrics and completions", valid=bool, hint="name a folder"
-    )
-    model_dir: str | None = key(
-        "Folder of a model as the hub has it; the nodes below refer to it by `${model_dir}`", None
-    )
-    adapter_dir: str | None = key(
-        "Folder of a LoRA or DoRA adapter to begin with, PEFT's or torchtune's; null = a new one",
-        None,
-    )
-    prepare: DictConfig | None = key(
-        "Component called before anything is read, to make what is missing", None
-    )
-    tokenizer: DictConfig = key(
-        "Component: the tokenizer, of torchtune or `torchtune_grpo.models.hf_tokenizer`"
-    )
-    checkpointer: DictConfig = key(
-        "Component: torchtune's HF checkpointer, or `torchtune_grpo.models.HFCheckpointer`"
-    )
-    model: DictConfig = key(
-        "Component: a builder, of torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full"
-    )
-    dataset: DictConfig = key("Component: prompts to train on, called with the tokenizer")
-    sampler: DictConfig | None = key(
-        "Component: which prompts come next (docs/data.md); null = shuffled passes over the data",
-        None,
-    )
-    rewards: ListConfig = key(
-        "List of components with `name`, `weight` and arguments; see docs/rewards.md"
-    )
-    max_reward_failure_share: float = share(
-        "Stop if a reward fails on more of a step's completions than this share", 0.25
-    )
-    loss: DictConfig = key("Component: the loss; see docs/loss.md")
-    reference: ReferenceConfig = key(
-        "The frozen policy that the KL term compares with", ReferenceConfig()
-    )
+    output_dir: Text
+    """Folder for checkpoints, metrics and completions."""
+    model_dir: str | None = None
+    """Folder of a model as the hub has it; the nodes below refer to it by `${model_dir}`."""
+    adapter_dir: str | None = None
+    """Folder of a LoRA or DoRA adapter to begin with, PEFT's or torchtune's; null = a new one."""
+    prepare: Component | None = None
+    """Component called before anything is read, to make what is missing."""
+    tokenizer: Component
+    """Component: the tokenizer, of torchtune or `torchtune_grpo.models.hf_tokenizer`."""
+    checkpointer: Component
+    """Component: torchtune's HF checkpointer, or `torchtune_grpo.models.HFCheckpointer`."""
+    model: Component
+    """Component: a builder, of torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full."""
+    dataset: Component
+    """Component: prompts to train on, called with the tokenizer."""
+    sampler: Component | None = None
+    """Component: which prompts come next (docs/data.md); null = shuffled passes over the data."""
+    rewards: Components
+    """List of components with `name`, `weight` and arguments; see docs/rewards.md."""
+    max_reward_failure_share: Share = 0.25
+    """Stop if a reward fails on more of a step's completions than this share."""
+    loss: Component
+    """Component: the loss; see docs/loss.md."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """From rewards to what the loss compares."""
     # Rollout
-    batch_size: int = positive("Prompts in a step, on each rank")
-    grpo_samples: int = key(
-        "Samples in a group (G)",
-        valid=lambda v: v >= 2,
-        hint="a group of one has no spread to learn from; give at least 2",
-    )
-    max_generated_tokens: int = positive("Longest response in tokens")
-    temperature: float = temperature("Sampling temperature", 1.0)
-    sampling: SamplingConfig = key("Filters, penalties and what ends a response", SamplingConfig())
-    rollout: RolloutConfig = key("How responses are generated", RolloutConfig())
-    dynamic_sampling: DynamicSamplingConfig = key(
-        "Whether groups that teach nothing are replaced", DynamicSamplingConfig()
-    )
-    # Objective
-    advantage: str = one_of(
-        "Baseline and scale of an advantage; see docs/objectives.md", "group", NORMALIZATIONS
-    )
-    multi_objective_aggregation: str = one_of(
-        "Whether several rewards are summed or normalized first", "sum_then_normalize", AGGREGATIONS
-    )
-    mask_truncated_completions: bool = key(
-        "Do not train on responses without a stop token (their rewards still count)", False
-    )
-    sampling_correction: SamplingCorrectionConfig = key(
-        "Correction for the gap between sampler and trainer", SamplingCorrectionConfig()
-    )
+    batch_size: PositiveInt
+    """Prompts in a step, on each rank."""
+    grpo_samples: int = Field(ge=2, le=2**31)
+    """Samples in a group (G); a group of one has no spread to learn from."""
+    max_generated_tokens: PositiveInt
+    """Longest response in tokens."""
+    temperature: Temperature = 1.0
+    """Sampling temperature."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Filters, penalties and what ends a response."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are generated."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Whether groups that teach nothing are replaced."""
     # Optimization
-    num_steps: int = positive("Steps of roll-out and update")
-    ppo_epochs: int = positive("Passes over each step's samples (the paper's mu)", 1)
-    num_minibatches: int = positive(
-        "Optimizer steps in each of these passes, on as many parts of the groups", 1
-    )
-    forward_batch_size: int | None = positive(
-        "Rows in a forward and backward pass, at most; null = all of the step's", None
-    )
-    forward_token_budget: int | None = positive(
-        "Tokens in a forward and backward pass, padding included, instead of forward_batch_size",
-        None,
-    )
-    pack_groups: bool = key(
-        "Compute a prompt once for all of its responses that are in the same forward pass",
-        True,
-    )
-    optimizer: DictConfig = key("Component: a torch, torchao or bitsandbytes optimizer")
-    lr_scheduler: DictConfig | None = key(
-        "Component: torchtune's learning-rate schedule; null = constant", None
-    )
-    clip_grad_norm: float | None = positive("Largest gradient norm; null = no clipping", None)
+    num_steps: PositiveInt
+    """Steps of roll-out and update."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each step's samples (the paper's mu)."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps in each of these passes, on as many parts of the groups."""
+    forward_batch_size: PositiveInt | None = None
+    """Rows in a forward and backward pass, at most; null = all of the step's."""
+    forward_token_budget: PositiveInt | None = None
+    """Tokens in a forward and backward pass, padding included, instead of forward_batch_size."""
+    pack_groups: bool = True
+    """Compute a prompt once for all of its responses that are in the same forward pass."""
+    optimizer: Component
+    """Component: a torch, torchao or bitsandbytes optimizer."""
+    lr_scheduler: Component | None = None
+    """Component: torchtune's learning-rate schedule; null = constant."""
+    clip_grad_norm: PositiveFloat | None = None
+    """Largest gradient norm; null = no clipping."""
     # Machine
-    device: str = key("cuda, cpu, ...", "cuda")
-    dtype: str = one_of(
-        "Of weights and activations; what is trained keeps float32 (docs/dtype.md)",
-        "bf16",
-        ("bf16", "fp32"),
-    )
-    distributed: DistributedConfig = key("How several ranks share the work", DistributedConfig())
-    seed: int = key(
-        "Seed of the prompts' order, the sampler and everything else",
-        0,
-        valid=lambda v: 0 <= v < 2**32,
-        hint="give a number from 0 to 4294967295",
-    )
-    compile: bool = key("Compile the layers for the log-prob and update passes", False)
-    enable_activation_checkpointing: bool = key("Recompute activations: less memory", False)
-    # Evaluation
-    eval_dataset: DictConfig | None = key("Component: held-out prompts; null = no evaluation", None)
-    eval_every_n_steps: int | None = positive("Evaluate every n steps; null = start and end", None)
-    eval_samples: int = not_negative(
-        "Also sample n responses a prompt, for pass@1; 0 = greedy only", 0
-    )
-    eval_sampling: EvalSamplingConfig = key(
-        "How these are sampled, where not as in training", EvalSamplingConfig()
-    )
-    eval_reward: str | None = key("Reward that decides accuracy; null = the first", None)
-    keep_best: str | None = key(
-        "Metric of evaluations, such as eval/pass@1: its best checkpoint is kept beside the last",
-        None,
-        valid=lambda v: v is None or v.startswith("eval/"),
-        hint="name a metric of evaluations, such as eval/accuracy",
-    )
-    stop_at: float | None = share(
-        "End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)", None
-    )
-    patience: int | None = positive(
-        "End the run after so many evaluations in a row that were not its best", None
-    )
-    # Checkpoints
-    save_every_n_steps: int | None = positive("Save every n steps; null = only at the end", None)
-    keep_last_n_checkpoints: int | None = positive(
-        "Delete older checkpoints; null = keep all", None
-    )
-    save_adapter_weights_only: bool = key("Leave out the merged weights", False)
-    resume_from_checkpoint: bool = key("Continue from the newest checkpoint in output_dir", False)
-    # Logging
-    metric_logger: DictConfig = key("Component: torchtune's Disk, TensorBoard or W&B logger")
-    log_groups: int = not_negative(
-        "Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none", 2
-    )
-    report_every_n_steps: int | None = positive(
-        "Write run.html every n steps; null = only at the end", 10
-    )
-    profiler: DictConfig | None = key("Component: torchtune.training.setup_torch_profiler", None)
+    device: str = "cuda"
+    """cuda, cpu, ..."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of weights and activations; what is trained keeps float32 (docs/dtype.md)."""
+    distributed: DistributedConfig = DistributedConfig()
+    """How several ranks share the work."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the prompts' order, the sampler and everything else."""
+    compile: bool = False
+    """Compile the layers for the log-prob and update passes."""
+    enable_activation_checkpointing: bool = False
+    """Recompute activations: less memory."""
+    # Evaluation, checkpoints and logs
+    eval_dataset: Component | None = None
+    """Component: held-out prompts; null = no evaluation."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How and when they are answered."""
+    saving: SavingConfig = SavingConfig()
+    """Which checkpoints are written and kept."""
+    resume_from_checkpoint: bool = False
+    """Continue from the newest checkpoint in output_dir."""
+    metric_logger: Component
+    """Component: torchtune's Disk, TensorBoard or W&B logger."""
+    log_groups: Count = 2
+    """Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none."""
+    profiler: Component | None = None
+    """Component: torchtune.training.setup_torch_profiler."""
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        if problems := list(contradictions(self)):
+            raise ValueError("\n".join(problems))
+        return self
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -240,19 +288,20 @@ class GRPOConfig:
         return SamplingParams(
             max_generated_tokens=self.max_generated_tokens,
             temperature=self.temperature,
-            **{f.name: getattr(self.sampling, f.name) for f in fields(SamplingConfig)},
+            **dict(self.sampling),
         )
+
+    @property
+    def eval_sampling_params(self) -> SamplingParams:
+        """How an evaluation's samples are drawn."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        own = {name: getattr(self.evaluation, name) for name in names}
+        return self.sampling_params.replace(**{k: v for k, v in own.items() if v is not None})
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps on the samples of one step."""
         return self.ppo_epochs * self.num_minibatches
-
-    @property
-    def eval_sampling_params(self) -> SamplingParams:
-        """How an evaluation's samples are drawn."""
-        own = {name: value for name, value in vars(self.eval_sampling).items() if value is not None}
-        return replace(self.sampling_params, **own)
 
     @property
     def rows_per_step(self) -> int:
@@ -263,3 +312,96 @@ class GRPOConfig:
     def rows_per_forward(self) -> int:
         """Rows of one forward pass."""
         return self.forward_batch_size or self.rows_per_step
+
+
+def evaluation_metrics(samples: int) -> list[str]:
+    """Metrics by which checkpoints can be compared, for a number of samples a prompt."""
+    metrics = ["eval/accuracy", "eval/reward"]
+    return metrics + [f"eval/{name}" for name in ("pass@1", f"pass@{samples}") if samples]
+
+
+def contradictions(cfg: GRPOConfig) -> Iterator[str]:
+    """A sentence for each pair of keys that contradict each other, with the remedy."""
+    output_dir = Path(cfg.output_dir).resolve()
+    base = cfg.checkpointer.get("checkpoint_dir")
+    if cfg.sampling.min_new_tokens > cfg.max_generated_tokens:
+        yield (
+            f"sampling.min_new_tokens={cfg.sampling.min_new_tokens}: give 0 to "
+            f"max_generated_tokens={cfg.max_generated_tokens}."
+        )
+    if cfg.forward_token_budget is not None and cfg.forward_batch_size is not None:
+        yield (
+            f"forward_token_budget={cfg.forward_token_budget}: replaces forward_batch_size="
+            f"{cfg.forward_batch_size}; set one of them to null."
+        )
+    if cfg.batch_size % cfg.num_minibatches:
+        yield (
+            f"num_minibatches={cfg.num_minibatches}: cannot deal out batch_size={cfg.batch_size} "
+            "groups evenly; give a divisor."
+        )
+    if cfg.checkpointer.get("adapter_checkpoint") is not None:
+        yield (
+            f"checkpointer.adapter_checkpoint={cfg.checkpointer.adapter_checkpoint}: is not read; "
+            "set it to null, and adapter_dir to its folder."
+        )
+    if not isinstance(base, str) or not base:
+        yield "checkpointer.checkpoint_dir: missing; name the folder of the base model."
+    elif Path(base).resolve() == output_dir:
+        yield (
+            f"output_dir={cfg.output_dir}: is also checkpointer.checkpoint_dir, whose files would "
+            "be overwritten; give another folder."
+        )
+    for key, folder in (("checkpointer.checkpoint_dir", base), ("adapter_dir", cfg.adapter_dir)):
+        path = Path(str(folder or ".")).resolve()
+        if any(
+            p.parent == output_dir and p.name.startswith("step_") for p in (path, *path.parents)
+        ):
+            yield (
+                f"{key}={folder}: is a checkpoint in output_dir={cfg.output_dir}, from where a new "
+                "run moves it; give another output_dir."
+            )
+    low, high = cfg.dynamic_sampling.min_pass_rate, cfg.dynamic_sampling.max_pass_rate
+    if low is not None and high is not None and low > high:
+        yield (
+            f"dynamic_sampling.min_pass_rate={low}: above max_pass_rate={high}, so that no group "
+            "passes; give less."
+        )
+    for name in ("keep_best", "stop_at", "patience"):
+        value = getattr(cfg.evaluation, name)
+        if value is not None and cfg.eval_dataset is None:
+            yield (
+                f"evaluation.{name}={value}: needs evaluations; set eval_dataset to held-out "
+                "prompts."
+            )
+    for number, reward in enumerate(cfg.rewards):
+        weight = reward.get("weight", 1.0)
+        if not isinstance(weight, (int, float)) or abs(weight) > 3.4e38:
+            yield f"rewards[{number}].weight={weight}: give a number that float32 can hold."
+
+
+def without_effect(cfg: GRPOConfig) -> Iterator[str]:
+    """A sentence for each setting that the others switch off, with the remedy."""
+    correction = cfg.objective.sampling_correction
+    if correction in (None, "old_logprobs") and cfg.objective.correction_cap != 2.0:
+        yield "objective.correction_cap: nothing is capped; set sampling_correction."
+    goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
+    if cfg.evaluation.every_n_steps is None and goals != (None, None):
+        yield (
+            "evaluation.stop_at and patience: a run is evaluated only at its end; set "
+            "evaluation.every_n_steps."
+        )
+    if cfg.objective.reference == "base" and cfg.adapter_dir is None:
+        yield "objective.reference=base: training starts from the base; remove it."
+    if cfg.dynamic_sampling != DynamicSamplingConfig() and cfg.dynamic_sampling.max_resamples == 0:
+        yield "dynamic_sampling: no group is replaced with max_resamples=0; set that above 0."
+    own = [cfg.evaluation.temperature, cfg.evaluation.top_k, cfg.evaluation.top_p]
+    if any(value is not None for value in own) and cfg.evaluation.samples == 0:
+        yield "evaluation.temperature, top_k, top_p: set evaluation.samples above 0."
+    if cfg.updates_per_step == 1 and correction != "old_logprobs":
+        ratio = ("epsilon_low", "epsilon_high", "dual_clip", "surrogate")
+        keys = ", ".join(f"loss.{key}" for key in ratio if cfg.loss.get(key) is not None)
+        if keys:
+            yield (
+                f"{keys}: with one optimizer step per rollout, every ratio is 1; set ppo_epochs or "
+                "num_minibatches above 1, or objective.sampling_correction to old_logprobs."
+            )

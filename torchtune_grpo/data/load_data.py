@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchtune_grpo.config.check import check_lengths, check_vocabulary
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.errors import Problems
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.training.policy_checks import check_prompts
 
 
 def load_data(
@@ -38,8 +38,10 @@ def load_data(
                 if rewards is not None:
                     rewards.check_data(data[name], key=name, alone=alone)
     with problems.noted():
-        check_lengths(cfg, longest_prompts={name: d.max_prompt_length for name, d in data.items()})
-    with problems.noted():
-        check_vocabulary(cfg, highest_tokens={name: d.highest_token for name, d in data.items()})
+        check_prompts(
+            cfg,
+            longest={name: each.max_prompt_length for name, each in data.items()},
+            highest_tokens={name: each.highest_token for name, each in data.items()},
+        )
     problems.raise_any()
     return data

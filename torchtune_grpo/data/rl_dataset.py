@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
-from torchtune_grpo.config.components import check_arguments
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.data.bad_rows import BadRow, LeftOut
 from torchtune_grpo.data.load import described, load_rows, loader_keys, source_kind
@@ -122,8 +121,6 @@ class RLDataset(Dataset[dict[str, Any]]):
             "chat": chat,
             "prefill": prefill,
         }
-        parameters = inspect.signature(RLDataset, eval_str=True).parameters
-        check_arguments(given, parameters)
         load_dataset_kwargs = {
             key: value
             for key, value in load_dataset_kwargs.items()

@@ -118,22 +118,24 @@ class Evaluator:
     def __init__(
         self, cfg: GRPOConfig, dataset: RLDataset, *, tokenizer: Any, rewards: RewardSet
     ) -> None:
-        if cfg.eval_reward is not None and cfg.eval_reward not in rewards.names:
+        if cfg.evaluation.reward is not None and cfg.evaluation.reward not in rewards.names:
             raise ValueError(
-                f"eval_reward={cfg.eval_reward}: no reward of this name; rewards has "
+                f"evaluation.reward={cfg.evaluation.reward}: no reward of this name; rewards has "
                 f"{', '.join(rewards.names)}."
             )
         self._cfg = cfg
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._rewards = rewards
-        self._reward = cfg.eval_reward or rewards.names[0]
+        self._reward = cfg.evaluation.reward or rewards.names[0]
         named = {reward.name: names_answer(reward) for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
-        if (cfg.keep_best or "").startswith("eval/maj@") and self._reward not in self._stated:
+        if (cfg.evaluation.keep_best or "").startswith(
+            "eval/maj@"
+        ) and self._reward not in self._stated:
             raise ValueError(
-                f"keep_best={cfg.keep_best}: the reward {self._reward!r} cannot say which answer "
-                "it sees; give eval/accuracy or eval/pass@1."
+                f"evaluation.keep_best={cfg.evaluation.keep_best}: the reward {self._reward!r} "
+                "cannot say which answer it sees; give eval/accuracy or eval/pass@1."
             )
 
     def __call__(self, engine: RolloutEngine, *, state: TrainerState | None = None) -> Evaluation:
@@ -147,7 +149,7 @@ class Evaluator:
         mine = range(rank(), len(self._dataset), world_size())
         # A rank without a prompt answers one for nothing: a sharded model needs every rank.
         items = [self._dataset[index] for index in mine or (0,)]
-        k, params = self._cfg.eval_samples, self._cfg.eval_sampling_params
+        k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
         with make_bar("Evaluation ", total=len(items) * (1 + k), leave=False) as bar:
             greedy = self._answers(engine, items, params.greedy, 1, state, bar)
             samples = self._answers(engine, items, params, k, state, bar)
@@ -233,8 +235,11 @@ class Course:
     def _judge(self, records: Sequence[Mapping[str, Any]]) -> tuple[int | None, bool]:
         cfg = self._cfg
         reason = should_stop(
-            records, metric=cfg.keep_best, stop_at=cfg.stop_at, patience=cfg.patience
+            records,
+            metric=cfg.evaluation.keep_best,
+            stop_at=cfg.evaluation.stop_at,
+            patience=cfg.evaluation.patience,
         )
         if reason is not None:
             log.info(reason)
-        return best_step(records, cfg.keep_best), reason is not None
+        return best_step(records, cfg.evaluation.keep_best), reason is not None

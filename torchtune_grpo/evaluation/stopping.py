@@ -63,15 +63,15 @@ def should_stop(
         return None
     (step, newest), values = evaluations[-1], [value for _, value in evaluations]
     if stop_at is not None and newest >= stop_at:
-        return (
-            f"Ends after step {step}: {metric} is {newest:.3f}, and has reached stop_at={stop_at}."
-        )
+        reached = f"has reached evaluation.stop_at={stop_at}"
+        return f"Ends after step {step}: {metric} is {newest:.3f}, and {reached}."
     best = values.index(max(values))
     waited = len(values) - 1 - best
     if patience is not None and waited >= patience:
         return (
             f"Ends after step {step}: the last {waited} evaluations were not above the {metric} "
-            f"of {values[best]:.3f} after step {evaluations[best][0]}, and patience={patience}."
+            f"of {values[best]:.3f} after step {evaluations[best][0]}, and evaluation.patience="
+            f"{patience}."
         )
     return None
 

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -25,37 +24,11 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.errors import FirstRankFailed
-from torchtune_grpo.config.schema import key, one_of, positive
+from torchtune_grpo.config.keys import DistributedConfig
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 does not cut through it
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """The keys below ``distributed``: how several ranks share the work."""
-
-    sharding: str = one_of(
-        "Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes "
-        "more than half of a rank's free memory",
-        "auto",
-        ("auto", "always", "never"),
-    )
-    replicas: int = positive("Copies of a sharded model, each over a part of the ranks (HSDP)", 1)
-    cpu_offload: bool = key("Keep a sharded model's parts on the CPU while they wait", False)
-    defer_gradients: str = one_of(
-        "A sharded model's gradients cross the wire once a step, not once a micro-batch, and are "
-        "held whole meanwhile; auto = with adapters",
-        "auto",
-        ("auto", "always", "never"),
-    )
-    gather: str = one_of(
-        "For a rollout, a sharded model is gathered once, or layer by layer for each token; auto = "
-        "once if it takes at most half of a rank's free memory",
-        "auto",
-        ("auto", "once", "layer"),
-    )
 
 
 def init_process_group(device: torch.device) -> None:
@@ -178,25 +151,6 @@ def broadcast_trained_parameters(model: nn.Module) -> None:
                 dist.broadcast(parameter.data, src=0)
 
 
-def set_gradient_sync(model: nn.Module, *, last: bool, defer: str) -> None:
-    """Says whether a sharded model's gradients cross the wire in the next backward pass.
-
-    By default FSDP2 reduces and scatters them in every backward pass. Sums over copies of a sharded
-    model (HSDP) always wait for the last pass: what waits is sharded already, and costs no memory.
-
-    Args:
-        model (nn.Module): sharded or not.
-        last (bool): whether the pass is the optimizer step's last one.
-        defer (str): "always", "never", or "auto": if not all parameters are trained. What waits is
-            the whole gradient of every trained parameter, on every rank.
-    """
-    if isinstance(model, FSDPModule):
-        some_frozen = not all(p.requires_grad for p in model.parameters())
-        wait = defer == "always" or (defer == "auto" and some_frozen)
-        model.set_requires_gradient_sync(last or not wait)
-        model.set_requires_all_reduce(last)
-
-
 def reduce_gradients(model: nn.Module) -> None:
     """Sums every rank's gradients, in place.
 
@@ -228,25 +182,18 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
 
     Args:
         model (TransformerDecoder): whole on every rank, with the same weights.
-        settings (DistributedConfig): whether what is not computed stays on the CPU, and how many
-            copies there are, each sharded over ``world_size / replicas`` ranks (HSDP).
+        settings (DistributedConfig): whether what is not computed stays on the CPU.
         device (torch.device): of this rank.
 
     Raises:
-        ValueError: if the replicas do not divide the ranks, the parts are on the CPU anyway, or
-            the ranks do not divide the blocks of a weight in 4 bits.
+        ValueError: if the parts are on the CPU anyway, or the ranks do not divide the blocks of a
+            weight in 4 bits.
     """
-    replicas = settings.replicas
     if settings.cpu_offload and device.type == "cpu":
         raise ValueError(
             "distributed.cpu_offload=True: device=cpu has them there; set it to false."
         )
-    if world_size() % replicas:
-        raise ValueError(
-            f"distributed.replicas={replicas}: does not divide the {world_size()} ranks; give a "
-            "divisor."
-        )
-    ranks = world_size() // replicas
+    ranks = world_size()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % ranks:
             name = name.replace("_checkpoint_wrapped_module.", "")
@@ -255,11 +202,7 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
                 f"blocks, which {ranks} ranks cannot share; set it to never, "
                 "model.quantize_base to false, or take another number of ranks."
             )
-    shape: tuple[int, ...] = (world_size(),)
-    names: tuple[str, ...] = ("shard",)
-    if replicas > 1:
-        shape, names = (replicas, ranks), ("replicate", "shard")
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)

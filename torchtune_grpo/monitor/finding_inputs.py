@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Settings:
     @classmethod
     def from_config(cls, cfg: GRPOConfig) -> Settings:
         """Those of a run."""
-        plain: Any = OmegaConf.to_container(OmegaConf.create(asdict(cfg)), resolve=True)
+        plain: Any = OmegaConf.to_container(OmegaConf.create(cfg.model_dump()), resolve=True)
         nodes = plain.pop("rewards")
         named = [{"name": n["_component_"].rpartition(".")[2], "weight": 1.0} | n for n in nodes]
         plain |= {f"rewards.{index}": node for index, node in enumerate(named)}
@@ -43,7 +43,7 @@ class Settings:
     @property
     def decider(self) -> str:
         """Name of the reward that is the accuracy."""
-        return str(self.keys["eval_reward"] or self.rewards[0]["name"])
+        return str(self.keys["evaluation.reward"] or self.rewards[0]["name"])
 
     def change(self, key: str, new: Any) -> tuple[str, str]:
         """The key, and the sentence that gives it a value."""

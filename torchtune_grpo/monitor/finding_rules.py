@@ -102,7 +102,7 @@ def _responses(run: Run, settings: Settings) -> Signs:
         yield "truncated", f"{key} cut off {cut:.0%} of the responses.", *settings.scale(key, 2)
     kept = "sampling/kept_mass" in run.steps[-1]  # a mean over all tokens that are trained on
     if not kept and "completions/mean_length" in run.steps[-1]:
-        if settings.keys["mask_truncated_completions"]:
+        if settings.keys["objective.mask_truncated_completions"]:
             change = settings.change("mask_truncated_completions", False)
         else:
             change = settings.scale("max_generated_tokens", 2)
@@ -132,8 +132,8 @@ def _policy(run: Run, settings: Settings) -> Signs:
     if gap > 0.1:  # rounding in bf16 makes 0.01 to 0.03
         if settings.keys.get("model.lora_dropout"):  # acts in the trainer alone
             change = settings.change("model.lora_dropout", 0.0)
-        elif settings.keys["sampling_correction.mode"] is None:
-            change = settings.change("sampling_correction.mode", "token_truncate")
+        elif settings.keys["objective.sampling_correction"] is None:
+            change = settings.change("objective.sampling_correction", "token_truncate")
         else:
             change = settings.change("dtype", "fp32")
         yield "sampler_trainer_gap", f"Their log-probs of a token differ by {gap:.3g}.", *change

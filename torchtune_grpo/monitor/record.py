@@ -36,6 +36,7 @@ from torchtune_grpo.trajectory import Trajectory
 log = utils.get_logger("INFO")
 
 STARTS_FILE = "starts.jsonl"
+_PAGE_EVERY = 10  # steps
 _PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
 _SECRETS = ("token", "secret", "password", "api_key")  # a key of the config that ends so
 
@@ -68,12 +69,12 @@ class Observer:
         self._groups = GroupRecorder(
             num_groups=cfg.log_groups,
             group_size=cfg.grpo_samples,
-            accuracy_reward=cfg.eval_reward,
+            accuracy_reward=cfg.evaluation.reward,
             stop_tokens=stop_tokens,
             max_generated_tokens=cfg.max_generated_tokens,
             seed=cfg.seed,
         )
-        self._accuracy = f"rewards/{cfg.eval_reward or rewards[0]}/mean"
+        self._accuracy = f"rewards/{cfg.evaluation.reward or rewards[0]}/mean"
         self._findings = FindingsWatch(Settings.from_config(cfg))
         self._progress: RunProgress | None = None
 
@@ -136,8 +137,7 @@ class Observer:
         if self._progress is not None:
             self._progress.step_done(step, logged)
         self._tell_findings(step, logged)
-        every = self._cfg.report_every_n_steps
-        if every is not None and step % every == 0:
+        if step % _PAGE_EVERY == 0:
             self._write_page()
         return summary
 

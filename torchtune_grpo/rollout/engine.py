@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.memory import fits_every_rank, free_bytes
 from torchtune_grpo.rollout.buffers import Buffers
 from torchtune_grpo.rollout.cache import GroupCache
@@ -19,7 +20,6 @@ from torchtune_grpo.rollout.gather import LayerGather, gathered
 from torchtune_grpo.rollout.graphs import CudaRecorder, StepGraphs
 from torchtune_grpo.rollout.layout import coarse, padded_rows
 from torchtune_grpo.rollout.native import GroupRollout, prompt_slots
-from torchtune_grpo.rollout.params import RolloutConfig
 from torchtune_grpo.rollout.request import RolloutEngine, RolloutRequest, end_of_rollout
 from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 from torchtune_grpo.trajectory import Samples

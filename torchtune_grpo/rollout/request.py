@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 from tqdm import tqdm
 
-from torchtune_grpo.rollout.params import SamplingParams
+from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.trajectory import Samples
 
 Decode = Callable[[Sequence[int]], str]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.rollout.noise import row_keys
-from torchtune_grpo.rollout.params import SamplingParams
 from torchtune_grpo.rollout.request import Admission, Progress, RolloutEngine, RolloutRequest
 from torchtune_grpo.rollout.text import decode_responses, decode_tokens
 from torchtune_grpo.trajectory import Trajectory, join_rows, length_mask

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune_grpo.rollout.params import SamplingParams
+from torchtune_grpo.config.keys import SamplingParams
 
 _BLOCK = 128  # vocabulary entries summed at once; only one block per row is searched entry by entry
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.common_utils import local_kv_cache
 
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.interrupt import is_interrupted
 from torchtune_grpo.rollout.buffers import Buffers
-from torchtune_grpo.rollout.params import RolloutConfig
 from torchtune_grpo.rollout.request import (
     Admission,
     Progress,

@@ -12,8 +12,8 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
-from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.machine.parallel import DistributedConfig, give_back, shard, sharded_like
+from torchtune_grpo.config.keys import DistributedConfig, GRPOConfig
+from torchtune_grpo.machine.parallel import give_back, shard, sharded_like
 from torchtune_grpo.training import MicroBatch, trajectory_logprobs
 
 
@@ -100,11 +100,10 @@ def make_reference(policy: TransformerDecoder, cfg: GRPOConfig, *, home: torch.d
     """Picks the cheapest exact reference for a policy that was just loaded.
 
     It is the policy with adapters off, or as ``cfg.adapter_dir`` has them, if there are some; else
-    a frozen copy, which lives on the device ``home`` unless ``cfg.reference`` names another.
+    a frozen copy, which lives on the device ``home``.
     """
     if get_adapter_params(policy):
-        keep_start = cfg.adapter_dir is not None and cfg.reference.policy == "start"
+        keep_start = cfg.adapter_dir is not None and cfg.objective.reference == "start"
         return AdapterReference(policy, keep_start=keep_start)
-    device = torch.device(cfg.reference.device or home)
-    dtype = training.get_dtype(cfg.reference.dtype or cfg.dtype, device=device)
-    return FrozenReference(policy, dtype=dtype, device=device)
+    dtype = training.get_dtype(cfg.dtype, device=home)
+    return FrozenReference(policy, dtype=dtype, device=home)

@@ -195,8 +195,9 @@ def _facts(run: Run) -> dict[str, str]:
 
 def _state(run: Run) -> str:
     """Of a run that has not made all its steps."""
-    goals = {key: run.config.get(key) for key in ("stop_at", "patience")}
-    reason = should_stop(run.evaluations, metric=run.config.get("keep_best"), **goals)
+    keys = run.config.get("evaluation", {})
+    goals = {key: keys.get(key) for key in ("stop_at", "patience")}
+    reason = should_stop(run.evaluations, metric=keys.get("keep_best"), **goals)
     if reason:
         return reason
     files = [run.folder / f"{name}.jsonl" for name in ("metrics", "starts")]
