@@ -95,7 +95,10 @@ CASES = {
         {"sampling/kept_mass": None},
         {"entropy": None},
         3, ["objective.mask_truncated_completions=true"],
-        ("mask_truncated_completions", "Set mask_truncated_completions: True -> False."),
+        (
+            "objective.mask_truncated_completions",
+            "Set objective.mask_truncated_completions: True -> False.",
+        ),
     ),
     "responses_shrink": (
         {"completions/mean_length": 3.9},

@@ -453,7 +453,7 @@ def test_each_ratio_has_the_distances_of_its_source():
     ],
 )
 def test_bad_options_are_refused_by_name(bad):
-    with pytest.raises(ValueError, match=rf"loss\.{next(iter(bad))}="):
+    with pytest.raises(ValueError, match=next(iter(bad))):
         GRPOLoss(**bad)
 
 

@@ -661,5 +661,5 @@ def test_bad_sampling_settings_are_refused():
         "min_new_tokens": 5,
         "stop_strings": ("",),
     }.items():
-        with pytest.raises(ValueError, match=f"^{name}="):
-            replace(good, **{name: value})
+        with pytest.raises(ValueError, match=name):
+            good.replace(**{name: value})

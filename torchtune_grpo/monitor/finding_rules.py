@@ -103,7 +103,7 @@ def _responses(run: Run, settings: Settings) -> Signs:
     kept = "sampling/kept_mass" in run.steps[-1]  # a mean over all tokens that are trained on
     if not kept and "completions/mean_length" in run.steps[-1]:
         if settings.keys["objective.mask_truncated_completions"]:
-            change = settings.change("mask_truncated_completions", False)
+            change = settings.change("objective.mask_truncated_completions", False)
         else:
             change = settings.scale("max_generated_tokens", 2)
         yield "nothing_trained", "No token was trained on.", *change

@@ -125,7 +125,7 @@ def _check_start(cfg: GRPOConfig, model: nn.Module) -> None:
             "cannot be switched off; set it to start, or train adapters."
         )
     file = adapter_files(adapter_dir)[0].resolve()
-    if file.parent == base or (base in file.parents and base.name.startswith("step_")):
+    if file.parent == base or (base in file.parents and (base / "run_config.json").is_file()):
         raise ValueError(
             f"adapter_dir={adapter_dir}: the weights in checkpointer.checkpoint_dir={base} hold "
             "this adapter already; set it to null, or give the base that it was trained on."
