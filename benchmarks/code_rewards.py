@@ -23,7 +23,8 @@ from pathlib import Path
 
 from hostile_code import HONEST, HOSTILE, TEST, WRONG
 
-from torchtune_grpo.rewards import CodeReward, _code
+from torchtune_grpo.rewards import CodeReward
+from torchtune_grpo.rewards import code as _code
 from torchtune_grpo.sandbox import CodeSandbox
 
 

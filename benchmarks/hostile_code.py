@@ -304,7 +304,8 @@ while True: os.write(3, frame({'ready': True}))
 import os
 def solve(n):
     os.write(3, frame({'value': ['dict', ['x']]}) + frame({'value': ['int', 'zz']}))
-    os.write(3, frame({'value': ['set', ['list', 1]]}) + frame({'error': ['SystemExit', 'x']}))
+    os.write(3, frame({'value': ['set', ['list', 1]]}))
+    os.write(3, frame({'error': ['SystemExit', 'x', None]}))
 """,
     "nested answer": _FRAME + "import os\ndef solve(n): os.write(3, frame(b'[' * 10 ** 5))\n",
     "long announcement": "import os\ndef solve(n): os.write(3, b'\\xff' * 8)\n",
@@ -318,7 +319,7 @@ def solve(n):
     "forges an exception": _FRAME
     + """
 import os
-def solve(n): os.write(3, frame({'error': ['StopIteration', 'x']}))
+def solve(n): os.write(3, frame({'error': ['StopIteration', 'x', []]}))
 """,
     "closes its files": "import os\nos.closerange(0, 100)\ndef solve(n): return 0\n",
     "daemon": """

@@ -51,20 +51,14 @@ BROKEN = {
     "assert solve.__name__ == 'solve' and solve(1) == 1": BEFORE + "AttributeError: ",
     "for _ in (): solve(1)": BEFORE + "it never did",
     "def check(candidate):\n    def inner(): assert candidate(1) == 1": BEFORE + "it never did",
-    "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function is no plain",
-}
-LATER = {
-    "assert solve(1) == 1 == lost": "NameError: name 'lost' is not defined",
-    "from math import *\ndef check(f):\n    assert f(1) == lost": "NameError: name 'lost' is",
-    "solve(1)\nimport numpy": "ModuleNotFoundError: No module named 'numpy'",
-    "solve(1)\nfrom math import lost": "ImportError: cannot import name 'lost' from 'math'",
+    "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function is not plain",
 }
 
 
-@pytest.mark.parametrize("test", [*BROKEN, *LATER])
+@pytest.mark.parametrize("test", BROKEN)
 def test_what_a_test_does_wrong_by_itself_is_not_the_completions(sandbox, test):
     verdict = judge(sandbox, "def solve(n): return 1", test=test)
-    assert verdict.test_failed and ({**BROKEN, **LATER}[test]) in verdict.why
+    assert verdict.test_failed and BROKEN[test] in verdict.why
 
 
 def test_what_the_prompts_code_does_wrong_is_not_the_completions(sandbox):
@@ -108,7 +102,7 @@ def test_no_completion_can_make_the_test_the_one_that_failed(sandbox, code, test
 
 
 def test_a_broken_test_is_a_failed_score(rewards):
-    tests = {**BROKEN, **LATER, TEST: ""}
+    tests = {**BROKEN, TEST: ""}
     call, count = rewards.rewards[0].function, len(tests)
     texts = ["def solve(n): return 1"] * count
     *scores, passed = call([""] * count, texts, test=list(tests), entry_point=["solve"] * count)
@@ -122,7 +116,6 @@ TRIED = {
     "assert eval('(') == solve(1)": BEFORE + "SyntaxError: ",
     "assert {}['key'] == solve(1)": BEFORE + "KeyError: 'key'",
     "for _ in (): solve(1)": BEFORE + "it never did",
-    "try: solve(1)\nexcept Exception: import json.lost": "itself failed: ModuleNotFoundError",
     "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function",
     "try: solve(1)\nexcept Exception: pass": "a function that raises in every call passes",
     "def check(f):\n    try: assert f(1)\n    finally: return": "a function that raises in every",
@@ -151,6 +144,26 @@ def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
     for setup, error in ("one = 1 / 0\n", "ZeroDivisionError"), (forbidden, "PermissionError"):
         with pytest.raises(ValueError, match=f"1 of 1 rows .*row 0: .*: {error}.*Correct or"):
             rewards.check_data(Rows(TEST, setup=setup), key="dataset")
+
+
+# Broken behind the first call, where a function that raises in every call does not get.
+LATER = {
+    "assert solve(1) == 1 == lost": "NameError: name 'lost' is not defined",
+    "solve(1)\nimport numpy": "ModuleNotFoundError: No module named 'numpy'",
+    "assert solve(1) == 1\nassert solve(lambda: 1)": "the test passes what cannot be sent",
+    "assert solve(1) == 2": "AssertionError: ",
+}
+
+
+def test_at_start_every_test_is_tried_on_the_rows_own_solution(rewards):
+    call, tests = rewards.rewards[0].function, [*LATER, TEST, "try: solve(1)\nexcept: pass"]
+    setup = 'def solve(n):\n    """Returns n."""\n'
+    columns = {"entry_point": ["solve"] * len(tests), "setup": [setup] * len(tests)}
+    solution = ["    return n"] * (len(tests) - 1) + ["```\ndef solve(n): return n\n```"]
+    *broken, sound, vacuous = call.check_rows(test=tests, solution=solution, **columns).values()
+    for message, said in zip(LATER.values(), broken, strict=True):
+        assert f"the row's own solution fails: {message}" in said
+    assert sound is None and "a function that raises in every call passes" in vacuous
 
 
 def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):

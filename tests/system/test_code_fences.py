@@ -22,9 +22,8 @@ from processes import children, is_alive, wait_until
 
 import torchtune_grpo
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError
+from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, kernel
 from torchtune_grpo.sandbox import code as _code
-from torchtune_grpo.sandbox import kernel as _kernel
 from torchtune_grpo.sandbox import process as _process
 
 
@@ -460,7 +459,7 @@ def solve(n):
         server, found = greedy._server.pid, []
         thread = threading.Thread(target=lambda: found.append(judge(greedy, spin).why))
         thread.start()
-        assert wait_until(lambda: len(_kernel.processes_of(server)) == 16)
+        assert wait_until(lambda: len(kernel.processes_of(server)) == 16)
         verdict = judge(honest, burn, test="solve(0)")
         thread.join()
     finally:
@@ -505,8 +504,8 @@ def test_a_fence_that_fails_is_not_the_completions_fault(sandbox, monkeypatch):
         judge(sandbox, HONEST["plain"])
     sandbox.limits = LIMITS
     assert passes_again(sandbox)
-    broken = "import torchtune_grpo.sandbox.fences as f; k = f._kernel; k.isolate = "
-    broken += "f.restrict_files = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
+    broken = "import torchtune_grpo.sandbox.fences as f; k = f.kernel; k.restrict_with_landlock = "
+    broken += "f._isolate = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
     monkeypatch.setattr(_process, "_BOOT", _process._BOOT.replace("main({role", broken + "{role"))
     fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
     with pytest.raises(SandboxError, match="(?s)not even begun.*OSError.*mount: "):
@@ -528,8 +527,8 @@ def test_the_kernel_ends_these_processes_first_when_memory_runs_out(sandbox):
     seen = []
     thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
     thread.start()
-    assert wait_until(lambda: len(_kernel.processes_of(sandbox._server.pid)) == 2)
-    for process in (sandbox._server.pid, *_kernel.processes_of(sandbox._server.pid)):
+    assert wait_until(lambda: len(kernel.processes_of(sandbox._server.pid)) == 2)
+    for process in (sandbox._server.pid, *kernel.processes_of(sandbox._server.pid)):
         seen.append(Path(f"/proc/{process}/oom_score_adj").read_text())
     thread.join()
     assert seen == ["1000\n"] * 3
@@ -558,7 +557,7 @@ def resident(path: Path) -> float:
         count = -(-len(data) // mmap.PAGESIZE)
         pages = (ctypes.c_ubyte * count)()
         at = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        _kernel.call_libc("mincore", ctypes.c_void_p(at), ctypes.c_size_t(len(data)), pages)
+        kernel.call_libc("mincore", ctypes.c_void_p(at), ctypes.c_size_t(len(data)), pages)
         return sum(page & 1 for page in pages) / count
 
 
@@ -645,8 +644,8 @@ def test_nothing_outlives_a_server_that_is_killed(namespaces):
     server = sandbox._server.pid
     thread = threading.Thread(target=lambda: judge(sandbox, SLOW["sleep"]))
     thread.start()
-    assert wait_until(lambda: len(_kernel.processes_of(server)) == 2)
-    checker, candidate = _kernel.processes_of(server)
+    assert wait_until(lambda: len(kernel.processes_of(server)) == 2)
+    checker, candidate = kernel.processes_of(server)
     os.kill(server, 9)
     thread.join()
     assert wait_until(lambda: not is_alive(checker) and not is_alive(candidate))

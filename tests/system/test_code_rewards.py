@@ -3,7 +3,7 @@
 import secrets
 
 import pytest
-from code_sandboxes import judge
+from code_sandboxes import LIMITS, judge
 from hostile_code import HONEST, QUICK, WRONG
 from processes import children
 
@@ -15,6 +15,7 @@ from torchtune_grpo.rewards import (
     code_format_reward,
 )
 from torchtune_grpo.rewards.program import MAX_BLOCKS, extract_program
+from torchtune_grpo.sandbox import Limits
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -33,7 +34,7 @@ def check(candidate):
     for value in [None, True, False, 0, -1, 2 ** 200, -0.0, 1e300, float('inf'), b'x',
                   'ä\\ud800\\x00', 1j, [], (), {}, set(), frozenset([1]),
                   [(1, [2.5, {'a': (None,)}])],
-                  {1: {2}, (1, 2): 'x', None: b''}, bytearray(b'y')]:
+                  {1: {2}, (1, 2): 'x', None: b''}]:
         got = candidate(value, key=[value])
         assert repr(got) == repr((value, [value])) and type(got[0]) is type(value), (got, value)
     nan = candidate(float('nan'), key=1)[0]
@@ -47,30 +48,10 @@ def check(candidate):
         ).passed
 
 
-def test_dates_ranges_views_and_exact_numbers_cross(sandbox):
-    test = """
-import datetime
-from collections import deque
-from decimal import Decimal
-from fractions import Fraction
-def check(candidate):
-    zone = datetime.timezone(datetime.timedelta(hours=-3))
-    for value in [range(3), range(10 ** 30, 0, -7), Decimal('1.10'), Decimal('-Infinity'),
-                  Fraction(-3, 9), datetime.date(2024, 2, 29), datetime.time(1, 2, 3, 4),
-                  datetime.datetime(2024, 1, 2, 3, 4, 5, 6, zone), datetime.timedelta(-1, 5, 6),
-                  deque([1, [2]], maxlen=5), deque(), {1: 2}.keys(), {1: [2]}.values(),
-                  {(1,): {2}}.items(), {'a': Decimal(1), 'b': [range(2)]}]:
-        got = candidate(value)
-        assert repr(got) == repr(value) and type(got) is type(value), (got, value)
-    assert candidate({1: 2, 3: 4}.keys()) & {1, 5} == {1}
-"""
-    assert judge(sandbox, "def solve(x): return x", test=test).why == ""
-
-
 def test_what_cannot_cross_is_named(sandbox):
-    for value, name in (("object()", "object"), ("[lambda: 1]", "function"), ("re", "module")):
-        why = judge(sandbox, f"import re\ndef solve(n): return {value}").why
-        assert why == f"NotPlain: a {name} is no plain data"
+    for value, name in (("object()", "object"), ("[lambda: 1]", "function"), ("range(n)", "range")):
+        why = judge(sandbox, f"def solve(n): return {value}").why
+        assert why == f"NotPlain: a {name} is not plain data"
 
 
 @pytest.mark.parametrize(
@@ -80,22 +61,21 @@ def test_what_cannot_cross_is_named(sandbox):
         ("return map(str, range(n))", "assert [*solve(2)] == ['0', '1'] and next(solve(1)) == '0'"),
         ("return zip('ab', range(n))", "assert dict(solve(2)) == {'a': 0, 'b': 1}"),
         ("return reversed([1, n])", "assert sorted(solve(2)) == [1, 2]"),
-        (
-            "i = n\n  while True:\n    i += 1; yield i",
-            "from itertools import islice\nfor _ in range(2):\n  a, b = solve(4), solve(7)\n"
-            "  assert list(islice(a, 3)) == [5, 6, 7] and next(b) == 8 and next(a) == 8",
-        ),
-        (
-            "yield 1\n  raise KeyError(n)",
-            "got = solve(5)\nassert next(got) == 1\ntry: next(got)\n"
-            "except KeyError as error: assert error.args == (5,)\nelse: assert 0",
-        ),
     ],
 )
-def test_iterators_are_gone_through_one_by_one(sandbox, code, test):
+def test_iterators_cross_as_iterators_of_their_items(sandbox, code, test):
     assert judge(sandbox, f"def solve(n):\n  {code}", test=test).why == ""
     wrong = f"{test}\nassert next(solve(1)) is None"
     assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=wrong).why
+    listed = "assert solve(1) == list(solve(1))"  # as in plain Python, where none equals a list
+    assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=listed).why
+
+
+def test_an_endless_iterator_is_cut_off(sandbox):
+    sandbox.limits = Limits(seconds=5)
+    why = judge(sandbox, "def solve(n):\n  while True: yield n", test="next(solve(1))").why
+    sandbox.limits = LIMITS
+    assert why == "NotPlain: an iterator has more than 100000 items"
 
 
 def test_an_answer_that_is_too_long_is_called_so(sandbox):
@@ -103,22 +83,12 @@ def test_an_answer_that_is_too_long_is_called_so(sandbox):
     assert "sent 10486" in why and "bytes at once, more than 1048576" in why
 
 
-def test_an_iterator_that_is_passed_on_is_not_the_tests_fault(sandbox):
-    test = "assert solve(solve(3)) == 1"
-    assert "a generator is no plain data" in judge(sandbox, "def solve(n): yield n", test=test).why
-
-
 @pytest.mark.parametrize(
     ("code", "test"),
     [
         ("x.sort(); x.append(9)", "x = y = [3, 1, 2]\nsolve(x)\nassert y == [1, 2, 3, 9]"),
-        ("x[0][1].append(2)", "x = [[1, inner := []]]\nsolve(x)\nassert inner == [2]"),
-        ("x.pop('a'); x['b'].add(1)", "x = {'a': 1, 'b': (s := set())}\nsolve(x)\n"
-         "assert x == {'b': {1}} and s == {1}"),
-        ("x[0].clear()", "x = ([1],)\nsolve(x)\nassert x == ([],)"),
-        ("x.rotate(1); x.append(0)", "from collections import deque\nx = deque([1, 2], 3)\n"
-         "solve(x=x)\nassert x == deque([2, 1, 0]) and x.maxlen == 3"),
-        ("x[0] = 5", "x = bytearray(b'ab')\nsolve(x)\nassert x == b'\\x05b'"),
+        ("x.pop('a'); x['b'].add(1)", "x = {'a': 1, 'b': set()}\nsolve(x)\nassert x == {'b': {1}}"),
+        ("x.add(2)", "x = {1}\nsolve(x=x)\nassert x == {1, 2}"),
         ("x.append(1); raise ValueError", "x = []\ntry: solve(x)\nexcept ValueError: pass\n"
          "assert x == [1]"),
         ("print('a', x); print(2)", "import contextlib, io\ncaught = io.StringIO()\n"
@@ -131,30 +101,6 @@ def test_an_iterator_that_is_passed_on_is_not_the_tests_fault(sandbox):
 def test_what_a_function_does_to_arguments_and_prints_is_seen(sandbox, code, test):
     assert judge(sandbox, f"def solve(x):\n    {code}", test=test).why == ""
     assert judge(sandbox, "def solve(x): pass", test=test).why.startswith("AssertionError")
-
-
-@pytest.mark.parametrize(
-    ("code", "test"),
-    [
-        ("x.append(1)", "a = []\nsolve(a, a)\nassert a == [1]"),
-        ("y.append(1); return x", "a = []\nassert solve(a, a) == [1]"),
-        ("return x", "a = []\nassert solve(a, 0) is a and solve(a, 0) is not []"),
-        ("return x is y", "a = []\nassert solve(a, a) and not solve(a, []) and solve((), ())"),
-        ("x[0][0] = 5; return x", "a = [[0] * 2] * 2\nassert solve(a, 0) == [[5, 0], [5, 0]]\n"
-         "assert a[0] is a[1] and a[0] == [5, 0]"),
-        ("x[0] = [1]", "row = [0]\na = [row, row]\nsolve(a, 0)\nassert a == [[1], [0]]\n"
-         "assert a[1] is row and row == [0]"),
-        ("x.append(y)", "a, b = [], []\nsolve(a, b)\nb.append(1)\nassert a == [[1]]"),
-        ("x.append(x)", "a = []\nsolve(a, 0)\nassert a[0] is a"),
-        ("x.reverse(); x += y", "b = {1: 2}\na = [1, b]\nsolve(a, [[], b])\n"
-         "assert a == [b, 1, [], b] and a[0] is b is a[3]"),
-    ],
-)  # fmt: skip
-def test_what_stands_twice_is_one_as_in_plain_python(sandbox, code, test):
-    program = f"def solve(x, y): {code}"
-    plain = {}
-    exec(f"{program}\n{test}", plain)
-    assert judge(sandbox, program, test=test).why == ""
 
 
 @pytest.mark.parametrize(
@@ -171,33 +117,32 @@ def solve(x):
 """
     verdict = judge(sandbox, code, test="assert solve([1]) == 1")
     assert not verdict.passed and not verdict.test_failed and verdict.calls == 1, verdict
-    assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError")), verdict
+    assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError", "IndexError"))
 
 
-def test_exceptions_carry_their_arguments_and_attributes(sandbox):
+def test_exceptions_carry_their_message_and_arguments(sandbox):
     code = """
 class Mine(ValueError):
-    def __init__(self, code): super().__init__(f'code {code}'); self.code = code; self._x = 1
+    def __init__(self, code): super().__init__(f'code {code}')
+class Odd(LookupError):
+    def __str__(self): return 'odd'
 def solve(n):
     if n == 0: raise Mine(7)
     if n == 1: raise KeyError('k', 2)
-    if n == 2: raise FileNotFoundError(2, 'none', 'name')
-    if n == 3: b'\\xff'.decode()
-    raise LookupError
+    if n == 2: b'\\xff'.decode()
+    raise Odd(object())
 """
     test = """
 def check(candidate):
     caught = []
-    for n in range(5):
+    for n in range(4):
         try: candidate(n)
         except Exception as error: caught.append(error)
-    mine, key, missing, decode, bare = caught
-    assert type(mine) is ValueError and str(mine) == 'code 7' and mine.code == 7
+    mine, key, decode, odd = caught
+    assert type(mine) is ValueError and str(mine) == 'code 7'
     assert type(key) is KeyError and key.args == ('k', 2)
-    assert type(missing) is FileNotFoundError and missing.errno == 2 and missing.filename == 'name'
-    assert str(missing) == "[Errno 2] none: 'name'"
     assert type(decode) is UnicodeDecodeError and decode.start == 0 and decode.object == b'\\xff'
-    assert type(bare) is LookupError and bare.args == ()
+    assert type(odd) is LookupError and str(odd) == 'odd'
 """
     assert judge(sandbox, code, test=test).why == ""
 

@@ -140,25 +140,25 @@ def test_a_column_that_is_missing_names_the_data_set() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("test", "", "test='' calls neither add nor the argument of check"),
-        ("test", "assert True", "calls neither add nor the argument of check"),
-        ("test", "def check(candidate):\n    assert True", "calls neither add nor"),
-        ("test", "def check():\n    assert True", "calls neither add nor"),
-        ("test", "def check(candidate, times=1):\n    assert times", "calls neither add nor"),
-        ("test", "def add(x): return 2\nassert add(1) == 2", "calls neither add nor"),
-        ("test", "assert ad(1) == 2", "uses ad, which is defined nowhere"),
-        ("test", "assert math.isqrt(add(1)) == 1", "uses math, which is defined nowhere"),
-        ("test", "def check(f):\n    assert f(lost) == 2", "uses lost, which is defined nowhere"),
-        ("test", "import numpy as np\nassert add(np.one) == 2", "imports numpy, and there is only"),
-        ("setup", "def add(x=math.pi):\n    pass", "uses math, which is defined nowhere"),
-        ("test", None, "test=None is no text"),
-        ("test", "def check(candidate):", "is no Python: IndentationError"),
-        ("test", "assert add(1) == 2\0", "is no Python: "),
-        ("test", "(" * 10_000, "is no Python: "),
-        ("entry_point", "add(x)", "entry_point='add(x)' is no name"),
-        ("entry_point", None, "entry_point=None is no name"),
-        ("setup", "def add(x):", "setup='def add(x):' is no Python"),
-        ("setup", None, "setup=None is no text"),
+        ("test", "", "test='': the test itself failed before it called the function: it never did"),
+        ("test", "assert True", "it never did"),
+        ("test", "def check(candidate):\n    assert True", "it never did"),
+        ("test", "def check():\n    assert True", "TypeError: check() takes 0 positional"),
+        ("test", "def check(candidate, times=1):\n    assert times", "it never did"),
+        ("test", "def add(x): return 2\nassert add(1) == 2", "it never did"),
+        ("test", "assert ad(1) == 2", "NameError: name 'ad'"),
+        ("test", "assert math.isqrt(add(1)) == 1", "NameError: name 'math'"),
+        ("test", "def check(f):\n    assert f(lost) == 2", "NameError: name 'lost'"),
+        ("test", "import numpy as np\nassert add(np.one) == 2", "No module named 'numpy'"),
+        ("setup", "def add(x=math.pi):\n    pass", "NameError: name 'math'"),
+        ("test", None, "test=None is not text"),
+        ("test", "def check(candidate):", "IndentationError"),
+        ("test", "assert add(1) == 2\0", "source code string cannot contain null bytes"),
+        ("test", "(" * 10_000, "SyntaxError: too many nested parentheses"),
+        ("entry_point", "add(x)", "entry_point='add(x)' is not the name"),
+        ("entry_point", None, "entry_point=None is not the name"),
+        ("setup", "def add(x):", "IndentationError"),
+        ("setup", None, "setup=None is not text"),
     ],
 )
 def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> None:
@@ -189,7 +189,7 @@ def test_tests_that_a_program_can_pass() -> None:
     assert fault(CODE, {**CODE_ROW, "setup": ""}) is None
     fenced = SHIPPED + "code_format_reward"
     assert fault(fenced, plain) is None
-    assert "entry_point=3 is no name" in str(fault(fenced, {"entry_point": 3}))
+    assert "entry_point=3 is not the name" in str(fault(fenced, {"entry_point": 3}))
 
 
 OWN = """

@@ -59,5 +59,5 @@ def test_a_message_that_nobody_takes_ends_with_the_timeout(ends):
 def test_what_is_no_message_is_refused(ends, data):
     ours, theirs = ends
     send_bytes(theirs, data)
-    with pytest.raises(PeerGone, match="sent what is no message"):
+    with pytest.raises(PeerGone, match="sent something that is not a message"):
         receive(ours)

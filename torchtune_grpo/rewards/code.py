@@ -2,45 +2,38 @@
 
 The test and its expected values are never in the process that runs the completion. They are in
 another one, where the function is a stand-in that asks the first for an answer; only plain data
-gets across. docs/reward_hacking.md tells what that is good for.
+gets across. docs/reward_hacking.md says what that is good for.
 """
 
 from __future__ import annotations
 
-import queue
 import random
-import warnings
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtune.utils import get_logger
 
-from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.program import code_blocks, definition_of, extract_program
-from torchtune_grpo.rewards.unit_test import FAILURE_KINDS, failure_kind, unit_test_fault
+from torchtune_grpo.rewards.workers import WorkerPool
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
 # More than anybody writes for one function; far below what would slow a message down.
 LONGEST_COMPLETION = 100_000
+# Why completions did not pass, in a word.
+FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash")
 _MAX_TRIED = 500  # rows, in five seconds
+_RAISES = "def {}(*_, **__):\n    raise Exception('always')"
 
 
 def code_format_reward(
     prompts: list[str], completions: list[str], *, entry_point: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Rewards one fenced Python block that defines the function, whatever it computes.
-
-    Args:
-        prompts, completions, **columns: as all rewards get them.
-        entry_point (list[str]): N names of functions.
-
-    Returns:
-        N numbers, 1.0 where there is exactly one such block and 0.0 elsewhere.
-    """
+    """Score 1.0 where there is exactly one fenced Python block and it defines the function of the
+    column ``entry_point``, whatever it computes, and 0.0 elsewhere."""
     scores = []
     for text, name in zip(completions, entry_point, strict=True):
         blocks = code_blocks(text)
@@ -52,17 +45,7 @@ def code_format_reward(
 def _name_fault(*, entry_point: object) -> str | None:
     if isinstance(entry_point, str) and entry_point.isidentifier():
         return None
-    return f"entry_point={shortened(repr(entry_point))} is no name of a function"
-
-
-def _source_fault(name: str, code: object) -> str | None:
-    if not isinstance(code, str):
-        return f"{name}={shortened(repr(code))} is no text"
-    try:
-        compile(code, f"<{name}>", "exec")
-    except Exception as error:  # also RecursionError, and MemoryError for too many brackets
-        return f"{name}={shortened(repr(code))} is no Python: {describe(error).splitlines()[-1]}"
-    return None
+    return f"entry_point={shortened(repr(entry_point))} is not the name of a function"
 
 
 class CodeReward:
@@ -75,9 +58,6 @@ class CodeReward:
         processes (int): how many of these it may have at once, threads included.
         unfenced (bool): whether to run where the kernel offers no filter of system calls, or
             neither namespaces nor Landlock.
-
-    Raises:
-        ValueError: if a number is not positive.
     """
 
     __name__ = "code_reward"
@@ -92,21 +72,14 @@ class CodeReward:
         processes: int = 16,
         unfenced: bool = False,
     ) -> None:
-        settings = {
-            "timeout": timeout,
-            "workers": workers,
-            "memory_mb": memory_mb,
-            "processes": processes,
-        }
-        for name, value in settings.items():
+        settings = {"timeout": timeout, "workers": workers, "memory_mb": memory_mb}
+        for name, value in {**settings, "processes": processes}.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"rewards: {name} is {value!r}; give a number above 0.")
-        self._limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
-        self._workers = workers
-        self._unfenced = unfenced
-        self._sandboxes: list[CodeSandbox] = []
-        self._idle: queue.SimpleQueue[CodeSandbox] = queue.SimpleQueue()
-        self._threads: ThreadPoolExecutor | None = None
+        limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
+        self._sandboxes = [CodeSandbox(limits, unfenced=unfenced) for _ in range(workers)]
+        self._pool = WorkerPool(self._sandboxes)
+        self._logged = False
 
     def __call__(
         self,
@@ -120,7 +93,7 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | Exception]:
-        """Runs each completion's test. Reports why each failed, and the share that did so by kind.
+        """Run each completion's test; report why each failed, and the share that did so by kind.
 
         Args:
             prompts, completions, **columns: as all rewards get them.
@@ -144,97 +117,81 @@ class CodeReward:
         scores = list(map(_score, verdicts))
         if log_metric is not None:
             why = [v.why for v in verdicts if isinstance(v, Verdict) and not v.test_failed]
-            kinds = Counter(map(failure_kind, filter(None, why)))
+            kinds = Counter(map(_failure_kind, filter(None, why)))
             for kind in FAILURE_KINDS:
                 log_metric(kind, kinds[kind] / max(len(why), 1))
         return scores
 
     @staticmethod
-    def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
-        """What keeps every completion from passing a row's test, or None; it runs nothing."""
-        with warnings.catch_warnings(action="ignore"):  # about backslashes, say
-            fault = _name_fault(entry_point=entry_point)
-            for name, code in (("test", test), ("setup", setup)):
-                fault = fault or _source_fault(name, code)
-            if fault is not None:
-                return fault
-            fault = unit_test_fault(str(test), setup=str(setup), entry_point=str(entry_point))
-        return fault and f"test={shortened(repr(test))} {fault}"
+    def check_row(
+        *, test: object, entry_point: object, setup: object = "", solution: object = ""
+    ) -> str | None:
+        """What makes a row unusable whatever its test does, or None; runs nothing."""
+        for name, code in (("test", test), ("setup", setup), ("solution", solution)):
+            if not isinstance(code, str):
+                return f"{name}={shortened(repr(code))} is not text"
+        return _name_fault(entry_point=entry_point)
 
     def check_rows(
-        self, *, test: list[str], entry_point: list[str], setup: list[str] | None = None
+        self,
+        *,
+        test: list[str],
+        entry_point: list[str],
+        setup: list[str] | None = None,
+        solution: list[str] | None = None,
     ) -> dict[int, str | None]:
-        """Runs rows' tests on a function that raises in every call: no test may pass that, or end
-        before a call. Of many rows 500 are tried, always the same.
+        """Find broken tests by running them: a function that raises in every call has to be called
+        and may not pass, and the row's own ``solution``, where there is one, has to pass.
 
-        Args:
-            test, entry_point, setup: as in a call; :meth:`check_row` has nothing against them.
-
-        Returns:
-            Position of each row that was tried -> what is wrong with it, or None.
-
-        Raises:
-            SandboxError: if there can be no sandbox on this machine.
+        Of many rows 500 are tried, always the same. Returns the position of each row that was tried
+        and what is wrong with it, or None.
         """
         count = len(test)
         tried = sorted(random.Random(0).sample(range(count), min(count, _MAX_TRIED)))
         log.info(f"Code rewards: trying the tests of {len(tried)} of {count} rows.")
-        names = [entry_point[row] for row in tried]
-        verdicts = self.judge(
-            [f"def {name}(*_, **__):\n    raise Exception('always')" for name in names],
-            test=[test[row] for row in tried],
-            entry_point=names,
-            setup=[setup[row] if setup else "" for row in tried],
-        )
+        columns = {"test": test, "entry_point": entry_point, "setup": setup or [""] * count}
+        chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
+        programs = [_RAISES.format(name) for name in chosen["entry_point"]]
+        faults = [_trial_fault(verdict) for verdict in self.judge(programs, **chosen)]
+        if solution is not None:
+            verdicts = self.judge([solution[row] for row in tried], **chosen)
+            pairs = zip(faults, verdicts, strict=True)
+            faults = [fault or _solution_fault(verdict) for fault, verdict in pairs]
         return {
             row: fault and f"test={shortened(repr(test[row]))}: {fault}"
-            for row, fault in zip(tried, map(_trial_fault, verdicts), strict=True)
+            for row, fault in zip(tried, faults, strict=True)
         }
 
     def judge(
-        self, completions: list[str], *, test: list[str], entry_point: list[str], setup: list[str]
+        self,
+        completions: Sequence[str],
+        *,
+        test: Sequence[str],
+        entry_point: Sequence[str],
+        setup: Sequence[str],
     ) -> list[Verdict | Exception]:
         """As a call, with the reasons. Equal programs with equal tests run once."""
         jobs = list(zip(completions, test, entry_point, setup, strict=True))
-        distinct = dict.fromkeys(jobs)
-        self._start()
-        assert self._threads is not None
-        judged = dict(zip(distinct, self._threads.map(self._judge, distinct), strict=True))
+        distinct = list(dict.fromkeys(jobs))
+        if not self._logged:
+            log.info(f"Code rewards: {self._sandboxes[0].confinement()}")
+            self._logged = True
+        judged = dict(zip(distinct, self._pool.map(self._judge, distinct), strict=True))
         return [judged[job] for job in jobs]
 
     def close(self) -> None:
-        """Ends the sandboxes' processes; a later call starts new ones."""
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
-        for sandbox in self._sandboxes:
-            sandbox.close()
-        self._sandboxes = []
-        self._idle = queue.SimpleQueue()
+        """End the sandboxes' processes; a later call starts new ones."""
+        self._pool.close()
 
-    def _start(self) -> None:
-        if self._threads is not None:
-            return
-        self._sandboxes = [
-            CodeSandbox(self._limits, unfenced=self._unfenced) for _ in range(self._workers)
-        ]
-        for sandbox in self._sandboxes:
-            self._idle.put(sandbox)
-        log.info(f"Code rewards: {self._sandboxes[0].confinement()}")
-        self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="code reward")
-
-    def _judge(self, job: tuple[str, str, str, str]) -> Verdict | Exception:
+    def _judge(self, sandbox: CodeSandbox, job: tuple[str, str, str, str]) -> Verdict | Exception:
         text, test, entry_point, setup = job
         if len(text) > LONGEST_COMPLETION:
             return Verdict(False, f"longer than {LONGEST_COMPLETION} characters")
         code = extract_program(text, setup=setup, entry_point=entry_point)
-        sandbox = self._idle.get()
         try:
             return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
-        finally:
-            self._idle.put(sandbox)
 
 
 def _score(verdict: Verdict | Exception) -> float | Exception:
@@ -250,6 +207,24 @@ def _trial_fault(verdict: Verdict | Exception) -> str | None:
     if verdict.passed:
         return "a function that raises in every call passes"
     return verdict.why if verdict.test_failed or not verdict.calls else None
+
+
+def _solution_fault(verdict: Verdict | Exception) -> str | None:
+    if isinstance(verdict, Exception):
+        raise verdict
+    return None if verdict.passed else f"the row's own solution fails: {verdict.why}"
+
+
+def _failure_kind(why: str) -> str:
+    """The one of ``FAILURE_KINDS`` that a verdict's reason belongs to."""
+    name = why.partition(":")[0]
+    if name == "AssertionError":
+        return "wrong"
+    if name in ("SyntaxError", "IndentationError", "TabError"):
+        return "syntax"
+    if why.startswith("no verdict"):
+        return "timeout"
+    return "exception" if name.isidentifier() else "crash"
 
 
 code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One sandbox: a completion in one process, its test in another, and a verdict that is proven."""
+"""The owner's side of one sandbox: a completion in one process, its test in another, a verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
-_PATIENCE = 5  # times the limit may pass before one that others keep from running is given up
+_PATIENCE = 5  # times the limit that may pass while others keep a completion from running
 
 
 class SandboxError(RuntimeError):
@@ -63,19 +63,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a test says of a completion.
-
-    Args:
-        passed (bool): whether the completion passed it.
-        why (str): why not.
-        calls (int): of the function, that the completion answered.
-        test_failed (bool): whether the test failed by itself, so that it says nothing.
-    """
+    """What a test says of a completion."""
 
     passed: bool
-    why: str = ""
-    calls: int = 0
-    test_failed: bool = False
+    why: str = ""  # it did not pass
+    calls: int = 0  # of the function, that the completion answered
+    test_failed: bool = False  # the test failed by itself, so that it says nothing
 
 
 @dataclass
@@ -94,52 +87,19 @@ class CodeSandbox:
     namespaces: bool = True
     unfenced: bool = False
     _server: ServerProcess | None = None
-    _refusal: str = "they are turned off"
+    _refusal: str = "they are turned off"  # why there are no namespaces
     _worked: bool = False  # so that what is missing now was there
 
     def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        """Runs a test on a completion's function.
+        """Run a test on a completion's function.
 
-        Args:
-            code (str): the completion's program.
-            setup (str): what the test may use besides: the prompt's imports and helpers.
-            test (str): defines ``check(candidate)``, or calls the function by its name.
-            entry_point (str): the function's name.
-
-        Returns:
-            The verdict. When it is there, no process and no file of the completion is left.
-
-        Raises:
-            SandboxError: if no verdict can be had for reasons that lie not in the completion.
+        ``test`` defines ``check(candidate)``, or calls the function by its name; ``setup`` is what
+        it may use besides: the prompt's imports and helpers. When the verdict is there, no process
+        and no file of the completion is left. A SandboxError says that no verdict can be had, for
+        reasons other than the completion.
         """
         self._start()
         return self._judge(code, setup, test, entry_point)
-
-    def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        program = {
-            "code": code,
-            "entry_point": entry_point,
-            "folder": "/tmp",
-            "limits": self.limits.for_completion(),
-            "megabytes": self.limits.megabytes,
-        }
-        exam = {
-            "program": program,
-            "setup": setup,
-            "test": test,
-            "entry_point": entry_point,
-            "limits": self.limits.for_test(),
-        }
-        try:
-            if self.namespaces:
-                return self._run(exam)
-            # It can only hold plain files, so that it is quick to delete.
-            with tempfile.TemporaryDirectory(
-                prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
-            ) as program["folder"]:
-                return self._run(exam)
-        except OSError as error:  # a disk that is full, say
-            raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
     def confinement(self) -> str:
         """What fences a completion in, and what does not, in words."""
@@ -167,8 +127,13 @@ class CodeSandbox:
             "Allow user namespaces, or run in a container without network and the tests' files."
         )
 
+    def kill(self) -> None:
+        """Make a judgement that another thread waits for end at once."""
+        if self._server is not None:
+            self._server.kill()
+
     def close(self) -> None:
-        """Ends the process and whatever runs there."""
+        """End the process and whatever runs there."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -192,10 +157,10 @@ class CodeSandbox:
         self._worked = True
 
     def _check_fences(self, facts: dict[str, Any]) -> None:
+        """Refuse to start without a filter, or with neither namespaces nor enough of Landlock."""
         if "refusal" in facts:
             raise SandboxError(facts["refusal"])
-        # Without namespaces, Landlock hides files; it stops signals to processes of the same user
-        # from version 6 on.
+        # From version 6 on Landlock stops signals to processes of the same user.
         landlock = 1 if facts["users"] else 6
         missing = []
         if not facts["filter"]:
@@ -211,6 +176,32 @@ class CodeSandbox:
                 "and kill what belongs to you. Allow user namespaces, or run everything in a "
                 "container that may come to harm and set unfenced: true."
             )
+
+    def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
+        program = {
+            "code": code,
+            "entry_point": entry_point,
+            "folder": "/tmp",
+            "limits": self.limits.for_completion(),
+            "megabytes": self.limits.megabytes,
+        }
+        exam = {
+            "program": program,
+            "setup": setup,
+            "test": test,
+            "entry_point": entry_point,
+            "limits": self.limits.for_test(),
+        }
+        try:
+            if self.namespaces:
+                return self._run(exam)
+            # It can only hold plain files, so that it is quick to delete.
+            with tempfile.TemporaryDirectory(
+                prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
+            ) as program["folder"]:
+                return self._run(exam)
+        except OSError as error:  # a disk that is full, say
+            raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
     def _run(self, exam: dict[str, Any]) -> Verdict:
         assert self._server is not None
@@ -231,7 +222,7 @@ class CodeSandbox:
         return Verdict(not report["why"], **report)
 
     def _await_verdict(self, sock: socket.socket, server: int, exam: dict[str, Any]) -> Any:
-        """What the checker says, or a failure in its place."""
+        """What the checker reports, or a failure in its place."""
         limit, start, answered = self.limits.seconds, time.monotonic(), False
         left, at_once = limit, min(os.cpu_count() or 1, self.limits.processes + 1)
         waiter = select.poll()

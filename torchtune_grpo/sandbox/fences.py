@@ -1,15 +1,39 @@
-"""What keeps a completion to itself: put up in its server once, and around each completion."""
+"""The fences around a completion: built in its server once, closed around each completion.
+
+    What it could reach     In namespaces                        Where the kernel refuses them
+    ----------------------  -----------------------------------  ----------------------------------
+    this machine's files    a mount namespace with copies of     Landlock: Python's library alone
+                            Python's library
+    a folder to write to    /tmp in memory, of limited size      a folder that its owner deletes,
+                                                                 plain files alone (Landlock)
+    other processes         a pid namespace                      a user of its own (as root) or
+                                                                 Landlock 6; the filter
+    the network             a network namespace; the filter      the filter; Landlock 4 (TCP)
+    IPC, keyrings           an ipc namespace, a keyring of the   a keyring of the server's;
+                            server's; the filter                 the filter
+    root's rights           in both: no capabilities, no_new_privs, a user of its own
+    other system calls      in both: the filter (seccomp.py)
+    memory, processes, ...  in both: resource limits (kernel.set_limits); code.py watches the time
+
+Landlock stands in kernel.py. The test and other completions are not in a completion's memory,
+because it is forked before its server and its checker are told anything.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
+import re
 import secrets
 import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torchtune_grpo.sandbox import kernel as _kernel
-from torchtune_grpo.sandbox.landlock import landlock_version, open_paths, restrict_files
+from torchtune_grpo.sandbox import kernel
 from torchtune_grpo.sandbox.seccomp import can_filter, leave_keyring, restrict_calls
 
 # Imported before the first fork, so that no completion has to wait for them.
@@ -18,78 +42,242 @@ _PRELOADED = (
     "heapq itertools json math numbers operator random re statistics string typing"
 ).split()
 
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+LIBRARY_FD = 1002  # of _open_library; above all descriptors of programs
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_ZONES, _OTHERS = "/usr/share/zoneinfo", ("/etc/ld.so.cache", "/usr/lib/locale/C.utf8")
+# What no completion needs, and what tells of this machine; of zones, what is there twice.
+_LEFT_OUT = re.compile(
+    "test|idlelib|lib2to3|turtledemo|tkinter|ensurepip|distutils|config-.*|.*-packages|posix|right"
+)
+_LIBRARY_LINKS = ("/lib", "/lib64", "/usr/lib64")
+_FOR_ENDING_THREADS = "libgcc_s.so.1"  # libc loads it when the first thread ends
+
+# Users that completions alone run as: the first of them (a container may not know large numbers),
+# and how many they are.
+_FIRST_UIDS, _UIDS = (10**9, 20_000), 40_000
+_MAX_FILES = 4096  # of one completion, in memory
+
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
+_MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 4096, 8192, 16384, 1 << 18
+_PR_CAPBSET_DROP = 24
+
 
 class Fences:
-    """Those of one server.
-
-    Args:
-        namespaces (bool): False does without them: Landlock hides files then.
-
-    Raises:
-        OSError: if the kernel refuses them.
-    """
+    """The fences of one server; raises OSError if the kernel refuses the namespaces."""
 
     def __init__(self, *, namespaces: bool) -> None:
         for name in _PRELOADED:
             importlib.import_module(name)
-        site.setquit()  # exit(), which Python has unless it is told to start without
+        site.setquit()  # exit(), which is missing as this Python started without site
         os.umask(0o022)
         # Where memory runs out, the kernel ends these processes first.
         Path("/proc/self/oom_score_adj").write_text("1000")
         leave_keyring()
-        readable = _kernel.readable_paths()
         self._namespaces = namespaces
+        self._landlock: list[tuple[int, int]] = []
+        readable = _readable_paths()
         if namespaces:
-            _kernel.enter_namespaces()
-            _kernel.hide_files(readable)
-        self._users = _kernel.first_uid()  # where it lives now: a user namespace may know one
-        self._paths = []
+            _enter_namespaces()
+            _hide_files(readable)
+        self._first_uid = _first_uid()  # after a user namespace is entered, which may know one
         if not namespaces:
-            for _ in _kernel.read_once(readable):
+            for _ in _files_at(readable):  # into the page cache: see there
                 pass
-            self._paths = open_paths(readable)
-            if self._users:
-                _kernel.open_library()
+            rights = {
+                _LIBRARY: kernel.LIST,
+                **dict.fromkeys(readable, kernel.READ),
+                **dict.fromkeys(_DEVICES, kernel.USE_DEVICE),
+            }
+            self._landlock = [kernel.open_for_landlock(*path) for path in rights.items()]
+            if self._first_uid:
+                _open_library()
         self._filter = can_filter()
         self.facts = {
-            "landlock": landlock_version(),
+            "landlock": kernel.landlock_version(),
             "filter": self._filter,
-            "users": self._users is not None,
+            "users": self._first_uid is not None,
         }
 
     def fork(self) -> int:
         """As ``os.fork``; the child is the first process of a pid namespace."""
         if self._namespaces:
-            _kernel.call_libc("unshare", _kernel.CLONE_NEWPID)
+            kernel.call_libc("unshare", kernel.CLONE_NEWPID)
         return os.fork()
 
     def leave_machine(self, folder: str, *, megabytes: int) -> int | None:
-        """Takes all files from this process but those that a completion may have.
+        """Take all files from this process but those that a completion may have.
 
-        Args:
-            folder (str): where it may write.
-            megabytes (int): that it may write, where they are in memory.
-
-        Returns:
-            The user to become, none other's, so that the limit on processes counts this
-            completion's alone. None = the same.
+        It may write to ``folder``: that many megabytes, where these are in memory. Returns the user
+        to become, whom no other completion is, so that the limit on processes counts this one's
+        alone; None = the same as now.
         """
-        uid = self._users and self._users + secrets.randbelow(_kernel.UIDS)
-        _kernel.refuse_privileges()
+        uid = self._first_uid and self._first_uid + secrets.randbelow(_UIDS)
+        kernel.refuse_privileges()
         if self._namespaces:
-            _kernel.isolate(folder, megabytes=megabytes)
+            _isolate(folder, megabytes=megabytes)
         else:
             if uid is not None:
                 os.chown(folder, uid, uid)
-            restrict_files(self._paths, writable=folder)
+            kernel.restrict_with_landlock(self._landlock, writable=folder)
         os.chdir(folder)
         return uid
 
     def give_up_rights(self, uid: int | None, limits: dict[str, int]) -> None:
-        """Takes the rest; limits are of :func:`_kernel.set_limits`."""
+        """Set the resource limits, become the user, and give up everything else, for good."""
         os.umask(0o077)
-        _kernel.set_limits(limits)
-        _kernel.drop_privileges(uid, new_user_namespace=self._namespaces)
-        _kernel.die_with_parent()  # once more: a change of the user undoes it
+        kernel.set_limits(limits)
+        for capability in range(64):
+            kernel.libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails beyond the last one
+        if uid is not None:
+            _become(uid)
+        if self._namespaces:
+            kernel.libc.unshare(kernel.CLONE_NEWUSER)  # where the kernel allows it
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+        kernel.call_libc("capset", header, (ctypes.c_uint32 * 6)())
+        kernel.refuse_debuggers()
+        kernel.die_with_parent()  # once more: a change of the user undoes it
         if self._filter:
             restrict_calls()
+
+
+def _readable_paths() -> list[str]:
+    """Files, and folders with all that is in them, that a completion may read: Python's library,
+    the shared libraries that its modules load and this process has not, time zones."""
+    modules = [str(path) for path in Path(_LIBRARY, "lib-dynload").glob("*.so")]
+    needed = _libraries_of([path for path in modules if "tkinter" not in path])
+    folders = [Path(folder) for folder in (_LIBRARY, _ZONES) if os.path.isdir(folder)]
+    entries = [entry for folder in folders for entry in folder.iterdir()]
+    paths = [str(entry) for entry in entries if not _LEFT_OUT.fullmatch(entry.name)]
+    paths += [path for path in needed if not path.startswith(_LIBRARY)]
+    return [path for path in [*paths, *_OTHERS] if os.path.exists(path)]
+
+
+def _libraries_of(modules: list[str]) -> list[str]:
+    """The shared libraries that a process loads with some modules; a child process tries it."""
+    (reader, writer), before = os.pipe(), _mapped_libraries()
+    if not os.fork():
+        for module in [*modules, _FOR_ENDING_THREADS]:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(module)
+        os.write(writer, "\n".join(_mapped_libraries() - before).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as text:
+        libraries = text.read().splitlines()
+    os.wait()
+    return libraries
+
+
+def _mapped_libraries() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line[line.index("/") :] for line in lines if ".so" in line}
+
+
+def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Path and content of all files at and below some paths.
+
+    From then on all are in memory, so that it tells nothing which ones a completion has read.
+    """
+    for path in paths:
+        below = os.walk(path) if os.path.isdir(path) else [(os.path.dirname(path), [], [path])]
+        for folder, _, names in below:
+            for file in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(OSError):  # a link to nowhere
+                    yield file, Path(file).read_bytes()
+
+
+def _enter_namespaces() -> None:
+    """Enter new network, mount, ipc and uts namespaces, in a user namespace if need be."""
+    flags = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    uid, gid = os.geteuid(), os.getegid()
+    if kernel.libc.unshare(flags):
+        kernel.call_libc("unshare", flags | kernel.CLONE_NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+
+
+def _hide_files(readable: list[str]) -> None:
+    """Make copies in memory of the readable paths, three devices and an empty /tmp all the files
+    that there are, read-only. Only for a mount namespace of its own."""
+    links = _links_to({path for path in readable if ".so" in path})
+    root = "/proc"  # the new root is built there: a folder that exists and that nothing else needs
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
+    for path, content in _files_at(readable):
+        _write(root + path, content)
+        os.utime(root + path, (0, os.stat(path).st_mtime))  # or else Python would compile it again
+    for device in _DEVICES:
+        _write(root + device, b"")
+        _mount(device, root + device, None, _MS_BIND)
+    for link, target in links.items():
+        os.symlink(target, root + link)
+    os.mkdir(root + "/tmp")
+    os.chdir(root)
+    _mount(root, "/", None, _MS_MOVE)
+    os.chroot(".")
+    os.chdir("/")
+    _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+def _links_to(libraries: set[str]) -> dict[str, str]:
+    """The links under which shared libraries are found, and what they say."""
+    links = [*_LIBRARY_LINKS]
+    for folder in {os.path.dirname(path) for path in libraries}:
+        links += [e.path for e in os.scandir(folder) if os.path.realpath(e.path) in libraries]
+    return {link: os.readlink(link) for link in links if os.path.islink(link)}
+
+
+def _write(path: str, content: bytes) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    Path(path).write_bytes(content)
+
+
+def _isolate(scratch: str, *, megabytes: int) -> None:
+    """Enter namespaces that end with this process, with an empty folder in memory."""
+    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS
+    kernel.call_libc("unshare", flags)
+    options = f"size={megabytes}m,nr_inodes={_MAX_FILES},mode=777"
+    _mount("tmpfs", scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
+    texts = (None if text is None else text.encode() for text in (source, target, kind))
+    kernel.call_libc("mount", *texts, ctypes.c_ulong(flags), data.encode() if data else None)
+
+
+def _open_library() -> None:
+    """Have Python import its library through an open folder, if its path is the owner's alone.
+
+    Another user may not walk through ``/root``, say, but may begin below it.
+    """
+    if all(folder.stat().st_mode & 1 for folder in Path(_LIBRARY).parents):
+        return
+    os.dup2(os.open(_LIBRARY, os.O_PATH), LIBRARY_FD)
+    packages = [module for module in sys.modules.values() if hasattr(module, "__path__")]
+    for paths in (sys.path, *(package.__path__ for package in packages)):
+        paths[:] = [path.replace(_LIBRARY, f"/proc/self/fd/{LIBRARY_FD}") for path in paths]
+
+
+def _become(uid: int) -> None:
+    """Change user and group, and leave all other groups."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _first_uid() -> int | None:
+    """Where the users begin that this process can become, or None; a child process tries it."""
+    for uid in _FIRST_UIDS if os.geteuid() == 0 else ():
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError):
+                _become(uid)
+                os._exit(0)
+            os._exit(1)
+        if os.waitpid(child, 0)[1] == 0:
+            return uid
+    return None

@@ -1,10 +1,9 @@
-"""The system calls that a completion may make: a list, and an error for whatever is not on it.
+"""The system calls that a completion may make; every other one is an error. See seccomp(2).
 
-Not on it is what would reach other processes, last longer than a completion, or take memory that no
+Left out is what would reach other processes, last longer than a completion, or take memory that no
 limit counts: keys, SysV and POSIX IPC, memfd, sockets, new namespaces, tracing, scheduling, mounts,
-starting programs, what the kernel has cached, other processes' clocks. See seccomp(2).
-The filter is classic BPF, written down here because libseccomp is a library of the system's, which
-pip cannot install.
+starting programs, the page cache, other processes' clocks.
+The filter is classic BPF, written here by hand because pip cannot install libseccomp.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import platform
 import struct
 from functools import cache
 
-from torchtune_grpo.sandbox import kernel as _kernel
+from torchtune_grpo.sandbox import kernel
 
 # Names, and the kernel's numbers on x86_64 and aarch64 (-: it has no such call).
 _CALLS = """
@@ -46,9 +45,9 @@ getrlimit 97 163, setrlimit 160 164, getrusage 98 165, getrandom 318 278, getcpu
 uname 63 160, sched_get_priority_max 146 125, sched_get_priority_min 147 126
 """
 
-# Calls that do nothing and say that it is done, because honest programs make them (sqlite, shutil):
-# modes, times, owners and attributes of files, which without namespaces could be of others' files,
-# and locks, which on files that all may read would be messages.
+# Calls that do nothing and report success, because honest programs make them (sqlite, shutil):
+# modes, times, owners and attributes of files, which without namespaces could be others' files, and
+# locks, which on files that all may read would be messages.
 _WITHOUT_EFFECT = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
 fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, flock 73 32,
@@ -68,7 +67,7 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "getsockopt 55 209": [(2, _ALL_BITS, [3, 4, 38, 39])],  # TYPE, ERROR, PROTOCOL, DOMAIN
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl 16 29": [(1, _ALL_BITS, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])],
-    # All but CHLD: who ignores it has children whose time is in nobody's account.
+    # All signals but SIGCHLD: ignoring it would keep children's CPU time from being accounted.
     "rt_sigaction 13 134": [(0, _ALL_BITS, [*range(1, 17), *range(18, 65)])],
     # DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; what remains is locks
     "fcntl 72 25": [(1, _ALL_BITS, [0, 1, 2, 3, 4, 1030])],
@@ -78,17 +77,18 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "prctl 157 167": [(0, _ALL_BITS, [15, 16])],  # SET_NAME, GET_NAME
     "getpgid 121 155": [(0, _ALL_BITS, [0])],
     "getsid 124 156": [(0, _ALL_BITS, [0])],
-    # Negative ones are of processes.
+    # Negative clocks are processes' clocks.
     "clock_gettime 228 113": [(0, _ALL_BITS, [*range(12)])],
     "clock_getres 229 114": [(0, _ALL_BITS, [*range(12)])],
     "clock_nanosleep 230 115": [(0, _ALL_BITS, [*range(12)])],
     "timer_create 222 107": [(0, _ALL_BITS, [*range(12)])],
 }
-# What is said where they are not met; futex: any other would abort libc's join of a thread.
+# The error where a condition is not met, if not EPERM; futex: with any other, libc would abort when
+# it joins a thread.
 _REFUSALS = {"futex": errno.EAGAIN, "fcntl": 0}
 _KEYCTL, _JOIN_SESSION = "keyctl 250 219", 1
 
-# From here on numbers are of calls so new that libc has another way when they do not exist.
+# Calls from this number on are so new that libc has another way where they do not exist.
 _FIRST_NEW = 424
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -104,22 +104,22 @@ class _Program(ctypes.Structure):
 
 def can_filter() -> bool:
     """Whether the kernel filters system calls, and their numbers on this machine are known."""
-    _kernel.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, None, 0, 0)
+    kernel.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, None, 0, 0)
     return platform.machine() in _ARCHITECTURES and ctypes.get_errno() == errno.EFAULT
 
 
 def leave_keyring() -> None:
-    """Enters a new session keyring, where the kernel has any."""
+    """Enter a new session keyring, where the kernel has keyrings."""
     column, _ = _ARCHITECTURES.get(platform.machine(), (None, 0))
     if column is not None:
-        _kernel.libc.syscall(ctypes.c_long(int(_KEYCTL.split()[1 + column])), _JOIN_SESSION, None)
+        kernel.libc.syscall(ctypes.c_long(int(_KEYCTL.split()[1 + column])), _JOIN_SESSION, None)
 
 
 def restrict_calls() -> None:
-    """Refuses this process and its children all system calls but those listed, for good."""
+    """Refuse all system calls but those listed to this process and its children, for good."""
     program = _program(*_ARCHITECTURES[platform.machine()])
     arguments = ctypes.byref(_Program(len(program) // 8, program))
-    _kernel.call_libc("prctl", _PR_SET_SECCOMP, _MODE_FILTER, arguments, 0, 0)
+    kernel.call_libc("prctl", _PR_SET_SECCOMP, _MODE_FILTER, arguments, 0, 0)
 
 
 @cache
@@ -148,7 +148,7 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 
 def _check(argument: int, bits: int, values: list[int], refusal: int) -> list[bytes]:
-    """Goes on behind the last step if the argument's bits are one of the values, else refuses."""
+    """Continue behind the last step if the argument's bits are one of the values, else refuse."""
     jumps = [_step(_JUMP_EQUAL, v, len(values) - i, 0) for i, v in enumerate(values)]
     load = [_step(_LOAD, _ARGUMENTS + 8 * argument), _step(_AND, bits)]
     return [*load, *jumps, _step(_RETURN, _ERROR | refusal)]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from torchtune_grpo.sandbox import kernel as _kernel
+from torchtune_grpo.sandbox import kernel
 from torchtune_grpo.sandbox.wire import send
 
 Task = Callable[[socket.socket], None]
@@ -49,7 +49,7 @@ def main(role: str, fd: int) -> None:
 
 
 def _serve(control: socket.socket, task: Task) -> None:
-    _kernel.adopt_orphans()
+    kernel.adopt_orphans()
     tasks: list[int] = []
     while True:
         request, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -68,7 +68,7 @@ def _fork(control: socket.socket, task: Task, fd: int) -> int:
     if process:
         return process
     try:
-        _kernel.die_with_parent()
+        kernel.die_with_parent()
         os.setsid()
         control.close()
         task(socket.socket(fileno=fd))
@@ -97,7 +97,7 @@ def _end_all(tasks: list[int]) -> None:
 def _kill_others(server: int) -> NoReturn:
     # Stopped first, so that none forks while the others are killed.
     for action in (signal.SIGSTOP, signal.SIGKILL):
-        for process in {*_kernel.processes_of(server)} - {os.getpid()}:
+        for process in {*kernel.processes_of(server)} - {os.getpid()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, action)
     os._exit(0)

@@ -1,6 +1,11 @@
-"""Messages over a stream socket: four bytes of length, then the bytes, mostly of JSON.
+"""What processes exchange that need not trust each other: messages, and values as plain data.
 
-The socket's own timeout holds; when it has passed, there is a ``TimeoutError``.
+A message is four bytes of length, then that many bytes, mostly of JSON. The socket's own timeout
+holds; when it has passed, there is a ``TimeoutError``.
+
+A Python value crosses as data that JSON can hold, and only exact builtin types are rebuilt from
+data. So an object with an ``__eq__`` of its own never gets across, and a subclass (a Counter, a
+namedtuple, an IntEnum) arrives as the builtin type that it derives from.
 """
 
 from __future__ import annotations
@@ -8,8 +13,9 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -17,9 +23,17 @@ _LENGTH = struct.Struct("!I")
 # Far above what a test or a completion needs; a peer that announces more is not read.
 MAX_BYTES = 64 * 2**20
 
+MAX_DEPTH = 100  # of a value
+MAX_ITEMS = 100_000  # of an iterator
+_PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
+
 
 class PeerGone(Exception):
     """The other side ended, or sent what cannot be read; the text says which."""
+
+
+class NotPlain(Exception):
+    """A value that cannot cross, or data that stands for none."""
 
 
 @contextmanager
@@ -33,13 +47,13 @@ def _talking() -> Iterator[None]:
 
 
 def send_bytes(sock: socket.socket, data: bytes) -> None:
-    """Sends one message; raises PeerGone if nobody is there to read it."""
+    """Send one message; raises PeerGone if nobody is there to read it."""
     with _talking():
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
-    """Reads one message; raises PeerGone if none will come, or one of more than ``limit`` bytes."""
+    """Read one message; raises PeerGone if none will come, or one of more than ``limit`` bytes."""
     (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     if length > limit:
         raise PeerGone(f"sent {length} bytes at once, more than {limit}")
@@ -47,17 +61,17 @@ def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Sends a message of plain data; see :func:`send_bytes`."""
+    """Send a message of plain data, as :func:`send_bytes`."""
     send_bytes(sock, json.dumps(message).encode())
 
 
 def receive(sock: socket.socket, *, limit: int = MAX_BYTES) -> Any:
-    """Reads a message of plain data; see :func:`receive_bytes`."""
+    """Read a message of plain data, as :func:`receive_bytes`."""
     data = receive_bytes(sock, limit=limit)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise PeerGone(f"sent what is no message ({error})") from error
+        raise PeerGone(f"sent something that is not a message ({error})") from error
 
 
 def _read(sock: socket.socket, count: int) -> bytes:
@@ -69,3 +83,75 @@ def _read(sock: socket.socket, count: int) -> bytes:
                 raise PeerGone("ended")
             data += part
     return bytes(data)
+
+
+def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Write a value as plain data.
+
+    Raises:
+        NotPlain: for anything but None, bools, numbers, text, bytes, and lists, tuples, dicts,
+            sets, frozensets and iterators of such, nested at most ``depth`` deep.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int.__pos__(value)
+        return number if abs(number) < _PLAIN_INT else ["int", f"{number:x}"]
+    if isinstance(value, float):
+        return float.__pos__(value)
+    if depth == 0:
+        raise NotPlain("nested too deep")
+    for kind, parts in _PARTS.items():
+        if isinstance(value, kind):
+            return [kind.__name__, *(dump(part, depth - 1) for part in parts(value))]
+    raise NotPlain(f"a {type(value).__name__} is not plain data")
+
+
+def load(data: Any, depth: int = MAX_DEPTH) -> Any:
+    """Rebuild the value that :func:`dump` wrote, from data that anyone may have sent.
+
+    Raises:
+        NotPlain: if ``dump`` did not write it.
+    """
+    if data is None or type(data) in (bool, int, float, str):
+        return data
+    if type(data) is not list or not data or type(data[0]) is not str or depth == 0:
+        raise NotPlain("malformed")
+    kind, *parts = data
+    try:
+        return _BUILDERS[kind](*(load(part, depth - 1) for part in parts))
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise NotPlain(f"malformed {kind[:20]!r}: {error}") from error
+
+
+def _items(iterator: Iterator[Any]) -> list[Any]:
+    items = list(islice(iterator, MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
+        raise NotPlain(f"an iterator has more than {MAX_ITEMS} items")
+    return items
+
+
+# What the values of a type are made of, and how they are made of it.
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    complex: lambda value: (value.real, value.imag),
+    bytes: lambda value: (bytes.hex(value),),
+    list: iter,
+    tuple: iter,
+    set: iter,
+    frozenset: iter,
+    dict: lambda value: chain.from_iterable(value.items()),
+    Iterator: _items,
+}
+_BUILDERS: dict[str, Callable[..., Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "list": lambda *items: list(items),
+    "tuple": lambda *items: items,
+    "set": lambda *items: set(items),
+    "frozenset": lambda *items: frozenset(items),
+    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    "Iterator": lambda *items: iter(items),
+}
