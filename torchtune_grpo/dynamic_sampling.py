@@ -24,7 +24,7 @@ from torchtune_grpo.data import PromptBatch, RLDataset
 from torchtune_grpo.machine.parallel import Bulletin, rank, world_size
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
-from torchtune_grpo.rewards.score import Outcome
+from torchtune_grpo.rewards.call import Outcome
 from torchtune_grpo.rollout import decode_responses
 from torchtune_grpo.trajectory import Samples, Trajectory
 

@@ -141,8 +141,8 @@ def test_a_kill_reaches_the_whole_family(make, actors):
     assert scores.failed[:, 0].tolist() == [True, False]
     family = [int(pid) for pid in (actors / "pids").read_text().split()]
     assert len(family) == 3 and not any(is_alive(pid) for pid in family)
-    assert list(children()) == [server]  # the same server with one new worker
-    assert len(children(of=server)) == 1
+    (new,) = children()
+    assert new != server and len(children(of=new)) == 1
 
 
 def test_use_after_close(make):
@@ -274,12 +274,11 @@ def test_a_killed_server_is_replaced(make):
     [
         ({"isolation": "thread"}, r"rewards\[0\].isolation is 'thread'; give process"),
         ({"timeout": 0}, r"rewards\[0\].timeout is 0; give seconds above 0"),
-        ({"timeout": True}, r"rewards\[0\].timeout is True"),
         ({"timeout": float("inf")}, r"rewards\[0\].timeout is inf"),
         ({"workers": 0}, r"rewards\[0\].workers is 0; give 1 process or more"),
         ({"workers": 1.5}, r"rewards\[0\].workers is 1.5"),
         ({"isolation": None, "timeout": 3}, "no such argument .it goes with isolation: process"),
-        ({"format": "chatml"}, r"rewards\[0\].format is 'chatml'; give one of text, chat"),
+        ({"format": "chatml"}, r"rewards\[0\].format is 'chatml'; give text or chat"),
         ({"folder": None, "bonsu": 3}, r"bonsu is 3, .*did you mean 'bonus'"),
     ],
 )

@@ -20,7 +20,7 @@ from torchtune_grpo.monitor.groups import GroupRecorder
 from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.monitor.metric_logger import make_metric_logger
 from torchtune_grpo.monitor.run_log import RunLog
-from torchtune_grpo.rewards.score import MEASURED, Outcome
+from torchtune_grpo.rewards.call import MEASURED, Outcome
 from torchtune_grpo.rewards.workers import ContractError
 
 FILES = ["completions.jsonl", "metrics.jsonl"]

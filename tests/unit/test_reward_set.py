@@ -204,11 +204,9 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
         ([{"_component_": FORMAT + "s"}], r"rewards\[0\]\._component_ .*math_format_rewards"),
         ([{"_component_": "math.pi"}], "which is not a function or a class .* 3.14"),
         ([{"_component_": FORMAT}] * 2, r"rewards\[0\]\.name and rewards\[1\]\.name are both"),
-        ([{"_component_": FORMAT, "name": " "}], r"rewards\[0\]\.name is ' '"),
         ([{"_component_": FORMAT, "weight": math.nan}], r"weight is nan; give a finite"),
         ([{"_component_": FORMAT, "weight": -math.inf}], r"weight is -inf; give a finite"),
         ([{"_component_": FORMAT, "weight": "0.1"}], r"rewards\[0\].*weight is '0.1'"),
-        ([{"_component_": FORMAT, "weight": True}], r"rewards\[0\].*weight is True"),
         ([{"_component_": FORMAT, "weight": None}], r"rewards\[0\].*weight is None"),
         (
             [{"_component_": FORMAT, "wieght": 0.1}],
@@ -243,14 +241,9 @@ def test_functions_that_cannot_be_called_as_rewards_are_called():
     def no_columns(prompts, completions):
         return [0.0]
 
-    def by_position(prompts, completions, /, **columns):
-        return [0.0]
-
-    with pytest.raises(ValueError, match=r"rewards\[0\] \(r\).*refuses further columns"):
+    with pytest.raises(ValueError, match=r"rewards\[0\] \(r\) takes only .*not further columns"):
         RewardSet([Reward("r", no_columns)])
-    with pytest.raises(ValueError, match=r"cannot be given \['prompts', 'completions'\] by name"):
-        RewardSet([Reward("r", by_position)])
-    with pytest.raises(ValueError, match="signature cannot be read"):
+    with pytest.raises(ValueError, match=r"rewards\[0\] \(r\) has no signature"):
         RewardSet([Reward("r", 3)])
 
 

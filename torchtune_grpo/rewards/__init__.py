@@ -4,6 +4,7 @@ A reward is any ``reward(prompts, completions, **columns) -> list[float | None]`
 describes it.
 """
 
+from torchtune_grpo.rewards.call import TrainerState
 from torchtune_grpo.rewards.code import CodeReward, code_format_reward
 from torchtune_grpo.rewards.lenient import last_number_reward
 from torchtune_grpo.rewards.math import (
@@ -13,7 +14,7 @@ from torchtune_grpo.rewards.math import (
     math_format_reward,
 )
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
-from torchtune_grpo.rewards.score import RewardFailure, RewardScores, RewardSet, TrainerState
+from torchtune_grpo.rewards.score import RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards.shaping import (
     CosineLengthReward,
     OverlongPenalty,

@@ -19,13 +19,12 @@ from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.prompt import GIVEN
 from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
 
-# reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None];
-# None says that the reward does not apply to a completion. It is the interface of TRL's trainer.
-# An async one gives that to await.
+# reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None], the
+# interface of TRL's trainer; None says that the reward does not apply to a completion. It may be
+# async.
 RewardFunction = Callable[..., Any]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _OWN_KEYS: dict[str, Any] = {"name": None, "weight": 1.0, "format": "text", "isolation": None}
 # Keys of `isolation: process`; without it they are the component's own arguments.
 _ISOLATION_KEYS: dict[str, Any] = {"timeout": 10.0, "workers": 2}
@@ -35,10 +34,10 @@ _ISOLATION_KEYS: dict[str, Any] = {"timeout": 10.0, "workers": 2}
 class Reward:
     """A reward function, its weight in the total, and what it declares of itself.
 
-    ``name`` is what metrics and errors call it. With the weight 0 it is only watched. With ``chat``
-    prompts and completions are lists of messages and not texts. With ``workers`` it runs in these
-    processes, one completion at a time, and ``function`` (there the class, if it is one) is only
-    asked for its signature. The other fields are what the function has as attributes:
+    A reward of weight 0 is only watched. With ``chat``, prompts and completions are lists of
+    messages and not texts. With ``workers`` it runs in these processes, one completion at a time,
+    and ``function`` (there the class, if it is one) only has its signature read. The other fields
+    are what the function has as attributes:
 
         decides       whether it tells right answers from wrong ones
         reward_gap    how much more than a wrong answer a right one gets at least
@@ -80,30 +79,22 @@ class Reward:
         return self.function.keywords if isinstance(self.function, partial) else {}
 
     def check(self, key: str) -> None:
-        """Raises a ValueError unless the weight is a number and the function takes columns."""
+        """Raises a ValueError unless the weight is a number and the function takes any column."""
         where = f"{key} ({self.name})"
-        is_number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
-        if not is_number or not math.isfinite(self.weight):
+        if not isinstance(self.weight, (int, float)) or not math.isfinite(self.weight):
             raise ValueError(f"{where}.weight is {self.weight!r}; give a finite number.")
+        remedy = "give a function reward(prompts, completions, **columns)."
         try:
-            signature = _signature(self.function)
+            signature = _call_signature(self.function)
         except (TypeError, ValueError) as error:  # not callable, or written in C
-            raise ValueError(
-                f"{where} is {self.function!r}, whose signature cannot be read ({error}); give a "
-                "function reward(prompts, completions, **columns)."
-            ) from error
-        unnamed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-        if unnamed or not _takes_any_keyword(signature):
-            problem = f"cannot be given {unnamed} by name" if unnamed else "refuses further columns"
-            raise ValueError(
-                f"{where} has the signature {signature} and {problem}; "
-                "declare it as reward(prompts, completions, **columns)."
-            )
+            raise ValueError(f"{where} has no signature ({error}); {remedy}") from error
+        if not _takes_any_keyword(signature):
+            raise ValueError(f"{where} takes only {signature}, not further columns; {remedy}")
 
     def check_columns(self, columns: Iterable[str], *, data: str = "dataset") -> None:
         """Raises a ValueError if ``data``, a key of the config, lacks a column that it needs."""
         present = sorted(columns)
-        for name, required in _keywords(_signature(self.function)).items():
+        for name, required in _keywords(_call_signature(self.function)).items():
             if required and name not in present:
                 raise ValueError(
                     f"The reward {self.name!r} needs the column {name!r}, but {data} has {present}"
@@ -156,103 +147,95 @@ def declares(**attributes: Any) -> Callable[[F], F]:
 
 def rewards_from_config(cfg: Sequence[Mapping[str, Any]] | None) -> list[Reward]:
     """Builds the rewards that a config's key ``rewards`` lists; there is at least one."""
-    plain = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+    plain = _plain(cfg)
     if not isinstance(plain, (list, tuple)) or not plain:
         raise ValueError(
             f"rewards is {plain!r}; give a list with at least one reward, such as "
             "- _component_: torchtune_grpo.rewards.math_correctness_reward"
         )
-    return [_reward(node, f"rewards[{index}]") for index, node in enumerate(plain)]
+    return [_reward(_plain(node), f"rewards[{index}]") for index, node in enumerate(plain)]
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def _reward(node: Any, key: str) -> Reward:
-    if OmegaConf.is_config(node):
-        node = OmegaConf.to_container(node, resolve=True)
-    if not isinstance(node, Mapping) or not isinstance(node.get("_component_"), str):
+    if not isinstance(node, Mapping) or not isinstance(path := node.get("_component_"), str):
         raise ValueError(
             f"{key}._component_ is missing or not a text in {node!r}; give the dotpath of a "
             "reward, such as torchtune_grpo.rewards.math_correctness_reward"
         )
-    component, own = _component(node["_component_"], key), {**_OWN_KEYS}
-    if node.get("isolation") is not None:
-        own |= _ISOLATION_KEYS
-    own |= {name: node[name] for name in own if name in node}
+    own = _OWN_KEYS | (_ISOLATION_KEYS if node.get("isolation") else {})
     arguments = {k: v for k, v in node.items() if k not in own and k != "_component_"}
-    _check_own(own, key)
-    makes = _check_arguments(component, arguments, key, own)
-    if not makes:
-        function = partial(component, **arguments) if arguments else component
-    elif own["isolation"] and inspect.isclass(component):  # the workers make the objects
-        function = component
-    else:
-        function = component(**arguments)
-    workers = None
-    if own["isolation"]:
-        make = partial(FunctionWorker, node["_component_"], arguments, makes=makes)
-        workers = WorkerPool([make(timeout=own["timeout"]) for _ in range(own["workers"])])
-    reward = component if not makes else function
-    name = own["name"] or getattr(reward, "__name__", type(reward).__name__)
-    return Reward(name, function, own["weight"], own["format"] == "chat", workers)
-
-
-def _component(path: str, key: str) -> Callable[..., Any]:
+    own |= {name: node[name] for name in own if name in node}
+    _check_own_keys(own, key)
     extend_import_path()
     try:
         component: Callable[..., Any] = _get_component_from_path(path)
-        inspect.signature(component)
+        signature, is_class = inspect.signature(component), inspect.isclass(component)
     except (InstantiationError, ValueError, TypeError) as error:
         raise ValueError(
             f"{key}._component_ is {path!r}, which is not a function or a class that can be "
             f"loaded: {error}"
         ) from error
-    return component
+    _check_arguments(component, arguments, key, [*own])
+    # A function makes a reward and is not one if it takes neither **columns nor completions.
+    is_reward = _takes_any_keyword(signature) or {*GIVEN[:3]} & signature.parameters.keys()
+    makes = is_class or not is_reward
+    if not makes:
+        function = partial(component, **arguments) if arguments else component
+    else:
+        try:
+            signature.bind(**arguments)
+            in_workers = is_class and own["isolation"]  # objects are made there, and only there
+            function = component if in_workers else component(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{key}: could not construct {path}: {error}") from error
+    workers = None
+    if own["isolation"]:
+        make = partial(FunctionWorker, path, arguments, makes=makes, timeout=own["timeout"])
+        workers = WorkerPool([make() for _ in range(own["workers"])])
+    reward = function if makes else component
+    name = own["name"] or getattr(reward, "__name__", type(reward).__name__)
+    return Reward(name, function, own["weight"], own["format"] == "chat", workers)
 
 
-def _check_own(own: Mapping[str, Any], key: str) -> None:
-    """Checks a node's own keys; RewardSet checks weights, also those from no config."""
-    name, timeout, workers = own["name"], own.get("timeout", 1), own.get("workers", 1)
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    remedies = {
-        "name": None if name is None or str(name).strip() else "give a text that is not blank",
-        "format": None if own["format"] in ("text", "chat") else "give one of text, chat",
-        "isolation": None if own["isolation"] in (None, "process") else "give process, or null",
-        "timeout": None if is_number and 0 < timeout < math.inf else "give seconds above 0",
-        "workers": None if type(workers) is int and workers > 0 else "give 1 process or more",
-    }
-    for name, remedy in remedies.items():
-        if remedy is not None:
-            raise ValueError(f"{key}.{name} is {own[name]!r}; {remedy}.")
+def _check_own_keys(own: Mapping[str, Any], key: str) -> None:
+    def refuse(name: str, remedy: str) -> None:
+        raise ValueError(f"{key}.{name} is {own[name]!r}; {remedy}.")
+
+    if own["format"] not in ("text", "chat"):
+        refuse("format", "give text or chat")
+    if own["isolation"] not in (None, "process"):
+        refuse("isolation", "give process, or null")
+    if own["isolation"]:
+        timeout, workers = own["timeout"], own["workers"]
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+            refuse("timeout", "give seconds above 0")
+        if not isinstance(workers, int) or workers < 1:
+            refuse("workers", "give 1 process or more")
 
 
 def _check_arguments(
-    component: Callable[..., Any], arguments: dict[str, Any], key: str, own: Mapping[str, Any]
-) -> bool:
-    """Whether the component is called with its arguments to make the reward.
-
-    That is so for a class, and for a function without ``**columns`` that takes no completions. A
-    misspelt key, which a reward's ``**columns`` would swallow, is refused.
-    """
-    signature, is_class = inspect.signature(component), inspect.isclass(component)
-    is_open = _takes_any_keyword(signature)
-    makes = is_class or not (is_open or {*GIVEN[:3]} & signature.parameters.keys())
+    component: Callable[..., Any], arguments: Mapping[str, Any], key: str, own: list[str]
+) -> None:
+    """Refuses a misspelt key, which a reward's ``**columns`` would swallow."""
+    signature = inspect.signature(component)
+    if inspect.isclass(component) and _takes_any_keyword(signature):
+        return
     known = [*_keywords(signature), *own]
     for name, value in arguments.items():
-        if name not in _keywords(signature) and not (is_class and is_open):
+        if name not in known:
             is_ours = name in _ISOLATION_KEYS
             hint = " (it goes with isolation: process)" if is_ours else _nearest(name, known)
             raise ValueError(
                 f"{key}.{name} is {value!r}, but {component!r} has no such argument{hint}; "
                 f"valid here: {known}"
             )
-    if makes:
-        try:
-            signature.bind(**arguments)
-        except TypeError as error:
-            raise ValueError(f"{key}: could not construct {component!r}: {error}") from error
-    return makes
 
 
-def _signature(function: RewardFunction) -> inspect.Signature:
+def _call_signature(function: RewardFunction) -> inspect.Signature:
     """The signature of a reward's call; of a class, that of its objects."""
     call: Any = function
     return inspect.signature(partial(call.__call__, None) if inspect.isclass(call) else call)
@@ -261,9 +244,9 @@ def _signature(function: RewardFunction) -> inspect.Signature:
 def _keywords(signature: inspect.Signature) -> dict[str, bool]:
     """The parameters that a column or a config can fill by name: name -> required."""
     return {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in signature.parameters.values()
-        if parameter.kind in _BY_KEYWORD and parameter.name not in GIVEN
+        p.name: p.default is p.empty
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in GIVEN
     }
 
 

@@ -1,8 +1,8 @@
 """Shaped rewards: small credits and penalties beside a reward that decides what is right.
 
-Each states its range. A set of rewards refuses weights with which shaping could pay a wrong answer
-as much as a right one (see ``RewardSet.check``). There is no credit for an answer that contains the
-gold somewhere: what earns it best is a list of all numbers. docs/rewards.md tells more.
+Each declares its range, and a set of rewards refuses weights with which shaping could pay a wrong
+answer as much as a right one. docs/rewards.md says why there is no credit for an answer that only
+contains the gold.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torchtune_grpo.rewards.math import (
     math_gold_fault,
     stated_value,
 )
+from torchtune_grpo.rewards.reward import declares
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
+@declares(reward_range=(0.0, 1.0))
 def math_tag_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
@@ -35,6 +37,7 @@ def math_tag_reward(
     return scores
 
 
+@declares(reward_range=(0.0, 1.0))
 def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
@@ -46,15 +49,8 @@ def math_number_reward(
 class OverlongPenalty:
     """DAPO's soft punishment of long responses (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
-    With y a response's length in tokens: 0 up to ``max_length - cache``, then falling in a straight
-    line to -1 at ``max_length``, and -1 beyond.
-
-    Args:
-        max_length (int): tokens; usually ``${max_generated_tokens}``.
-        cache (int): how long before that the punishment begins.
-
-    Raises:
-        ValueError: unless 0 < cache <= max_length.
+    0 up to a length of ``max_length - cache`` tokens, then falling in a straight line to -1 at
+    ``max_length``, usually ``${max_generated_tokens}``, and -1 beyond.
     """
 
     __name__ = "overlong_penalty"
@@ -63,8 +59,8 @@ class OverlongPenalty:
     def __init__(self, *, max_length: int, cache: int) -> None:
         if not 0 < cache <= max_length:
             raise ValueError(
-                f"rewards: cache is {cache} and max_length {max_length}; cache must be above 0 and "
-                "at most max_length."
+                f"cache is {cache} and max_length {max_length}; cache must be above 0 and at most "
+                "max_length."
             )
         self._start, self._cache = max_length - cache, cache
 
@@ -84,8 +80,7 @@ class OverlongPenalty:
 class RepetitionPenalty:
     """Punishes n-grams of words that come again (Yeo et al. 2025, arXiv:2502.03373, section 3.4).
 
-    Raises:
-        ValueError: if ``ngram``, the number of words, is not positive.
+    The value is minus the share of n-grams that stood there before; ``ngram`` is their length.
     """
 
     __name__ = "repetition_penalty"
@@ -93,11 +88,11 @@ class RepetitionPenalty:
 
     def __init__(self, *, ngram: int = 4) -> None:
         if ngram < 1:
-            raise ValueError(f"rewards: ngram is {ngram}; give 1 or more.")
+            raise ValueError(f"ngram is {ngram}; give 1 or more.")
         self._ngram = ngram
 
     def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        """Returns N numbers from -1 to 0: minus the share of n-grams that stood there before."""
+        """Returns N numbers from -1 to 0."""
         texts = [_numbered(text.lower().split(), self._ngram) for text in completions]
         return [len(set(grams)) / len(grams) - 1 if grams else 0.0 for grams in texts]
 
@@ -123,17 +118,8 @@ class CosineLengthReward:
     that a model that cannot solve a problem yet may think longer.
 
     It decides by itself what is right, so use it in place of ``math_correctness_reward``, or beside
-    it as a bonus.
-
-    Args:
-        max_length (int): tokens at which the cosine ends; usually ``${max_generated_tokens}``.
-        correct (list[float] | tuple[float, float]): what a right answer of length 0 and of
-            ``max_length`` is worth.
-        wrong (list[float] | tuple[float, float]): the same for a wrong answer.
-
-    Raises:
-        ValueError: if max_length is not positive, or a wrong answer could be worth as much as a
-            right one.
+    it as a bonus. ``correct`` and ``wrong`` are what answers of length 0 and of ``max_length``
+    tokens, usually ``${max_generated_tokens}``, are worth.
     """
 
     __name__ = "cosine_length_reward"
@@ -148,11 +134,11 @@ class CosineLengthReward:
         wrong: list[float] | tuple[float, float] = (-1.0, -0.5),
     ) -> None:
         if max_length < 1:
-            raise ValueError(f"rewards: max_length is {max_length}; give 1 or more tokens.")
+            raise ValueError(f"max_length is {max_length}; give 1 or more tokens.")
         if max(wrong) >= min(correct):
             raise ValueError(
-                f"rewards: wrong is {list(wrong)} and correct {list(correct)}; the largest value "
-                "of a wrong answer must be below the smallest of a right one."
+                f"wrong is {list(wrong)} and correct {list(correct)}; the largest value of a wrong "
+                "answer must be below the smallest of a right one."
             )
         self._max_length = max_length
         self._correct, self._wrong = tuple(correct), tuple(wrong)
@@ -168,16 +154,9 @@ class CosineLengthReward:
         **columns: Any,
     ) -> list[float]:
         """Returns N numbers within ``correct`` or ``wrong``."""
-        rows = zip(completions, answer, completion_ids, strict=True)
-        return [
-            self._value(len(tokens), grade_math_answer(text, gold)) for text, gold, tokens in rows
-        ]
-
-    def _value(self, length: int, right: bool) -> float:
-        first, last = self._correct if right else self._wrong
-        progress = min(length / self._max_length, 1.0)
-        return last + (first - last) * (1 + math.cos(math.pi * progress)) / 2
-
-
-math_tag_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
-math_number_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
+        scores = []
+        for text, gold, tokens in zip(completions, answer, completion_ids, strict=True):
+            first, last = self._correct if grade_math_answer(text, gold) else self._wrong
+            progress = min(len(tokens) / self._max_length, 1.0)
+            scores.append(last + (first - last) * (1 + math.cos(math.pi * progress)) / 2)
+        return scores

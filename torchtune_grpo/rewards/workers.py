@@ -95,8 +95,8 @@ class FunctionWorker:
 
     After ``timeout`` seconds the process is killed with all that it started. This needs no signals,
     so it works in any thread. The process sees neither GPUs nor the rank of this one, and imports
-    the function itself by its dotpath; ``makes`` says that it is made by a call with ``arguments``,
-    as objects of a class are.
+    the function itself by its dotpath; if it ``makes`` the function, as a class does, ``arguments``
+    are for that, else for each call.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class FunctionWorker:
         makes: bool = False,
         timeout: float,
     ) -> None:
-        self._path, self._timeout = path, timeout
-        self._arguments, self._makes = dict(arguments or {}), makes
+        self._function = {"path": path, "arguments": dict(arguments or {}), "makes": makes}
+        self._timeout = timeout
         self._server: ServerProcess | None = None
         self._socket: socket.socket | None = None
 
@@ -120,9 +120,21 @@ class FunctionWorker:
             ContractError: if it cannot be loaded.
         """
         log_extra, log_metric = arguments.pop("log_extra", None), arguments.pop("log_metric", None)
-        if "trainer_state" in arguments:  # its class comes with torch
+        if "trainer_state" in arguments:  # importing its class would import torch
             arguments["trainer_state"] = SimpleNamespace(**vars(arguments["trainer_state"]))
-        answer = self._ask({"notes": log_extra is not None, "arguments": arguments})
+        request = pickle.dumps(arguments)
+        try:
+            sock = self._socket or self._load()
+            sock.settimeout(self._timeout)
+            send_bytes(sock, request)
+            answer = receive(sock)
+        except TimeoutError:
+            self.close()
+            text = f"no answer within {self._timeout} s; its processes were killed"
+            raise TimeoutError(text) from None
+        except (PeerGone, ServerLost) as error:
+            self.close()
+            raise WorkerLost(f"its process ended ({error})") from None
         if "error" in answer:
             raise RuntimeError(answer["error"])
         if log_extra is not None and log_metric is not None:
@@ -145,51 +157,22 @@ class FunctionWorker:
             self._server.close()
         self._server = self._socket = None
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            sock = self._socket or self._load()
-            sock.settimeout(self._timeout)
-            send_bytes(sock, pickle.dumps(request))
-            return dict(receive(sock))
-        except (TimeoutError, PeerGone, ServerLost) as error:
-            self._stop()
-            if isinstance(error, TimeoutError):
-                text = f"no answer within {self._timeout} s; its processes were killed"
-                raise TimeoutError(text) from None
-            raise WorkerLost(f"its process ended ({error})") from None
-
     def _load(self) -> socket.socket:
-        self._server = self._server or ServerProcess("function")
+        self._server = ServerProcess("function")
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._server.start(theirs)
-        request = {
-            "path": self._path,
-            "arguments": self._arguments,
-            "makes": self._makes,
-            "import_path": sys.path,
-            "folder": os.getcwd(),
-        }
         try:
             self._socket.settimeout(_LOAD_SECONDS)
-            send(self._socket, request)
+            folders = {"import_path": sys.path, "folder": os.getcwd()}
+            send(self._socket, {**self._function, **folders})
             answer = receive(self._socket)
         except (TimeoutError, PeerGone) as error:
             answer = {"error": f"its process ended while loading ({error!r})"}
         if "error" in answer:
             self.close()
             raise ContractError(
-                f"{self._path} cannot be loaded in a process of its own: {answer['error']}"
+                f"{self._function['path']} cannot be loaded in a process of its own: "
+                f"{answer['error']}"
             )
         return self._socket
-
-    def _stop(self) -> None:
-        """Ends the process; the server stays, if it can."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        try:
-            if self._server is not None:
-                self._server.stop()
-        except ServerLost:
-            self._server = None

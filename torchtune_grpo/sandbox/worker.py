@@ -5,30 +5,29 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import os
 import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
 from functools import partial
 from numbers import Real
 from typing import Any
 
-from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send
+from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
 
 # The descriptor of the owner's requests; those below are the usual three.
 _REQUESTS = 3
-_MAX_DEPTH = 50
 
 
 def run_worker(requests: socket.socket) -> None:
     """Loads a function and calls it for each request, until the socket closes.
 
-    The first message says which: ``path`` is its dotpath, ``arguments`` are bound to it, or, if it
+    The first message says which: ``path`` is its dotpath; ``arguments`` are bound to it, or, if it
     ``makes`` the function as a class does, given to it; ``import_path`` and ``folder`` are the
-    owner's. Then come pickles of keyword arguments, because they may hold anything and their sender
-    is this process's owner. Answers are plain data.
+    owner's. Then come pickles of keyword arguments: they may hold anything, and their sender owns
+    this process. Answers are JSON.
     """
     os.dup2(requests.detach(), _REQUESTS)
     os.closerange(_REQUESTS + 1, 65536)
@@ -52,13 +51,13 @@ def run_worker(requests: socket.socket) -> None:
             data = receive_bytes(requests)
         except PeerGone:
             return
-        send(requests, _answer(function, **pickle.loads(data)))
+        send_bytes(requests, _answer(function, pickle.loads(data)).encode())
 
 
-def _answer(function: Any, *, notes: bool, arguments: dict[str, Any]) -> dict[str, Any]:
+def _answer(function: Any, arguments: dict[str, Any]) -> str:
     extra: dict[str, Any] = {}
     metrics: list[Any] = []
-    if notes:  # the function may report more than it returns, as TRL's rewards do
+    if "trainer_state" in arguments:  # a run's rewards may report more than they return
         arguments["log_extra"] = lambda column, values: extra.update({str(column): list(values)})
         arguments["log_metric"] = lambda name, value: metrics.append((str(name), float(value)))
     try:
@@ -68,25 +67,20 @@ def _answer(function: Any, *, notes: bool, arguments: dict[str, Any]) -> dict[st
         for value in returned if isinstance(returned, (list, tuple)) else ():
             if isinstance(value, BaseException):
                 raise value
-        return {"returned": _plain(returned), "extra": _plain(extra), "metrics": metrics}
+        answer = {"returned": returned, "extra": extra, "metrics": metrics}
+        return json.dumps(answer, default=_plain)
     except BaseException:
-        return {"error": traceback.format_exc(limit=-3)}
+        return json.dumps({"error": traceback.format_exc(limit=-3)})
 
 
 async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Any value -> what JSON can hold; what it cannot becomes its text."""
+def _plain(value: Any) -> Any:
+    """What JSON cannot hold -> what it can, or its text."""
     if hasattr(value, "tolist"):  # tensors, arrays and their numbers
-        value = value.tolist()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Real):
-        return float(value)
-    if depth and isinstance(value, Mapping):
-        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item, depth - 1) for item in value]
-    return str(value)
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    return float(value) if isinstance(value, Real) else str(value)

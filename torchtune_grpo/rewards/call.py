@@ -1,0 +1,222 @@
+"""Calling rewards: arguments of their own, what they return and report, and failures one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from torchtune_grpo.config.text import describe
+from torchtune_grpo.data.prompt import Prompt, message
+from torchtune_grpo.rewards.reward import Reward, RewardFunction
+from torchtune_grpo.rewards.workers import ContractError, WorkerPool
+
+# What the run itself logs of a reward ends in these.
+MEASURED = ("mean", "std", "errors", "none")
+_LARGEST = 3.4028234663852886e38  # of float32
+_ASYNC_CALLS = 32  # at once, of an async reward that is called on each completion by itself
+
+# A number; None where the reward does not apply; an exception where it failed.
+Score = float | None | BaseException
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far the run is, under the names of transformers' ``TrainerState``."""
+
+    global_step: int  # finished optimizer steps
+    max_steps: int  # of the whole run
+    epoch: float = 0.0  # passes over the data set that these steps have made
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step's rewards are called with: N values each; None = not given."""
+
+    prompts: Sequence[str]
+    completions: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+    completion_ids: Sequence[Sequence[int]] | None
+    trainer_state: TrainerState | None
+
+    def arguments(self, reward: Reward, rows: range, outcome: Outcome) -> dict[str, Any]:
+        """Lists of the call's own, so that a reward which changes them changes no other's."""
+        given = {n: values for n, values in self.columns.items() if n not in reward.fixed}
+        given |= {"prompts": self.prompts, "completions": self.completions}
+        own: dict[str, Any] = {n: [values[row] for row in rows] for n, values in given.items()}
+        if self.completion_ids is not None:
+            own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
+        if reward.chat:
+            own["prompts"] = [_messages(prompt) for prompt in own["prompts"]]
+            own["completions"] = [[message("assistant", text)] for text in own["completions"]]
+        else:
+            own["prompts"] = [*map(str, own["prompts"])]
+        if self.trainer_state is not None:
+            own["trainer_state"] = self.trainer_state
+            own |= {"log_extra": outcome.log_extra, "log_metric": outcome.log_metric}
+        return own
+
+
+def _messages(prompt: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, Prompt):
+        return copy.deepcopy(prompt.messages)
+    return [message("user", prompt)]
+
+
+@dataclass
+class Outcome:
+    """What one reward returns and reports for ``count`` completions."""
+
+    count: int
+    scores: list[Score] = field(default_factory=list)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    raised: bool = False  # whether it gave an exception instead of scores
+    broken: ContractError | None = None
+    seconds: float = 0.0
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keeps one value per completion, whatever it is."""
+        column, values = str(column), list(values)
+        if len(values) != self.count:
+            raise ContractError(
+                f"log_extra({column!r}, ...) got {len(values)} values for {self.count} "
+                "completions; give one per completion."
+            )
+        self.extra[column] = values
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Keeps a number."""
+        name = str(name)
+        if name.rpartition("/")[2] in MEASURED:
+            raise ContractError(
+                f"log_metric({name!r}, ...): the run itself logs .../{', .../'.join(MEASURED)}; "
+                "give another name."
+            )
+        self.metrics.append((name, float(value)))
+
+    def fail(self, error: BaseException) -> None:
+        """All completions failed in the same way."""
+        self.scores, self.raised = [error] * self.count, True
+
+    def failures(self) -> tuple[int, list[tuple[int, str, str]]]:
+        """``count``, and of each failure the position, the error and where it was raised."""
+        errors = [(i, s) for i, s in enumerate(self.scores) if isinstance(s, BaseException)]
+        texts = [(i, describe(e), describe(e, frames=3)) for i, e in errors[:1]]
+        return self.count, texts + [(i, "", "") for i, _ in errors[1:]]
+
+    @classmethod
+    def join(cls, parts: Sequence[Outcome]) -> Outcome:
+        """One reward's outcomes of several calls as one."""
+        whole = cls(sum(part.count for part in parts))
+        for part in parts:
+            for name, values in part.extra.items():
+                column = whole.extra.setdefault(name, [None] * whole.count)
+                column[len(whole.scores) : len(whole.scores) + part.count] = values
+            whole.metrics += part.metrics
+            whole.scores += part.scores
+            whole.seconds += part.seconds
+            whole.broken = whole.broken or part.broken
+        return whole
+
+
+def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
+    """Calls each async reward in a thread of its own, and meanwhile the others in turn."""
+    outcomes: dict[str, Outcome] = {}
+
+    def call(reward: Reward) -> None:
+        outcomes[reward.name] = _call_reward(reward, batch)
+
+    waiting = [reward for reward in rewards if reward.is_async]
+    threads = [threading.Thread(target=call, args=(reward,), daemon=True) for reward in waiting]
+    for thread in threads:
+        thread.start()
+    for reward in rewards:
+        if not reward.is_async:
+            call(reward)
+    for thread in threads:
+        thread.join()
+    return [outcomes[reward.name] for reward in rewards]
+
+
+def _call_reward(reward: Reward, batch: Batch) -> Outcome:
+    """Calls a reward on all completions; in workers, or if it raises, on each by itself."""
+    start, count = time.perf_counter(), len(batch.completions)
+    single = [range(row, row + 1) for row in range(count)]
+
+    def call(function: RewardFunction, rows: range) -> Outcome:
+        return _call(function, reward, batch, rows)
+
+    try:
+        if reward.workers is not None:
+            outcome = Outcome.join(reward.workers.map(call, single))
+        else:
+            outcome = call(reward.function, range(count))
+            if outcome.raised and count > 1 and reward.is_async:
+                threads = WorkerPool([reward.function] * _ASYNC_CALLS)
+                outcome = Outcome.join(threads.map(call, single))
+            elif outcome.raised and count > 1:
+                outcome = Outcome.join([call(reward.function, rows) for rows in single])
+    except ContractError as error:
+        outcome = Outcome(count, [error] * count, broken=error)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _call(function: RewardFunction, reward: Reward, batch: Batch, rows: range) -> Outcome:
+    outcome = Outcome(len(rows))
+    try:
+        returned = function(**batch.arguments(reward, rows, outcome))
+        if reward.is_async:
+            returned = asyncio.run(_wait(returned))
+        outcome.scores = _scores_of(reward.name, returned, len(rows))
+    except ContractError:
+        raise
+    except BaseException as error:  # sys.exit, too
+        if isinstance(error, KeyboardInterrupt) and not reward.is_async:
+            raise  # Ctrl-C, which never reaches the threads of async rewards
+        outcome.fail(error)
+    return outcome
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
+    """The ``count`` scores that a reward returned in a list, a tuple, a tensor or an array."""
+    if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    is_list = isinstance(returned, (list, tuple))
+    if not is_list or len(returned) != count:
+        what = f"{len(returned)} values" if is_list else type(returned).__name__
+        raise ContractError(
+            f"The reward {name!r} returned {what} for {count} completions; return a list with one "
+            "number or None per completion."
+        )
+    for index, value in enumerate(returned):
+        if not (value is None or isinstance(value, (Real, BaseException))):
+            raise ContractError(
+                f"The reward {name!r} returned {value!r} at index {index}; return a number, or "
+                "None where the reward does not apply."
+            )
+    return [_score(value) for value in returned]
+
+
+def _score(value: Any) -> Score:
+    """A number that is not finite in float32 was computed, but it is a failure."""
+    if not isinstance(value, Real):
+        return value
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    if abs(number) <= _LARGEST:
+        return number
+    return ValueError(f"returned {number}; return a finite number (in float32), or None")
