@@ -48,7 +48,7 @@ def test_slices_leave_problems_for_evaluation(llama3_tokenizer, humaneval_file):
 
 def test_other_data_is_refused(llama3_tokenizer, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x", "answer": "y"}) + "\n")
-    with pytest.raises(ValueError, match="row 0: .* here task_id is None. Use RLDataset"):
+    with pytest.raises(ValueError, match="it has no column 'task_id', but .'answer', 'prompt'."):
         humaneval_dataset(llama3_tokenizer, source="json", data_files=str(tmp_path / "rows.jsonl"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from torchtune.data import Message, PromptTemplate
 from torchtune.models.qwen2 import Qwen2Tokenizer
 
-from torchtune_grpo.data.prompt_encoder import PromptEncoder
+from torchtune_grpo.data.chat import PromptEncoder
 
 GEMMA_TURNS = PromptTemplate(
     {
@@ -85,7 +85,7 @@ def test_messages_are_turns(
     written, _ = mistral_tokenizer.tokenize_messages(dialogue)
     assert PromptEncoder(mistral_tokenizer)(messages[1:]) == written[:-1]
     assert written.count(mistral_tokenizer.eos_id) == 2
-    with pytest.raises(ValueError, match="that the chat format refuses: System prompts are not"):
+    with pytest.raises(ValueError, match="the chat format refuses it: System prompts are not"):
         PromptEncoder(mistral_tokenizer)(messages)
 
 

@@ -14,11 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal
-
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
-
-from torchtune_grpo.data.rl_dataset import RLDataset, check_keys
+from typing import Literal
 
 Split = Literal["train", "test"]
 Chain = tuple[tuple[str, int], ...]  # (("+", start), (operation, number), ...)
@@ -149,20 +145,11 @@ def arithmetic_problems(
     and a sum or difference; 8 the same, ending in a division. No value on the way is negative, and
     none of levels 2, 3, 5 and 6 is above 20.
 
-    Args:
-        levels: one level or several; several take turns, so each gets its equal share, until one
-            of them has no more problems and the others share the rest.
-        split: "train" or "test". A problem's numbers and operations decide its split, so the two
-            have no problem in common, however worded and whatever the seeds.
-        num_samples: how many problems. All are different.
-        seed: of the problems drawn.
+    Several levels take turns, so that each gets an equal share, until one has no more problems and
+    the others share the rest. All problems are different, and the splits have none in common.
 
-    Returns:
-        list[dict[str, str | int]]: rows with ``question``, ``solution`` (worked answer that ends in
-        ``#### n``), ``answer`` (the gold ``n`` as text) and ``level``.
-
-    Raises:
-        ValueError: for an unknown level or split, or if the levels hold too few problems.
+    A row has ``question``, ``solution`` (worked answer that ends in ``#### n``), ``answer`` (the
+    gold ``n`` as text) and ``level``.
     """
     chosen = [levels] if isinstance(levels, int) else list(levels)
     unknown = [level for level in chosen if level not in _LEVELS]
@@ -208,28 +195,3 @@ def _new_problem(
             solution = _worked(chain)
             return dict(question=question, solution=solution, answer=answer, level=level)
     return None
-
-
-def arithmetic_dataset(
-    tokenizer: ModelTokenizer,
-    *,
-    levels: int | Sequence[int],
-    split: Split,
-    num_samples: int,
-    seed: int = 0,
-    **dataset_kwargs: Any,
-) -> RLDataset:
-    """An :class:`~torchtune_grpo.data.RLDataset` of :func:`arithmetic_problems`.
-
-    Args:
-        tokenizer: a torchtune model tokenizer.
-        levels, split, num_samples, seed: of the problems.
-        **dataset_kwargs: as RLDataset takes them.
-
-    Returns:
-        RLDataset: whose items carry the columns ``solution``, ``answer`` and ``level``.
-    """
-    fixed = ("source", "rows", "transform", "prompt_column")
-    check_keys(arithmetic_dataset, dataset_kwargs, source=None, fixed=fixed)
-    rows = arithmetic_problems(levels=levels, split=split, num_samples=num_samples, seed=seed)
-    return RLDataset(tokenizer, rows=rows, prompt_column="question", **dataset_kwargs)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from torchtune_grpo.config.components import instantiate
-from torchtune_grpo.data.collate import PromptBatch, collate_prompts
+from torchtune_grpo.data.dataset import PromptBatch, collate_prompts
 
 _SEEDS = 1_000_003  # between two seeds of a run
 

@@ -1,0 +1,240 @@
+"""Prompts as messages, and their tokens in a model's chat format or as plain text.
+
+A tokenizer from a model's folder has the model's chat template. torchtune's tokenizers have formats
+of their own; how they differ is found out by encoding a short reply once: with which tokens they
+close an assistant turn (not all can leave it open), and whether a reply's first word gets
+SentencePiece's leading space (Llama 2 and Mistral: yes; Phi-3: no).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtune.data import Message
+
+from torchtune_grpo.config.text import shortened
+from torchtune_grpo.data.prompt import message
+from torchtune_grpo.models import HFTokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+PromptLike = str | Sequence[Mapping[str, Any]]
+
+# A prompt that no template writes by chance, and two texts that share no tokens.
+_PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
+# What a template writes at the end of a prompt for models that always think.
+_OPENED_THINKING = re.compile(r"<think>\s*\Z")
+
+
+class BadRow(ValueError):
+    """A row that cannot be used, and why."""
+
+
+def check_text(value: Any, name: str) -> str:
+    """Return a text that is usable as a prompt or as a message's content."""
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is not text: {shortened(repr(value))}")
+    if not value.strip():
+        raise BadRow(f"{name} is blank")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # tokenizers would replace it
+        raise BadRow(f"{name} is not valid Unicode") from None
+    return value
+
+
+def check_messages(value: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a conversation that a model can continue, without the keys that are null."""
+    for number, turn in enumerate(value):
+        if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
+            raise BadRow(
+                f"message {number} has no role among {', '.join(ROLES)}: {shortened(repr(turn))}"
+            )
+        check_text(turn.get("content"), f"the content of message {number}")
+    if not value or value[-1]["role"] in ("assistant", "system"):
+        raise BadRow("the last message is not the user's or a tool's")
+    return [{key: item for key, item in turn.items() if item is not None} for turn in value]
+
+
+class PromptEncoder:
+    """Encodes prompts so that the next token is the first one of the response.
+
+    In chat format a prompt becomes: system message, the prompt's messages (a text is one of the
+    user), an assistant turn opened and not closed, prefill. As plain text it becomes one string
+    behind the beginning-of-sequence token, if the tokenizer has one: system prompt, an empty line,
+    prompt, prefill. White space in the prefill is kept.
+
+    The text of control tokens inside a prompt ("<|im_end|>") is cut in pieces and so encoded as
+    ordinary text: data cannot end a turn. ``system_prompt`` and ``prefill`` come from the config
+    and may hold control tokens. SentencePiece models may have user-defined symbols that the
+    tokenizer does not list in ``special_tokens``; these are not found.
+
+    ``prefill`` is what graders see in front of the sampled text: the one given, behind the think
+    block that the chat template opens, if it does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat: bool = True,
+        system_prompt: str | None = None,
+        prefill: str = "",
+    ) -> None:
+        self._tokenizer = copy.copy(tokenizer)
+        self._tokenizer.max_seq_len = None  # at which torchtune would cut prompts silently
+        self._chat, self._system_prompt = chat, system_prompt or ""
+        self._given_prefill = self.prefill = prefill
+        self._is_hf = isinstance(tokenizer, HFTokenizer)
+        self._control_text = _control_text_pattern(self._tokenizer)
+        if chat and self._is_hf:
+            self._check_template()
+        elif chat:
+            self._probe_reply()
+        if chat and system_prompt:
+            self._check_system_prompt()
+
+    def __call__(self, prompt: PromptLike) -> list[int]:
+        """Return the tokens of one prompt, prefill included."""
+        if not self._chat:
+            if not isinstance(prompt, str):
+                raise BadRow("messages need chat=True")
+            return self._plain_tokens(prompt)
+        messages = self.messages(prompt)
+        try:
+            if self._is_hf:
+                text = self._template_text(messages) + self._given_prefill
+                return self._tokenizer.encode(text, add_bos=False, add_eos=False)
+            tokens = self._dialogue_tokens(messages)
+        except (KeyError, ValueError) as error:
+            raise BadRow(f"the chat format refuses it: {error}") from error
+        return tokens[: len(tokens) - self._num_closing] + self._prefill_tokens
+
+    def messages(self, prompt: PromptLike) -> list[dict[str, Any]]:
+        """The messages that a prompt stands for, the system's first if there is one."""
+        turns = [message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
+        if self._system_prompt and turns[0]["role"] != "system":
+            turns.insert(0, message("system", self._system_prompt))
+        return turns
+
+    def _plain_tokens(self, prompt: str) -> list[int]:
+        pieces = self._pieces(prompt)
+        if self._system_prompt:
+            pieces[0] = f"{self._system_prompt}\n\n{pieces[0]}"
+        pieces[-1] += self._given_prefill
+        if self._is_hf:
+            pieces = [HFTokenizer.CUT.join(pieces)]
+        tokens = self._tokenizer.encode(pieces[0], add_bos=True, add_eos=False)
+        for piece in pieces[1:]:
+            tokens += self._tokenizer.encode(piece, add_bos=False, add_eos=False)
+        return tokens
+
+    def _template_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What the model's chat template writes, with cuts in the data's control tokens."""
+        marked = [
+            {key: self._marked(value) for key, value in turn.items()}
+            | {"role": turn["role"], "content": HFTokenizer.CUT.join(self._content(turn))}
+            for turn in messages
+        ]
+        return self._tokenizer.chat_text(marked)
+
+    def _marked(self, value: Any) -> Any:
+        """A value with cuts in all of its texts: messages may hold calls of tools."""
+        if isinstance(value, str):
+            return HFTokenizer.CUT.join(self._pieces(value))
+        if isinstance(value, Mapping):
+            return {key: self._marked(item) for key, item in value.items()}
+        return [*map(self._marked, value)] if isinstance(value, list) else value
+
+    def _dialogue_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
+        """What a torchtune tokenizer makes of a dialogue that ends in the assistant's reply."""
+        turns = [
+            Message(m["role"], [{"type": "text", "content": text} for text in self._content(m)])
+            for m in messages
+        ]
+        tokens, _ = self._tokenizer.tokenize_messages([*turns, Message("assistant", reply)])
+        return tokens
+
+    def _content(self, turn: Mapping[str, Any]) -> list[str]:
+        """A message's text in pieces, but whole where it is the config's system prompt."""
+        text = turn["content"]
+        is_own = turn["role"] == "system" and text == self._system_prompt
+        return [text] if is_own else self._pieces(text)
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split a text inside every control token's name."""
+        if self._control_text is None:
+            return [text]
+        cuts = [match.start() + 1 for match in self._control_text.finditer(text)]
+        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+    def _check_system_prompt(self) -> None:
+        messages = self.messages(_PROBE_TEXT)
+        try:
+            if not self._is_hf:
+                self._dialogue_tokens(messages)
+            elif self._system_prompt.strip() not in self._tokenizer.chat_text(messages):
+                raise ValueError("it leaves it out")
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"system_prompt: the chat format takes no system message ({error}). Set "
+                "system_prompt=null, and write the instruction into prompt_template."
+            ) from error
+
+    def _check_template(self) -> None:
+        text = self._tokenizer.chat_text([message("user", _PROBE_TEXT)])
+        if _PROBE_TEXT not in text:
+            raise ValueError(
+                f"chat=True: the chat template leaves out the prompt: {shortened(repr(text))}. Set "
+                "tokenizer.chat_template_kwargs.chat_template, or chat=False for plain text."
+            )
+        if opened := _OPENED_THINKING.search(text):
+            if "<think>" in self._given_prefill:
+                raise ValueError(
+                    f"prefill={self._given_prefill!r}: the chat template opens <think> itself. "
+                    "Remove it from prefill."
+                )
+            self.prefill = opened[0] + self._given_prefill
+
+    def _probe_reply(self) -> None:
+        """Find out how many tokens close a reply, and how the prefill is encoded in its place."""
+        probe = [message("user", _PROBE_PROMPT)]
+        empty, reply = self._dialogue_tokens(probe), self._dialogue_tokens(probe, _PROBE_REPLY)
+        closing = 0
+        while closing < len(empty) and empty[-closing - 1] == reply[-closing - 1]:
+            closing += 1
+        opened = empty[: len(empty) - closing]
+        if opened == self._tokenizer.encode(_PROBE_PROMPT, add_bos=True, add_eos=False):
+            raise ValueError(
+                f"chat=True: {type(self._tokenizer).__name__} marks no turns. Set "
+                "tokenizer.prompt_template to the model's chat format, or chat=False."
+            )
+        options: dict[str, bool] = {"add_bos": False, "add_eos": False}
+        if "trim_leading_whitespace" in inspect.signature(self._tokenizer.encode).parameters:
+            written = reply[len(opened) : len(reply) - closing]
+            is_trimmed = self._tokenizer.encode(_PROBE_REPLY, **options) != written
+            options["trim_leading_whitespace"] = is_trimmed
+        self._num_closing = closing
+        prefill = self._given_prefill
+        self._prefill_tokens = self._tokenizer.encode(prefill, **options) if prefill else []
+
+
+def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """Finds where a control token's name starts, for the names that `encode` takes as control."""
+    special_tokens = getattr(tokenizer, "special_tokens", None) or {}
+    names = [
+        name
+        for name, token in special_tokens.items()
+        if len(name) > 1 and token in tokenizer.encode(name, add_bos=False, add_eos=False)
+    ]
+    if isinstance(tokenizer, HFTokenizer):
+        names.append(HFTokenizer.CUT)  # which would vanish
+    if not names:
+        return None
+    # A lookahead, because names may overlap and each must be cut. Some tokenizers have a thousand,
+    # of which hardly any place in a text is worth trying.
+    first = "".join(re.escape(letter) for letter in {name[0] for name in names})
+    return re.compile(f"(?=[{first}])(?={'|'.join(map(re.escape, names))})")

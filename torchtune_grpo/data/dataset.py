@@ -1,0 +1,352 @@
+"""Prompts as tokens with the columns that rewards need, and their collation into batches."""
+
+from __future__ import annotations
+
+import copy
+import string
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.utils import get_logger, log_rank_zero
+
+from torchtune_grpo.config.text import shortened
+from torchtune_grpo.data.chat import BadRow, PromptEncoder, check_messages, check_text
+from torchtune_grpo.data.load import load_rows
+from torchtune_grpo.data.prompt import GIVEN, Prompt
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A usable row: its number in the data as read, and what became of it."""
+
+    number: int
+    prompt: str | list[dict[str, Any]]
+    tokens: array[int]  # machine integers: lists of Python ones take nine times the memory
+    columns: dict[str, Any]
+
+
+class RLDataset(Dataset[dict[str, Any]]):
+    """Prompts to sample from, and the columns by which rewards judge the samples.
+
+    An item is ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``:
+    its position, the prompt's tokens (prefill included), the prompt's text, which knows the
+    messages that it stands for, and the other columns.
+
+    A prompt is a text, or a list of messages ``{"role": ..., "content": ...}`` with the roles
+    system, user, assistant and tool, of which the last is to be answered.
+
+    All prompts are tokenized when the data set is made, so that faulty rows show before training
+    and ``max_prompt_length`` is known. Rows that cannot be used are left out and reported in the
+    log; no other row is changed.
+
+    Example in a config::
+
+        dataset:
+          _component_: torchtune_grpo.data.RLDataset
+          source: problems.jsonl
+          prompt_column: problem
+          columns: {answer: final_answer}
+
+    Args:
+        tokenizer: a torchtune model tokenizer, or one of ``torchtune_grpo.models.hf_tokenizer``.
+        source: a local file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt); a folder written
+            by ``save_to_disk``; a data set on the Hugging Face hub; or a format (json, csv,
+            parquet, arrow, text) together with ``data_files``.
+        rows: the rows themselves, such as a list or a ``datasets.Dataset``, instead of ``source``.
+        transform: makes each row into the one that is used. For use from Python.
+        columns: reward's name of a column -> its name in the data. Other columns keep theirs; one
+            whose name is taken by a renamed column is left out, as is the prompt's.
+        system_prompt: text of the system message, unless the prompt has one of its own; with
+            ``chat: False`` it stands above the prompt.
+        prompt_template: text of the user message: ``{prompt}`` for the prompt column, any other
+            column by its name; ``{{`` and ``}}`` for literal braces. Not for lists of messages.
+        chat: True for the model's chat format, with an assistant turn opened at the end; False
+            for plain text, which is what a base model expects.
+        prefill: text that every response begins with. Part of ``tokens``, not of ``prompt``.
+        max_prompt_tokens: longer prompts are left out.
+        num_samples: how many rows to use, the first usable ones. None uses all.
+        split: the split to load, slices such as ``train[:100]`` included.
+        data_files: paths, or split -> paths.
+        **load_dataset_kwargs: for ``datasets.load_dataset``: ``name``, ``revision`` and so on.
+
+    ``prefill`` as an attribute is what graders see in front of what was sampled: as given, behind
+    the think block that the model's chat template opens, if it does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        source: str | None = None,
+        rows: Iterable[Row] | None = None,
+        transform: Callable[[Row], Row] | None = None,
+        prompt_column: str = "prompt",
+        columns: Mapping[str, str] | None = None,
+        system_prompt: str | None = None,
+        prompt_template: str = "{prompt}",
+        chat: bool = True,
+        prefill: str | None = "",
+        max_prompt_tokens: int | None = None,
+        num_samples: int | None = None,
+        split: str = "train",
+        data_files: Any = None,
+        **load_dataset_kwargs: Any,
+    ) -> None:
+        if (source is None) == (rows is None):
+            raise ValueError(f"source={source!r}: give either source or rows.")
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples={num_samples}: give 1 or more, or null for all rows.")
+        _check_spelling(load_dataset_kwargs)
+        self._encoder = PromptEncoder(
+            tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
+        )
+        self.prefill = self._encoder.prefill
+        self._max_tokens = getattr(tokenizer, "max_seq_len", None)
+        self._transform, self._renamed = transform, dict(columns or {})
+        self._prompt_column, self._template = prompt_column, prompt_template
+        self._fields = _fields(prompt_template)
+        if source is not None:
+            rows = load_rows(source, split=split, data_files=data_files, **load_dataset_kwargs)
+        for key, value in {"data_files": data_files, **load_dataset_kwargs}.items():
+            if source is None and value is not None:
+                raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
+        where = "rows" if source is None else f"source={source!r}"
+        where += "" if data_files is None else f", data_files={data_files!r}"
+        self._entries = self._read(
+            rows or (), where, limit=num_samples, max_tokens=max_prompt_tokens
+        )
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        position = range(len(self))[index]
+        entry = self._entries[position]
+        messages = self._encoder.messages(entry.prompt)
+        return {
+            "index": position,
+            "tokens": entry.tokens.tolist(),
+            "prompt": Prompt(messages[-1]["content"], messages),
+            "columns": dict(entry.columns),
+        }
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Length of the longest prompt in tokens."""
+        return max(len(entry.tokens) for entry in self._entries)
+
+    @property
+    def highest_token(self) -> int:
+        """The highest token id of all prompts."""
+        return max(max(entry.tokens, default=0) for entry in self._entries)
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """Each prompt's row in the data as read, from 0."""
+        return [entry.number for entry in self._entries]
+
+    def leave_out(self, positions: Collection[int]) -> None:
+        """Remove prompts; those behind them move up."""
+        self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
+
+    def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
+        """A data set of other rows, in the form of these."""
+        other = copy.copy(self)
+        where = "rows" if source is None else f"source={source!r}"
+        other._entries = self._read(rows or () if source is None else load_rows(source), where)
+        return other
+
+    def encode(self, prompt: str) -> list[int]:
+        """Tokens of a prompt that is not in the data, in the form of those that are."""
+        try:
+            return self._encoder(self._fill({self._prompt_column: prompt}, 0))
+        except KeyError as error:
+            raise ValueError(
+                f"prompt_template={self._template!r}: needs the column {error}, not only a prompt."
+            ) from error
+
+    def _read(
+        self,
+        rows: Iterable[Row],
+        where: str,
+        *,
+        limit: int | None = None,
+        max_tokens: int | None = None,
+    ) -> list[_Entry]:
+        """Read the usable rows, up to ``limit`` of them, and report the others."""
+        entries: list[_Entry] = []
+        left_out, names = defaultdict[str, list[int]](list), None
+        for number, row in enumerate(rows):
+            if len(entries) == limit:
+                break
+            try:
+                row = self._transformed(row)
+                if names is None:
+                    names, sources = row.keys(), self._column_sources(row)
+                if row.keys() != names:
+                    raise ValueError(
+                        f"row {number} has the columns {sorted(row)}, those before it have "
+                        f"{sorted(names)}. Give every row the same columns."
+                    )
+                prompt = self._fill(row, number)
+                tokens = array("i", self._encoder(prompt))
+                if max_tokens is not None and len(tokens) > max_tokens:
+                    raise BadRow(f"the prompt is longer than max_prompt_tokens={max_tokens}")
+            except BadRow as error:
+                left_out[str(error)].append(number)
+            else:
+                columns = {name: row[source] for name, source in sources.items()}
+                entries.append(_Entry(number, prompt, tokens, columns))
+        _report(left_out, len(entries), where)
+        longest = max(len(entry.tokens) for entry in entries)
+        if self._max_tokens is not None and longest > self._max_tokens:
+            raise ValueError(
+                f"tokenizer.max_seq_len={self._max_tokens}: the longest prompt has {longest} "
+                "tokens. Set tokenizer.max_seq_len=null, or leave long prompts out with "
+                f"max_prompt_tokens={self._max_tokens}."
+            )
+        return entries
+
+    def _transformed(self, row: Any) -> Row:
+        if not isinstance(row, Mapping):
+            raise BadRow(f"it has no columns: {shortened(repr(row))}")
+        try:
+            return row if self._transform is None else self._transform(row)
+        except KeyError as error:
+            raise BadRow(f"it has no column {error}, but {sorted(row)}") from error
+        except ValueError as error:
+            raise BadRow(shortened(str(error), 200)) from error
+
+    def _column_sources(self, row: Row) -> dict[str, str]:
+        """Reward's name of each column -> its name in the data, once the keys fit a row."""
+        used = {"columns": [*self._renamed.values()], "prompt_template": self._fields - {"prompt"}}
+        if "prompt" in self._fields:
+            used["prompt_column"] = [self._prompt_column]
+        for key, names in used.items():
+            for name in names:
+                if name not in row:
+                    raise ValueError(f"{key}: there is no column {name!r} among {sorted(row)}.")
+        taken = {self._prompt_column, *self._renamed.values(), *self._renamed}
+        sources = self._renamed | {name: name for name in row if name not in taken}
+        for name in sources.keys() & GIVEN:
+            raise ValueError(
+                f"columns: rewards already have an argument {name!r}. Rename the column: "
+                f"columns={{other_name: {sources[name]}}}."
+            )
+        return sources
+
+    def _fill(self, row: Row, number: int) -> str | list[dict[str, Any]]:
+        """The prompt of a row: the template filled in, or messages as they are."""
+        if "prompt" in self._fields:
+            prompt = row[self._prompt_column]
+            if isinstance(prompt, (list, tuple)):
+                if self._template != "{prompt}":
+                    raise ValueError(
+                        f"prompt_template={self._template!r}: row {number} has a list of messages, "
+                        "which no template takes. Remove it."
+                    )
+                return check_messages(prompt)
+            row = {**row, "prompt": check_text(prompt, f"column {self._prompt_column!r}")}
+        values = {name: row[name] for name in self._fields}
+        for name, value in values.items():
+            if not isinstance(value, (str, int, float)):
+                raise BadRow(f"column {name!r} is not text or a number: {shortened(repr(value))}")
+        return check_text(self._template.format(**values), "the prompt")
+
+
+def _fields(template: str) -> set[str]:
+    """The columns that a prompt template names."""
+    try:
+        fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(
+            f"prompt_template={template!r}: {error}. Write literal braces as {{{{ and }}}}."
+        ) from error
+    if not fields:
+        raise ValueError(f"prompt_template={template!r}: has no column; use {{prompt}}, say.")
+    return fields
+
+
+def _check_spelling(options: Mapping[str, Any]) -> None:
+    """Refuse arguments for ``load_dataset`` that are more likely meant for RLDataset."""
+    known = signature(RLDataset).parameters
+    for key, value in options.items():
+        if near := get_close_matches(key, known, n=1, cutoff=0.8):
+            raise ValueError(f"{key}={value!r}: unknown argument. Did you mean {near[0]}?")
+
+
+def _report(left_out: Mapping[str, Sequence[int]], used: int, where: str) -> None:
+    """Report the rows that are left out; raise an error if none remains."""
+    count = sum(map(len, left_out.values()))
+    reasons = [
+        f"{why} (row {rows[0]})" if len(rows) == 1 else f"{why} ({len(rows)} rows, first {rows[0]})"
+        for why, rows in left_out.items()
+    ]
+    total, why = used + count, shortened("; ".join(reasons), 600)
+    text = f"{count} of {total} rows (counted from 0) are left out: {why}."
+    if not used:
+        raise ValueError(f"{where}: {text if count else 'there are no rows.'}")
+    if count:
+        log_rank_zero(get_logger("INFO"), f"{where}: {text}")
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """B prompts, and the values of every other column."""
+
+    tokens: list[list[int]]
+    indices: list[int]  # positions in the data set: ``dataset[indices[b]]`` is prompt b
+    prompts: list[str]  # texts as rewards see them; those of a data set know all messages
+    columns: dict[str, list[Any]]  # B values each
+    # How often each has come in this step before, on any rank: it gets noise of its own each time.
+    uses: list[int]
+    places: list[int]  # among the step's prompts of all ranks, ascending
+
+    def first(self, count: int) -> PromptBatch:
+        """The first ``count`` prompts."""
+        return PromptBatch(
+            tokens=self.tokens[:count],
+            indices=self.indices[:count],
+            prompts=self.prompts[:count],
+            columns={name: values[:count] for name, values in self.columns.items()},
+            uses=self.uses[:count],
+            places=self.places[:count],
+        )
+
+
+def collate_prompts(
+    items: Sequence[dict[str, Any]],
+    *,
+    uses: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+) -> PromptBatch:
+    """One batch of B items of an :class:`RLDataset`, in their order.
+
+    ``uses`` and ``places`` are those of :class:`PromptBatch`; None: each prompt comes for the first
+    time, and no other rank has any.
+    """
+    names = items[0]["columns"].keys()
+    for item in items:
+        if item["columns"].keys() != names:
+            raise ValueError(
+                f"Rows of one batch have different columns: row {items[0]['index']} has "
+                f"{sorted(names)}, row {item['index']} has {sorted(item['columns'])}. "
+                "Give joined data sets the same columns through their `columns` keys."
+            )
+    return PromptBatch(
+        tokens=[item["tokens"] for item in items],
+        indices=[item["index"] for item in items],
+        prompts=[item["prompt"] for item in items],
+        columns={name: [item["columns"][name] for item in items] for name in names},
+        uses=[0] * len(items) if uses is None else [*uses],
+        places=[*range(len(items))] if places is None else [*places],
+    )
