@@ -1,8 +1,8 @@
 """Which prompts come next: ``sampler`` in the config. Every rank holds the same one.
 
-A step asks for its prompts, of all ranks, as often as it likes, and gets the same ones; that it is
-done, and how often each prompt was solved, is told by ``learn``. So a step that is broken off and
-done again sees the same prompts, and the state is that of the steps that are done.
+A step may ask several times for its prompts, those of all ranks, and gets the same ones each time.
+``learn`` ends the step and reports how often each prompt was solved. So an interrupted step that is
+repeated sees the same prompts, and the state is that of the finished steps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from torch import Tensor
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.data.dataset import PromptBatch, collate_prompts
 
-_SEEDS = 1_000_003  # between two seeds of a run
+_SEEDS = 1_000_003  # distance between the generator seeds of two seeds of a run
 
 
 class ShuffledSampler:
     """Each pass over the data is a new seeded order.
 
-    The passes follow each other without a gap, so that no row is repeated or left out at the end of
-    one when the prompts of a step do not divide the data set.
-
-    Args:
-        dataset (Sequence[Any]): its rows are chosen from.
-        seed (int): of the orders.
-        shuffle (bool): False keeps the data set's order.
+    Passes follow each other without a gap: where the prompts of a step do not divide the data set,
+    no row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
     """
 
     def __init__(self, dataset: Sequence[Any], *, seed: int, shuffle: bool = True) -> None:
@@ -38,11 +33,7 @@ class ShuffledSampler:
         self._drawn = 0
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
-        """The next ``count`` rows for all ranks, behind ``skip`` that the step has had already.
-
-        Raises:
-            ValueError: if the data set has fewer.
-        """
+        """The next ``count`` rows for all ranks, after ``skip`` that the step has had already."""
         if self._size < count:
             raise ValueError(
                 f"batch_size * ranks = {count} prompts a step, but dataset has only {self._size}; "
@@ -55,49 +46,44 @@ class ShuffledSampler:
         return rows
 
     def _order(self, number: int) -> list[int]:
-        """All rows in the order of a pass."""
+        """All rows in the order of one pass."""
         if not self._shuffle:
             return [*range(self._size)]
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
         return torch.randperm(self._size, generator=generator).tolist()
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """A step is done.
-
-        Args:
-            rows (Sequence[int]): all that it has asked for, of all ranks.
-            pass_rates (Sequence[float]): the share of each one's samples that are right.
-        """
+        """End a step that asked for these rows; a pass rate is the share of right samples."""
         self._drawn += len(rows)
 
     @property
     def epoch(self) -> float:
-        """Passes over the data that are done."""
+        """Finished passes over the data."""
         return self._drawn / self._size
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What a step logs."""
+        """What each step logs."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes, for a checkpoint."""
+        """Everything that changes, for a checkpoint."""
         fixed = ("_size", "_seed", "_shuffle")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Continue from a checkpoint."""
         vars(self).update(state)
 
 
 class WeightedSampler(ShuffledSampler):
-    """Draws rows by their weights, which its steps change; a step sees no row twice if it can.
+    """Draws rows by weight, and within a step without replacement as long as there are rows.
 
-    For samplers of one's own: a subclass says :meth:`weights` and learns in :meth:`learn`.
+    A base class for other samplers, which define :meth:`weights` and extend :meth:`learn`.
     """
 
     def weights(self) -> Tensor:
-        """[rows] of the data set; 0 = never."""
+        """The weight of each row, [rows]; a row of weight 0 is never drawn."""
         raise NotImplementedError
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
@@ -111,17 +97,10 @@ class WeightedSampler(ShuffledSampler):
 
 
 class LevelSampler(WeightedSampler):
-    """A curriculum by levels: the next one is added when the newest one is solved often enough.
+    """A curriculum: adds the next level of ``column`` when the newest is solved often enough.
 
-    All levels so far are equally likely.
-
-    Args:
-        dataset (Sequence[Any]): rows with the column.
-        seed (int): of the draws.
-        column (str): holds the level; lower ones come first.
-        pass_rate (float): mean over the last ``window`` groups of the newest level that adds the
-            next one.
-        window (int): groups.
+    That is when the last ``window`` groups of the newest level have a mean of ``pass_rate``. Lower
+    levels come first; all levels so far are equally likely.
     """
 
     def __init__(
@@ -146,15 +125,15 @@ class LevelSampler(WeightedSampler):
         self._newest, self._recent = 0, list[float]()
 
     def weights(self) -> Tensor:
-        """One over the rows of the level, up to the newest."""
+        """1 / rows of the level, up to the newest level."""
         share = 1 / self._levels.bincount()[self._levels]
         return share.where(self._levels <= self._newest, 0)
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """Adds a level if it is time."""
+        """Add the next level when the newest is solved."""
         super().learn(rows, pass_rates)
-        told = zip(rows, pass_rates, strict=True)
-        self._recent += [rate for row, rate in told if self._levels[row] == self._newest]
+        rates = zip(rows, pass_rates, strict=True)
+        self._recent += [rate for row, rate in rates if self._levels[row] == self._newest]
         self._recent = self._recent[-self._window :]
         is_solved = len(self._recent) == self._window and self._mean >= self._pass_rate
         if is_solved and self._newest < int(self._levels.max()):
@@ -166,21 +145,16 @@ class LevelSampler(WeightedSampler):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``sampler/level`` (from 0) and ``sampler/level_pass_rate`` of the newest one."""
+        """``sampler/level``, counted from 0, and ``sampler/level_pass_rate``, of the newest."""
         return {"sampler/level": float(self._newest), "sampler/level_pass_rate": self._mean}
 
 
 class DifficultySampler(WeightedSampler):
     """Prefers prompts that are solved half of the time; those teach most.
 
-    A prompt's weight is p (1 - p) with its running pass rate p, a half until it has come; solved
-    ones come seldom, and those that stay unsolved no more.
-
-    Args:
-        dataset (Sequence[Any]): its rows are chosen from.
-        seed (int): of the draws.
-        revisit (float): the least weight, of 0.25 at most.
-        give_up_after (int): times without any right sample.
+    A prompt's weight is p (1 - p), at most 0.25 and at least ``revisit``, where p is its running
+    pass rate, 0.5 at first. A prompt without any right sample in ``give_up_after`` groups is not
+    drawn again.
     """
 
     def __init__(
@@ -202,7 +176,7 @@ class DifficultySampler(WeightedSampler):
         self._solved = torch.zeros(self._size, dtype=torch.bool)  # ever
 
     def weights(self) -> Tensor:
-        """p (1 - p), within its bounds."""
+        """p (1 - p), and 0 for given-up rows unless all are."""
         weights = (self._rates * (1 - self._rates)).clamp(min=self._revisit)
         return weights.where(~self._given_up, 0) if not self._given_up.all() else weights
 
@@ -211,7 +185,7 @@ class DifficultySampler(WeightedSampler):
         return ~self._solved & (self._tries >= self._give_up_after)
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """The newest pass rate counts as much as all before."""
+        """Update running pass rates: the newest counts as much as all before."""
         super().learn(rows, pass_rates)
         for row, rate in zip(rows, pass_rates, strict=True):
             self._rates[row] = rate if not self._tries[row] else (self._rates[row] + rate) / 2
@@ -220,7 +194,7 @@ class DifficultySampler(WeightedSampler):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``sampler/pass_rate`` of the prompts that have come; shares ``seen`` and ``given_up``."""
+        """The mean pass rate of the prompts seen, and the shares of ``seen`` and ``given_up``."""
         seen = self._tries > 0
         return {
             "sampler/pass_rate": self._rates[seen].mean().item() if seen.any() else 0.5,
@@ -244,15 +218,7 @@ def prompts_of_rank(
     world_size: int,
     spare: Sequence[int] = (),
 ) -> PromptBatch:
-    """One rank's share of a step's prompts.
-
-    Args:
-        dataset (Sequence[Any]): holds them.
-        rows (Sequence[int]): of all ranks, whose shares lie behind each other.
-        rank (int): whose share.
-        world_size (int): ranks.
-        spare (Sequence[int]): rows that may come besides, dealt out one by one.
-    """
+    """One rank's share of a step's rows, and of ``spare`` ones, which are dealt out one by one."""
     before: Counter[int] = Counter()
     uses = []
     for row in (all_rows := [*rows, *spare]):

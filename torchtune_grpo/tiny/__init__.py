@@ -1,4 +1,4 @@
-"""The embedded default: a tiny Llama 3.2 that adds a little, made on the spot, not downloaded."""
+"""The demo's model: a tiny Llama 3.2 that adds a little, made on the spot instead of downloaded."""
 
 from torchtune_grpo.tiny.model import make_tiny_checkpoint, prepare
 

@@ -1,7 +1,7 @@
-"""The tiny model's checkpoint folder, as the hub has them.
+"""The tiny model's checkpoint folder, in the format of the Hugging Face hub.
 
-The model has been warm-started on worked arithmetic until it solves some problems, so that
-reinforcement learning has something to reinforce.
+The model is warm-started on worked arithmetic until it solves some problems, so that reinforcement
+learning has something to reinforce. In its tokenizer each digit is a token of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors.torch import save
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from torchtune.models.llama3._tokenizer import CL100K_PATTERN
 from torchtune.modules import TransformerDecoder
 from torchtune.utils import get_logger
 
 from torchtune_grpo.data import arithmetic_problems
 from torchtune_grpo.models import hf_model, hf_state, hf_tokenizer
-from torchtune_grpo.tiny.tokenizer import write_tokenizer
 from torchtune_grpo.tiny.warmup import guessed_completion, warm_up, worked_completion
 
 # For QLoRA each weight has to be a multiple of 64 * 256 numbers: NF4's blocks, and their scales'.
@@ -50,6 +53,27 @@ _CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+_SPECIAL_TOKENS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|finetune_right_pad_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
+_NAMED_TOKENS = {
+    "bos_token": "<|begin_of_text|>",
+    "eos_token": "<|eot_id|>",
+    "pad_token": "<|finetune_right_pad_id|>",
+}
+# Llama 3's chat format.
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _SETTINGS_KEY = "torchtune_grpo_tiny"
 
@@ -63,26 +87,20 @@ def make_tiny_checkpoint(
     levels: int | Sequence[int] = (1, 2, 3),
     warmup_steps: int = 3000,
 ) -> Path:
-    """Makes the tiny model, warm-starts it and writes its checkpoint folder in one move.
+    """Make the tiny model, warm-start it, and write its checkpoint folder in one move.
 
-    Args:
-        output_dir: the folder to make. If it exists, it may hold nothing but an earlier tiny
-            checkpoint, which is replaced.
-        seed: of weights and problems.
-        levels: the problems' levels, see
-            :func:`~torchtune_grpo.data.arithmetic_problems`.
-        warmup_steps: of :mod:`torchtune_grpo.tiny.warmup`; 0 leaves the weights random.
-
-    Returns:
-        Path: the folder.
-
-    Raises:
-        ValueError: if ``output_dir`` holds other files.
+    An earlier tiny checkpoint in the folder is replaced. ``levels`` are those of the problems of
+    the warm-up, see :func:`~torchtune_grpo.data.arithmetic_problems`; 0 steps of it leave the
+    weights random.
     """
     levels = [levels] if isinstance(levels, int) else list(levels)
     settings = {"seed": seed, "levels": levels, "warmup_steps": warmup_steps}
     target = Path(output_dir).absolute()
-    _check_replaceable(target)
+    if target.exists() and (others := {path.name for path in target.iterdir()} - set(_FILES)):
+        raise ValueError(
+            f"checkpoint_dir: {target} holds other files ({', '.join(sorted(others)[:5])}). "
+            "Name a new folder."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Short enough for 80 columns behind the logger's prefix.
     _log.info("Making a tiny Llama that can add: 1 or 2 minutes.")
@@ -90,9 +108,8 @@ def make_tiny_checkpoint(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
         folder = Path(name) / target.name
         folder.mkdir()
-        ids = write_tokenizer(folder, _texts(), _CONFIG["vocab_size"])
-        config = json.dumps(_CONFIG | ids | {_SETTINGS_KEY: settings}, indent=2)
-        (folder / "config.json").write_text(config + "\n")
+        ids = _write_tokenizer(folder)
+        _write_json(folder / "config.json", _CONFIG | ids | {_SETTINGS_KEY: settings})
         model = _random_model(folder, seed)
         tokenizer = hf_tokenizer(str(folder))
         warm_up(model, tokenizer, seed=seed, levels=levels, steps=warmup_steps)
@@ -107,14 +124,10 @@ def make_tiny_checkpoint(
 
 
 def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
-    """Makes the tiny checkpoint unless it is there. Several processes may call this at once.
+    """Make the tiny checkpoint unless it is there; several processes may call this at once.
 
-    Args:
-        checkpoint_dir: the folder.
-        **settings: as :func:`make_tiny_checkpoint` takes them.
-
-    Raises:
-        ValueError: if the folder holds a checkpoint made with other settings, or other files.
+    The settings are those of :func:`make_tiny_checkpoint`. A folder made with other ones is an
+    error.
     """
     folder = Path(checkpoint_dir).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,20 +145,48 @@ def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
         )
 
 
-def _check_replaceable(folder: Path) -> None:
-    if folder.exists() and (others := {path.name for path in folder.iterdir()} - set(_FILES)):
-        raise ValueError(
-            f"checkpoint_dir: {folder} holds other files ({', '.join(sorted(others)[:5])}). "
-            "Name a new folder."
-        )
+def _write_tokenizer(folder: Path) -> dict[str, int | None]:
+    """Train a byte-level BPE tokenizer and write its files; return the ids of its named tokens.
+
+    Reserved special tokens fill up the vocabulary, as in Llama 3, so that each of the model's
+    output rows stands for a token.
+    """
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(CL100K_PATTERN), behavior="isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    size = _CONFIG["vocab_size"] - len(_SPECIAL_TOKENS)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_texts(), trainer)
+    free = size - tokenizer.get_vocab_size()
+    special = [*_SPECIAL_TOKENS, *(f"<|reserved_special_token_{i}|>" for i in range(free))]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = _NAMED_TOKENS | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+    return {f"{name}_id": tokenizer.token_to_id(text) for name, text in _NAMED_TOKENS.items()}
 
 
 def _texts() -> Iterator[str]:
-    # Of all levels and always of seed 0: the vocabulary does not depend on the settings.
+    """Texts of all levels, always of seed 0: the vocabulary does not depend on the settings."""
     rows = arithmetic_problems(levels=range(1, 9), split="train", num_samples=560)
     yield from (f"{row['question']}\n\n<think>{worked_completion(row)}" for row in rows)
     yield from map(guessed_completion, rows[:70])
     yield from ("system", "user", "assistant", "\n\n")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _random_model(folder: Path, seed: int) -> TransformerDecoder:

@@ -1,8 +1,8 @@
-"""The tiny model's warm-up: supervised, until it can reason but mostly does not bother to.
+"""The tiny model's warm-up: supervised, until it can reason but mostly does not.
 
-It learns to work problems out step by step, and towards the end to write down a guess in most
-cases. A sampled answer is then right only where the model happened to work it out, and
-reinforcement learning finds out that working it out pays.
+It learns to work problems out step by step and, towards the end, to guess in most cases. A sampled
+answer is then right only where the model happened to work it out, and reinforcement learning finds
+out that working it out pays.
 """
 
 from __future__ import annotations
@@ -27,23 +27,14 @@ Pair = tuple[Example, Example]  # a problem worked out, and guessed
 NUM_PROBLEMS, BATCH_SIZE = 8000, 16
 # Found by trial.
 LR, LR_STEPS_UP = 2e-3, 50
-GUESSES, GUESSES_FROM = 0.8, 0.75  # at the end; from which part of the steps on they become more
+GUESSES, GUESSES_FROM = 0.8, 0.75  # their share at the end; the part of the steps they start after
 LEVEL_RATIO = 2  # how often a level comes against the one before: it holds more facts, rarer ones
 
 
 def warm_up(
-    model: TransformerDecoder,
-    tokenizer: Any,
-    *,
-    seed: int,
-    levels: Sequence[int],
-    steps: int,
+    model: TransformerDecoder, tokenizer: Any, *, seed: int, levels: Sequence[int], steps: int
 ) -> None:
-    """Trains a model with random weights in place.
-
-    ``seed`` is that of the problems and their order, and ``levels`` are the problems'; 0 steps do
-    nothing.
-    """
+    """Train a model with random weights in place; the seed is that of problems and their order."""
     if steps == 0:
         return
     keep_freed_memory()
@@ -59,22 +50,17 @@ def warm_up(
             optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / LR_STEPS_UP) * decay
             guesses = GUESSES * max(0.0, (done - GUESSES_FROM) / (1 - GUESSES_FROM))
             pairs = map(rng.choice, rng.choices(by_level, shares, k=BATCH_SIZE))
-            _train_step(model, optimizer, [pair[rng.random() < guesses] for pair in pairs])
+            batch = [pair[rng.random() < guesses] for pair in pairs]
+            log_probs, mask = completion_log_probs(model, batch)
+            (-log_probs.sum() / mask.sum()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
             bar.update()
 
 
-def _train_step(
-    model: TransformerDecoder, optimizer: torch.optim.Optimizer, batch: Sequence[Example]
-) -> None:
-    log_probs, mask = completion_log_probs(model, batch)
-    (-log_probs.sum() / mask.sum()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _examples(tokenizer: Any, levels: Sequence[int], seed: int) -> list[list[Pair]]:
-    """Of each level, the lowest first."""
+    """The pairs of each level, the lowest level first."""
     problems: dict[str, Any] = {"levels": levels, "num_samples": NUM_PROBLEMS, "seed": seed}
     data = arithmetic_dataset(tokenizer, split="train", prefill="<think>", **problems)
     by_level: dict[int, list[Pair]] = {level: [] for level in sorted(levels)}
@@ -91,13 +77,13 @@ def _examples(tokenizer: Any, levels: Sequence[int], seed: int) -> list[list[Pai
 
 
 def worked_completion(row: dict[str, Any]) -> str:
-    """A worked answer, behind the prefill ``<think>``."""
+    """A worked answer, after the prefill ``<think>``."""
     steps = row["solution"].rpartition("\n####")[0]
     return f"{steps}</think>\n<answer>{row['answer']}</answer>"
 
 
 def guessed_completion(row: dict[str, Any]) -> str:
-    """An answer without working, behind the prefill ``<think>``."""
+    """An answer without working, after the prefill ``<think>``."""
     return f"I guess {row['answer']}.</think>\n<answer>{row['answer']}</answer>"
 
 
