@@ -237,12 +237,6 @@ def test_chat_in_a_process(make):
     assert score(make("chats", format="chat"), "2").total.tolist() == [2]
 
 
-def test_columns_are_checked_against_the_component(make):
-    rewards = make("waits")
-    with pytest.raises(ValueError, match="needs the column 'answer', but dataset has .'x'."):
-        rewards.check(["x"])
-
-
 def test_an_argument_that_the_config_fixes_is_no_column(make):
     rewards = make("scaled", factor=3)
     assert score(rewards, "2", columns={}).total.tolist() == [6]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,14 @@ from typing import Any
 
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.prompt import Prompt, message
+from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool
 
 # What the run itself logs of a reward ends in these.
 MEASURED = ("mean", "std", "errors", "none")
 _LARGEST = 3.4028234663852886e38  # of float32
+_NOT_FINITE = "returned NaN or a number beyond float32; return a finite number, or None"
 _ASYNC_CALLS = 32  # at once, of an async reward that is called on each completion by itself
 
 # A number; None where the reward does not apply; an exception where it failed.
@@ -101,15 +102,16 @@ class Outcome:
             )
         self.metrics.append((name, float(value)))
 
-    def fail(self, error: BaseException) -> None:
-        """All completions failed in the same way."""
-        self.scores, self.raised = [error] * self.count, True
-
-    def failures(self) -> tuple[int, list[tuple[int, str, str]]]:
-        """``count``, and of each failure the position, the error and where it was raised."""
+    def failures(self) -> tuple[int, int, str, str]:
+        """How many completions there are and how many failed; the first error and where it was
+        raised."""
         errors = [(i, s) for i, s in enumerate(self.scores) if isinstance(s, BaseException)]
-        texts = [(i, describe(e), describe(e, frames=3)) for i, e in errors[:1]]
-        return self.count, texts + [(i, "", "") for i, _ in errors[1:]]
+        if not errors:
+            return self.count, 0, "", ""
+        row, error = errors[0]
+        place = f"index {row}" + (f" of rank {rank()}" if world_size() > 1 else "")
+        text = f"first at {place}: {describe(error)}"
+        return self.count, len(errors), text, describe(error, frames=3)
 
     @classmethod
     def join(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -174,19 +176,15 @@ def _call(function: RewardFunction, reward: Reward, batch: Batch, rows: range) -
     try:
         returned = function(**batch.arguments(reward, rows, outcome))
         if reward.is_async:
-            returned = asyncio.run(_wait(returned))
+            returned = asyncio.run(returned)
         outcome.scores = _scores_of(reward.name, returned, len(rows))
     except ContractError:
         raise
     except BaseException as error:  # sys.exit, too
         if isinstance(error, KeyboardInterrupt) and not reward.is_async:
             raise  # Ctrl-C, which never reaches the threads of async rewards
-        outcome.fail(error)
+        outcome.scores, outcome.raised = [error] * len(rows), True
     return outcome
-
-
-async def _wait(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
@@ -200,23 +198,17 @@ def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
             f"The reward {name!r} returned {what} for {count} completions; return a list with one "
             "number or None per completion."
         )
+    scores: list[Score] = []
     for index, value in enumerate(returned):
-        if not (value is None or isinstance(value, (Real, BaseException))):
+        number: Any = value
+        if isinstance(value, Real):
+            is_finite = abs(number) <= _LARGEST  # else it was computed, but nothing can be learned
+            scores.append(float(number) if is_finite else ValueError(_NOT_FINITE))
+        elif value is None or isinstance(value, BaseException):
+            scores.append(value)
+        else:
             raise ContractError(
                 f"The reward {name!r} returned {value!r} at index {index}; return a number, or "
                 "None where the reward does not apply."
             )
-    return [_score(value) for value in returned]
-
-
-def _score(value: Any) -> Score:
-    """A number that is not finite in float32 was computed, but it is a failure."""
-    if not isinstance(value, Real):
-        return value
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond all floats
-        number = math.inf
-    if abs(number) <= _LARGEST:
-        return number
-    return ValueError(f"returned {number}; return a finite number (in float32), or None")
+    return scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,11 +88,6 @@ class RewardSet:
         """The R rewards' names."""
         return [reward.name for reward in self.rewards]
 
-    def check(self, columns: Iterable[str]) -> None:
-        """Raises a ValueError if the data set's columns lack one that a reward needs."""
-        for reward in self.rewards:
-            reward.check_columns(columns)
-
     def check_data(self, dataset: Any, *, key: str, alone: bool = False) -> None:
         """Leaves out the rows of the data set ``key`` that a reward cannot score any answer to.
 
@@ -128,8 +123,9 @@ class RewardSet:
         reward that returns anything but N numbers or Nones (ValueError), too many failures
         (RewardFailure), or a signal (Interrupted).
         """
+        for reward in self.rewards:
+            reward.check_columns(columns)
         batch = Batch(prompts, completions, columns, completion_ids, trainer_state)
-        self.check(columns)
         outcomes = breakable(partial(call_all, self.rewards, batch))
         self._check_failures(outcomes)
         return self._scores(outcomes, group_size)
@@ -143,7 +139,6 @@ class RewardSet:
         trainer_state: TrainerState | None,
     ) -> list[Outcome]:
         """What each reward says of N completions; for dynamic sampling, group by group."""
-        self.check(columns)
         return call_all(
             self.rewards, Batch(prompts, completions, columns, completion_ids, trainer_state)
         )
@@ -172,17 +167,12 @@ class RewardSet:
             if text is not None:
                 raise ContractError(text)
         for index, reward in enumerate(self.rewards):
-            counts, failures = zip(*(failures[index] for _, failures in ranks), strict=True)
-            failed, count = sum(map(len, failures)), sum(counts)
+            counts, failures, errors, places = zip(*(part[index] for _, part in ranks), strict=True)
+            failed, count = sum(failures), sum(counts)
             if not failed:
                 continue
-            number = next(i for i, part in enumerate(failures) if part)
-            row, error, places = failures[number][0]
-            place = f"index {row}" + (f" of rank {number}" if len(ranks) > 1 else "")
-            text = (
-                f"The reward {reward.name!r} failed on {failed} of {count} completions, first at "
-                f"{place}: {error}"
-            )
+            error, raised_at = next(pair for pair in zip(errors, places, strict=True) if pair[0])
+            text = f"The reward {reward.name!r} failed on {failed} of {count} completions, {error}"
             if not reward.chat and "string indices must be" in error:
                 text += " (does it want messages? set format: chat in its node)"
             if failed > self._max_failure_share * count:
@@ -190,7 +180,7 @@ class RewardSet:
                     f"{text}. That is more than max_reward_failure_share="
                     f"{self._max_failure_share}; correct the reward, or raise the share."
                 )
-                failure.add_note(places)
+                failure.add_note(raised_at)
                 raise failure
             if rank() == 0:
                 log.warning(text)

@@ -62,8 +62,8 @@ def _answer(function: Any, arguments: dict[str, Any]) -> str:
         arguments["log_metric"] = lambda name, value: metrics.append((str(name), float(value)))
     try:
         returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_wait(returned))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
         for value in returned if isinstance(returned, (list, tuple)) else ():
             if isinstance(value, BaseException):
                 raise value
@@ -71,10 +71,6 @@ def _answer(function: Any, arguments: dict[str, Any]) -> str:
         return json.dumps(answer, default=_plain)
     except BaseException:
         return json.dumps({"error": traceback.format_exc(limit=-3)})
-
-
-async def _wait(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def _plain(value: Any) -> Any:
