@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchtune import config
 
-from torchtune_grpo.training.optimizer import MASTER, make_optimizer
+from torchtune_grpo.training.optimizer import MASTER, make_optimizer, optimizer_step
 
 NOISE = 10.0
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-5, "weight_decay": 0.0}
@@ -69,7 +69,7 @@ def train(
             if ours or dtype == torch.bfloat16:
                 gradient = gradient.bfloat16()
             weight.grad = gradient.to(dtype)
-        optimizer.step()
+        optimizer_step(optimizer)
     kept = [optimizer.state[weight].get(MASTER, weight) for weight in weights]
     return {name: value.detach().float() for name, value in zip(before, kept, strict=True)}
 

@@ -72,11 +72,8 @@ from torchtune_grpo.rollout import (  # noqa: E402
     SamplingParams,
     row_keys,
 )
-from torchtune_grpo.training import (  # noqa: E402
-    attend_in_segments,
-    micro_batches,
-    trajectory_logprobs,
-)
+from torchtune_grpo.training import attend_in_segments, trajectory_logprobs  # noqa: E402
+from torchtune_grpo.training.mini_batches import micro_batches  # noqa: E402
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask  # noqa: E402
 
 GIB = 2**30

@@ -51,7 +51,7 @@ from torchtune.training import set_activation_checkpointing, set_default_dtype
 from training_step import random_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from fake_cuda import CUDA, backward, fake_cuda  # noqa: E402
+from fake_cuda import CUDA, backward, fake_cuda, on_cuda  # noqa: E402
 
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.models import widen_adapters
@@ -64,10 +64,10 @@ from torchtune_grpo.rollout.native import GroupRollout
 from torchtune_grpo.training import (
     MicroBatch,
     attend_in_segments,
-    micro_batches,
     response_logprobs,
     trajectory_logprobs,
 )
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.trajectory import Trajectory
 
 LLAMA_1B = dict(
@@ -262,7 +262,7 @@ def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str,
         with torch.no_grad():
             counts = decoding(model, merge=way == "merged", rows=rows)
         if way != "merged":
-            counts |= training(model, part.to(CUDA), batch.to(CUDA), loss)
+            counts |= training(model, on_cuda(part), batch.to(CUDA), loss)
     return counts
 
 

@@ -74,14 +74,9 @@ from torchtune_grpo.rollout.engine import _SHARE
 from torchtune_grpo.rollout.graphs import StepGraphs
 from torchtune_grpo.rollout.layout import coarse, padded_rows
 from torchtune_grpo.rollout.native import PREFILL_TOKENS
-from torchtune_grpo.training import (
-    MicroBatch,
-    attend_in_segments,
-    micro_batches,
-    response_logprobs,
-)
-from torchtune_grpo.training import packed_attention as _packed_attention
-from torchtune_grpo.training.optimizer import make_optimizer
+from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
+from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
 from torchtune_grpo.training.policy import build_policy, empty_model
 from torchtune_grpo.training.reference import make_reference
 from torchtune_grpo.training.softmax import default_chunk_bytes
@@ -280,7 +275,7 @@ def attention_of(device: torch.device) -> AbstractContextManager:
     They lie on the CPU, as autograd refuses those of another device that torch was not built for.
     """
     cuda = {"has_varlen_kernel": lambda q: q.dtype == torch.bfloat16}
-    return patch.multiple(_packed_attention, **cuda) if device.type == "cuda" else nullcontext()
+    return patch.multiple(packing, **cuda) if device.type == "cuda" else nullcontext()
 
 
 def dequantized_bytes(cfg: GRPOConfig) -> float:
@@ -415,7 +410,7 @@ def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
     cpu = torch.device("cpu")
     model = build_policy(cfg, random_weights(cfg), device=cpu)
     loss = make_loss(cfg.loss)
-    reference = make_reference(model, cfg, home=cpu) if loss.needs_reference else None
+    reference = make_reference(model, cfg) if loss.needs_reference else None
     engine = make_engine(model, cfg.rollout)
     checkpoint_layers(model, cfg)
     optimizer = make_optimizer(cfg.optimizer, model.parameters())
@@ -442,7 +437,7 @@ def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
                 logprobs, entropy = log_probs(model, part, cfg)
                 loss_backward(loss, rows.select(part.rows), logprobs, entropy)
         with stage("optimizer"):
-            optimizer.step()
+            optimizer_step(optimizer)
             optimizer.zero_grad(set_to_none=True)
     return peaks | {"peak": max(peaks.values())}
 

@@ -37,7 +37,7 @@ from torchtune.models.llama3_2 import llama3_2, llama3_2_1b
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.machine.memory import keep_freed_memory
+from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.rollout import (
     NativeEngine,
     RolloutConfig,

@@ -22,7 +22,7 @@ import time
 import torch
 from rollout import build_model, build_prompts, make_way
 
-from torchtune_grpo.machine.memory import keep_freed_memory
+from torchtune_grpo.machine.device import keep_freed_memory
 
 NEW_TOKENS = 32
 POWERS = (1, 2, 4, 8, 16, 32, 64)

@@ -32,8 +32,9 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trainable_params
 
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.machine.memory import keep_freed_memory
-from torchtune_grpo.training import attend_in_segments, micro_batches, response_logprobs
+from torchtune_grpo.machine.device import keep_freed_memory
+from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.reference import AdapterReference
 from torchtune_grpo.training.softmax import default_chunk_bytes, projection_logprobs
 from torchtune_grpo.trajectory import Trajectory, length_mask

@@ -44,11 +44,8 @@ from torchtune_grpo.dynamic_sampling import DynamicSampling, Resampling
 from torchtune_grpo.evaluation.evaluator import Course, Evaluator
 from torchtune_grpo.loss import LossOutput, make_loss
 from torchtune_grpo.machine import parallel
-from torchtune_grpo.machine.device import find_device
+from torchtune_grpo.machine.device import find_device, keep_freed_memory, limit_threads, set_seed
 from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
-from torchtune_grpo.machine.memory import keep_freed_memory
-from torchtune_grpo.machine.quiet import set_seed
-from torchtune_grpo.machine.threads import limit_threads
 from torchtune_grpo.monitor.metric_logger import make_profiler
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.monitor.record import Observer
@@ -56,10 +53,14 @@ from torchtune_grpo.rewards import RewardScores, RewardSet, TrainerState
 from torchtune_grpo.rollout import make_engine, roll_out
 from torchtune_grpo.training import in_order, response_logprobs, trajectory_logprobs
 from torchtune_grpo.training.importance import importance_weights
-from torchtune_grpo.training.lr_schedule import make_lr_scheduler
 from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
-from torchtune_grpo.training.nonfinite import NonFiniteGuard, total_grad_norm
-from torchtune_grpo.training.optimizer import make_optimizer
+from torchtune_grpo.training.optimizer import (
+    NonFiniteGuard,
+    make_lr_scheduler,
+    make_optimizer,
+    optimizer_step,
+    total_grad_norm,
+)
 from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
 from torchtune_grpo.training.policy_checks import check_model
 from torchtune_grpo.training.reference import make_reference
@@ -128,7 +129,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self._model = build_policy(self.cfg, self._checkpoints.base_weights(), device=home)
         parallel.broadcast_trained_parameters(self._model)
         self._reference = (
-            make_reference(self._model, self.cfg, home=home) if self._loss.needs_reference else None
+            make_reference(self._model, self.cfg) if self._loss.needs_reference else None
         )
         state = self._checkpoints.restore(self._model, checkpoint) if checkpoint else None
         self._engine = make_engine(
@@ -325,7 +326,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 torch.nn.utils.clip_grads_with_norm_(
                     self._model.parameters(), self.cfg.clip_grad_norm, grad_norm
                 )
-            self._optimizer.step()
+            optimizer_step(self._optimizer)
         metrics.add_sum("loss", loss, 1 / parallel.world_size())
         metrics.add_max("grad_norm", grad_norm)
         metrics.add_max("learning_rate", float(self._optimizer.param_groups[0]["lr"]))

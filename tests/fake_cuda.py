@@ -9,7 +9,9 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,6 +29,15 @@ def fake_cuda() -> Iterator[None]:
     _let_autograd_know_cuda()
     with _MODE:
         yield
+
+
+def on_cuda(value: Any) -> Any:
+    """A dataclass of tensors, moved with all that it holds."""
+    if isinstance(value, torch.Tensor):
+        return value.to(CUDA)
+    if not is_dataclass(value):
+        return value
+    return replace(value, **{f.name: on_cuda(getattr(value, f.name)) for f in fields(value)})
 
 
 def _let_autograd_know_cuda() -> None:

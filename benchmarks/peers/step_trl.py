@@ -33,9 +33,10 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.machine.memory import keep_freed_memory
+from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.rollout import RolloutConfig, SamplingParams, make_engine, roll_out
-from torchtune_grpo.training import attend_in_segments, micro_batches, response_logprobs
+from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.reference import AdapterReference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

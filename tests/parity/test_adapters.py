@@ -22,7 +22,7 @@ from torchtune_grpo.checkpoint.whole_state import full_state
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
-from torchtune_grpo.machine.parallel import give_back, shard
+from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models import (
     HFCheckpointer,
     adapter_settings,
@@ -32,7 +32,8 @@ from torchtune_grpo.models import (
     merge_adapter,
     read_adapter,
 )
-from torchtune_grpo.training import micro_batches, trajectory_logprobs
+from torchtune_grpo.training import trajectory_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.policy import build_policy
 from torchtune_grpo.training.policy_checks import check_model
 from torchtune_grpo.training.reference import AdapterReference
@@ -283,5 +284,5 @@ def test_the_reference_is_the_policy_as_it_was_and_leaves_no_trace(kind, is_shar
     assert (after - before).abs().max() > 0.1
     assert reference.logprobs(parts, temperature=0.7).equal(before)
     assert trajectory_logprobs(model, parts, temperature=0.7).equal(after)
-    give_back(model)
+    reshard(model)
     assert all(value.equal(now[name]) for name, value in full_state(model).items())

@@ -22,7 +22,8 @@ from torchtune_grpo.rollout import (
     TorchtuneEngine,
     row_keys,
 )
-from torchtune_grpo.training import attend_in_segments, micro_batches, response_logprobs
+from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 
 TOKENS = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
 

@@ -9,7 +9,8 @@ from policies import build_policy
 from trajectories import make_groups
 
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.training import micro_batches, response_logprobs
+from torchtune_grpo.training import response_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.trajectory import Trajectory
 
 GROUP = 4

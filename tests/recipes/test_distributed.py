@@ -150,12 +150,7 @@ def completions(folder: Path) -> list[tuple]:
 VARIANTS = {
     QWEN3: {
         "replicated": [],  # by torchrun, on two machines
-        # two micro-batches: gradients wait for the last one
-        "sharded": [
-            "distributed.sharding=always",
-            "distributed.gather=layer",
-            "forward_batch_size=4",
-        ],
+        "sharded": ["distributed.sharding=always", "forward_batch_size=4"],  # two micro-batches
     },
     FULL: {
         # ranks get different numbers of tokens, and have to agree on the number of passes
@@ -163,10 +158,7 @@ VARIANTS = {
             "enable_activation_checkpointing=true",
             "forward_batch_size=null",
             "forward_token_budget=90",
-            "distributed.defer_gradients=always",
         ],
-        # two micro-batches: the sum over copies waits for the last one
-        "hsdp": ["distributed.replicas=2", "forward_batch_size=4"],
     },
     QLORA: {"sharded": ["distributed.sharding=always"]},
 }
@@ -292,7 +284,7 @@ def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path
     """DoRA, of steps that bf16 would round away; gradients are summed over the ranks in float32."""
     adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-5", "dtype=bf16"]
     adam += ["model.use_dora=True", "num_steps=2", *NO_EVALUATION]
-    sharded = ["distributed.sharding=always", "distributed.gather=once"]  # as the other samples
+    sharded = ["distributed.sharding=always"]
     for name, more in (("replicated", []), ("sharded", sharded)):
         run(tmp_path / name, LORA, *adam, *more, ranks=2)
     one, two = (adapter(tmp_path / n / "out" / "step_000002") for n in ("replicated", "sharded"))

@@ -44,8 +44,7 @@ def is_at(place):
     return PLACE == place and passed[place] == int(COUNT)
 
 def send(after=0.0):
-    if HERE == RANK:
-        threading.Timer(after, os.kill, (os.getpid(), getattr(signal, SIGNAL))).start()
+    threading.Timer(after, os.kill, (os.getpid(), getattr(signal, SIGNAL))).start()
 
 def at(place):
     if is_at(place) and HERE == RANK:
@@ -78,8 +77,7 @@ def reward(prompts, completions, **columns):
     noise = torch.rand(len(completions)).tolist()  # torch's own generator moves on
     if is_at("hang"):
         send(after=0.5)
-        if HERE != RANK or "RANK" not in os.environ:  # of two ranks, the one that is not told
-            hang()
+        hang()
     if is_at("deaf"):
         while True:
             try:
@@ -193,15 +191,13 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
     check_same(out, folder / "whole")
 
 
-def test_two_ranks_leave_together_whichever_was_told(folder):
-    """Sharded and gathered for each token, so that no rank may leave a rollout alone."""
-    three, out = ["distributed.gather=layer", "num_steps=3"], folder / "out"
-    three.append("max_generated_tokens=4")
+def test_two_ranks_leave_together(folder):
+    out, three = folder / "out", ["num_steps=3", "max_generated_tokens=4"]
     run(folder, *three, ranks=2, check=True)
     out.rename(folder / "whole")
     for moment, step in (
-        ("rollout:4:SIGTERM:1", 1),  # rank 1 alone is told, as it begins
-        ("hang:1:SIGTERM:0", 1),  # rank 1 hangs, and rank 0 alone is told
+        ("rollout:4:SIGTERM:1", 1),  # rank 1 alone gets it, as it begins
+        ("hang:1:SIGTERM", 1),  # both hang, and both get it, as from torchrun
     ):
         done = run(folder, *three, *([RESUME] if steps(out) else []), moment=moment, ranks=2)
         # The launcher ends the others when the first has ended.

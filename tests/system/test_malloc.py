@@ -7,7 +7,7 @@ from runs import run
 
 COUNT = """
 import ctypes
-from torchtune_grpo.machine.memory import HEAP_BYTES, MAPPED_BYTES, keep_freed_memory
+from torchtune_grpo.machine.device import HEAP_BYTES, MAPPED_BYTES, keep_freed_memory
 
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()

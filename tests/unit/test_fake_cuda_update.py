@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_cuda import CUDA, Operations, backward, fake_cuda
+from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
 from policies import LORA, SHAPE
 from torchtune import training
 from torchtune.models.llama3 import lora_llama3
@@ -22,12 +22,12 @@ from torchtune_grpo.training import (
     MicroBatch,
     attend_in_segments,
     in_order,
-    micro_batches,
     response_logprobs,
     trajectory_logprobs,
 )
 from torchtune_grpo.training.importance import importance_weights
-from torchtune_grpo.training.nonfinite import total_grad_norm
+from torchtune_grpo.training.mini_batches import micro_batches
+from torchtune_grpo.training.optimizer import total_grad_norm
 from torchtune_grpo.training.reference import AdapterReference
 from torchtune_grpo.trajectory import Trajectory
 
@@ -71,7 +71,7 @@ def rollout(*, rows: int) -> tuple[Trajectory, list[MicroBatch]]:
         columns={"gold": texts},
     )
     with fake_cuda():
-        return trajectory.to(CUDA), [part.to(CUDA) for part in parts]
+        return trajectory.to(CUDA), [on_cuda(part) for part in parts]
 
 
 @pytest.mark.parametrize(

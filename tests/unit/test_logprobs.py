@@ -9,12 +9,8 @@ from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups, make_trajectory
 
-from torchtune_grpo.training import (
-    MicroBatch,
-    micro_batches,
-    response_logprobs,
-    trajectory_logprobs,
-)
+from torchtune_grpo.training import MicroBatch, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import packed_layout, row_layout
 from torchtune_grpo.trajectory import Trajectory
 

@@ -5,7 +5,7 @@ import torch
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.training.lr_schedule import make_lr_scheduler
+from torchtune_grpo.training.optimizer import make_lr_scheduler
 
 
 def rates(*changes: str) -> list[float]:

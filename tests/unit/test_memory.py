@@ -13,7 +13,7 @@ from torchtune.models.llama3_2 import llama3_2
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.keys import DistributedConfig
-from torchtune_grpo.machine import memory
+from torchtune_grpo.machine import device as memory
 from torchtune_grpo.machine.parallel import shard
 from torchtune_grpo.rollout import NativeEngine, RolloutConfig
 from torchtune_grpo.training import policy

@@ -1,7 +1,5 @@
 """Micro-batches hold every row once, and no more tokens than the budget."""
 
-from importlib import import_module
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +7,10 @@ from hypothesis import strategies as st
 from policies import build_policy
 from trajectories import make_groups
 
-from torchtune_grpo.training import micro_batches, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training import mini_batches, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import packed_layout, row_layout
 
-micro_batches_module = import_module("torchtune_grpo.training.micro_batches")
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 
 
@@ -65,7 +63,7 @@ def test_rows_are_packed_by_their_prompts_when_some_are_dropped(budget):
     trajectory = whole.select(torch.tensor([0, 2, 3, 4, 9, 10]))
     model = build_policy()
     parts = micro_batches(trajectory, group_size=4, pack=True, rows=12, token_budget=budget)
-    assert [part.layout.segments is not None for part in parts] == [True]
+    assert [part.layout.attention is not None for part in parts] == [True]
     assert len(parts[0].layout.tokens) == 3
     one_by_one = micro_batches(trajectory, group_size=4, pack=False, rows=1)
     expected = trajectory_logprobs(model, one_by_one, temperature=0.7)
@@ -87,7 +85,7 @@ def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, pack, bud
     nothing = make_groups([7, 3], [4, 9, 1, 2]).select(torch.zeros(4, dtype=torch.bool))
     settings = dict(group_size=2, pack=pack, rows=2, token_budget=budget)
     assert len(micro_batches(nothing, **settings)) == 1
-    monkeypatch.setattr(micro_batches_module, "gather_over_ranks", lambda count: [count, 3])
+    monkeypatch.setattr(mini_batches, "gather_over_ranks", lambda count: [count, 3])
     parts = micro_batches(nothing, **settings)
     assert [part.rows.tolist() for part in parts] == [[], [], []]
     assert trajectory_logprobs(model, parts, temperature=1.0).shape == (0, 9)
@@ -120,7 +118,7 @@ def test_a_pass_holds_at_most_so_many_rows_and_packs_those_of_a_prompt():
         parts = micro_batches(trajectory, group_size=4, pack=pack, rows=rows)
         for part in parts:
             shares_a_prompt = len({row // 4 for row in part.rows.tolist()}) < len(part.rows)
-            assert (part.layout.segments is not None) == (pack and shares_a_prompt)
+            assert (part.layout.attention is not None) == (pack and shares_a_prompt)
         return sorted(part.rows.tolist() for part in parts)
 
     assert cuts(8) == cuts(9) == [[0, 1, 2, 3, 4, 5, 6, 7]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtune_grpo.training.nonfinite import NonFiniteError, NonFiniteGuard, total_grad_norm
+from torchtune_grpo.training.optimizer import NonFiniteError, NonFiniteGuard, total_grad_norm
 from torchtune_grpo.trajectory import Trajectory
 
 BAD = [torch.nan, torch.inf, -torch.inf]

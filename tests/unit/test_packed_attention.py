@@ -10,7 +10,7 @@ from policies import build_policy as tiny_policy
 from torch.nn import functional as F
 
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.training.packed_attention import Segments, dense_mask, segment_attention
+from torchtune_grpo.training.packing import Segments, dense_mask, segment_attention
 from torchtune_grpo.training.policy import build_policy
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune_grpo.machine.threads import MANY_PARAMETERS, limit_threads
+from torchtune_grpo.machine.device import MANY_PARAMETERS, limit_threads
 
 
 @pytest.fixture

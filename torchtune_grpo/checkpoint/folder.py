@@ -35,8 +35,8 @@ from torchtune_grpo.checkpoint.run_config import POLICY, changed_keys, refuse_ch
 from torchtune_grpo.checkpoint.whole_state import full_state, later_bytes, optimizer_state
 from torchtune_grpo.config.files import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import on_first_rank
-from torchtune_grpo.machine.quiet import quiet
 from torchtune_grpo.models import (
     adapter_names,
     fits_peft,
@@ -46,7 +46,7 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.monitor.run_log import METRICS_FILE
-from torchtune_grpo.training.nonfinite import NonFiniteError
+from torchtune_grpo.training.optimizer import NonFiniteError
 
 log = utils.get_logger("INFO")
 
@@ -319,7 +319,7 @@ class Checkpoints:
         adapter = {name: state[name].clone() for name in adapter_names(model)}
         if not (adapter and self._adapter_only):
             merged = merged_state(model, state) if adapter else dict(state)
-            with quiet():  # of files that are about to be renamed
+            with only_warnings():  # of files that are about to be renamed
                 self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
         base = Path(self._cfg.checkpoint_dir)
         keep_base_files(base, folder)

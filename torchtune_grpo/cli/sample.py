@@ -37,9 +37,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import visible
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.machine import parallel
-from torchtune_grpo.machine.device import find_device
-from torchtune_grpo.machine.memory import keep_freed_memory
-from torchtune_grpo.machine.threads import limit_threads
+from torchtune_grpo.machine.device import find_device, keep_freed_memory, limit_threads
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import RolloutEngine, make_engine, roll_out
 from torchtune_grpo.training.policy import build_policy, empty_model, should_shard

@@ -1,11 +1,11 @@
-"""What has a kernel of its own on CUDA, each with a twin of the same meaning for all else."""
+"""Attention and products that have a kernel of their own on CUDA, and their form for all else."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # A mask's rows begin at multiples of so many numbers: memory-efficient attention loads 16 bytes at
-# once, and fails on an address that is no multiple of that.
-MASK_ALIGNMENT = 16
+# once, and fails on an address that is not a multiple of that.
+_MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # of flash attention
 _PART = 1024  # rows of a weight that are widened at once
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -25,29 +25,16 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 @dataclass(frozen=True)
 class Spans:
-    """The parts of sequences that lie behind each other, for :func:`varlen_attention`.
+    """The parts of sequences that are stored one after another, for :func:`varlen_attention`."""
 
-    Attributes:
-        queries (tuple[int, ...]): [parts] how many queries each part has.
-        keys (tuple[int, ...]): [parts] how many keys, at least as many as queries.
-        query_ends (Tensor): [parts + 1] int32, 0 and where each part's queries end.
-        key_ends (Tensor): [parts + 1] int32.
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    query_ends: Tensor
-    key_ends: Tensor
+    queries: tuple[int, ...]  # [parts] how many queries each part has; 0 is allowed
+    keys: tuple[int, ...]  # [parts] how many keys, at least as many
+    query_ends: Tensor  # [parts + 1] int32: 0, and where each part's queries end
+    key_ends: Tensor  # [parts + 1] int32
 
     @classmethod
     def of(cls, queries: Iterable[int], keys: Iterable[int], *, device: torch.device) -> Spans:
-        """Makes them once for many calls; this is where they are copied to the device.
-
-        Args:
-            queries (Iterable[int]): [parts] how many queries each part has; 0 is allowed.
-            keys (Iterable[int]): [parts] how many keys.
-            device (torch.device): of the queries and keys.
-        """
+        """Build them once for many calls; this is where they are copied to the device."""
         queries, keys = tuple(queries), tuple(keys)
         assert all(n <= m for n, m in zip(queries, keys, strict=True)), "a query without a key"
         query_ends, key_ends = (
@@ -56,30 +43,15 @@ class Spans:
         )
         return cls(queries, keys, query_ends, key_ends)
 
-    def to(self, device: torch.device) -> Spans:
-        """The same spans on another device."""
-        return replace(
-            self, query_ends=self.query_ends.to(device), key_ends=self.key_ends.to(device)
-        )
-
 
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float = 0.0
 ) -> Tensor:
     """Causal attention of each part to its own keys; a part's last query sees all of them.
 
-    On CUDA in bf16 or fp16 it is one kernel for all parts, on cards since Ampere. Elsewhere, in
-    float32 and with dropout, there is a call for each part.
-
-    Args:
-        q (Tensor): [Tq, heads, hd] the parts' queries behind each other.
-        k (Tensor): [Tk, kv_heads, hd] their keys; each head is shared by heads / kv_heads queries.
-        v (Tensor): [Tk, kv_heads, hd] their values.
-        spans (Spans): the parts; their sums are Tq and Tk.
-        dropout (float): the share of attention weights to drop.
-
-    Returns:
-        Tensor: [Tq, heads, hd].
+    q is [Tq, heads, hd], and so is the result; k and v are [Tk, kv_heads, hd]. On CUDA in bf16 or
+    fp16 it is one kernel for all parts, on cards since Ampere. Elsewhere, in float32 and with
+    dropout, there is a call for each part.
     """
     if dropout == 0 and has_varlen_kernel(q):
         call, takes_gqa = _varlen_attn()
@@ -127,7 +99,7 @@ def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: flo
     longest: dict[int, int] = {}  # by the number of keys before the first query
     for n, m in zip(spans.queries, spans.keys, strict=True):
         longest[m - n] = max(n, longest.get(m - n, 0))
-    masks = {before: causal_mask(n, before, like=q) for before, n in longest.items() if before}
+    masks = {before: _causal_mask(n, before, like=q) for before, n in longest.items() if before}
     out = []
     # cuDNN makes a plan for each new shape, and here nearly all are new: up to a second each.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
@@ -159,13 +131,10 @@ def _for_each_head(x: Tensor, heads: int, *, dim: int) -> Tensor:
     return x if count == 1 else x.repeat_interleave(count, dim=dim)
 
 
-def causal_mask(queries: int, before: int, *, like: Tensor) -> Tensor:
-    """What is added to the scores of queries that come behind ``before`` keys.
+def _causal_mask(queries: int, before: int, *, like: Tensor) -> Tensor:
+    """The scores' mask [queries, before + queries], 0 or -inf, of queries behind ``before`` keys.
 
     Any ``[:n, :before + n]`` of it is the mask of n queries, and as well aligned.
-
-    Returns:
-        Tensor: [queries, before + queries] 0 or -inf, of the dtype and device of ``like``.
     """
     mask = like.new_full((queries, aligned(before + queries)), -torch.inf).triu_(before + 1)
     return mask[:, : before + queries]
@@ -173,19 +142,13 @@ def causal_mask(queries: int, before: int, *, like: Tensor) -> Tensor:
 
 def aligned(width: int) -> int:
     """The number of columns to allocate for a mask of so many; the others are sliced off."""
-    return -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    return -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
 
 
 def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``x weight^T`` in float32, whatever the factors' dtype; it is not rounded to that first.
+    """``x weight^T`` [K, V] in float32, of x [K, D] and weight [V, D]; without gradient.
 
-    Args:
-        x (Tensor): [K, D].
-        weight (Tensor): [V, D], of x's dtype.
-        out (Tensor | None): [K, V] float32 to write to.
-
-    Returns:
-        Tensor: [K, V] float32; without gradient.
+    Where the factors are bf16, the product is not rounded to that first.
     """
     x, weight = x.detach(), weight.detach()
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):

@@ -1,43 +1,147 @@
-"""The device of this process."""
+"""The device of this process: its memory, its threads, its random numbers."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
-from torchtune import utils
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import training, utils
+
+from torchtune_grpo.machine.parallel import ranks_per_node, sum_over_ranks
+
+_NF4_BITS = 4.5  # with the scales of its blocks
+# Below this many parameters a second thread gains next to nothing, and waits: beside another busy
+# process a step takes many times as long, because each operation ends when its last thread does.
+MANY_PARAMETERS = 1_000_000
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
+_DEFAULT_PAD = 128 * 2**10
+HEAP_BYTES = 448 * 2**20
+MAPPED_BYTES = 2**20
 
 
 def find_device(name: str) -> torch.device:
     """torchtune's ``get_device``, which however takes the CPU where there is no GPU.
 
-    Under torchrun, ``cuda`` is the GPU of this rank's number on its machine. For CUDA it also turns
-    cuDNN's attention off in this process: cuDNN makes a plan for each new shape, which takes 0.05
-    to 1 s, and the lengths of each step are new ones.
-
-    Raises:
-        ValueError: if it is not there; it says what is.
+    Under torchrun, ``cuda`` is the GPU of this rank's number on its machine.
     """
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        number = device.index or int(os.environ.get("LOCAL_RANK", 0))
         if count == 0:
-            built = torch.version.cuda or torch.version.hip
-            why = "see whether nvidia-smi lists one" if built else "it is a build for CPUs only"
             raise ValueError(
-                f"device={name}: torch {torch.__version__} finds no GPU here ({why}). Set "
-                "device=cpu for a small model, or install a torch for your GPU (pytorch.org)."
+                f"device={name}: torch {torch.__version__} finds no GPU here. Set device=cpu for a "
+                "small model, or install a torch for your GPU (pytorch.org)."
             )
-        if (device.index or local_rank) >= count:
+        if number >= count:
             raise ValueError(
-                f"device={name}: torch finds {count} GPU(s) here, numbered from 0, and local rank "
-                f"{local_rank} wants number {device.index or local_rank}; give another number, or "
-                "lower --nproc_per_node."
+                f"device={name}: torch finds {count} GPUs, numbered from 0, and this rank needs "
+                f"number {number}; give another number, or lower --nproc_per_node."
             )
-        if "LOCAL_RANK" in os.environ and device.index not in (None, local_rank):
-            raise ValueError(
-                f"device={name}: under torchrun each rank has a GPU of its own; set device=cuda."
-            )
+        # It makes a plan for each new shape, which takes 0.05 to 1 s, and each step has new ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return utils.get_device(device=name)
+
+
+def set_seed(seed: int) -> int:
+    """Seed all of torch's generators, on each rank differently; the rank's seed."""
+    with only_warnings():
+        return training.set_seed(seed=seed)
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Silence torchtune's log, which is ours too, but for warnings."""
+    log = utils.get_logger()
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def limit_threads(model: nn.Module) -> None:
+    """Let torch use one CPU thread for a model that is too small for more, in this process.
+
+    Whoever sets ``OMP_NUM_THREADS`` (torchrun does where there are several ranks) or
+    ``MKL_NUM_THREADS`` has chosen, and nothing changes. The model may be on the meta device.
+    """
+    if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
+        return
+    if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
+        torch.set_num_threads(1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, or a rank's part of what the system can still give on a CPU.
+
+    What torch's allocator holds ready counts as free. Where the system does not say, it is a large
+    number: choices are then made as if memory were plenty.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // ranks_per_node()
+    except OSError:
+        pass
+    return 1 << 60
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Size of a model's whole parameters, wherever they are: sharded, or on the meta device."""
+    bits = 0.0
+    for parameter in model.parameters():
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        is_nf4 = isinstance(held, NF4Tensor)
+        bits += parameter.numel() * (_NF4_BITS if is_nf4 else 8 * parameter.itemsize)
+    return round(bits / 8)
+
+
+def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
+    """Whether a model's whole weights fit into half of every rank's free memory, sharded or not.
+
+    Every rank has to call it, with the device that it computes on; all get the same answer.
+    """
+    fits = weight_bytes(model) <= free_bytes(device) / 2
+    return sum_over_ranks(int(not fits)) == 0
+
+
+def keep_freed_memory() -> None:
+    """Give glibc a heap of 448 MiB that stays, and map what is large and does not fit by itself.
+
+    By default glibc returns freed memory to the system again and again, to be mapped and zeroed
+    page by page when decoding goes on to the next token. A heap that only grows has another fault:
+    in training, short-lived tensors lie in it between those that autograd keeps, and leave holes
+    into which the next tensor of the same size does not fit, because torch asks for aligned memory;
+    it becomes about twice as large as what lives in it. So tensors of 1 MiB and more do not make
+    the heap grow (a lower limit costs page faults, a higher one leaves holes); a small model's
+    step fits into it as it is. Pages that were never written take no memory. Where there is no
+    glibc, nothing happens.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        mallopt, malloc, free = libc.mallopt, libc.malloc, libc.free
+    except (OSError, AttributeError):
+        return
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    free.argtypes = [ctypes.c_void_p]
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_M_TOP_PAD, HEAP_BYTES)  # by which the next block makes the heap grow
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_LIMIT)
+    free(malloc(_LARGEST_LIMIT - 2**16))
+    mallopt(_M_TOP_PAD, _DEFAULT_PAD)
+    mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)

@@ -32,9 +32,9 @@ _NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 does not cu
 
 
 def init_process_group(device: torch.device) -> None:
-    """Joins the ranks that torchrun has started, if it has, once; ``device`` is this rank's.
+    """Join the ranks that torchrun has started, if it has; ``device`` is this rank's.
 
-    The kernel kills a rank whose torchrun is gone (Linux): nobody else would end it.
+    The kernel kills a rank whose torchrun is gone (Linux): nothing else would end it.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         launcher = os.getppid()
@@ -48,7 +48,7 @@ def init_process_group(device: torch.device) -> None:
 
 
 def end_process_group() -> None:
-    """Leaves the other ranks, if there are any."""
+    """Leave the other ranks, if there are any."""
     if _is_distributed():
         dist.destroy_process_group()
 
@@ -68,17 +68,10 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def barrier() -> None:
-    """Waits until every rank is here."""
-    if _is_distributed():
-        dist.barrier()
-
-
 def on_first_rank(function: Callable[..., T], *args: Any) -> T:
-    """Calls a function on the first rank, while the others wait; all get what it returns.
+    """Call a function on the first rank, while the others wait; all get its result.
 
-    Raises:
-        Exception: the function's; on the other ranks, a FirstRankFailed that tells of it.
+    If it raises, the other ranks raise a FirstRankFailed.
     """
     result: Any = None
     failed: Exception | None = None
@@ -144,7 +137,7 @@ class Bulletin:
 
 
 def broadcast_trained_parameters(model: nn.Module) -> None:
-    """Gives every rank the first one's trained parameters: fresh adapters are random."""
+    """Give every rank the first one's trained parameters: fresh adapters are random."""
     if _is_distributed():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -152,7 +145,7 @@ def broadcast_trained_parameters(model: nn.Module) -> None:
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Sums every rank's gradients, in place.
+    """Sum every rank's gradients, in place.
 
     The loss's weights carry the denominator of the whole step over all ranks, so gradients add up.
     Replicated ones are sent as one buffer. Sharded ones were averaged by FSDP2 in the backward pass
@@ -160,9 +153,10 @@ def reduce_gradients(model: nn.Module) -> None:
     """
     if not _is_distributed():
         return
-    trained = [p for p in model.parameters() if p.requires_grad]
     whole = []
-    for parameter in trained:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         if parameter.grad is None:  # a rank without a row that is trained on
             parameter.grad = torch.zeros_like(parameter)
         if isinstance(parameter.grad, DTensor):
@@ -178,31 +172,18 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: torch.device) -> None:
-    """Shards a model, layer by layer, with FSDP2.
-
-    Args:
-        model (TransformerDecoder): whole on every rank, with the same weights.
-        settings (DistributedConfig): whether what is not computed stays on the CPU.
-        device (torch.device): of this rank.
-
-    Raises:
-        ValueError: if the parts are on the CPU anyway, or the ranks do not divide the blocks of a
-            weight in 4 bits.
-    """
+    """Shard a model, whole and with the same weights on every rank, layer by layer with FSDP2."""
     if settings.cpu_offload and device.type == "cpu":
-        raise ValueError(
-            "distributed.cpu_offload=True: device=cpu has them there; set it to false."
-        )
-    ranks = world_size()
+        raise ValueError("distributed.cpu_offload=True: works with device=cuda; set it to false.")
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % ranks:
+        if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % world_size():
             name = name.replace("_checkpoint_wrapped_module.", "")
             raise ValueError(
                 f"distributed.sharding: {name} is in 4 bits, in {parameter.numel() // _NF4_BLOCK} "
-                f"blocks, which {ranks} ranks cannot share; set it to never, "
+                f"blocks, which {world_size()} ranks cannot share; set it to never, "
                 "model.quantize_base to false, or take another number of ranks."
             )
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device.type, (world_size(),))
     policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
@@ -211,15 +192,15 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
     fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
 
 
-def give_back(model: nn.Module) -> None:
-    """Frees what a pass through a sharded model has left gathered."""
+def reshard(model: nn.Module) -> None:
+    """Free what a pass through a sharded model has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor, the same on all ranks, spread over them like a parameter, if that is."""
+    """A whole tensor, the same on all ranks, sharded if the parameter is."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -235,7 +216,7 @@ def random_states(device: torch.device) -> list[dict[str, Tensor]]:
 
 
 def restore_random_state(states: Sequence[dict[str, Tensor]], device: torch.device) -> None:
-    """Sets this rank's of :func:`random_states`; what was not there then keeps its own."""
+    """Set this rank's of :func:`random_states`; a generator that was not there keeps its own."""
     own = states[rank()] if rank() < len(states) else {}
     if "cpu" in own:
         torch.set_rng_state(own["cpu"])

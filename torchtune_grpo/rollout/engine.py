@@ -12,7 +12,7 @@ from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import RolloutConfig
-from torchtune_grpo.machine.memory import fits_every_rank, free_bytes
+from torchtune_grpo.machine.device import fits_every_rank, free_bytes
 from torchtune_grpo.rollout.buffers import Buffers
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason

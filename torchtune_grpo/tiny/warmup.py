@@ -17,8 +17,7 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import arithmetic_dataset
-from torchtune_grpo.machine.memory import keep_freed_memory
-from torchtune_grpo.machine.threads import limit_threads
+from torchtune_grpo.machine.device import keep_freed_memory, limit_threads
 from torchtune_grpo.monitor.progress import make_bar
 
 Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its completion

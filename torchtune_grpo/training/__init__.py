@@ -1,4 +1,4 @@
-"""Rows -> per-token log-probs: which rows share a pass, how they are laid out, and the softmax."""
+"""Rows -> per-token log-probs -> optimizer steps."""
 
 from torchtune_grpo.training.logprobs import (
     in_order,
@@ -6,14 +6,12 @@ from torchtune_grpo.training.logprobs import (
     trajectory_logprobs,
     unembed_with,
 )
-from torchtune_grpo.training.micro_batches import MicroBatch, micro_batches
-from torchtune_grpo.training.packed_attention import attend_in_segments
+from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
 
 __all__ = [
     "MicroBatch",
     "attend_in_segments",
     "in_order",
-    "micro_batches",
     "response_logprobs",
     "trajectory_logprobs",
     "unembed_with",

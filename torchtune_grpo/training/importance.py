@@ -28,7 +28,7 @@ def importance_weights(
     mode: str | None,
     cap: float,
 ) -> Tensor | None:
-    """Weights of the policy term, without gradient.
+    """Weights [n, L] of the policy term, without gradient, 0 where masked; None for no weights.
 
         token_*      w = exp(trainer - behaviour) of each token
         sequence_*   w = exp(sum over the row's tokens of trainer - behaviour)
@@ -36,15 +36,8 @@ def importance_weights(
         *_mask       w where w <= cap, else 0
         old_logprobs no weights: the loss's own ratio starts from the sampler's log-probs
 
-    Args:
-        trainer_logprobs (Tensor): [n, L] of the policy that sampled, as the trainer computes them.
-        behaviour_logprobs (Tensor): [n, L] of what the tokens were drawn from.
-        response_mask (Tensor): [n, L] bool.
-        mode (str | None): which of these; None corrects nothing.
-        cap (float): > 1.
-
-    Returns:
-        Tensor | None: [n, L], 0 where the mask is False; None for no weights.
+    The trainer's log-probs are of the policy that sampled, the behaviour's those of the
+    distribution that the tokens were drawn from; cap > 1.
     """
     if mode is None or mode == "old_logprobs":
         return None

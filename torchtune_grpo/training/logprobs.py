@@ -1,7 +1,7 @@
 """Per-token log-probabilities of given tokens, without holding ``[tokens, vocab]`` logits.
 
 Only the hidden states that predict a response token reach the output projection, in the model's own
-forward pass; ``_blocked.py`` turns them into log-probs.
+forward pass; :mod:`torchtune_grpo.training.softmax` turns them into log-probs.
 """
 
 from __future__ import annotations
@@ -13,31 +13,8 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.training.micro_batches import MicroBatch
-from torchtune_grpo.training.packing import Layout
+from torchtune_grpo.training.packing import Layout, MicroBatch
 from torchtune_grpo.training.softmax import projection_logprobs
-
-
-@contextmanager
-def unembed_with(
-    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int = 0
-) -> Iterator[None]:
-    """Lets ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
-
-    torchtune has no other place to reach the hidden states from: its forward ends in
-    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
-    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
-    responses packed together may be longer than the model's context, though none of their
-    positions is.
-    """
-    context = model.max_seq_len
-    model.unembed = function
-    model.max_seq_len = max(context, width)
-    try:
-        yield
-    finally:
-        del model.unembed
-        model.max_seq_len = context
 
 
 def response_logprobs(
@@ -49,20 +26,10 @@ def response_logprobs(
     entropy_gradient: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of the response tokens of a batch of rows.
+    """Log-probs and entropy [n, L] of the response tokens of n rows, float32; 0 where masked.
 
-    Args:
-        model (TransformerDecoder): the policy, or the reference.
-        layout (Layout): n rows with L columns in ``response_mask``, laid out for one forward pass.
-        temperature (float): the temperature that the rows were sampled with, > 0.
-        with_entropy (bool): compute the entropy as well.
-        entropy_gradient (bool): whether the entropy is differentiated.
-        chunk_bytes (int | None): bytes of float32 logits that exist at once; None = the device's
-            default.
-
-    Returns:
-        tuple[Tensor, Tensor]: log-probs [n, L] and entropy [n, L], float32, 0 where
-        ``response_mask`` is False.
+    ``temperature`` is what the rows were sampled with; ``chunk_bytes`` are those of the float32
+    logits that exist at once (None = the device's default).
     """
 
     def unembed(h: Tensor) -> Tensor:
@@ -84,6 +51,28 @@ def response_logprobs(
     out = values.new_zeros(2, mask.numel()).index_copy(1, layout.place, values)
     out = out.unflatten(1, mask.shape)  # [2, n, L]
     return out[0], out[1] if entropy_gradient else out[1].detach()
+
+
+@contextmanager
+def unembed_with(
+    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int = 0
+) -> Iterator[None]:
+    """Let ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
+
+    torchtune has no other place to reach the hidden states from: its forward ends in
+    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
+    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
+    responses packed together may be longer than the model's context, though none of their
+    positions is.
+    """
+    context = model.max_seq_len
+    model.unembed = function
+    model.max_seq_len = max(context, width)
+    try:
+        yield
+    finally:
+        del model.unembed
+        model.max_seq_len = context
 
 
 @torch.no_grad()

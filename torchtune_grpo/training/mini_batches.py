@@ -1,4 +1,9 @@
-"""A step's rows -> what each of its optimizer steps works on."""
+"""A step's rows -> mini-batches, one per optimizer step, each cut into micro-batches.
+
+A micro-batch is what shares a forward pass: a fixed number of rows, or as many as a token budget
+holds. Micro-batches and their layouts are made once a step, for the reference, the old log-probs
+and the optimizer steps of every epoch alike.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +14,47 @@ import torch
 
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import Loss
-from torchtune_grpo.machine import parallel
-from torchtune_grpo.training import MicroBatch, micro_batches
+from torchtune_grpo.machine.parallel import gather_over_ranks, sum_over_ranks
+from torchtune_grpo.training.packing import (
+    MicroBatch,
+    empty_layout,
+    packed_layout,
+    response_inputs,
+    row_layout,
+)
 from torchtune_grpo.training.reference import Reference
-from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.trajectory import Trajectory, length_mask
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The rows of one optimizer step, of this rank.
+    """The rows of one optimizer step, of this rank."""
 
-    Attributes:
-        trajectory (Trajectory): those that get a pass, with weights.
-        parts (list[MicroBatch]): which of them share one.
-        num_tokens (int): trained on, of all ranks; those of rows without a pass, too.
-    """
-
-    trajectory: Trajectory
+    trajectory: Trajectory  # the rows that get a pass, with weights
     parts: list[MicroBatch]
-    num_tokens: int
+    num_tokens: int  # trained on, of all ranks; those of rows without a pass, too
 
 
 def mini_batches(
     trajectory: Trajectory, cfg: GRPOConfig, *, loss: Loss, reference: Reference | None
 ) -> list[MiniBatch]:
-    """Deals out a step's groups to the optimizer steps of an epoch; every rank has to call it.
+    """Deal out a step's scored groups to the ``num_minibatches`` optimizer steps of an epoch.
 
-    Args:
-        trajectory (Trajectory): N rows with advantages, whole groups or what is left of them.
-        cfg (GRPOConfig): says how many steps there are, and how rows share forward passes.
-        loss (Loss): gives the weights, whose denominators are of one step and all ranks.
-        reference (Reference | None): computes its log-probs; None = no KL term.
-
-    Returns:
-        list[MiniBatch]: ``num_minibatches`` of them.
+    Every rank has to call it: the weights' denominators are of one optimizer step and all ranks.
     """
-    dealt = deal(trajectory, count=cfg.num_minibatches)
+    dealt = _deal(trajectory, count=cfg.num_minibatches)
     return [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
 
 
-def deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
-    """The k-th group for the k-th optimizer step, and so on in turn; every rank has to call it.
+def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
+    """The k-th group for the k-th optimizer step, and so on in turn.
 
     Each step has the same groups on any number of ranks. Their order is the sampler's, which is
     random already. Some may get no row.
     """
     if count == 1:
         return [trajectory]
-    ranks = parallel.gather_over_ranks(trajectory.places.tolist())
+    ranks = gather_over_ranks(trajectory.places.tolist())
     turns = {place: i % count for i, place in enumerate(sorted({*chain.from_iterable(ranks)}))}
     turn = torch.tensor([turns[place] for place in trajectory.places.tolist()])  # [N]
     device = trajectory.tokens.device
@@ -67,11 +65,11 @@ def deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
 def _mini_batch(
     trajectory: Trajectory, cfg: GRPOConfig, *, loss: Loss, reference: Reference | None
 ) -> MiniBatch:
-    num_tokens = parallel.sum_over_ranks(int(trajectory.response_mask.sum()))
+    num_tokens = sum_over_ranks(int(trajectory.response_mask.sum()))
     weights = loss.weights(
         trajectory.response_mask,
         prompt_indices=trajectory.prompt_indices,
-        num_rows=parallel.sum_over_ranks(trajectory.num_rows),
+        num_rows=sum_over_ranks(trajectory.num_rows),
         num_tokens=num_tokens,
         max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
@@ -91,3 +89,100 @@ def _mini_batch(
         ref_logprobs = reference.logprobs(parts, temperature=cfg.temperature)
         trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
     return MiniBatch(trajectory, parts, num_tokens)
+
+
+def micro_batches(
+    trajectory: Trajectory,
+    *,
+    group_size: int,
+    pack: bool,
+    rows: int,
+    token_budget: int | None = None,
+    dense: bool = False,
+) -> list[MicroBatch]:
+    """Cut N rows, those of a prompt after each other, into micro-batches.
+
+    One has at most ``rows`` rows or, under a budget, ``token_budget`` tokens with padding: groups
+    that do not fit are split, and what is of similar length shares a pass. ``pack`` lays out rows
+    with the same prompt as one, ``dense`` with a dense mask.
+
+    All ranks get equally many, at least one, as ranks that shard the model need it: where a rank
+    runs out of rows, some are empty. The largest comes first. If it fits, all do; and what it
+    leaves to the allocator has room for the others, while small ones first leave holes that a
+    larger one cannot use.
+    """
+    if token_budget is None:
+        plan = _within_rows(trajectory, most=min(rows, group_size) if pack else 1, rows=rows)
+    else:
+        most = group_size if pack else 1
+        plan = _within_budget(trajectory, most=most, budget=token_budget)
+    passes = max(1, *gather_over_ranks(len(plan)))
+    plan += [[] for _ in range(passes - len(plan))]
+    parts = [_micro_batch(trajectory, packs, dense=dense) for packs in plan]
+    return sorted(parts, key=lambda part: -part.layout.tokens.numel())
+
+
+def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool) -> MicroBatch:
+    """packs: the rows of each packed row."""
+    numbers = tuple(chain.from_iterable(packs))
+    rows = torch.tensor(numbers, dtype=torch.long, device=trajectory.tokens.device)
+    if not packs:
+        return MicroBatch(numbers, rows, empty_layout(trajectory))
+    part = trajectory.select(rows, numbers=())  # without texts
+    if all(len(pack) == 1 for pack in packs):
+        return MicroBatch(numbers, rows, row_layout(part))
+    sizes = torch.tensor([len(pack) for pack in packs])
+    of_rows = torch.arange(len(packs)).repeat_interleave(sizes).to(rows.device)
+    return MicroBatch(numbers, rows, packed_layout(part, of_rows, dense=dense))
+
+
+def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
+    """Rows after each other that have the same prompt, at most ``most`` together."""
+    is_prompt = length_mask(trajectory.prompt_lengths, trajectory.tokens.shape[1])
+    prompts = trajectory.tokens.where(is_prompt, -1)
+    same = (prompts[1:] == prompts[:-1]).all(dim=1).tolist()
+    groups: list[list[int]] = []
+    for row in range(trajectory.num_rows):
+        if row and same[row - 1] and len(groups[-1]) < most:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _within_rows(trajectory: Trajectory, *, most: int, rows: int) -> list[list[list[int]]]:
+    """As many packed rows, of at most ``most`` rows each, as fit into a micro-batch."""
+    plan: list[list[list[int]]] = []
+    free = 0
+    for group in _groups(trajectory, most=most):
+        if len(group) > free:
+            plan.append([])
+            free = rows
+        plan[-1].append(group)
+        free -= len(group)
+    return plan
+
+
+def _within_budget(trajectory: Trajectory, *, most: int, budget: int) -> list[list[list[int]]]:
+    """First each group into as few packed rows as fit, then similar ones into micro-batches."""
+    prompts = trajectory.prompt_lengths.tolist()
+    inputs = response_inputs(trajectory).tolist()
+    packs: list[list[int]] = []
+    lengths: list[int] = []  # [packs] tokens of each
+    for group in _groups(trajectory, most=most):
+        for row in group:
+            if row != group[0] and lengths[-1] + inputs[row] <= budget:
+                packs[-1].append(row)
+                lengths[-1] += inputs[row]
+            else:
+                packs.append([row])
+                lengths.append(prompts[row] + inputs[row])
+
+    plan: list[list[list[int]]] = []
+    longest = 0
+    for i in sorted(range(len(packs)), key=lambda i: -lengths[i]):
+        if not plan or (len(plan[-1]) + 1) * longest > budget:
+            plan.append([])
+            longest = lengths[i]
+        plan[-1].append(packs[i])
+    return plan

@@ -1,4 +1,4 @@
-"""The optimizer's steps in float32, whatever the dtype of the weights.
+"""Optimizer steps: in float32 whatever the weights' dtype, at the scheduled rate, if finite.
 
 Beside a weight of 0.02, bf16 has no number closer than 6e-5; a step of 1e-6 is rounded away, each
 time anew. So weights in bf16 either have float32 masters, which take the steps and are saved in
@@ -8,7 +8,9 @@ et al. 2020, arXiv:2010.06192), which takes no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,119 +19,220 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune import config, utils
 
-from torchtune_grpo.machine.quiet import no_advice
+from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
+from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
 
 MASTER = "master"  # of a parameter's state: its value in float32
-_STEPS = "rounded_steps"  # of the first group: how many have drawn noise
+_ROUNDED_STEPS = "rounded_steps"  # of the first group, if it rounds: how many have drawn noise
+NONFINITE_FOLDER = "nonfinite"
+MAX_IN_A_ROW = 3  # so many skipped optimizer steps stop the run
 
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The config's optimizer; if it trains weights in bf16, its steps are made in float32.
+    """The config's optimizer of the parameters that are trained; call :func:`optimizer_step`.
 
-    torchao's ``bf16_stochastic_round: true`` chooses random rounding instead of masters. The noise
-    is a function of the step's number, so that ranks round alike and a resumed run goes on exactly;
-    and it works for sharded weights, which torchao's own does not.
-
-    Args:
-        node (DictConfig): the config's node ``optimizer``.
-        parameters (Iterable[nn.Parameter]): of the model; those without gradients are left out.
+    Of weights in bf16, ``bf16_stochastic_round: true`` chooses random rounding instead of masters.
+    torchao's own does not work for sharded weights, nor does it round alike on all ranks.
     """
-    no_advice()
+    # torch warns of what a user cannot change: a first step with nothing to train on, where only
+    # the rate moves on, and torchao's 8-bit optimizers, in their first step.
+    warnings.filterwarnings("ignore", message=r"Detected call of .lr_scheduler\.step")
+    warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = config.instantiate(node, trained)
     narrow = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
-    if narrow:
-        kind: Any = _Rounding if node.get("bf16_stochastic_round") else _Masters
-        optimizer.__class__ = type(type(optimizer).__name__, (kind, type(optimizer)), {})
-        if kind is _Masters:
-            utils.log_rank_zero(
-                log,
-                f"{narrow:,} weights in bf16 have float32 masters, {4e-9 * narrow:.1f} GB; "
-                "torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=True needs none.",
-            )
+    if narrow and node.get("bf16_stochastic_round"):
+        optimizer.param_groups[0][_ROUNDED_STEPS] = 0
+    elif narrow:
+        utils.log_rank_zero(
+            log,
+            f"{narrow:,} weights in bf16 have float32 masters, {4e-9 * narrow:.1f} GB; "
+            "torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=True needs none.",
+        )
     return optimizer
 
 
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps a float32 copy of what it trains."""
-    return isinstance(optimizer, _Masters) and not isinstance(optimizer, _Rounding)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    has_bf16 = any(p.dtype == torch.bfloat16 for p in parameters)
+    return has_bf16 and _ROUNDED_STEPS not in optimizer.param_groups[0]
 
 
-class _Masters:
-    """Mixed with an optimizer's class: weights in bf16 step as float32 copies, their masters.
+@torch.no_grad()
+def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, in float32 where weights are bf16."""
+    first = optimizer.param_groups[0]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if has_masters(optimizer):
+        _step_on_copies(optimizer, trained)
+    elif _ROUNDED_STEPS in first:
+        # Of the step's number, so that ranks round alike and a resumed run goes on exactly.
+        first[_ROUNDED_STEPS] += 1
+        noise = torch.Generator(first["params"][0].device).manual_seed(first[_ROUNDED_STEPS])
+        for parameter in trained:  # one by one: the copies are large
+            _step_on_copies(optimizer, [parameter], noise)
+    else:
+        optimizer.step()
 
-    Outside of a step, the optimizer's state and groups are those of the parameters.
-    """
 
-    param_groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """The optimizer's step."""
-        groups = [group["params"] for group in self.param_groups]
-        trained = [p for group in groups for p in group if p.grad is not None]
-        for part in self._parts(trained):
-            wide = {p: self._widen(p) for p in part}
-            try:
-                for group, own in zip(self.param_groups, groups, strict=True):
-                    group["params"] = [wide[p] for p in own if p in wide]
-                super().step()  # type: ignore[misc]
-            finally:
-                for group, own in zip(self.param_groups, groups, strict=True):
-                    group["params"] = own
-            for p, stepped in wide.items():
-                self.state[p] = self.state.pop(stepped, {})
-                self._narrow(p, stepped)
-
-    def _parts(self, trained: list[Tensor]) -> list[list[Tensor]]:
-        return [trained]
-
-    def _widen(self, p: Tensor) -> nn.Parameter:
-        """A float32 stand-in for a parameter, with its gradient and state."""
-        state = self.state.pop(p, {})
-        master = state.pop(MASTER, None)
-        stand_in = nn.Parameter(p.detach().float() if master is None else master)
-        assert p.grad is not None
-        stand_in.grad = p.grad.float()
-        self.state[stand_in] = state
-        return stand_in
-
-    def _narrow(self, p: Tensor, stepped: Tensor) -> None:
-        self.state[p][MASTER] = stepped.detach()
+def _step_on_copies(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], noise: torch.Generator | None = None
+) -> None:
+    """A step of some parameters alone, on float32 copies; with noise they are not kept."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    copies = {p: _float32_copy(optimizer, p) for p in parameters}
+    try:
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [copies[p] for p in own if p in copies]
+        optimizer.step()
+    finally:
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = own
+    for p, stepped in copies.items():
+        state = optimizer.state[p] = optimizer.state.pop(stepped, {})
+        if noise is None:
+            state[MASTER] = stepped.detach()
+        elif p.dtype == torch.bfloat16:
+            round_at_random(_local(stepped), noise)
         p.copy_(stepped)
 
 
-class _Rounding(_Masters):
-    """The same, but rounded at random: the copies are made anew, one at a time."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """The optimizer's step."""
-        group = self.param_groups[0]
-        group[_STEPS] = group.get(_STEPS, 0) + 1
-        noise = torch.Generator(group["params"][0].device)
-        self._noise = noise.manual_seed(group[_STEPS])
-        super().step()
-
-    def _parts(self, trained: list[Tensor]) -> list[list[Tensor]]:
-        return [[p] for p in trained]
-
-    def _narrow(self, p: Tensor, stepped: Tensor) -> None:
-        if p.dtype == torch.bfloat16:
-            local = stepped.to_local() if isinstance(stepped, DTensor) else stepped
-            round_at_random(local, self._noise)
-        p.copy_(stepped)
+def _float32_copy(optimizer: torch.optim.Optimizer, p: Tensor) -> nn.Parameter:
+    """A parameter's master, or a new copy, with its gradient and the optimizer's state."""
+    state = optimizer.state.pop(p, {})
+    master = state.pop(MASTER, None)
+    wide = nn.Parameter(p.detach().float() if master is None else master)
+    assert p.grad is not None
+    wide.grad = p.grad.float()
+    optimizer.state[wide] = state
+    return wide
 
 
 def round_at_random(values: Tensor, generator: torch.Generator) -> None:
-    """Rounds float32 numbers to one of their two neighbours in bf16, in place.
-
-    Args:
-        values (Tensor): contiguous; finite.
-        generator (torch.Generator): of the same device.
-    """
+    """Round contiguous, finite float32 numbers to one of their two neighbours in bf16, in place."""
     noise = torch.empty_like(values, dtype=torch.int32).random_(0, 2**16, generator=generator)
     values.view(torch.int32).add_(noise).bitwise_and_(-(2**16))
+
+
+def make_lr_scheduler(cfg: GRPOConfig, optimizer: torch.optim.Optimizer) -> Any:
+    """The config's ``lr_scheduler``, or None.
+
+    torchtune's warm-up starts at 0, where a step of roll-out and update would change nothing. It is
+    left out, and the schedule is stretched by that one step, so that it does not end at 0 either.
+    """
+    if cfg.lr_scheduler is None:
+        return None
+    num_steps = cfg.num_steps * cfg.updates_per_step
+    trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    instantiate("lr_scheduler", cfg.lr_scheduler, trial, num_training_steps=num_steps)
+    starts_at_0 = trial.param_groups[0]["lr"] == 0
+    scheduler = instantiate(
+        "lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=num_steps + starts_at_0
+    )
+    if starts_at_0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that the optimizer has taken no step
+            scheduler.step()
+    return scheduler
+
+
+class NonFiniteError(RuntimeError):
+    """Weights, or losses or gradients of several optimizer steps in a row, are not finite."""
+
+
+def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients that there are, a scalar; infinite or NaN if any of them is."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class NonFiniteGuard:
+    """Decides about each optimizer step, alike on all ranks, and writes down what was not finite.
+
+    The batch goes to ``nonfinite/step_<n>.pt`` in ``output_dir``, one file a rank.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._folder = output_dir / NONFINITE_FOLDER
+        self._in_a_row = 0
+        self.skipped = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts, without which a run that fails and is restarted would never end."""
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue the counts of :meth:`state_dict`."""
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+
+    def allows_step(
+        self,
+        *,
+        loss: Tensor,
+        grad_norm: Tensor,
+        model: nn.Module,
+        trajectory: Trajectory,
+        step: int,
+    ) -> bool:
+        """Whether loss and gradient norm, scalars, are finite on all ranks.
+
+        If not, the trajectory and the names of bad gradients are written to a file, and the third
+        time in a row raises a NonFiniteError.
+        """
+        # The one place of an optimizer step where a GPU has to be waited for: whether it is taken.
+        finite = bool(loss.isfinite().all() & grad_norm.isfinite().all())
+        if all(gather_over_ranks(finite)):
+            self._in_a_row = 0
+            return True
+        self.skipped += 1
+        self._in_a_row += 1
+        path = self._write(loss, grad_norm, model, trajectory, step)
+        message = (
+            f"Step {step}: loss {loss.item()} and gradient norm {grad_norm.item()} are not both "
+            f"finite{'' if not finite else ' on another rank'}; the optimizer step is skipped. The "
+            f"batch is in {path}."
+        )
+        if self._in_a_row >= MAX_IN_A_ROW:
+            raise NonFiniteError(
+                f"{message} That is {self._in_a_row} in a row, and the run stops. Look at the "
+                "batch's rewards and log-probs; a lower learning rate or clip_grad_norm may help."
+            )
+        log.warning(message)
+        return False
+
+    def _write(
+        self, loss: Tensor, grad_norm: Tensor, model: nn.Module, trajectory: Trajectory, step: int
+    ) -> Path:
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": loss.item(),
+            "grad_norm": grad_norm.item(),
+            "parameters": nonfinite_gradients(model),
+            "prompts": [*map(str, trajectory.prompts)],
+            "completions": trajectory.completions,
+            "columns": trajectory.columns,
+            **{name: tensor.detach().cpu() for name, tensor in trajectory.tensors().items()},
+        }
+        suffix = f"_rank_{rank()}" if world_size() > 1 else ""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step_{step:06d}_{self.skipped}{suffix}.pt"
+        torch.save(record, path)
+        return path
+
+
+def nonfinite_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient holds an infinity or a NaN."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all())
+    ]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,7 +16,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.machine.memory import fits_every_rank
+from torchtune_grpo.machine.device import fits_every_rank
 from torchtune_grpo.machine.parallel import world_size
 from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter, widen_adapters
 from torchtune_grpo.training import attend_in_segments

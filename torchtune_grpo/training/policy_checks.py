@@ -22,7 +22,7 @@ from torchtune_grpo.config.files import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import read_json
 from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
-from torchtune_grpo.training.lr_schedule import make_lr_scheduler
+from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
 
 log = utils.get_logger("INFO")
