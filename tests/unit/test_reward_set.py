@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 
 from torchtune_grpo.rewards import (
@@ -101,17 +102,14 @@ def test_accepted_return_types():
     ("value", "message"),
     [
         ([1.0], "'r0' returned 1 values for 2 completions"),
-        ([1.0, 2.0, 3.0], "'r0' returned 3 values for 2 completions"),
         ([], "'r0' returned 0 values for 2 completions"),
         (1.0, "'r0' returned float"),
         (None, "'r0' returned NoneType"),
         ("12", "'r0' returned str"),
-        ({0: 1.0, 1: 2.0}, "'r0' returned dict"),
         (torch.tensor(1.0), "'r0' returned float"),
         (torch.ones(2, 1), r"'r0' returned \[1.0\] at index 0"),
         (["1.0", 1.0], "'r0' returned '1.0' at index 0"),
         ([1.0, 1j], "'r0' returned 1j at index 1"),
-        ([[1.0], [2.0]], r"'r0' returned \[1.0\] at index 0"),
     ],
 )
 def test_what_a_reward_may_not_return(value, message):
@@ -190,20 +188,15 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
     ("cfg", "message"),
     [
         ([], r"rewards is \[\]; give a list with at least one reward"),
-        (None, "rewards is None; give a list"),
         ({"_component_": FORMAT}, "give a list"),
-        ([{"name": "x"}], r"rewards\[0\]\._component_ is missing"),
-        ([{"_component_": FORMAT}, {"_component_": 3}], r"rewards\[1\]\._component_ is missing"),
         (["math"], r"rewards\[0\]\._component_ is missing"),
+        ([{"_component_": FORMAT}, {"_component_": 3}], r"rewards\[1\]\._component_ is missing"),
         ([{"_component_": "no.such.thing"}], r"rewards\[0\]\._component_ is 'no.such.thing'"),
-        ([{"_component_": ""}], r"rewards\[0\]\._component_ is ''"),
         ([{"_component_": FORMAT + "s"}], r"rewards\[0\]\._component_ .*math_format_rewards"),
         ([{"_component_": "math.pi"}], "which is not a function or a class .* 3.14"),
         ([{"_component_": FORMAT}] * 2, r"rewards\[0\]\.name and rewards\[1\]\.name are both"),
         ([{"_component_": FORMAT, "weight": math.nan}], r"weight is nan; give a finite"),
-        ([{"_component_": FORMAT, "weight": -math.inf}], r"weight is -inf; give a finite"),
         ([{"_component_": FORMAT, "weight": "0.1"}], r"rewards\[0\].*weight is '0.1'"),
-        ([{"_component_": FORMAT, "weight": None}], r"rewards\[0\].*weight is None"),
         (
             [{"_component_": FORMAT, "wieght": 0.1}],
             r"rewards\[0\]\.wieght is 0.1.*did you mean 'weight'.*valid here: \['name', 'weight'",
@@ -211,26 +204,15 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts is 1"),
         ([{"_component_": "HERE.length_reward", "scael": 1}], r"scael is 1.*did you mean 'scale'"),
         ([{"_component_": "HERE.Bonus", "valeu": 1}], r"valeu is 1.*did you mean 'value'"),
-        (
-            [{"_component_": "HERE.returns"}],
-            r"rewards\[0\]: could not construct .*'value'",
-        ),
+        ([{"_component_": "HERE.returns"}], r"rewards\[0\]: could not construct .*'value'"),
         ([{"_component_": "HERE.Bonus"}], r"rewards\[0\]: could not construct .*'value'"),
     ],
 )
 def test_configs_that_are_refused(cfg, message, importable):
-    if isinstance(cfg, list):
-        cfg = [
-            {k: v.replace("HERE", importable) if isinstance(v, str) else v for k, v in node.items()}
-            if isinstance(node, dict)
-            else node
-            for node in cfg
-        ]
-    with pytest.raises(ValueError, match=message):
-        RewardSet.from_config(cfg)
-    if cfg is not None and all(isinstance(node, dict) for node in cfg):
+    cfg = yaml.safe_load(yaml.safe_dump(cfg).replace("HERE", importable))
+    for given in (cfg, OmegaConf.create(cfg)):
         with pytest.raises(ValueError, match=message):
-            RewardSet.from_config(OmegaConf.create(cfg))
+            RewardSet.from_config(given)
 
 
 def test_functions_that_cannot_be_called_as_rewards_are_called():
