@@ -491,15 +491,18 @@ def test_local_files_need_no_network_and_print_nothing(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_files": "/nowhere/rows.jsonl"}, "^data_files='/nowhere/.*No such file"),
+        (
+            {"data_files": "/nowhere/rows.jsonl"},
+            "^source='json', data_files='/nowhere/.*No such file",
+        ),
         ({}, "^source='json', .*give the path"),
-        ({"data_files": []}, r"^data_files=\[\], source='json'.*empty"),
+        ({"data_files": []}, r"^source='json', data_files=\[\], .*empty"),
         ({"data_files": {"train": "ROWS"}, "split": "tset"}, r"split='tset': .*\['train'\]"),
         ({"data_files": "ROWS", "bogus": 9}, "unexpected keyword argument 'bogus'"),
         ({"data_files": "BROKEN"}, "broken.jsonl'.* line 2 of the file: "),
         ({"data_files": "EMPTY"}, "there are no rows"),
         ({"data_files": "LATIN"}, "UnicodeDecodeError: 'utf-8' codec"),
-        ({"data_files": "ROWS", "field": "none"}, "rows.jsonl', source='json'"),
+        ({"data_files": "ROWS", "field": "none"}, "rows.jsonl', split='train': .*Extra data"),
         ({"data_files": "/nowhere/*.jsonl"}, "data_files='/nowhere/.*jsonl'.*there are no rows"),
         ({"data_files": "/tmp/"}, "data_files='/tmp/', .*Is a directory"),
         ({"data_files": "ROWS", "source": "csv"}, "prompt_column: there is no column 'prompt'"),

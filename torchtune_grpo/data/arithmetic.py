@@ -13,7 +13,8 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Literal
 
 Split = Literal["train", "test"]
@@ -36,17 +37,13 @@ def _two_digit_step(rng: random.Random) -> Chain:
     return (("+", rng.randint(10, 99)), (rng.choice("+-"), rng.randint(10, 99)))
 
 
-def _two_steps(rng: random.Random) -> Chain:
-    return _small_steps(rng, (("+", rng.randint(1, 9)),), 2)
-
-
-def _three_steps(rng: random.Random) -> Chain:
-    return _small_steps(rng, (("+", rng.randint(1, 9)),), 3)
+def _steps(rng: random.Random, count: int) -> Chain:
+    return _with_steps((("+", rng.randint(1, 9)),), rng, count, limit=20)
 
 
 def _product_and_step(rng: random.Random) -> Chain:
     product = (("+", rng.randint(2, 9)), ("*", rng.randint(2, 9)))
-    return _small_steps(rng, product, 1, limit=90)
+    return _with_steps(product, rng, 1, limit=90)
 
 
 def _product_step_and_share(rng: random.Random) -> Chain:
@@ -58,8 +55,8 @@ def _product_step_and_share(rng: random.Random) -> Chain:
             return (*chain, ("/", rng.choice(divisors)))
 
 
-def _small_steps(rng: random.Random, chain: Chain, count: int, limit: int = 20) -> Chain:
-    """Adds one-digit steps that keep within 0 and the limit."""
+def _with_steps(chain: Chain, rng: random.Random, count: int, *, limit: int) -> Chain:
+    """Append one-digit sums and differences whose results stay within 0 and the limit."""
     for _ in range(count):
         value = _running_values(chain)[-1]
         steps = [("+", n) for n in range(1, 10) if value + n <= limit]
@@ -71,11 +68,11 @@ def _small_steps(rng: random.Random, chain: Chain, count: int, limit: int = 20) 
 # Level -> (what draws a chain, whether it is told as a story).
 _LEVELS: dict[int, tuple[Callable[[random.Random], Chain], bool]] = {
     1: (_one_digit_sum, False),
-    2: (_two_steps, False),
-    3: (_three_steps, False),
+    2: (partial(_steps, count=2), False),
+    3: (partial(_steps, count=3), False),
     4: (_two_digit_step, False),
-    5: (_two_steps, True),
-    6: (_three_steps, True),
+    5: (partial(_steps, count=2), True),
+    6: (partial(_steps, count=3), True),
     7: (_product_and_step, True),
     8: (_product_step_and_share, True),
 }
@@ -83,7 +80,7 @@ LEVELS = tuple(_LEVELS)
 
 
 def _running_values(chain: Chain) -> list[int]:
-    """The start number and the value behind each step. Divisions are exact."""
+    """The start number and the value after each step. Divisions are exact."""
     work = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
     values = [chain[0][1]]
     for operation, number in chain[1:]:
@@ -92,7 +89,7 @@ def _running_values(chain: Chain) -> list[int]:
 
 
 def _split_of(chain: Chain) -> Split:
-    """Decides the split by the chain alone; numbers that may swap places are sorted first."""
+    """The split of a chain, whatever the order of numbers that may swap places."""
     start = ("*" if chain[1][0] == "*" else "+", chain[0][1])
     steps = (start, *chain[1:])
     runs = groupby(steps, key=lambda step: "+-" if step[0] in "+-" else step[0])
@@ -103,12 +100,8 @@ def _split_of(chain: Chain) -> Split:
 
 def _worked(chain: Chain) -> str:
     values = _running_values(chain)
-    lines = [
-        f"{before}{operation}{number}={after}"
-        for before, (operation, number), after in zip(
-            values[:-1], chain[1:], values[1:], strict=True
-        )
-    ]
+    steps = zip(pairwise(values), chain[1:], strict=True)
+    lines = [f"{a}{operation}{number}={b}" for (a, b), (operation, number) in steps]
     return "\n".join([*lines, f"#### {values[-1]}"])
 
 
@@ -138,7 +131,7 @@ def arithmetic_problems(
     num_samples: int,
     seed: int = 0,
 ) -> list[dict[str, str | int]]:
-    """Makes arithmetic problems with worked answers; the same arguments give the same problems.
+    """Arithmetic problems with worked answers; the same arguments give the same problems.
 
     Levels: 1 one-digit sums; 2 and 3 two and three sums or differences in a row; 4 one sum or
     difference of two-digit numbers; 5 and 6 like 2 and 3, told as a story; 7 a story of a product
@@ -154,11 +147,7 @@ def arithmetic_problems(
     chosen = [levels] if isinstance(levels, int) else list(levels)
     unknown = [level for level in chosen if level not in _LEVELS]
     if unknown or not chosen:
-        raise ValueError(f"levels must be among {list(LEVELS)}, got {levels!r}")
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        raise ValueError(f"levels={levels!r}: give some of {list(LEVELS)}.")
     rng = random.Random(f"{seed}/{split}")
     seen: set[str] = set()
     rows: list[dict[str, str | int]] = []
@@ -181,7 +170,7 @@ def arithmetic_problems(
 def _new_problem(
     level: int, split: Split, rng: random.Random, seen: set[str]
 ) -> dict[str, str | int] | None:
-    """Draws one that was not seen; None if the level has no more."""
+    """Draw a problem that was not seen; None if the level has no more."""
     draw, story = _LEVELS[level]
     # Level 1 has a few dozen problems per split; 2,000 misses in a row mean that all were used.
     for _ in range(2000):

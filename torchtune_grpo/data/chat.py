@@ -17,16 +17,32 @@ from typing import Any
 from torchtune.data import Message
 
 from torchtune_grpo.config.text import shortened
-from torchtune_grpo.data.prompt import message
 from torchtune_grpo.models import HFTokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
-PromptLike = str | Sequence[Mapping[str, Any]]
+# What every reward gets besides the columns, under TRL's names.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 # A prompt that no template writes by chance, and two texts that share no tokens.
 _PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
 # What a template writes at the end of a prompt for models that always think.
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    """A message as chat templates and rewards of ``format: chat`` get it."""
+    return {"role": role, "content": text}
+
+
+class Prompt(str):
+    """The text of a prompt's last message, which also knows all its messages."""
+
+    messages: list[dict[str, Any]]
+
+    def __new__(cls, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.messages = [*map(dict, messages)]
+        return prompt
 
 
 class BadRow(ValueError):
@@ -97,7 +113,7 @@ class PromptEncoder:
         if chat and system_prompt:
             self._check_system_prompt()
 
-    def __call__(self, prompt: PromptLike) -> list[int]:
+    def __call__(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of one prompt, prefill included."""
         if not self._chat:
             if not isinstance(prompt, str):
@@ -113,7 +129,7 @@ class PromptEncoder:
             raise BadRow(f"the chat format refuses it: {error}") from error
         return tokens[: len(tokens) - self._num_closing] + self._prefill_tokens
 
-    def messages(self, prompt: PromptLike) -> list[dict[str, Any]]:
+    def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages that a prompt stands for, the system's first if there is one."""
         turns = [message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
         if self._system_prompt and turns[0]["role"] != "system":
@@ -134,12 +150,12 @@ class PromptEncoder:
 
     def _template_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What the model's chat template writes, with cuts in the data's control tokens."""
-        marked = [
-            {key: self._marked(value) for key, value in turn.items()}
-            | {"role": turn["role"], "content": HFTokenizer.CUT.join(self._content(turn))}
-            for turn in messages
-        ]
-        return self._tokenizer.chat_text(marked)
+        return self._tokenizer.chat_text(
+            [
+                turn if self._is_own(turn) else self._marked(turn) | {"role": turn["role"]}
+                for turn in messages
+            ]
+        )
 
     def _marked(self, value: Any) -> Any:
         """A value with cuts in all of its texts: messages may hold calls of tools."""
@@ -151,18 +167,18 @@ class PromptEncoder:
 
     def _dialogue_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
         """What a torchtune tokenizer makes of a dialogue that ends in the assistant's reply."""
-        turns = [
-            Message(m["role"], [{"type": "text", "content": text} for text in self._content(m)])
-            for m in messages
-        ]
+        turns = []
+        for turn in messages:
+            text = turn["content"]
+            pieces = [text] if self._is_own(turn) else self._pieces(text)
+            content = [{"type": "text", "content": piece} for piece in pieces]
+            turns.append(Message(turn["role"], content))
         tokens, _ = self._tokenizer.tokenize_messages([*turns, Message("assistant", reply)])
         return tokens
 
-    def _content(self, turn: Mapping[str, Any]) -> list[str]:
-        """A message's text in pieces, but whole where it is the config's system prompt."""
-        text = turn["content"]
-        is_own = turn["role"] == "system" and text == self._system_prompt
-        return [text] if is_own else self._pieces(text)
+    def _is_own(self, turn: Mapping[str, Any]) -> bool:
+        """Whether a message is the config's system prompt, which may hold control tokens."""
+        return turn == message("system", self._system_prompt)
 
     def _pieces(self, text: str) -> list[str]:
         """Split a text inside every control token's name."""

@@ -17,9 +17,15 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo.config.text import shortened
-from torchtune_grpo.data.chat import BadRow, PromptEncoder, check_messages, check_text
-from torchtune_grpo.data.load import load_rows
-from torchtune_grpo.data.prompt import GIVEN, Prompt
+from torchtune_grpo.data.chat import (
+    GIVEN,
+    BadRow,
+    Prompt,
+    PromptEncoder,
+    check_messages,
+    check_text,
+)
+from torchtune_grpo.data.load import load_rows, origin
 
 Row = Mapping[str, Any]
 
@@ -39,14 +45,11 @@ class RLDataset(Dataset[dict[str, Any]]):
 
     An item is ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``:
     its position, the prompt's tokens (prefill included), the prompt's text, which knows the
-    messages that it stands for, and the other columns.
+    messages that it stands for, and the other columns. A prompt is a text, or a list of messages
+    ``{"role": ..., "content": ...}``, of which the last is to be answered.
 
-    A prompt is a text, or a list of messages ``{"role": ..., "content": ...}`` with the roles
-    system, user, assistant and tool, of which the last is to be answered.
-
-    All prompts are tokenized when the data set is made, so that faulty rows show before training
-    and ``max_prompt_length`` is known. Rows that cannot be used are left out and reported in the
-    log; no other row is changed.
+    All prompts are tokenized when the data set is made: rows that cannot be used are left out and
+    reported in the log before training.
 
     Example in a config::
 
@@ -57,29 +60,23 @@ class RLDataset(Dataset[dict[str, Any]]):
           columns: {answer: final_answer}
 
     Args:
-        tokenizer: a torchtune model tokenizer, or one of ``torchtune_grpo.models.hf_tokenizer``.
         source: a local file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt); a folder written
             by ``save_to_disk``; a data set on the Hugging Face hub; or a format (json, csv,
             parquet, arrow, text) together with ``data_files``.
         rows: the rows themselves, such as a list or a ``datasets.Dataset``, instead of ``source``.
-        transform: makes each row into the one that is used. For use from Python.
+        transform: makes each row into the one that is used; its ValueErrors leave rows out.
         columns: reward's name of a column -> its name in the data. Other columns keep theirs; one
             whose name is taken by a renamed column is left out, as is the prompt's.
-        system_prompt: text of the system message, unless the prompt has one of its own; with
-            ``chat: False`` it stands above the prompt.
+        system_prompt: of prompts without a system message of their own.
         prompt_template: text of the user message: ``{prompt}`` for the prompt column, any other
             column by its name; ``{{`` and ``}}`` for literal braces. Not for lists of messages.
-        chat: True for the model's chat format, with an assistant turn opened at the end; False
-            for plain text, which is what a base model expects.
-        prefill: text that every response begins with. Part of ``tokens``, not of ``prompt``.
-        max_prompt_tokens: longer prompts are left out.
-        num_samples: how many rows to use, the first usable ones. None uses all.
-        split: the split to load, slices such as ``train[:100]`` included.
+        chat: whether to write the model's chat format, or plain text for a base model.
+        prefill: text that every response begins with. The attribute is what graders see in front
+            of what was sampled: it includes a think block that the chat template opens.
+        num_samples: how many rows to use, the first usable ones.
+        split: may be a slice such as ``train[:100]``.
         data_files: paths, or split -> paths.
         **load_dataset_kwargs: for ``datasets.load_dataset``: ``name``, ``revision`` and so on.
-
-    ``prefill`` as an attribute is what graders see in front of what was sampled: as given, behind
-    the think block that the model's chat template opens, if it does.
     """
 
     def __init__(
@@ -101,8 +98,6 @@ class RLDataset(Dataset[dict[str, Any]]):
         data_files: Any = None,
         **load_dataset_kwargs: Any,
     ) -> None:
-        if (source is None) == (rows is None):
-            raise ValueError(f"source={source!r}: give either source or rows.")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples={num_samples}: give 1 or more, or null for all rows.")
         _check_spelling(load_dataset_kwargs)
@@ -114,16 +109,9 @@ class RLDataset(Dataset[dict[str, Any]]):
         self._transform, self._renamed = transform, dict(columns or {})
         self._prompt_column, self._template = prompt_column, prompt_template
         self._fields = _fields(prompt_template)
-        if source is not None:
-            rows = load_rows(source, split=split, data_files=data_files, **load_dataset_kwargs)
-        for key, value in {"data_files": data_files, **load_dataset_kwargs}.items():
-            if source is None and value is not None:
-                raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
-        where = "rows" if source is None else f"source={source!r}"
-        where += "" if data_files is None else f", data_files={data_files!r}"
-        self._entries = self._read(
-            rows or (), where, limit=num_samples, max_tokens=max_prompt_tokens
-        )
+        options = {"split": split, "data_files": data_files, **load_dataset_kwargs}
+        loaded, where = _load(source, rows, **options)
+        self._entries = self._read(loaded, where, limit=num_samples, max_tokens=max_prompt_tokens)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -161,8 +149,7 @@ class RLDataset(Dataset[dict[str, Any]]):
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
         """A data set of other rows, in the form of these."""
         other = copy.copy(self)
-        where = "rows" if source is None else f"source={source!r}"
-        other._entries = self._read(rows or () if source is None else load_rows(source), where)
+        other._entries = self._read(*_load(source, rows))
         return other
 
     def encode(self, prompt: str) -> list[int]:
@@ -228,13 +215,13 @@ class RLDataset(Dataset[dict[str, Any]]):
 
     def _column_sources(self, row: Row) -> dict[str, str]:
         """Reward's name of each column -> its name in the data, once the keys fit a row."""
-        used = {"columns": [*self._renamed.values()], "prompt_template": self._fields - {"prompt"}}
-        if "prompt" in self._fields:
-            used["prompt_column"] = [self._prompt_column]
-        for key, names in used.items():
-            for name in names:
-                if name not in row:
-                    raise ValueError(f"{key}: there is no column {name!r} among {sorted(row)}.")
+        for key, used in {
+            "prompt_column": {self._prompt_column} if "prompt" in self._fields else set(),
+            "prompt_template": self._fields - {"prompt"},
+            "columns": {*self._renamed.values()},
+        }.items():
+            for name in used - row.keys():
+                raise ValueError(f"{key}: there is no column {name!r} among {sorted(row)}.")
         taken = {self._prompt_column, *self._renamed.values(), *self._renamed}
         sources = self._renamed | {name: name for name in row if name not in taken}
         for name in sources.keys() & GIVEN:
@@ -261,6 +248,20 @@ class RLDataset(Dataset[dict[str, Any]]):
             if not isinstance(value, (str, int, float)):
                 raise BadRow(f"column {name!r} is not text or a number: {shortened(repr(value))}")
         return check_text(self._template.format(**values), "the prompt")
+
+
+def _load(
+    source: str | None, rows: Iterable[Row] | None, *, split: str = "train", **options: Any
+) -> tuple[Iterable[Row], str]:
+    """The rows of a source, or those given, and the words for where they come from."""
+    given = {key: value for key, value in options.items() if value is not None}
+    if source is not None and rows is None:
+        return load_rows(source, split=split, **given), origin(source, options.get("data_files"))
+    if source is not None or rows is None:
+        raise ValueError(f"source={source!r}: give either source or rows.")
+    for key, value in given.items():
+        raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
+    return rows, "rows"
 
 
 def _fields(template: str) -> set[str]:
@@ -335,13 +336,6 @@ def collate_prompts(
     time, and no other rank has any.
     """
     names = items[0]["columns"].keys()
-    for item in items:
-        if item["columns"].keys() != names:
-            raise ValueError(
-                f"Rows of one batch have different columns: row {items[0]['index']} has "
-                f"{sorted(names)}, row {item['index']} has {sorted(item['columns'])}. "
-                "Give joined data sets the same columns through their `columns` keys."
-            )
     return PromptBatch(
         tokens=[item["tokens"] for item in items],
         indices=[item["index"] for item in items],

@@ -36,8 +36,12 @@ def load_rows(
         return _load(source, split, data_files, options)
     except Exception as error:  # of parsers, the file system or the network
         cause = shortened(describe(error.__cause__ or error), 400)
-        files = "" if data_files is None else f"data_files={data_files!r}, "
-        raise ValueError(f"{files}source={source!r}, split={split!r}: {cause}") from error
+        raise ValueError(f"{origin(source, data_files)}, split={split!r}: {cause}") from error
+
+
+def origin(source: str, data_files: Any) -> str:
+    """Where rows come from, in the words of the config."""
+    return f"source={source!r}" + ("" if data_files is None else f", data_files={data_files!r}")
 
 
 def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> Iterable[Any]:

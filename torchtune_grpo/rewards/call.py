@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from torchtune_grpo.config.text import describe
-from torchtune_grpo.data.prompt import Prompt, message
+from torchtune_grpo.data.chat import Prompt, message
 from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool

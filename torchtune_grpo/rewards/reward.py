@@ -16,7 +16,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config.files import extend_import_path
 from torchtune_grpo.config.text import describe
-from torchtune_grpo.data.prompt import GIVEN
+from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
 
 # reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None], the
