@@ -1,7 +1,7 @@
 """What training has changed, on held-out prompts, with intervals and a paired test.
 
     torchtune-grpo evaluate OUTPUT_DIR --samples 8 --by level
-    torchrun --nproc_per_node 2 -m torchtune_grpo.cli.evaluate --config my_config.yaml --base
+    torchrun --nproc_per_node 2 -m torchtune_grpo evaluate my_config.yaml --base
 
 The same prompts are answered with the weights that training starts from and with those of a
 checkpoint, greedily and ``--samples`` times, as the run's own evaluations do; see
@@ -11,7 +11,6 @@ docs/evaluation.md. ``key=value`` and ``~key`` change the config, as for ``tune`
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import re
@@ -22,24 +21,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.cli.sample import (
-    CONFIG_HELP,
-    is_override,
-    load_policy,
-    load_run_config,
-    newest_checkpoint,
-    open_run,
-)
-from torchtune_grpo.config.check import read_config
+from torchtune_grpo.cli.arguments import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.errors import told_in_one_line
-from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import plain, visible
-from torchtune_grpo.data.load_data import load_data
 from torchtune_grpo.evaluation.evaluator import (
     Answered,
     Evaluation,
-    Evaluator,
     metrics_of,
     scores_of,
 )
@@ -48,11 +36,11 @@ from torchtune_grpo.machine import parallel
 from torchtune_grpo.monitor.summary import rates
 from torchtune_grpo.rewards import (
     Reward,
-    RewardSet,
     TrainerState,
     last_number_reward,
     math_correctness_reward,
 )
+from torchtune_grpo.run import Run
 
 LENIENT = "last_number"  # the grader beside math_correctness_reward
 _WIDTH = 35  # of a column
@@ -64,12 +52,11 @@ def main() -> None:
         prog="torchtune-grpo evaluate",
         description="Answers held-out prompts before and after training, and compares.",
     )
-    parser.add_argument("run", nargs="*", metavar="run's folder, or key=value", help="as --config")
-    parser.add_argument("--config", help=CONFIG_HELP)
+    add_run(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", help="such as step_000020 (default: the newest)")
     which.add_argument("--base", action="store_true", help="only the weights before training")
-    parser.add_argument("--samples", type=int, help="for each prompt (default: eval_samples)")
+    parser.add_argument("--samples", type=int, help="for each prompt (default: evaluation.samples)")
     parser.add_argument(
         "--dataset",
         action="append",
@@ -80,16 +67,13 @@ def main() -> None:
     parser.add_argument("--by", metavar="COLUMN", help="also for each value of this column")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
-    args = parser.parse_intermixed_args()
-    overrides = [text for text in args.run if is_override(text)]
-    runs = [text for text in (args.config, *args.run) if text and text not in overrides]
-    if len(runs) != 1:
-        parser.error("give one config or one run's folder")
+    args = parser.parse_args()
     with told_in_one_line():
-        cfg = _config(runs[0], overrides, args)
+        run = _run(args)
         if args.output is not None:
             args.output.touch()  # what cannot be written fails before an hour of answers
-        report = evaluate(cfg, base=args.base, checkpoint=args.checkpoint, by=args.by)
+        report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
+        run.close()
         if parallel.rank() == 0:
             print("\n".join([*table(report), *shown(report, args.show)]))
             if args.output is not None:
@@ -97,8 +81,8 @@ def main() -> None:
         parallel.end_process_group()
 
 
-def _config(name: str, overrides: list[str], args: argparse.Namespace) -> GRPOConfig:
-    cfg = load_run_config(name, overrides)
+def _run(args: argparse.Namespace) -> Run:
+    cfg = run_config(args)
     if args.dataset and cfg.get("eval_dataset") is None:
         cfg.eval_dataset = cfg.dataset.copy()
     for text in args.dataset:
@@ -110,50 +94,46 @@ def _config(name: str, overrides: list[str], args: argparse.Namespace) -> GRPOCo
     evaluation.keep_best = evaluation.stop_at = evaluation.patience = None  # of training
     if args.samples is not None:
         evaluation.samples = args.samples
-    settings: GRPOConfig = read_config(cfg)
-    if settings.eval_dataset is None:
+    run = Run(cfg)
+    if run.cfg.eval_dataset is None:
         raise ValueError("eval_dataset: there is none; give --dataset split=test, for instance.")
-    return settings
+    return run
 
 
 def evaluate(
-    cfg: GRPOConfig, *, base: bool = False, checkpoint: str | None = None, by: str | None = None
+    run: Run, *, base: bool = False, checkpoint: str | None = None, by: str | None = None
 ) -> dict[str, Any]:
     """Evaluates a run's policy before and after training; every rank has to call it.
 
     Args:
-        cfg (GRPOConfig): its ``eval_dataset`` holds the prompts.
-        base (bool): only before training.
-        checkpoint (str | None): name of a folder in ``output_dir``; None = the newest, if any.
-        by (str | None): a column; its values part the prompts.
+        run: its ``eval_dataset`` holds the prompts.
+        base: only before training.
+        checkpoint: name of a folder in ``output_dir``; None = the newest, if any.
+        by: a column; its values part the prompts.
 
     Returns:
-        dict[str, Any]: what ``--output`` writes; docs/evaluation.md says what is in it.
-
-    Raises:
-        ValueError: if there is no such checkpoint or column.
+        What ``--output`` writes; docs/evaluation.md says what is in it.
     """
-    device, tokenizer = open_run(cfg)
-    weights = _weights(cfg, base=base, checkpoint=checkpoint)
+    run.join()
+    cfg, weights = run.cfg, _weights(run, base=base, checkpoint=checkpoint)
+    _add_lenient_grader(run)
+    dataset, evaluator = run.eval_dataset, run.evaluator
+    columns = dataset[0]["columns"]
+    if by is not None and by not in columns:
+        raise ValueError(f"--by={by}: eval_dataset has no such column, but {sorted(columns)}.")
     found: dict[str, Evaluation] = {}
-    with contextlib.closing(_rewards(cfg)) as rewards:
-        data = load_data(cfg, tokenizer=tokenizer, rewards=rewards, keys=["eval_dataset"])
-        dataset = data["eval_dataset"]
-        columns = dataset[0]["columns"]
-        if by is not None and by not in columns:
-            raise ValueError(f"--by={by}: eval_dataset has no such column, but {sorted(columns)}.")
-        evaluator = Evaluator(cfg, dataset, tokenizer=tokenizer, rewards=rewards)
-        for who, folder in weights.items():
-            step = int(folder.name.removeprefix("step_")) if folder else 0
-            state = TrainerState(global_step=step, max_steps=cfg.num_steps)
-            gc.collect()  # one policy's memory before the next one is loaded
-            found[who] = evaluator(load_policy(cfg, device=device, checkpoint=folder), state=state)
+    assert evaluator is not None
+    for who, folder in weights.items():
+        step = int(folder.name.removeprefix("step_")) if folder else 0
+        state = TrainerState(global_step=step, max_steps=cfg.num_steps)
+        gc.collect()  # one policy's memory before the next one is loaded
+        found[who] = evaluator(run.load_engine(folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
     groups = {"all": [*range(len(dataset))]}
     for row, each in enumerate(answered["before"]):
         if by is not None:
             groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
-    graders = [name for name in rewards.names if name in (found["before"].reward, LENIENT)]
+    graders = [n for n in run.rewards.names if n in (found["before"].reward, LENIENT)]
     return {
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
         "dataset": OmegaConf.to_container(cfg.eval_dataset),
@@ -164,17 +144,17 @@ def evaluate(
     }
 
 
-def _weights(cfg: GRPOConfig, *, base: bool, checkpoint: str | None) -> dict[str, Path | None]:
+def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path | None]:
     """The policies to compare; None stands for the weights that training starts from."""
     before: dict[str, Path | None] = {"before": None}
     if base:
         return before
     if checkpoint is None:
-        newest = parallel.on_first_rank(newest_checkpoint, cfg)
+        newest = parallel.on_first_rank(run.newest_checkpoint)
         return before if newest is None else before | {"after": newest}
     if match := re.fullmatch(r"(?:step_)?(\d+)", checkpoint):
         checkpoint = f"step_{int(match[1]):06d}"
-    folder = Path(cfg.output_dir, checkpoint)
+    folder = Path(run.cfg.output_dir, checkpoint)
     if not folder.is_dir():
         there = ", ".join(sorted(path.name for path in folder.parent.glob("step_*"))) or "none"
         raise ValueError(
@@ -183,14 +163,13 @@ def _weights(cfg: GRPOConfig, *, base: bool, checkpoint: str | None) -> dict[str
     return before | {"after": folder.with_name(folder.resolve().name)}  # `best` is a link
 
 
-def _rewards(cfg: GRPOConfig) -> RewardSet:
-    """The config's; where the one that decides reads answer tags, also the lenient grader."""
-    rewards = RewardSet.from_config(cfg.rewards, max_failure_share=cfg.max_reward_failure_share)
+def _add_lenient_grader(run: Run) -> None:
+    """Where the reward that decides reads answer tags, the lenient grader looks on."""
+    rewards = run.rewards
     functions = {each.name: each.function for each in rewards.rewards}
-    is_strict = functions.get(cfg.evaluation.reward or rewards.names[0]) is math_correctness_reward
-    if is_strict and LENIENT not in functions:
+    decider = run.cfg.evaluation.reward or rewards.names[0]
+    if functions.get(decider) is math_correctness_reward and LENIENT not in functions:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
-    return rewards
 
 
 def _group(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from torchtune_grpo.checkpoint import write_error
-from torchtune_grpo.config.errors import told_in_one_line
 from torchtune_grpo.config.files import config_files, extend_import_path
-
-
-def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Decorates a recipe's entry point, as ``torchtune.config.parse`` does.
-
-    Overrides may also reach into lists, and errors end in one line: see :func:`load_config` and
-    :func:`~torchtune_grpo.config.errors.told_in_one_line`.
-    """
-
-    @functools.wraps(recipe_main)
-    def main() -> Any:
-        parser = argparse.ArgumentParser(description=recipe_main.__doc__)
-        parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
-        args, overrides = parser.parse_known_args()
-        with told_in_one_line(keep=write_error):
-            return recipe_main(load_config(args.config, overrides))
-
-    return main
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:

@@ -312,17 +312,6 @@ class PromptBatch:
     uses: list[int]
     places: list[int]  # among the step's prompts of all ranks, ascending
 
-    def first(self, count: int) -> PromptBatch:
-        """The first ``count`` prompts."""
-        return PromptBatch(
-            tokens=self.tokens[:count],
-            indices=self.indices[:count],
-            prompts=self.prompts[:count],
-            columns={name: values[:count] for name, values in self.columns.items()},
-            uses=self.uses[:count],
-            places=self.places[:count],
-        )
-
 
 def collate_prompts(
     items: Sequence[dict[str, Any]],

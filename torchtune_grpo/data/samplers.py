@@ -7,7 +7,6 @@ repeated sees the same prompts, and the state is that of the finished steps.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,18 +215,26 @@ def prompts_of_rank(
     *,
     rank: int,
     world_size: int,
-    spare: Sequence[int] = (),
-) -> PromptBatch:
-    """One rank's share of a step's rows, and of ``spare`` ones, which are dealt out one by one."""
-    before: Counter[int] = Counter()
-    uses = []
-    for row in (all_rows := [*rows, *spare]):
-        uses.append(before[row])
-        before[row] += 1
+    before: Sequence[int] = (),
+) -> tuple[PromptBatch, int]:
+    """One rank's share of a round's prompts, and its size.
+
+    A rank whose share is empty gets the first prompt, whose responses are dropped: a sharded model
+    needs every rank.
+
+    Args:
+        dataset: holds them.
+        rows: the round's rows for all ranks, whose shares lie behind each other.
+        rank: whose share.
+        world_size: number of ranks.
+        before: the rows of the step's earlier rounds.
+    """
+    all_rows = [*before, *rows]
     own = range(rank * len(rows) // world_size, (rank + 1) * len(rows) // world_size)
-    places = [*own, *range(len(rows) + rank, len(all_rows), world_size)]
-    return collate_prompts(
+    places = [len(before) + place for place in own or range(1)]
+    batch = collate_prompts(
         [dataset[all_rows[place]] for place in places],
-        uses=[uses[place] for place in places],
+        uses=[all_rows[:place].count(all_rows[place]) for place in places],
         places=places,
     )
+    return batch, len(own)

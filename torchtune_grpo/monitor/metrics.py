@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -66,8 +66,21 @@ class StepMetrics:
             torch.cuda.synchronize()
         self._seconds[name] += time.perf_counter() - start
 
-    def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
-        """Adds what the rewards and the completions of N rows with advantages say."""
+    def add_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Adds numbers that are the same on all ranks."""
+        for name, value in numbers.items():
+            self.add_max(name, value)
+
+    def add_rollout(
+        self, trajectory: Trajectory, scores: RewardScores, kept: Tensor, *, group_size: int
+    ) -> None:
+        """Adds what the rewards and the completions of N rows with advantages say.
+
+        Those that are not ``kept`` [N] were sampled and are not trained on.
+        """
+        if not kept.all():
+            dropped = trajectory.response_lengths[~kept.to(trajectory.response_lengths.device)]
+            self.add_sum(_DROPPED, dropped.sum(), 0)
         assert trajectory.advantages is not None
         totals = scores.total.view(-1, group_size)  # [B, G]
         spread = (totals - totals[:, :1]).std(dim=1)  # [B] exactly 0 where all are equal
@@ -100,10 +113,6 @@ class StepMetrics:
         self.add_values("completions/clipped_ratio", trajectory.truncated)
         self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
         self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
-
-    def add_dropped(self, lengths: Tensor) -> None:
-        """Adds the lengths of responses that were sampled and are not trained on."""
-        self.add_sum(_DROPPED, lengths.sum(), 0)
 
     def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
         """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""

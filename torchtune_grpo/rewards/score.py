@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,6 +55,34 @@ class RewardScores:
     failed: Tensor
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
+
+    def select(self, rows: Tensor) -> RewardScores:
+        """The scores of some rows [n]."""
+        extra = {name: [values[row] for row in rows] for name, values in self.extra.items()}
+        return replace(
+            self,
+            scores=self.scores[rows],
+            total=self.total[rows],
+            failed=self.failed[rows],
+            extra=extra,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[RewardScores]) -> RewardScores:
+        """The scores of several calls behind each other."""
+        names = {name for part in parts for name in part.extra}
+        return replace(
+            parts[0],
+            scores=torch.cat([part.scores for part in parts]),
+            total=torch.cat([part.total for part in parts]),
+            failed=torch.cat([part.failed for part in parts]),
+            seconds=[sum(of_reward) for of_reward in zip(*(part.seconds for part in parts))],
+            extra={
+                name: list(chain(*(p.extra.get(name, [None] * len(p.total)) for p in parts)))
+                for name in sorted(names)
+            },
+            metrics=[metric for part in parts for metric in part.metrics],
+        )
 
 
 class RewardSet:
@@ -129,30 +158,6 @@ class RewardSet:
         outcomes = breakable(partial(call_all, self.rewards, batch))
         self._check_failures(outcomes)
         return self._scores(outcomes, group_size)
-
-    def call(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        completion_ids: Sequence[Sequence[int]] | None,
-        trainer_state: TrainerState | None,
-    ) -> list[Outcome]:
-        """What each reward says of N completions; for dynamic sampling, group by group."""
-        return call_all(
-            self.rewards, Batch(prompts, completions, columns, completion_ids, trainer_state)
-        )
-
-    def combine(self, answers: Sequence[list[Outcome]], *, group_size: int) -> RewardScores:
-        """The scores of several calls' completions; every rank has to call it."""
-        outcomes = [Outcome.join(of_reward) for of_reward in zip(*answers, strict=True)]
-        self._check_failures(outcomes)
-        return self._scores(outcomes, group_size)
-
-    def scores(self, answers: list[Outcome], *, group_size: int) -> RewardScores | None:
-        """Of one call, unchecked and for this rank alone; None = a reward is broken."""
-        is_broken = any(outcome.broken for outcome in answers)
-        return None if is_broken else self._scores(answers, group_size)
 
     def close(self) -> None:
         """Ends the processes of rewards that have some; the set can be used again."""

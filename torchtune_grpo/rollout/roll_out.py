@@ -13,7 +13,7 @@ from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.rollout.noise import row_keys
-from torchtune_grpo.rollout.request import Admission, Progress, RolloutEngine, RolloutRequest
+from torchtune_grpo.rollout.request import Progress, RolloutEngine, RolloutRequest
 from torchtune_grpo.rollout.text import decode_responses, decode_tokens
 from torchtune_grpo.trajectory import Trajectory, join_rows, length_mask
 
@@ -29,7 +29,6 @@ def roll_out(
     seed: int,
     step: int,
     report: Callable[[Progress], None] | None = None,
-    admission: Admission | None = None,
 ) -> Trajectory:
     """Samples a group of responses for each prompt.
 
@@ -43,7 +42,6 @@ def roll_out(
         seed (int): of the run.
         step (int): of the run. The noise is a function of seed, step, prompt and sample.
         report (Callable[[Progress], None] | None): told of the progress now and then.
-        admission (Admission | None): how many of the prompts come, B of them; None = all.
 
     Returns:
         Trajectory: N = B*G rows, prompt-major, not yet scored.
@@ -67,11 +65,9 @@ def roll_out(
             ),
             decode=partial(decode_tokens, tokenizer),
             report=report,
-            admission=admission,
         )
     )
     interrupt.check()
-    prompts = prompts.first(len(samples.lengths) // group_size)
     tokens, prompt_lengths = join_rows(prompts.tokens, samples)
 
     def of_rows(of_prompts: list[int]) -> Tensor:

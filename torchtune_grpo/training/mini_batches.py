@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import Loss
 from torchtune_grpo.machine.parallel import gather_over_ranks, sum_over_ranks
+from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.packing import (
     MicroBatch,
     empty_layout,
@@ -26,24 +29,41 @@ from torchtune_grpo.training.reference import Reference
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 
-@dataclass(frozen=True)
+@dataclass
 class MiniBatch:
     """The rows of one optimizer step, of this rank."""
 
     trajectory: Trajectory  # the rows that get a pass, with weights
     parts: list[MicroBatch]
     num_tokens: int  # trained on, of all ranks; those of rows without a pass, too
+    old_logprobs: Tensor | None = None  # [N, L]; None: the policy is the one that sampled
 
 
 def mini_batches(
-    trajectory: Trajectory, cfg: GRPOConfig, *, loss: Loss, reference: Reference | None
+    trajectory: Trajectory,
+    cfg: GRPOConfig,
+    *,
+    loss: Loss,
+    policy: TransformerDecoder,
+    reference: Reference | None,
 ) -> list[MiniBatch]:
     """Deal out a step's scored groups to the ``num_minibatches`` optimizer steps of an epoch.
 
     Every rank has to call it: the weights' denominators are of one optimizer step and all ranks.
     """
     dealt = _deal(trajectory, count=cfg.num_minibatches)
-    return [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
+    batches = [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
+    if cfg.objective.sampling_correction == "old_logprobs":
+        for batch in batches:
+            batch.old_logprobs = batch.trajectory.sampler_logprobs
+    else:  # the first update's own pass gives those of the first
+        policy.eval()
+        with torch.no_grad():
+            for batch in batches[1:]:
+                batch.old_logprobs = trajectory_logprobs(
+                    policy, batch.parts, temperature=cfg.temperature
+                )
+    return batches
 
 
 def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:

@@ -1,0 +1,419 @@
+"""A run: all that a config makes, each part when it is first asked for.
+
+The recipe, the Python API and the commands share it, and so does the check of a config, which makes
+everything but the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config, modules, training, utils
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.checkpoint import (
+    Checkpoints,
+    claim_output_dir,
+    set_aside_previous_run,
+    write_error,
+)
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.errors import Problems, told_in_one_line
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.data import make_sampler
+from torchtune_grpo.evaluation.evaluator import Course, Evaluator
+from torchtune_grpo.loss import Loss, make_loss
+from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine.device import (
+    find_device,
+    keep_freed_memory,
+    limit_threads,
+    set_seed,
+)
+from torchtune_grpo.machine.interrupt import Interrupts
+from torchtune_grpo.monitor.metric_logger import make_profiler
+from torchtune_grpo.monitor.metrics import StepMetrics
+from torchtune_grpo.monitor.record import Observer
+from torchtune_grpo.rewards import RewardSet, TrainerState
+from torchtune_grpo.rollout import RolloutEngine, make_engine
+from torchtune_grpo.training.dynamic_sampling import Rounds
+from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
+from torchtune_grpo.training.policy_checks import check_model, check_prompts
+from torchtune_grpo.training.reference import Reference, make_reference
+
+log = utils.get_logger("INFO")
+
+
+class Run:
+    """A config and what it makes.
+
+    Args:
+        cfg: the config as the user gave it.
+        table: a subclass of the table of keys, where a recipe has keys of its own.
+        data: rows that are given as Python objects instead of the config's ``source``, by the key
+            of the data set.
+        rewards: the rewards, where they are given as Python objects.
+
+    Raises:
+        ConfigError: with all mistakes in the config.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        table: type[GRPOConfig] = GRPOConfig,
+        *,
+        data: Mapping[str, Any] | None = None,
+        rewards: RewardSet | None = None,
+    ) -> None:
+        self.given, self.cfg = cfg, read_config(cfg, table)
+        self._rows = data or {}
+        if rewards is not None:
+            self.rewards = rewards
+        self.step = 0  # finished steps
+        self.interrupts = Interrupts()
+
+    # --- Before weights are read -----------------------------------------------------------------
+
+    @cached_property
+    def device(self) -> torch.device:
+        """This rank's device; asking for it joins the ranks that torchrun has started."""
+        device = find_device(self.cfg.device)
+        parallel.init_process_group(device)
+        return device
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The config's tokenizer."""
+        return instantiate("tokenizer", self.cfg.tokenizer)
+
+    @cached_property
+    def rewards(self) -> RewardSet:
+        """The config's rewards."""
+        share = self.cfg.max_reward_failure_share
+        return RewardSet.from_config(self.cfg.rewards, max_failure_share=share)
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The config's loss."""
+        return make_loss(self.cfg.loss)
+
+    @cached_property
+    def dataset(self) -> Any:
+        """The prompts to train on."""
+        return self.load_dataset("dataset")
+
+    @cached_property
+    def eval_dataset(self) -> Any:
+        """The held-out prompts, if there are any."""
+        return None if self.cfg.eval_dataset is None else self.load_dataset("eval_dataset")
+
+    def load_dataset(self, key: str, **overrides: Any) -> Any:
+        """Loads the data set of a key, and checks it against the rewards and the model."""
+        if key in self._rows:
+            overrides["rows"] = self._rows[key]
+        dataset = instantiate(key, getattr(self.cfg, key), self.tokenizer, **overrides)
+        self.check_dataset(dataset, key)
+        return dataset
+
+    def check_dataset(self, dataset: Any, key: str) -> None:
+        """Checks that rewards can score answers to its rows, and that its prompts fit the model."""
+        self.rewards.check_data(dataset, key=key)
+        check_prompts(
+            self.cfg,
+            longest={key: dataset.max_prompt_length},
+            highest_tokens={key: dataset.highest_token},
+        )
+
+    @cached_property
+    def sampler(self) -> Any:
+        """Decides which prompts come next."""
+        sampler = make_sampler(self.cfg.sampler, self.dataset, seed=self.cfg.seed)
+        sampler.next(self.cfg.batch_size * parallel.world_size())  # fails if there are too few
+        return sampler
+
+    @cached_property
+    def evaluator(self) -> Evaluator | None:
+        """Evaluates policies on the held-out prompts, if there are any."""
+        return None if self.eval_dataset is None else self.make_evaluator(self.eval_dataset)
+
+    def items_of(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+        """Prompts that are not in the data set, as items of it."""
+        return [
+            {"index": i, "tokens": self.dataset.encode(prompt), "prompt": prompt, "columns": {}}
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def make_evaluator(self, dataset: Any) -> Evaluator:
+        """Evaluates policies on a data set, as the run's evaluations do."""
+        return Evaluator(self.cfg, dataset, tokenizer=self.tokenizer, rewards=self.rewards)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints, and the model that it starts from."""
+        return Checkpoints.of_run(self.cfg)
+
+    @cached_property
+    def course(self) -> Course:
+        """Which checkpoint is the best, and whether the run is over."""
+        return Course(self.cfg, self.checkpoints)
+
+    @cached_property
+    def observer(self) -> Observer:
+        """Records the run."""
+        return Observer(
+            self.cfg,
+            self.given,
+            rewards=self.rewards.names,
+            stop_tokens=self.tokenizer.stop_tokens,
+            device=self.device,
+        )
+
+    @cached_property
+    def profiler(self) -> Any:
+        """torchtune's profiler."""
+        return make_profiler(self.cfg.profiler)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether the model is spread over the ranks."""
+        return should_shard(self.cfg, device=self.device)
+
+    def check(self, *, read_data: bool = True) -> tuple[list[str], list[str]]:
+        """Makes all that needs no weights.
+
+        Returns:
+            Mistakes, and remarks on what is allowed or cannot be known here; a sentence each.
+        """
+        problems, remarks = Problems(), Problems()
+        with remarks.noted():
+            find_device(self.cfg.device)
+        if self.cfg.prepare and not Path(self.cfg.checkpointer.checkpoint_dir).exists():
+            remarks.append("prepare: makes the checkpoint when a run starts; it is not checked.")
+            return problems, remarks
+        with problems.noted():
+            check_model(self.cfg)
+            _ = self.tokenizer
+        for part in ("loss", "rewards"):
+            with problems.noted():
+                getattr(self, part)
+        if read_data and not problems:
+            for part in ("dataset", "eval_dataset", "sampler", "evaluator"):
+                with problems.noted():
+                    getattr(self, part)
+        return list(dict.fromkeys(problems)), remarks
+
+    def join(self) -> None:
+        """Joins the other ranks, prepares the model's folder and checks it."""
+        is_cpu = self.device.type == "cpu"
+        parallel.on_first_rank(config.instantiate, self.cfg.prepare)
+        check_model(self.cfg)
+        if is_cpu:
+            keep_freed_memory()
+            limit_threads(empty_model(self.cfg))
+
+    def start(self) -> Path | None:
+        """Takes ``output_dir`` and makes all that needs no weights; what is wrong fails here.
+
+        Returns:
+            The checkpoint to resume from, if the config says so.
+        """
+        _ = self.device
+        parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
+        set_seed(self.cfg.seed)
+        self.join()
+        checkpoint = self.checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
+        for part in ("is_sharded", "course", "loss", "dataset", "evaluator", "sampler"):
+            getattr(self, part)
+        if checkpoint is None:
+            parallel.on_first_rank(set_aside_previous_run, self.cfg)
+        _ = self.observer
+        return checkpoint
+
+    # --- The policy ------------------------------------------------------------------------------
+
+    @property
+    def home(self) -> torch.device:
+        """Where a model is built: on the CPU if it is going to be sharded."""
+        return torch.device("cpu") if self.is_sharded else self.device
+
+    def build_policy(self) -> TransformerDecoder:
+        """Builds the policy with the weights that training starts from, the same on all ranks."""
+        model = build_policy(self.cfg, self.checkpoints.base_weights(), device=self.home)
+        parallel.broadcast_trained_parameters(model)
+        return model
+
+    def build_reference(self, policy: TransformerDecoder) -> Reference | None:
+        """The policy as it is now, as the loss compares with it; None if it does not."""
+        if not self.loss.needs_reference:
+            return None
+        return make_reference(policy, self.cfg)
+
+    def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
+        """Generates responses with the policy's current weights."""
+        return make_engine(policy, self.cfg.rollout, is_sharded=self.is_sharded, device=self.device)
+
+    def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
+        """Generates responses with a checkpoint's weights; None = those before training."""
+        start = " with ".join(
+            filter(None, [self.cfg.checkpointer.checkpoint_dir, self.cfg.adapter_dir])
+        )
+        if parallel.rank() == 0:
+            print(f"Weights: {checkpoint or start}")
+        if checkpoint is not None:
+            self.checkpoints.check_policy(checkpoint)
+        model = self.build_policy()
+        if checkpoint is not None:
+            self.checkpoints.restore(model, checkpoint)
+        engine = self.make_engine(model.eval())
+        if self.is_sharded:
+            parallel.shard(model, self.cfg.distributed, device=self.device)
+        return engine
+
+    def newest_checkpoint(self) -> Path | None:
+        """The run's newest checkpoint; None before the first one."""
+        with suppress(ValueError):
+            return self.checkpoints.newest()
+        return None
+
+    def prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
+        """Compiles, checkpoints and shards the layers, after all that copies or loads weights."""
+        if self.cfg.compile:
+            training.compile_model(policy, verbose=False)
+        if self.cfg.enable_activation_checkpointing:
+            training.set_activation_checkpointing(
+                policy, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+            )
+        if self.is_sharded:
+            parallel.shard(policy, self.cfg.distributed, device=self.device)
+            if reference is not None:
+                reference.shard(self.cfg.distributed, device=self.device)
+
+    # --- Steps -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, *, stop: Callable[[], None]) -> Iterator[None]:
+        """Handles signals, shows the progress and profiles.
+
+        Args:
+            stop: called when a signal has ended the block, between two steps or in a rollout.
+        """
+        with (
+            self.interrupts.handled(stop),
+            self.observer.shown(done=self.step),
+            self.profiler,
+        ):
+            yield
+
+    def steps(
+        self, *, evaluate: Callable[[], None], save: Callable[[], None]
+    ) -> Iterator[StepMetrics]:
+        """Gives each step's metrics to be filled; logs, evaluates and saves when it is done."""
+        keys = self.cfg.evaluation, self.cfg.saving
+        if self._is_due(keys[0].every_n_steps):
+            evaluate()
+        while not self.is_over:
+            self.interrupts.boundary()
+            metrics = StepMetrics()
+            with metrics.timer("step_time"):
+                yield metrics
+            self.step += 1
+            self.profiler.step()
+            self._log(metrics)
+            if self._is_due(keys[0].every_n_steps):
+                evaluate()
+            if self.checkpoints.best == self.step or self._is_due(keys[1].every_n_steps):
+                save()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or an evaluation has ended the run."""
+        return self.step >= self.cfg.num_steps or self.course.is_over
+
+    def rounds(self) -> Rounds:
+        """The prompts of a step, in rounds; without dynamic sampling there is one."""
+        return Rounds(self.cfg, self.dataset, self.sampler.next)
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """How far the run is, for the rewards."""
+        return TrainerState(self.step, max_steps=self.cfg.num_steps, epoch=self.sampler.epoch)
+
+    def _is_due(self, every: int | None) -> bool:
+        return self.step == 0 or self.is_over or (every is not None and self.step % every == 0)
+
+    def _log(self, metrics: StepMetrics) -> None:
+        values = metrics.compute() | self.sampler.metrics
+        if self.device.type == "cuda":
+            values |= training.get_memory_stats(device=self.device)
+        seen = self.observer.step(self.step, values)
+        self.sampler.learn(seen["prompt_index"], seen["pass_rate"])
+
+    def evaluate(self, engine: RolloutEngine) -> None:
+        """Evaluates the policy, unless the run that is resumed already has."""
+        if self.evaluator is None or self.observer.has_evaluation(self.step):
+            return
+        self.interrupts.boundary()
+        evaluation = self.evaluator(engine, state=self.trainer_state)
+        self.observer.evaluation(self.step, evaluation)
+        self.course.judge(self.observer.records)
+
+    # --- Checkpoints -----------------------------------------------------------------------------
+
+    def save(self, policy: TransformerDecoder, state: Mapping[str, Any]) -> None:
+        """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
+        state = {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "torch_rng": parallel.random_states(self.device),
+            **state,
+        }
+        folder = self.checkpoints.save(policy, state, step=self.step)
+        utils.log_rank_zero(log, f"Saved {folder}")
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`save` has written."""
+        self.sampler.load_state_dict(state["sampler"])
+        parallel.restore_random_state(state["torch_rng"], self.device)
+        self.step = state["step"]
+        self.observer.resume(self.step)
+        utils.log_rank_zero(log, f"Resumed after step {self.step}.")
+        self.course.judge(self.observer.records)
+
+    def say_how_to_resume(self) -> None:
+        """Logs how to go on after an interrupt."""
+        utils.log_rank_zero(log, self.checkpoints.how_to_resume())
+
+    def close(self) -> None:
+        """Ends what runs beside the run: reward processes and loggers."""
+        for part in ("rewards", "observer"):
+            if part in vars(self):
+                getattr(self, part).close()
+
+
+def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
+    """Decorates a recipe's entry point, as ``torchtune.config.parse`` does.
+
+    Overrides may also reach into lists, and errors end in one line: see :func:`load_config` and
+    :func:`~torchtune_grpo.config.errors.told_in_one_line`.
+    """
+
+    @functools.wraps(recipe_main)
+    def main() -> Any:
+        parser = argparse.ArgumentParser(description=recipe_main.__doc__)
+        parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
+        args, overrides = parser.parse_known_args()
+        with told_in_one_line(keep=write_error):
+            return recipe_main(load_config(args.config, overrides))
+
+    return main

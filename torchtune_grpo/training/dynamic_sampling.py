@@ -1,0 +1,103 @@
+"""Dynamic sampling: groups that teach nothing are replaced, in rounds.
+
+Source: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2). A step rolls out its prompts and
+scores them. Groups that fail the filter are replaced by as many of the next prompts, of which some
+may fail, and so on, until no group is missing or ``max_resamples`` rounds were made. Which prompts
+come depends on the scores alone, so that it is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
+from torchtune_grpo.data import PromptBatch, prompts_of_rank
+from torchtune_grpo.machine.parallel import rank, sum_over_ranks, world_size
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.trajectory import Trajectory
+
+
+def passes_filter(
+    scores: RewardScores, settings: DynamicSamplingConfig, *, group_size: int
+) -> Tensor:
+    """Whether the rewards of each group differ, and their mean is within the bounds: [B] bool.
+
+    The rewards are the weighted sum, or those named by ``settings.reward`` where it applies.
+    """
+    values = scores.total.view(-1, group_size)
+    if settings.reward is not None:
+        column = scores.names.index(settings.reward)
+        values = scores.scores[:, column].view(-1, group_size)
+    low, high = settings.min_pass_rate, settings.max_pass_rate
+    passes = []
+    for group in values:
+        group = group[~group.isnan()].double()
+        differs = len(group) > 0 and bool((group != group[0]).any())
+        mean = float(group.mean()) if differs else 0.0
+        within = (low is None or low <= mean) and (high is None or mean <= high)
+        passes.append(differs and within)
+    return torch.tensor(passes, dtype=torch.bool)
+
+
+class Rounds:
+    """The rounds of one step's rollout: iterate over the prompts, and :meth:`add` what they gave.
+
+    Without dynamic sampling there is one round, and all of its groups are kept. Every rank has to
+    make all rounds: one that has no prompt in a round is given one whose rows are not kept.
+
+    Args:
+        cfg: the run's config.
+        dataset: holds the prompts.
+        next_rows: ``next_rows(count, skip=n)`` gives the next rows behind the step's first n.
+    """
+
+    def __init__(
+        self, cfg: GRPOConfig, dataset: Sequence[Any], next_rows: Callable[..., list[int]]
+    ) -> None:
+        self._cfg, self._dataset, self._next_rows = cfg, dataset, next_rows
+        self._rows: list[int] = []  # of the data set, of all ranks
+        self._parts: list[tuple[Trajectory, RewardScores, Tensor]] = []
+        self._own = 0  # groups of this rank in the round
+        self.missing = cfg.batch_size * world_size()
+        self.count = 0
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        while self.missing and self.count <= self._cfg.dynamic_sampling.max_resamples:
+            rows = self._next_rows(self.missing, skip=len(self._rows))
+            batch, self._own = prompts_of_rank(
+                self._dataset, rows, before=self._rows, rank=rank(), world_size=world_size()
+            )
+            self._rows += rows
+            self.count += 1
+            yield batch
+
+    def add(self, trajectory: Trajectory, scores: RewardScores) -> None:
+        """Takes a round's rows [n*G] and their scores."""
+        size, settings = self._cfg.grpo_samples, self._cfg.dynamic_sampling
+        kept = torch.ones(self._own, dtype=torch.bool)
+        if settings.max_resamples:
+            kept = passes_filter(scores, settings, group_size=size)[: self._own]
+        own = torch.arange(self._own * size)
+        self._parts.append((trajectory.select(own), scores.select(own), kept))
+        self.missing -= sum_over_ranks(int(kept.sum()))
+
+    def result(self) -> tuple[Trajectory, RewardScores, Tensor]:
+        """All rows [N] that were sampled, their scores, and which of them are kept, [N] bool."""
+        trajectories, scores, kept = zip(*self._parts, strict=True)
+        mask = torch.cat(kept).repeat_interleave(self._cfg.grpo_samples)
+        return Trajectory.join(trajectories), RewardScores.join(scores), mask
+
+    def metrics(self) -> dict[str, float]:
+        """Rounds of further prompts, the share of groups that were kept, and groups missing."""
+        if not self._cfg.dynamic_sampling.max_resamples:
+            return {}
+        full = self._cfg.batch_size * world_size()
+        return {
+            "dynamic_sampling/rounds": self.count - 1.0,
+            "dynamic_sampling/kept": (full - self.missing) / len(self._rows),
+            "dynamic_sampling/missing": float(self.missing),
+        }
