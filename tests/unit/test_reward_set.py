@@ -166,12 +166,9 @@ def test_omegaconf_nodes_and_interpolations(importable):
             ],
         }
     )
-    for given in (cfg.rewards, list(cfg.rewards)):
-        rewards = RewardSet.from_config(given)
-        assert [(r.name, r.weight) for r in rewards.rewards] == [
-            ("math_format_reward", 0.25),
-            ("length", 1.0),
-        ]
+    rewards = RewardSet.from_config(cfg.rewards).rewards
+    named = [(reward.name, reward.weight) for reward in rewards]
+    assert named == [("math_format_reward", 0.25), ("length", 1.0)]
 
 
 def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch):

@@ -37,14 +37,7 @@ class Reward:
     A reward of weight 0 is only watched. With ``chat``, prompts and completions are lists of
     messages and not texts. With ``workers`` it runs in these processes, one completion at a time,
     and ``function`` (there the class, if it is one) only has its signature read. The other fields
-    are what the function has as attributes:
-
-        decides       whether it tells right answers from wrong ones
-        reward_gap    how much more than a wrong answer a right one gets at least
-        reward_range  its lowest and its highest value
-        check_row     one row's columns -> what is wrong with them, or None
-        check_rows    columns of rows -> the same of those that it tries, by their positions
-        answer_of     a text -> the answer that it sees there, or None, for votes among samples
+    are what the function has as attributes of the same names.
     """
 
     name: str
@@ -52,11 +45,15 @@ class Reward:
     weight: float = 1.0
     chat: bool = False
     workers: WorkerPool[FunctionWorker] | None = None
+    # Whether it tells right answers from wrong ones, and how much more it gives these at least.
     decides: bool = field(default=False, init=False)
     reward_gap: float = field(default=1.0, init=False)
+    # Its lowest and its highest value.
     reward_range: tuple[float, float] | None = field(default=None, init=False)
+    # One row's columns -> what is wrong with them; columns of rows -> the same by position.
     check_row: Callable[..., str | None] | None = field(default=None, init=False)
     check_rows: Callable[..., dict[int, str | None]] | None = field(default=None, init=False)
+    # A text -> the answer that it sees there, for votes among samples.
     answer_of: Callable[[str], str | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -147,17 +144,13 @@ def declares(**attributes: Any) -> Callable[[F], F]:
 
 def rewards_from_config(cfg: Sequence[Mapping[str, Any]] | None) -> list[Reward]:
     """Builds the rewards that a config's key ``rewards`` lists; there is at least one."""
-    plain = _plain(cfg)
+    plain = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
     if not isinstance(plain, (list, tuple)) or not plain:
         raise ValueError(
             f"rewards is {plain!r}; give a list with at least one reward, such as "
             "- _component_: torchtune_grpo.rewards.math_correctness_reward"
         )
-    return [_reward(_plain(node), f"rewards[{index}]") for index, node in enumerate(plain)]
-
-
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    return [_reward(node, f"rewards[{index}]") for index, node in enumerate(plain)]
 
 
 def _reward(node: Any, key: str) -> Reward:

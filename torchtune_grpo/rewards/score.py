@@ -33,28 +33,17 @@ class RewardFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What R rewards say about N completions.
-
-    Args:
-        scores: [N, R] float32, unweighted; nan where a reward does not apply or failed.
-        weights: [R] float32.
-        total: [N] float32, the weighted sum of :func:`torchtune_grpo.advantages.total_reward`.
-        seconds: the time that each of the R rewards took for all N completions.
-        failed: [N, R] bool, True where a reward raised, did not answer in time, or gave no finite
-            number.
-        extra: what rewards gave to ``log_extra``, N values each; a name that several gave is
-            preceded by the reward's.
-        metrics: what they gave to ``log_metric``; each name begins with the reward's.
-    """
+    """What R rewards say about N completions, in float32."""
 
     names: list[str]
-    scores: Tensor
-    weights: Tensor
-    total: Tensor
-    seconds: list[float]
-    failed: Tensor
+    scores: Tensor  # [N, R] unweighted; nan where a reward does not apply or failed
+    weights: Tensor  # [R]
+    total: Tensor  # [N] the weighted sum; see torchtune_grpo.advantages.total_reward
+    seconds: list[float]  # that each of the R rewards took
+    failed: Tensor  # [N, R] bool: it raised, did not answer in time, or gave no finite number
+    # What rewards gave to log_extra, N values each; where several gave one name, with the reward's.
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: list[tuple[str, float]] = field(default_factory=list)
+    metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
 
     def select(self, rows: Tensor) -> RewardScores:
         """The scores of some rows [n]."""
