@@ -123,8 +123,6 @@ class Outcome:
                 column[len(whole.scores) : len(whole.scores) + part.count] = values
             whole.metrics += part.metrics
             whole.scores += part.scores
-            whole.seconds += part.seconds
-            whole.broken = whole.broken or part.broken
         return whole
 
 

@@ -106,20 +106,19 @@ class RewardSet:
         """The R rewards' names."""
         return [reward.name for reward in self.rewards]
 
-    def check_data(self, dataset: Any, *, key: str, alone: bool = False) -> None:
+    def check_data(self, dataset: Any, *, key: str) -> None:
         """Leaves out the rows of the data set ``key`` that a reward cannot score any answer to.
 
-        No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank, or here if
-        this rank is ``alone``. Raises a ValueError naming the first rows if more than half would
-        have to be left out, or some, and the data set has no ``leave_out``.
+        No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank. Raises a
+        ValueError naming the first rows if more than half would have to be left out, or some, and
+        the data set has no ``leave_out``.
         """
         for reward in self.rewards:
             rows = _columns(dataset)
             reward.check_columns(rows[0], data=key)
             faults = reward.row_faults(rows)
             _leave_out(dataset, faults, len(rows), key=key, name=reward.name)
-            rows = _columns(dataset)
-            tried = reward.tried_rows(rows) if alone else on_first_rank(reward.tried_rows, rows)
+            tried = on_first_rank(reward.tried_rows, _columns(dataset))
             faults = {row: fault for row, fault in tried.items() if fault is not None}
             _leave_out(dataset, faults, len(tried), key=key, name=reward.name)
 
