@@ -16,6 +16,7 @@ from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.program import code_blocks, definition_of, extract_program
+from torchtune_grpo.rewards.reward import declares
 from torchtune_grpo.rewards.workers import WorkerPool
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
@@ -29,6 +30,13 @@ _MAX_TRIED = 500  # rows, in five seconds
 _RAISES = "def {}(*_, **__):\n    raise Exception('always')"
 
 
+def _name_fault(*, entry_point: object) -> str | None:
+    if isinstance(entry_point, str) and entry_point.isidentifier():
+        return None
+    return f"entry_point={shortened(repr(entry_point))} is not the name of a function"
+
+
+@declares(reward_range=(0.0, 1.0), check_row=_name_fault)
 def code_format_reward(
     prompts: list[str], completions: list[str], *, entry_point: list[str], **columns: list[Any]
 ) -> list[float]:
@@ -40,12 +48,6 @@ def code_format_reward(
         is_one = len(blocks) == 1 and blocks[0].closed
         scores.append(float(is_one and bool(definition_of(name).search(blocks[0].code))))
     return scores
-
-
-def _name_fault(*, entry_point: object) -> str | None:
-    if isinstance(entry_point, str) and entry_point.isidentifier():
-        return None
-    return f"entry_point={shortened(repr(entry_point))} is not the name of a function"
 
 
 class CodeReward:
@@ -225,7 +227,3 @@ def _failure_kind(why: str) -> str:
     if why.startswith("no verdict"):
         return "timeout"
     return "exception" if name.isidentifier() else "crash"
-
-
-code_format_reward.reward_range = (0.0, 1.0)  # type: ignore[attr-defined]
-code_format_reward.check_row = _name_fault  # type: ignore[attr-defined]

@@ -84,13 +84,12 @@ class RewardSet:
     def __init__(self, rewards: Sequence[Reward], *, max_failure_share: float = 0.0) -> None:
         self.rewards = list(rewards)
         self._max_failure_share = max_failure_share
-        for name, count in Counter(self.names).items():
-            if count > 1:
-                places = [f"rewards[{i}].name" for i, n in enumerate(self.names) if n == name]
-                raise ValueError(
-                    f"{' and '.join(places)} are both {name!r}; give each reward a name of its own."
-                )
         for index, reward in enumerate(self.rewards):
+            if reward.name in self.names[:index]:
+                raise ValueError(
+                    f"rewards[{index}].name is {reward.name!r}, as another's is; give each reward "
+                    "a name of its own."
+                )
             reward.check(f"rewards[{index}]")
         _check_shaping(self.rewards)
 
