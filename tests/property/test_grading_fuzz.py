@@ -13,38 +13,9 @@ from hypothesis import strategies as st
 from torchtune_grpo.rewards import grade_math_answer, math_format_holds
 
 FRAGMENTS = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "12",
-        "-",
-        "$",
-        "\\boxed{",
-        "}",
-        "**",
-        ".",
-        ",",
-    ]
-    + [
-        " ",
-        "\n",
-        "=",
-        "*",
-        "/",
-        "(",
-        ")",
-        "\\frac{",
-        "not",
-        "or",
-        "1,234",
-        "%",
-        "x",
-        "km",
-        "²",
-        "^2",
-    ]
+    r"<think> </think> <answer> </answer> \boxed{ } \frac{ #### 12 1,234 - $ ** ` . , = * / ( ) % ²"
+    " ^2 x km not or".split(" ")
+    + [" ", "\n", "The answer is "]
 )
 TEXTS = st.one_of(st.text(), st.lists(FRAGMENTS, max_size=30).map("".join))
 NUMBERS = st.decimals(
@@ -108,6 +79,9 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
         f"**Answer:** {text}",
         f"{text}/1",
         f"{text} * 1 = {text}",
+        f"`{text}`",
+        f'"{text}"',
+        f"{text}\u200b",
     ]
     assert [way for way in ways if not is_correct(way, text)] == []
 
@@ -124,36 +98,24 @@ def test_another_number_is_never_correct(number, other):
 
 @given(NUMBERS)
 @settings(deadline=None)
-def test_what_takes_a_number_back_or_changes_it_is_not_correct(number):
-    text = plain(number)
+def test_what_changes_a_number_is_not_correct(number):
     assume(number != 0)
+    text = plain(number)
     negated = text[1:] if text.startswith("-") else f"-{text}"
-    ways = [
-        negated,
-        f"not {text}",
-        f"isn't {text}",
-        f"{text} thousand",
-        f"about {text}",
-        f"1{negated}",
-    ]
-    ways += [
-        f"{text}1",
-        f"{text}?",
-        f"- {text}",
-        f"--{text}",
-        f"{text}e1",
-        f"{text}\u200b",
-        f"#{text}",
-    ]
-    ways += [
-        f"at least {text}",
-        f"{text} or so",
-        f"x{text}",
-        f"{text}²",
-        f"{text}!",
-        f"{text}, {text}",
-    ]
+    ways = [negated, f"1{negated}", f"- {text}", f"--{text}", f"x{text}"]
+    ways += [f"{text}1", f"{text}e1", f"{text}k", f"{text} k", f"{text}²", f"{text}^2", f"{text}!"]
+    ways += [f"{text}?", f"#{text}", f"~{text}", f"f({text})", f"{text}, {text}", f"{text}:30"]
     assert [way for way in ways if is_correct(way, text)] == []
+
+
+WORDS = st.text("abdefgnotyéÀ", min_size=1) | st.sampled_from(["don't", "girls'", "half-eaten"])
+PROSE = st.lists(WORDS, max_size=9).map(" ".join)
+
+
+@given(NUMBERS, PROSE, PROSE)
+@settings(deadline=None)
+def test_words_around_a_number_do_not_matter(number, before, after):
+    assert is_correct(f"{before} {plain(number)} {after}", plain(number))
 
 
 @given(INTEGERS, st.integers(1, 10**6), INTEGERS, st.integers(1, 10**6))

@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def test_every_shipped_reward_is_here() -> None:
-    public = {name: getattr(shipped, name) for name in shipped.__all__}
+    public = {name: getattr(shipped, name) for name in shipped.__all__ if name != "Reward"}
     marked = {n for n, v in public.items() if hasattr(v, "decides") or hasattr(v, "reward_range")}
     assert marked == REWARDS.keys()
 

@@ -8,8 +8,7 @@ import torch
 from torchtune_grpo.evaluation import evaluator as evaluation
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
-from torchtune_grpo.rewards.lenient import names_answer, stated_answer
-from torchtune_grpo.rewards.math import math_correctness_reward
+from torchtune_grpo.rewards.math import math_correctness_reward, stated_answer
 from torchtune_grpo.rollout import SamplingParams
 
 
@@ -144,7 +143,7 @@ def test_a_reward_that_cannot_do_it_is_refused():
 )
 def test_strict_and_lenient(text, strict, lenient):
     given = dict(prompts=[""], completions=[text], answer=["7"])
-    assert math_correctness_reward(**given) == [strict]
+    assert math_correctness_reward(**given, strict=True) == [strict]
     assert last_number_reward(**given) == [lenient]
 
 
@@ -157,10 +156,10 @@ def test_answers_of_one_value_vote_together():
     assert stated_answer("7") is stated_answer("<answer>x</answer>") is None
     long = "1" * 300
     assert stated_answer(f"<answer>{long}</answer>") == long
-    lenient = names_answer(Reward("last", last_number_reward))
+    lenient = Reward("last", last_number_reward).answer_of
     assert lenient is not None and lenient("7 or 8.50") == "17/2" and lenient("none") is None
     assert SymbolicMathReward.answer_of(r"<answer>\sqrt{2}</answer>") == r"\sqrt{2}"
-    assert names_answer(Reward("length", length)) is None
+    assert Reward("length", length).answer_of is None
 
 
 def test_the_lenient_grader_is_fast_on_hostile_texts():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,15 +22,12 @@ from torchtune_grpo.rewards import (
     math_format_holds,
     math_format_reward,
 )
-from torchtune_grpo.rewards.math.equation import MAX_WORK
-from torchtune_grpo.rewards.math.grading import MAX_SPELLINGS
-from torchtune_grpo.rewards.math.tokens import MAX_TOKENS, tokenize
-from torchtune_grpo.rewards.math.value import stated_value
+from torchtune_grpo.rewards.math import located_value, stated_value
 
 _CASE_FILE = Path(__file__).parent / "data" / "math_grading_cases.jsonl"
 CASES = [json.loads(line) for line in _CASE_FILE.read_text(encoding="ascii").splitlines()]
 _ROOT = Path(__file__).parents[2]
-GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", _ROOT / "../shared/gsm8k")) / "train.jsonl"
+GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", _ROOT / "../shared/gsm8k"))
 
 THOUGHT = "<think>It is 99.</think>\n"
 
@@ -64,17 +60,23 @@ def test_case_file_is_large_and_has_both_verdicts():
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K here; set TORCHTUNE_GRPO_GSM8K")
 def test_gsm8k_golds_and_last_lines():
-    """Every gold is correct for itself; a last line is graded by its one number or equation."""
-    graded = {True: 0, False: 0}
-    for row in map(json.loads, GSM8K.read_text(encoding="utf-8").splitlines()):
+    """Every gold is correct for itself; two thirds of the worked solutions' last lines are read."""
+    files = [(GSM8K / name).read_text(encoding="utf-8") for name in ("train.jsonl", "test.jsonl")]
+    rows = [json.loads(line) for text in files for line in text.splitlines()]
+    read = right = 0
+    for row in rows:
         solution, gold = row["answer"].split("\n#### ")
-        for stated in (gold, f"She has ${gold} left.", f"**{gold}** clips", f"Total: ({gold})"):
-            assert grade_math_answer(block(stated), gold.replace(",", ""))
-        assert not grade_math_answer(block(gold), gold.replace(",", "") + "1")
-        last = re.sub("<<.*?>>", "", solution).splitlines()[-1]
-        if len(re.findall("[0-9][0-9.,]*", last)) == 1:
-            graded[grade_math_answer(block(last), gold)] += 1
-    assert graded[True] >= 0.9 * sum(graded.values()), graded
+        number = gold.replace(",", "")
+        stated = [gold, f"She has ${gold} left.", f"**{gold}** clips", f"Total: ({gold})"]
+        texts = [f"<think>x</think> <answer>{each}</answer>" for each in stated]
+        texts += [f"The answer is {gold}.", row["answer"], f"So it is $\\boxed{{{gold}}}$."]
+        assert all(grade_math_answer(text, number) for text in texts)
+        assert not grade_math_answer(block(gold), number + "1")
+        last = block(re.sub("<<.*?>>", "", solution).splitlines()[-1])
+        read += located_value(last) is not None
+        right += grade_math_answer(last, gold)
+    assert len(rows) == 8792 and read > 0.68 * len(rows)
+    assert read - right <= 9  # those whose last line states another number than the gold
 
 
 FORMAT_HOLDS = [
@@ -137,13 +139,15 @@ def test_correctness_reward():
 
 @pytest.mark.parametrize("gold", [None, True, ["12"], b"12"])
 def test_correctness_reward_refuses_golds_of_other_types(gold):
-    with pytest.raises(ValueError, match=r"answer\[1\] is .*must hold the right number"):
+    with pytest.raises(ValueError, match=r"answer=.* is neither text nor a number"):
         math_correctness_reward(["p"] * 2, [block("12")] * 2, answer=["12", gold])
 
 
-def test_correctness_reward_refuses_another_number_of_golds():
-    with pytest.raises(ValueError, match="1 golds for 2 completions"):
-        math_correctness_reward(["p"] * 2, [block("12")] * 2, answer=["12"])
+def test_strict_reads_answer_blocks_alone():
+    texts = [block("12"), r"\boxed{12}", "#### 12", "The answer is 12."]
+    given = {"prompts": ["p"] * 4, "completions": texts, "answer": ["12"] * 4}
+    assert math_correctness_reward(**given) == [1.0] * 4
+    assert math_correctness_reward(**given, strict=True) == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gold", [float("nan"), float("inf"), float("-inf")])
@@ -151,27 +155,25 @@ def test_nothing_equals_a_gold_that_is_no_number(gold):
     assert not any(grade_math_answer(block(c), gold) for c in ("nan", "inf", "-inf", "0", "12"))
 
 
-def test_numbers_of_any_length():
-    """100,000 digits are compared to the last one, also in fractions, groups and equations."""
-    digits = "1234567890" * 10_000
-    grouped = "123," + ",".join(["456"] * 33_000)
-    decimal = "0." + digits
-    for number in (digits, decimal, grouped, "-" + digits):
+def test_long_numbers():
+    """Up to 1,000 characters they are compared to the last digit; more of them are not read."""
+    digits = "1234567890" * 30
+    for number in (digits, "0." + digits, "123," + ",".join(["456"] * 70), "-" + digits):
         other = number[:-1] + ("1" if number[-1] != "1" else "2")
         assert grade_math_answer(block(number), number)
         assert not grade_math_answer(block(other), number)
-        assert not grade_math_answer(block(number), other)
-    assert grade_math_answer(block(digits + "." + "0" * 90_000), digits)
-    assert not grade_math_answer(block(digits + "." + "0" * 90_000 + "1"), digits)
-    assert grade_math_answer(block(f"{digits[:-1]}0/10"), digits[:-1])
-    assert not grade_math_answer(block(f"{digits[:-1]}1/10"), digits[:-1])
-    assert grade_math_answer(block(f"{digits} + 1 = {digits[:-1]}1"), digits[:-1] + "1")
+    assert grade_math_answer(block(digits + "." + "0" * 300), digits)
+    assert not grade_math_answer(block(digits + "." + "0" * 300 + "1"), digits)
+    assert grade_math_answer(block(f"{digits}/10"), digits[:-1])
+    assert grade_math_answer(block(f"{digits} + 1 = {digits[:-1]}1"), int(digits[:-1] + "1"))
     assert not grade_math_answer(block(f"{digits} + 2 = {digits[:-1]}1"), digits[:-1] + "1")
+    assert stated_value("1" * 1000) == int("1" * 1000) and stated_value("1" * 1001) is None
 
 
 SIZE = 200_000
 _VISIBLE = r"""
 <think> </think> <answer> </answer> <answer>12</answer> <answer></answer> <think><answer> < > </
+\boxed{1} \boxed{{} {} #### answer_is `a` " “a USD1 $5m 5th ° ~ 1=1 1e-9* 1/7+ \[ \text{a}
 ( ) [ { } ^ % / ' é - -- $ $$ * ** *** 1 , 1, 1,234, 1. . 0. 1/ =1 1= 9^ 9** 9* 9+ (9* +( (1) 1e9
 a a- a' s' x= 1² m²/ \ \\ \boxed{ \frac{ \frac{1}{2} \text{ \, \( \(\) {,} 1{,}234 1,\! $1$ **a**
 """
@@ -187,27 +189,25 @@ UNITS = [
     "<answer>12 </answer> ",
 ]
 SHAPES = {f"{unit!r} again and again": unit * (SIZE // len(unit)) for unit in UNITS} | {
+    "the answer is, again and again": "the answer is " * (SIZE // 14),
     "two long sides": "9" * 99_000 + "=" + "9" * 99_000,
     "long fraction": "9" * 99_000 + "/" + "7" * 99_000,
     "long \\frac": r"\frac{" + "9" * 99_000 + "}{" + "7" * 99_000 + "}",
     "long decimal": "0." + "0" * 199_000 + "1",
-    "many different blocks": "".join(
-        f"<answer>{k:013b}</answer>".replace("0", "\t").replace("1", "\u00a0").replace("</", "12</")
-        for k in range(2**13)
-    )[:SIZE],
+    "many blocks": "".join(f"<answer>12.{'0' * k}</answer>" for k in range(550)),
     "long blocks": "</answer>".join(f"<answer>{'9' * 3000}.{'0' * k}" for k in range(60)),
+    "twenty costly blocks": "".join(f"<answer>{'1=' * 495}{k}</answer>" for k in range(20)),
+    "costly boxes": "".join(rf"\boxed{{{'[' * 990}{k}}}" for k in range(200)),
 }
 for _operator in "+-*/":
     SHAPES |= {
-        f"two long operands {_operator}": f"{'9' * 66_000}{_operator}{'7' * 66_000}={'9' * 66_000}",
-        f"ten operands {_operator}": _operator.join(["9" * 20_000] * 9) + "=1",
-        f"hundred operands {_operator}": _operator.join(["97" * 100] * 98) + "=1",
-        f"long fractions {_operator}": _operator.join(["9" * 33_000 + "/" + "7" * 33_000] * 2)
-        + "="
-        + "3" * 66_000,
+        f"exponents {_operator}": "<answer>" + _operator.join(["7e-99"] * 50) + "=1</answer>",
+        f"fractions {_operator}": _operator.join(f"(1/{k})" for k in range(1001, 1017)) + "=1",
+        f"long operands {_operator}": _operator.join(["9" * 90] * 10) + "=1",
     }
 AROUND = [("", ""), ("<answer>", "</answer>"), (THOUGHT + "<answer>", "</answer>")]
 AROUND += [("<think>", "</think> <answer>12</answer>"), ("<answer>12</answer>", "")]
+AROUND += [(r"\boxed{", ""), ("#### ", ""), ("The answer is ", "")]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -235,27 +235,15 @@ def test_reading_takes_linear_time():
         assert time.thread_time() - start < 2.5
 
 
-def test_work_behind_the_scanner_is_bounded():
-    """More tokens, or more arithmetic than the bound, are refused before they are looked at."""
-    assert len(tokenize("1 " * MAX_TOKENS) or []) == MAX_TOKENS
-    assert tokenize("1 " * MAX_TOKENS + "1") is None
-    ones = MAX_TOKENS // 2 - 1
-    assert stated_value("+".join("1" * ones) + f"={ones}") is not None
-    long = "1" * (MAX_WORK // 6)
-    assert stated_value(f"{long} + 0 = {long}") is not None
-    longer = "1" * (MAX_WORK // 3)
-    assert stated_value(f"{longer} + 0 = {longer}") is None
-
-
-def test_number_of_different_blocks_is_bounded():
-    blocks = [f"<answer>12.{'0' * zeros}</answer>" for zeros in range(1, MAX_SPELLINGS + 2)]
+def test_work_is_bounded():
+    """Length of a side, depth of brackets and the number of different blocks have a limit."""
+    assert stated_value("+".join("1" * 50) + "=50") == 50
+    assert stated_value("+".join("1" * 51) + "=51") is None
+    assert stated_value("(" * 40 + "12" + ")" * 40 + " = 12") == 12
+    assert stated_value("(" * 200 + "12" + ")" * 200 + " = 12") is None
+    blocks = [f"<answer>12.{'0' * zeros}</answer>" for zeros in range(1, 22)]
     assert grade_math_answer("".join(blocks[:-1] * 2), "12")
     assert not grade_math_answer("".join(blocks), "12")
-
-
-def test_bracket_depth_is_bounded_and_does_not_use_up_the_stack():
-    assert grade_math_answer(block("(" * 10 + "12" + ")" * 10 + " = 12"), "12")
-    assert not grade_math_answer(block("(" * 90 + "12" + ")" * 90 + " = 12"), "12")
 
 
 def test_works_in_another_thread():
@@ -272,13 +260,6 @@ def test_works_in_another_thread():
     for thread in threads:
         thread.join()
     assert verdicts == [[case["correct"] for case in cases]] * 4
-
-
-def test_leaves_the_interpreter_alone():
-    """Long numbers are graded without lifting Python's limit on integer texts."""
-    limit = sys.get_int_max_str_digits()
-    assert grade_math_answer(block("7" * 10_000), "7" * 10_000)
-    assert sys.get_int_max_str_digits() == limit
 
 
 def test_executes_nothing(tmp_path):

@@ -19,7 +19,6 @@ from torchtune_grpo.evaluation.stopping import best_step, passes, should_stop
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
 from torchtune_grpo.monitor.progress import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
-from torchtune_grpo.rewards.lenient import names_answer
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
 log = utils.get_logger("INFO")
@@ -128,7 +127,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._rewards = rewards
         self._reward = cfg.evaluation.reward or rewards.names[0]
-        named = {reward.name: names_answer(reward) for reward in rewards.rewards}
+        named = {reward.name: reward.answer_of for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
         if (cfg.evaluation.keep_best or "").startswith(
             "eval/maj@"

@@ -6,9 +6,9 @@ describes it.
 
 from torchtune_grpo.rewards.call import TrainerState
 from torchtune_grpo.rewards.code import CodeReward, code_format_reward
-from torchtune_grpo.rewards.lenient import last_number_reward
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
+    last_number_reward,
     math_correctness_reward,
     math_format_holds,
     math_format_reward,

@@ -42,7 +42,7 @@ def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
     """Credit, 1 or 0, for one answer block that states exactly one number, whichever."""
-    blocks = [located_answers(text) for text in completions]
+    blocks = [located_answers(text, strict=True) for text in completions]
     return [float(len(b) == 1 and stated_value(next(iter(b))) is not None) for b in blocks]
 
 

@@ -1,0 +1,264 @@
+"""Rewards for maths problems whose answer is one number.
+
+An answer is located in a text (prefill and completion), and is right if it holds exactly one number
+and that is the gold; words around the number do not matter. Whatever the text, grading takes linear
+time, executes nothing, raises nothing and works in any thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+from unicodedata import category
+
+from torchtune_grpo.config.text import shortened
+from torchtune_grpo.rewards.reward import declares
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
+_BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
+_CLOSING_SENTENCE = re.compile(r"\bthe (?:final )?answer is\b:?", re.IGNORECASE)
+_ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+
+_LONGEST = 1_000  # characters of an answer; a longer one is not read
+_MOST_ANSWERS = 20  # different blocks or boxes in a text; with more it is not correct
+_LONGEST_SIDE = 100  # characters of one side of an equation, counting a number as one
+
+# Rewriting an answer by these leaves numbers, words ("w"), signs and brackets. What else is left is
+# not part of a stated number. Removed wrapping leaves "\0", so that 1\boxed{2} is not read as 12.
+_LETTER = "A-Za-zÀ-ÖØ-öø-ÿμΩ\u00b5\u2126"
+_REWRITES = [
+    ("[\u200b-\u200d\u2060\ufeff]", " "),  # zero width
+    ("[−–]", "-"),
+    (r"[×·⋅∗]|\\(?:times|cdot)(?![A-Za-z])", "*"),
+    (r"÷|\\div(?![A-Za-z])", "/"),
+    (r"\\%", "%"),
+    (r"°|\^\\circ(?![A-Za-z])|\^\{\\circ\}", " "),
+    (r"(?<=[0-9])(?:\{,\}|,\\!|\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234
+    (r"(\\[dt]?frac) ?([0-9]) ?([0-9])(?![0-9])", r"\1{\2}{\3}"),  # \frac12
+    (r"(?<=[0-9])\s?\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2"),  # 2\frac{1}{2}
+    (r"(?<![\w.,/])([0-9]+)\s([0-9]+/[0-9]+)(?![\w/]|[.,][0-9])", r"(\1+\2)"),  # 2 1/2
+    (r"\\[dt]?frac\{(-?[0-9.,]+)\}\{(-?[0-9.,]+)\}", r"(\1/\2)"),
+    (r"\\[ ,;:!]|\\(?:q?quad|displaystyle)(?![A-Za-z])|(?<=[0-9{}])~(?=[A-Za-z\\])", " "),
+    # Powers of a unit: meters², cm^3, \text{m}^{2}, m/s², ft2.
+    (rf"([{_LETTER}]{{2}}\}}?|[ 0-9{{/*][ms]\}}?)(?:\^[23]\b|\^\{{[23]\}}|[²³])", r"\1"),
+    (r"([a-z 0-9]m|ft)[23]\b", r"\1"),
+    # Wrapping; boxes and text commands stand within each other, three deep.
+    *[(r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", "\0\\1\0")] * 3,
+    (r'\*\*([^*]+)\*\*|`([^`]+)`|"([^"]+)"|“([^“”]+)”', "\0\\1\\2\\3\\4\0"),
+    (r"\\\((.+?)\\\)|\\\[(.+?)\\\]", "\0\\1\\2\0"),
+    # Currency: -$5 is -5. But $5m, 5k and 5 k are other numbers.
+    (r"([-+]?)(?:(?:\\?\$|[€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
+    (r"(?<=[0-9]) (?=[kKMB]\b)", ""),
+    (r"\b(?i:minus|negative)\s+(?=[0-9.(])", "-"),
+    (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
+    # Units that touch their number, but not 5e, 5th, 5x.
+    (rf"(?<=[0-9])(?!(?:st|nd|rd|th)\b)([mgshlLtVWANJCFΩ]|[{_LETTER}]{{2,}})(?!\w)", r" \1"),
+    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/[ \0]?(?=[{_LETTER}])", " "),  # km/h, $6/hour
+    (rf"(?<![{_LETTER}0-9])[{_LETTER}]+(?:['’-][{_LETTER}]+)*['’]?(?![{_LETTER}0-9])", "w"),
+    (r"\s+", " "),
+]
+_NUMBER = (
+    r"(?<![\w.,])(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,2})?(?!\w|[.,:][0-9])"
+)
+# Then, with "n" for each number: punctuation, and words in a row or in brackets.
+_TIDYING = [
+    (r"(?<=[w)])(?:[.,](?!n)|:(?!=))|(?<=w)!(?!=)|[.,](?= w)|\.(?= ?$)", " "),
+    (r"\( ?w[w ]*\)", " w"),
+    (r" +", " "),
+    (r"(?<=\() | (?=\))", ""),
+    (r"w[w ]*w", "w"),
+]
+_VALUE = re.compile(r"(?:w )?([-+]?(?:\([-+]?n(?: ?/ ?-?n)?\)|\(n\+n/n\)|n(?: ?/ ?n)?)) ?%? ?w?")
+_OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def math_format_holds(text: str) -> bool:
+    """Whether prefill and completion have the form that the prompt asks for.
+
+    The text, stripped, is one think block, only white space (or nothing), and one answer block;
+    each of the four tags stands once, and neither block is blank.
+    """
+    form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in _TAGS) else None
+    # White space, control and format characters, and lone accents show nothing.
+    blocks = form.groups() if form else [""]
+    return all(any(category(c)[0] not in "ZCM" for c in block) for block in blocks)
+
+
+def located_answers(text: str, *, strict: bool = False) -> set[str]:
+    """Where a text states its answer: one place, or several that must agree; equal ones once.
+
+    These are the answer blocks behind the last ``</think>``, or anywhere without a think tag.
+    Where there is no answer tag, each ``\\boxed{}``; else what follows the last ``####``; else what
+    follows the last "the (final) answer is". ``strict`` takes answer blocks alone.
+    """
+    tail = text.rpartition("</think>")[2]
+    if strict or "<answer>" in tail or "</answer>" in tail:
+        # Up to the last closing tag each opening one has its own, so that no search is in vain.
+        closed = tail[: tail.rfind("</answer>") + len("</answer>")]
+        if "<think>" in closed.partition("<answer>")[0]:
+            return set()
+        return {block.strip(" \n") for block in _BLOCK.findall(closed)}
+    if "<think>" in tail:
+        return set()
+    if boxes := set(_BOX.findall(tail)):
+        return boxes
+    if "####" in tail:
+        return {tail.rpartition("####")[2].strip()}
+    _, *sentences = _CLOSING_SENTENCE.split(tail)
+    return {sentence.strip() for sentence in sentences[-1:]}
+
+
+def stated_value(content: str) -> Fraction | None:
+    """The one number that an answer holds, or the last side of an equation that holds, else None.
+
+    It may have a sign, a currency, groups of three digits, decimals, an exponent, ``%`` and a unit,
+    be a fraction or a mixed number, and be wrapped as in Markdown and LaTeX.
+    """
+    if len(content) > _LONGEST or "\0" in content:
+        return None
+    content = _rewrite(content, _REWRITES)
+    shape = _rewrite(re.sub(_NUMBER, "n", content).replace("\0", ""), _TIDYING)
+    try:
+        numbers = [Fraction(number.replace(",", "")) for number in re.findall(_NUMBER, content)]
+        return _last_side(shape, iter(numbers))
+    except (ArithmeticError, LookupError, SyntaxError, ValueError):
+        return None
+
+
+def _rewrite(text: str, steps: list[tuple[str, str]]) -> str:
+    for pattern, plainer in steps:
+        text = re.sub(pattern, plainer, text)
+    return text
+
+
+def _last_side(shape: str, numbers: Iterator[Fraction]) -> Fraction | None:
+    """The value of what stands behind the last "=", if all sides are equal."""
+    *sides, last = (side.strip() for side in shape.split("="))
+    stated = _VALUE.fullmatch(last)
+    if stated is None or "w(" in shape:  # f(12) is not 12
+        return None
+    if sides and sides[0] in ("", "w"):  # x = 12
+        del sides[0]
+    # A word right behind a number is its unit, and one before all numbers says nothing.
+    sides = [re.sub(r"(?<=[n)]) ?w|^w (?=-?[n(])", "", side) for side in sides]
+    values = [_evaluate(side, numbers) for side in [*sides, stated[1]]]
+    return values[-1] if len(set(values)) == 1 else None
+
+
+def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
+    """The exact value of one side by Python's grammar: + - * / and brackets, and nothing else."""
+    if not set(side) <= set("n +-*/()") or len(side) > _LONGEST_SIDE:
+        raise SyntaxError
+
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.Name():
+                return next(numbers)
+            case ast.UnaryOp():
+                return _OPERATORS[type(node.op)](value(node.operand))
+            case ast.BinOp():
+                return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise SyntaxError
+
+    return value(ast.parse(side.replace("n", "n ").strip(), mode="eval").body)
+
+
+def located_value(text: str, *, strict: bool = False) -> Fraction | None:
+    """The number that all located answers of a text state, else None."""
+    answers = located_answers(text, strict=strict)
+    if not 0 < len(answers) <= _MOST_ANSWERS:
+        return None
+    first, *others = map(stated_value, answers)
+    return first if all(value == first for value in others) else None
+
+
+def stated_answer(text: str) -> str | None:
+    """The located number, each value in one spelling, for votes among samples."""
+    value = located_value(text)
+    return None if value is None else str(value)
+
+
+def grade_math_answer(text: str, gold: str | int | float, *, strict: bool = False) -> bool:
+    """Whether the located answer of a text, prefill included, is the gold."""
+    expected = _gold_value(gold)
+    return expected is not None and expected == located_value(text, strict=strict)
+
+
+def _gold_value(gold: object) -> Fraction | None:
+    """A gold's value, or None if it states none; a float is the decimal that it is written as."""
+    if isinstance(gold, str):
+        return stated_value(gold)
+    if isinstance(gold, bool) or not isinstance(gold, (int, float)):
+        raise ValueError(f"answer={shortened(repr(gold))} is neither text nor a number")
+    try:
+        return Fraction(gold if isinstance(gold, int) else str(gold))
+    except ValueError:  # nan, inf
+        return None
+
+
+def math_gold_fault(*, answer: object) -> str | None:
+    """What keeps every answer from being right with a gold, or None if one can be."""
+    try:
+        problem = "" if _gold_value(answer) is not None else "does not state one number"
+    except ValueError as error:
+        return str(error)
+    if problem and "#### " in str(answer):
+        problem = "is a worked answer; torchtune_grpo.data.gsm8k_dataset takes the gold out of it"
+    return f"answer={shortened(repr(answer))} {problem}" if problem else None
+
+
+@declares(reward_range=(0.0, 1.0))
+def math_format_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Rewards the form of an answer, whatever it says, with 1."""
+    return [float(math_format_holds(text)) for text in completions]
+
+
+@declares(decides=True, check_row=math_gold_fault, answer_of=stated_answer)
+def math_correctness_reward(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    answer: list[str | int | float],
+    strict: bool = False,
+    **columns: Any,
+) -> list[float]:
+    """Rewards a right answer with 1; ``strict`` reads answer blocks alone."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(grade_math_answer(text, gold, strict=strict)) for text, gold in pairs]
+
+
+def _last_number(text: str) -> str:
+    """The last number as an answer block; a minus behind a letter, digit or bracket subtracts."""
+    number = next(reversed(_ANY_NUMBER.findall(text)), "")
+    return f"<answer>{number.rstrip(',')}</answer>"
+
+
+@declares(
+    decides=True,
+    check_row=math_gold_fault,
+    answer_of=lambda text: stated_answer(_last_number(text)),
+)
+def last_number_reward(
+    prompts: list[str], completions: list[str], *, answer: list[str | int | float], **columns: Any
+) -> list[float]:
+    """Rewards a text whose last number, wherever it stands, is the gold: a lenient grader.
+
+    Beside ``math_correctness_reward`` it tells what a model knows from whether it keeps the form.
+    Not one to train on: of an answer that lists numbers, the last one counts.
+    """
+    numbers = [_last_number(text) for text in completions]
+    return math_correctness_reward(prompts, numbers, answer=answer)
