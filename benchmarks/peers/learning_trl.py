@@ -108,17 +108,14 @@ def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from torchtune_grpo.cli.sample import open_run
-    from torchtune_grpo.config.check import read_config
-    from torchtune_grpo.data.load_data import load_data
     from torchtune_grpo.rewards import math_correctness_reward, math_format_reward
+    from torchtune_grpo.run import Run
 
     given = load_config(args)
     given.seed, given.output_dir, given.prepare.seed = seed, str(file.with_suffix("")), 0
-    cfg = read_config(given)
-    _, tokenizer = open_run(cfg)
-    data = load_data(cfg, tokenizer=tokenizer, rewards=None)
-    items = [data["dataset"][i] for i in range(len(data["dataset"]))]
+    run = Run(given)
+    cfg, tokenizer, dataset = run.cfg, run.tokenizer, run.dataset
+    items = [dataset[i] for i in range(len(dataset))]
     words = AutoTokenizer.from_pretrained(cfg.model_dir)
     prompts = [words.decode(item["tokens"]) for item in items]
     assert words(prompts[0])["input_ids"] == items[0]["tokens"]
@@ -126,7 +123,7 @@ def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
 
     def completed(reward: Any) -> Any:
         def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-            texts = [data["dataset"].prefill + text for text in completions]
+            texts = [dataset.prefill + text for text in completions]
             return reward(prompts=prompts, completions=texts, **columns)
 
         score.__name__ = reward.__name__
@@ -174,7 +171,7 @@ def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
     clock = Clock()
 
     def evaluate(rollouts: int) -> None:
-        value = held_out(cfg, data["eval_dataset"], tokenizer, trainer.model)
+        value = held_out(cfg, run.eval_dataset, tokenizer, trainer.model)
         point = rollouts * rows, clock.seconds, clock.cpu_seconds, value
         with file.open("a") as out:
             out.write(json.dumps(point) + "\n")
