@@ -49,7 +49,7 @@ demo: $(STAMP)
 	$(BIN)/torchtune-grpo evaluate $(DEMO_DIR) --show 3
 	@echo
 	@echo "Now try:"
-	@echo '  $(BIN)/torchtune-grpo sample --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR) --samples 4 "What is 3 + 4?"'
+	@echo '  $(BIN)/torchtune-grpo sample $(DEMO_DIR) --samples 4 --prompt "What is 3 + 4?"'
 	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.models.lora_hf_model optimizer.lr=1e-3'
 	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
 	@echo

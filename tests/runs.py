@@ -88,8 +88,10 @@ def run_ranks(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     file = str(recipe or recipes_folder() / "grpo_full_finetune.py")
-    start = ["-m", "torchtune_grpo", command] if command else [file]
-    script = [*start, "--config", str(config_files().get(name, name)), *rest]
+    config = str(config_files().get(name, name))
+    script = [file, "--config", config, *rest]
+    if command:
+        script = ["-m", "torchtune_grpo", command, config, *rest]
     envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     if _needs_gpu(script):
         with ThreadPoolExecutor(ranks) as pool:

@@ -158,7 +158,7 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
         ("0 + 1?", "right", "right"),
         ("1 + 1?", "wrong", "right"),
     ]
-    evaluate(whole, "--config", "out", "--checkpoint", "best", "--output", str(file))
+    evaluate(whole, "out", "--checkpoint", "best", "--output", str(file))
     best = json.loads(file.read_text())
     assert best["weights"]["after"] == "out/step_000002"
     before, after, of_best = (
@@ -186,7 +186,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
         "--output",
     ]
     files = [tmp_path / "one.json", tmp_path / "two.json"]
-    said = evaluate(whole, "--config", "out", *arguments, str(files[0])).out
+    said = evaluate(whole, "out", *arguments, str(files[0])).out
     ranks = dict(ranks=2, command="evaluate", PYTHONPATH=str(whole))
     first, second = run_ranks("--config", "out", *arguments, str(files[1]), cwd=whole, **ranks)
     assert files[0].read_bytes() == files[1].read_bytes() and first.out == said != second.out == ""

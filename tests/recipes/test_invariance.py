@@ -153,19 +153,20 @@ def train(tmp_path, monkeypatch, results):
         module.roll_out = reordered(module.roll_out, list(rows))
         recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
-        recipe._sampler = Always(range(4), seed=0)
-        recipe._sampler.rows = list(prompts)
-        grpo_step, calls = recipe.grpo_step, []
+        recipe.run.sampler = Always(range(4), seed=0)
+        recipe.run.sampler.rows = list(prompts)
+        update, calls = recipe.update, []
 
-        def watched(batch, metrics, old_logprobs):
-            logprobs = grpo_step(batch, metrics, old_logprobs)
-            calls.append((batch.trajectory, batch.parts, old_logprobs, logprobs))
+        def watched(batch, step):
+            received = batch.old_logprobs
+            logprobs = update(batch, step)
+            calls.append((batch.trajectory, batch.parts, received, logprobs))
             return logprobs
 
-        recipe.grpo_step = watched
+        recipe.update = watched
         trained = {
             name.replace("_checkpoint_wrapped_module.", ""): p
-            for name, p in recipe._model.named_parameters()
+            for name, p in recipe.model.named_parameters()
             if p.requires_grad
         }
         before = {name: p.detach().clone() for name, p in trained.items()}

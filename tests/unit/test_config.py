@@ -10,11 +10,12 @@ from hf_tokenizers import write_tokenizer
 from omegaconf import OmegaConf
 from runs import tiny_overrides
 
-from torchtune_grpo.cli.config import check_config
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.errors import ConfigError
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
+from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy_checks import check_model, check_prompts
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -215,11 +216,18 @@ def test_shipped_configs_are_valid_and_use_what_is_shipped(path):
     assert list(without_effect(read_config(cfg))) == []
 
 
+def mistakes_in(cfg):
+    try:
+        return Run(cfg).check()[0]
+    except ConfigError as error:
+        return error.problems
+
+
 def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     """One line, which names ``model_dir`` and not the nodes that have it from there."""
 
     def mistakes(*overrides):
-        return check_config(load_config("hf_lora_grpo", ["device=cpu", *overrides]))[0]
+        return mistakes_in(load_config("hf_lora_grpo", ["device=cpu", *overrides]))
 
     (problem,) = mistakes()
     assert problem.startswith("model_dir: missing from the config; give model_dir=<value>.")
@@ -239,7 +247,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     """By the tokens that prompts have; those that none has do no harm."""
     folder = write_tokenizer(hf_folder("qwen3", tmp_path / "model", vocab_size=350), "qwen3")
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "2+2?"}\n')
+    rows.write_text('{"prompt": "2+2?"}\n' * 8)
 
     def mistakes(**dataset):
         node = {"_component_": "torchtune_grpo.data.RLDataset", "source": str(rows), **dataset}
@@ -247,7 +255,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
         cfg |= {"dataset": node, "eval_dataset": None}
         cfg |= {"output_dir": str(tmp_path / "out"), "max_generated_tokens": 8}
         cfg.rewards = [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
-        return check_config(cfg)[0]
+        return mistakes_in(cfg)
 
     assert mistakes() == []
     (problem,) = mistakes(prefill="</think>")

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("run", nargs="?", help="name of a shipped config, or a file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     with told_in_one_line():
         table = _get_component_from_path(args.table) if args.table else GRPOConfig
         if args.run is None:

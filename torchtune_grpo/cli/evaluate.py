@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--by", metavar="COLUMN", help="also for each value of this column")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     with told_in_one_line():
         run = _run(args)
         if args.output is not None:

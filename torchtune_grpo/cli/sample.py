@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
     parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
     parser.add_argument("--base", action="store_true", help="take the weights before training")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     with told_in_one_line():
         run = open_run(args)
         run.join()

@@ -375,7 +375,7 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
             )
     for number, reward in enumerate(cfg.rewards):
         weight = reward.get("weight", 1.0)
-        if not isinstance(weight, (int, float)) or abs(weight) > 3.4e38:
+        if isinstance(weight, (int, float)) and abs(weight) > 3.4e38:
             yield f"rewards[{number}].weight={weight}: give a number that float32 can hold."
 
 
