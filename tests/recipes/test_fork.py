@@ -43,7 +43,7 @@ def fork(folder: Path) -> None:
         indented = re.sub(r"^(?=.)", "    ", method.strip(), flags=re.M) + "\n\n"
         name = re.match(r"def (\w+)", method).group(1)
         there = re.search(rf"    def {name}\(.*?(?=^    def )", source, re.DOTALL | re.M)
-        at, end = there.span() if there else 2 * (source.index("    def grpo_step("),)
+        at, end = there.span() if there else 2 * (source.index("    def update("),)
         source = source[:at] + indented + source[end:]
     path.write_text(source.replace("\nclass ", f"\n{above}\n\nclass ", 1))
 
@@ -109,8 +109,8 @@ def test_keys_of_a_fork_are_checked_like_all(tmp_path):
     assert read_config(cfg, table=space["MyConfig"]).trained_samples == 4
     for key, value, said in (
         ("trained_sampels", 2, "Did you mean trained_samples?"),
-        ("trained_samples", 0, "give a number above 0"),
-        ("trained_samples", "many", "not of type int"),
+        ("trained_samples", 0, "should be greater than 0"),
+        ("trained_samples", "many", "a valid integer"),
     ):
         with pytest.raises(ValueError, match=said):
             read_config(OmegaConf.merge(cfg, {key: value}), table=space["MyConfig"])
