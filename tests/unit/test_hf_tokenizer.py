@@ -228,7 +228,7 @@ def test_a_tokenizer_can_be_copied(folders: dict[str, Path]) -> None:
 
 def test_limits_are_refused_not_applied(folders: dict[str, Path]) -> None:
     tokenizer = hf_tokenizer(str(folders["qwen3"]), max_seq_len=5)
-    with pytest.raises(ValueError, match="^tokenizer.max_seq_len=5: the longest"):
+    with pytest.raises(ValueError, match="the prompt is longer than tokenizer.max_seq_len=5"):
         RLDataset(tokenizer, rows=[{"prompt": "a question of more than five tokens"}])
     assert tokenizer.max_seq_len == 5
 

@@ -25,17 +25,11 @@ ROWS = [
     {"prompt": "twelve times twelve?", "answer": "144", "level": 3},
     {"prompt": "2+3?", "answer": "5", "level": 1},
 ]
-
-
 BRACES = r"\boxed{} {answer} {0} {{level}} {prompt.__class__} }{"
 
 
 def make(tokenizer: Any, rows: Any = ROWS, **options: Any) -> RLDataset:
     return RLDataset(tokenizer, rows=rows, **options)
-
-
-def utf8(text: str) -> list[int]:
-    return list(text.encode())
 
 
 # Items
@@ -46,7 +40,7 @@ def test_an_item_holds_tokens_text_and_the_other_columns(llama3_tokenizer):
     assert len(data) == 3
     assert data[1] == {
         "index": 1,
-        "tokens": [llama3_tokenizer.bos_id, *utf8("twelve times twelve?<think>")],
+        "tokens": [llama3_tokenizer.bos_id, *b"twelve times twelve?<think>"],
         "prompt": "twelve times twelve?",
         "columns": {"answer": "144", "level": 3},
     }
@@ -223,32 +217,26 @@ def test_arguments_that_contradict_each_other_are_refused(llama3_tokenizer):
         make(llama3_tokenizer, source="x.json")
     with pytest.raises(ValueError, match="^sep=';': unknown argument for rows"):
         make(llama3_tokenizer, sep=";")
-    with pytest.raises(ValueError, match="^row 1 .*answer.*before it have"):
+    with pytest.raises(ValueError, match="^row 1 .*answer.*before it "):
         make(llama3_tokenizer, [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
 
 
-def test_the_tokenizers_limit_never_cuts_silently(qwen2_tokenizer):
-    longest = make(qwen2_tokenizer).max_prompt_length
+def test_the_tokenizers_limit_leaves_prompts_out_and_cuts_none(qwen2_tokenizer):
+    whole = [*make(qwen2_tokenizer)]
+    longest = max(len(item["tokens"]) for item in whole)
     limited = copy.copy(qwen2_tokenizer)
-    limited.max_seq_len = longest - 1
-    with pytest.raises(
-        ValueError,
-        match=rf"tokenizer.max_seq_len={longest - 1}: .* {longest} tokens.*null.*max_prompt_tokens",
-    ):
-        make(limited)
-    assert len(make(limited, max_prompt_tokens=longest - 1)) == 2
     limited.max_seq_len = longest
-    assert list(make(limited)) == list(make(qwen2_tokenizer))
+    assert [*make(limited)] == whole
+    limited.max_seq_len = longest - 1
+    kept = make(limited)
+    assert kept.row_numbers == [0, 2]
+    assert [item["tokens"] for item in kept] == [whole[row]["tokens"] for row in (0, 2)]
+    with pytest.raises(ValueError, match="longer than tokenizer.max_seq_len=2 "):
+        limited.max_seq_len = 2
+        make(limited)
 
 
 # Files
-
-
-@pytest.fixture
-def jsonl_file(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
 
 
 def write(folder: Path, name: str, rows: Any) -> str:
@@ -387,18 +375,12 @@ def test_messages_need_the_chat_format_and_no_template(llama3_tokenizer, mistral
 # Configs
 
 
-def test_a_config_reaches_the_class(llama3_tokenizer, jsonl_file):
-    settings = OmegaConf.create(
-        {
-            "_component_": "torchtune_grpo.data.RLDataset",
-            "source": "json",
-            "data_files": {"train": [jsonl_file], "test": jsonl_file},
-            "split": "test",
-            "columns": {"gold": "answer"},
-            "num_samples": 2,
-        }
-    )
-    data = instantiate("dataset", settings, llama3_tokenizer)
+def test_a_config_reaches_the_class(llama3_tokenizer, tmp_path):
+    file = write(tmp_path, "rows.jsonl", ROWS)
+    node = {"_component_": "torchtune_grpo.data.RLDataset", "source": "json", "num_samples": 2}
+    node |= {"data_files": {"train": [file], "test": file}, "split": "test"}
+    node["columns"] = {"gold": "answer"}
+    data = instantiate("dataset", OmegaConf.create(node), llama3_tokenizer)
     assert [item["columns"] for item in data] == [
         {"gold": "2", "level": 1},
         {"gold": "144", "level": 3},

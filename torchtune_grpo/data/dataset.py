@@ -105,13 +105,16 @@ class RLDataset(Dataset[dict[str, Any]]):
             tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
         )
         self.prefill = self._encoder.prefill
-        self._max_tokens = getattr(tokenizer, "max_seq_len", None)
+        self._limits = {
+            "max_prompt_tokens": max_prompt_tokens,
+            "tokenizer.max_seq_len": getattr(tokenizer, "max_seq_len", None),
+        }
         self._transform, self._renamed = transform, dict(columns or {})
         self._prompt_column, self._template = prompt_column, prompt_template
         self._fields = _fields(prompt_template)
         options = {"split": split, "data_files": data_files, **load_dataset_kwargs}
         loaded, where = _load(source, rows, **options)
-        self._entries = self._read(loaded, where, limit=num_samples, max_tokens=max_prompt_tokens)
+        self._entries = self._read(loaded, where, num_samples)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -162,18 +165,13 @@ class RLDataset(Dataset[dict[str, Any]]):
             ) from error
 
     def _read(
-        self,
-        rows: Iterable[Row],
-        where: str,
-        *,
-        limit: int | None = None,
-        max_tokens: int | None = None,
+        self, rows: Iterable[Row], where: str, num_samples: int | None = None
     ) -> list[_Entry]:
-        """Read the usable rows, up to ``limit`` of them, and report the others."""
+        """Read the usable rows, and report the others."""
         entries: list[_Entry] = []
         left_out, names = defaultdict[str, list[int]](list), None
         for number, row in enumerate(rows):
-            if len(entries) == limit:
+            if len(entries) == num_samples:
                 break
             try:
                 row = self._transformed(row)
@@ -181,26 +179,20 @@ class RLDataset(Dataset[dict[str, Any]]):
                     names, sources = row.keys(), self._column_sources(row)
                 if row.keys() != names:
                     raise ValueError(
-                        f"row {number} has the columns {sorted(row)}, those before it have "
+                        f"row {number} has the columns {sorted(row)}, the ones before it "
                         f"{sorted(names)}. Give every row the same columns."
                     )
                 prompt = self._fill(row, number)
                 tokens = array("i", self._encoder(prompt))
-                if max_tokens is not None and len(tokens) > max_tokens:
-                    raise BadRow(f"the prompt is longer than max_prompt_tokens={max_tokens}")
+                for key, limit in self._limits.items():
+                    if limit is not None and len(tokens) > limit:
+                        raise BadRow(f"the prompt is longer than {key}={limit}")
             except BadRow as error:
                 left_out[str(error)].append(number)
             else:
                 columns = {name: row[source] for name, source in sources.items()}
                 entries.append(_Entry(number, prompt, tokens, columns))
         _report(left_out, len(entries), where)
-        longest = max(len(entry.tokens) for entry in entries)
-        if self._max_tokens is not None and longest > self._max_tokens:
-            raise ValueError(
-                f"tokenizer.max_seq_len={self._max_tokens}: the longest prompt has {longest} "
-                "tokens. Set tokenizer.max_seq_len=null, or leave long prompts out with "
-                f"max_prompt_tokens={self._max_tokens}."
-            )
         return entries
 
     def _transformed(self, row: Any) -> Row:
