@@ -149,24 +149,6 @@ def fails_on(*bad, error=KeyError):
     return reward
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_reward_that_raises_costs_only_that_sample(asynchronous):
-    reward = fails_on("c1")
-    if asynchronous:
-
-        async def awaited(prompts, completions, **columns):
-            await asyncio.sleep(0)
-            return fails_on("c1")(prompts, completions)
-
-        reward = awaited
-    scores = score(reward, share=0.25)
-    assert scores.failed.tolist() == [[False], [True], [False], [False]]
-    torch.testing.assert_close(
-        scores.scores[:, 0], torch.tensor([0, math.nan, 2, 3]), equal_nan=True
-    )
-    assert scores.total.tolist() == [0, 0, 2, 3]
-
-
 def test_notes_of_calls_one_by_one_are_joined():
     """What the call of all reported before it raised does not count."""
 
@@ -233,7 +215,8 @@ class NoText(Exception):
     __notes__ = property(__str__)
 
 
-ENDS = [SystemExit, asyncio.CancelledError, GeneratorExit, StopIteration, BaseException, NoText]
+ENDS = [KeyError, SystemExit, asyncio.CancelledError, GeneratorExit, StopIteration]
+ENDS += [BaseException, NoText]
 
 
 def raising(way, error):
@@ -259,14 +242,15 @@ def raising(way, error):
         *((way, KeyboardInterrupt) for way in ("awaited", "task")),  # called, it is the run's
     ],
 )
-def test_whatever_ends_a_program_costs_only_that_sample(way, error):
-    """sys.exit in a task ends the event loop; other rewards on it, and later steps, go on."""
+def test_whatever_is_raised_costs_only_that_sample(way, error):
+    """sys.exit in a task ends its event loop; other rewards, and later steps, go on."""
     rewards = RewardSet(
         [Reward("r", raising(way, error)), Reward("other", reward_async)], max_failure_share=0.5
     )
     for _ in range(2):
         scores = rewards(prompts=["p"] * 4, completions=["c0", "c1", "c2", "c3"], columns={})
         assert scores.failed.tolist() == [[False, False], [True, False], *2 * [[False, False]]]
+        assert scores.total.tolist() == [2, 2, 4, 5]
     rewards.close()
     with pytest.raises(RewardFailure, match=f"index 1: .*({error.__name__}|StopIteration)"):
         score(raising(way, error), share=0.0)

@@ -49,8 +49,8 @@ class WorkerPool(Generic[W]):
     def map(self, ask: Callable[[W, T], R], tasks: Sequence[T]) -> list[R]:
         """``ask(worker, task)`` of each task, in order.
 
-        The first exception drops the tasks that still wait, and is raised. So is Ctrl-C, which has
-        all workers end, also idle ones: their processes may have been hit by it as well.
+        The first exception drops the tasks that still wait, and is raised. Ctrl-C ends the workers,
+        also one that has just become idle and may have been killed all the same.
         """
         waiting, errors = deque(enumerate(tasks)), deque[BaseException]()
         results: list[Any] = [None] * len(tasks)

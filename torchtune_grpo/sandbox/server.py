@@ -84,9 +84,9 @@ def _end_all(tasks: list[int]) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # also whatever a task has left behind
                 pass
-            # Mostly it dies with its parent, in a namespace always.
+            # Usually what is left dies with its parent, and in a namespace always does.
             if attempt > 2 and os.path.isdir("/proc"):
-                if not (killer := os.fork()):  # for whose memory nobody is forked
+                if not (killer := os.fork()):  # reading /proc must not grow the server's memory
                     _kill_others(os.getppid())
                 os.waitpid(killer, 0)
             time.sleep(0.0005)
