@@ -8,7 +8,6 @@ the cosine of the whole update to that of float32 weights; of what is kept, and 
 bf16 that the model then computes with.
 """
 
-import argparse
 import json
 import math
 
@@ -19,11 +18,11 @@ from torchtune import config
 
 from torchtune_grpo.training.optimizer import MASTER, make_optimizer, optimizer_step
 
-NOISE = 10.0
+STEPS, NOISE = 200, 10.0
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-5, "weight_decay": 0.0}
 ADAMW8 = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-6, "weight_decay": 0.0}
 ROUNDED = ADAMW8 | {"bf16_stochastic_round": True}
-# Way -> the optimizer, the dtype of the weights, and whether make_optimizer makes it.
+# Way -> the optimizer, the dtype of the weights, and whether the package's steps are taken.
 WAYS = {
     "lora": {
         "float32": (ADAMW, torch.float32, False),
@@ -53,23 +52,21 @@ def start(model: str) -> dict[str, Tensor]:
 
 
 def train(
-    before: dict[str, Tensor], node: dict, dtype: torch.dtype, *, ours: bool, steps: int
+    before: dict[str, Tensor], node: dict, dtype: torch.dtype, ours: bool
 ) -> dict[str, Tensor]:
-    """The weights that are kept, after some steps; ``ours`` takes the package's optimizer."""
+    """The weights that are kept, after all steps; ``ours`` takes the package's."""
     weights = [nn.Parameter(value.to(dtype, copy=True)) for value in before.values()]
-    if ours:
-        optimizer = make_optimizer(OmegaConf.create(node), weights)
-    else:
-        optimizer = config.instantiate(OmegaConf.create(node), weights)
+    make = make_optimizer if ours else config.instantiate
+    optimizer = make(OmegaConf.create(node), weights)
     draw = torch.Generator().manual_seed(1)
     directions = [torch.randn(weight.shape, generator=draw) for weight in weights]
-    for _ in range(steps):
+    for _ in range(STEPS):
         for weight, direction in zip(weights, directions, strict=True):
             gradient = direction + NOISE * torch.randn(weight.shape, generator=draw)
             if ours or dtype == torch.bfloat16:
                 gradient = gradient.bfloat16()
             weight.grad = gradient.to(dtype)
-        optimizer_step(optimizer)
+        optimizer_step(optimizer) if ours else optimizer.step()
     kept = [optimizer.state[weight].get(MASTER, weight) for weight in weights]
     return {name: value.detach().float() for name, value in zip(before, kept, strict=True)}
 
@@ -77,22 +74,19 @@ def train(
 def compare(before: Tensor, after: Tensor, exact: Tensor) -> dict[str, float]:
     """Share of weights that changed, and the cosine of the update to that of float32."""
     update, wanted = (after - before).double().flatten(), (exact - before).double().flatten()
-    cosine = torch.nn.functional.cosine_similarity(update, wanted, dim=0)
+    cosine = nn.functional.cosine_similarity(update, wanted, dim=0)
     changed = (update != 0).double().mean()
     return {"changed": round(changed.item(), 3), "cosine": round(cosine.item(), 3)}
 
 
 def main() -> None:
     """All ways, with the same gradients."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
     torch.compiler.set_stance("force_eager")  # torchao compiles its optimizers, for a minute
-    result: dict = {"benchmark": "bf16_updates", "steps": steps}
+    result: dict = {"benchmark": "bf16_updates", "steps": STEPS}
     for model, ways in WAYS.items():
         before, exact = start(model), {}
-        for way, (node, dtype, ours) in ways.items():
-            kept = train(before, node, dtype, ours=ours, steps=steps)
+        for way, how in ways.items():
+            kept = train(before, *how)
             exact = exact or kept
             result.setdefault(model, {})[way] = {
                 name: {

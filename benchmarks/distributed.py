@@ -1,19 +1,16 @@
 """The distributed recipe on one and two CPU ranks: its speed, and the bytes that cross the wire.
 
     python benchmarks/distributed.py time --runs 1x1 1x2 2x1
-    python benchmarks/distributed.py bytes
-    python benchmarks/distributed.py bytes distributed.defer_gradients=always --sharding always
+    python benchmarks/distributed.py bytes --steps 2
 
-``time`` runs ``tune run --nproc_per_node RANKS grpo_full_finetune_distributed`` on
-``tiny_arithmetic_grpo`` for each RANKSxTHREADS of ``--runs`` and each of ``--sharding``, with the
-same global batch, and takes medians from ``metrics.jsonl``, without the first step. ``bytes`` runs
-the same recipe under torchrun and counts the tensors of every collective operation that torch
-dispatches, by the stage of the step that the recipe's own timers name. The checkpoint is made once,
-in ``--work-dir``, by a warm-up of about a minute. Prints one JSON line.
+``time`` runs ``tiny_arithmetic_grpo`` for each RANKSxTHREADS of ``--runs`` and each of
+``--sharding``, with the same global batch, and takes medians from ``metrics.jsonl``, without the
+first step. ``bytes`` counts the tensors of every collective operation that torch dispatches, by the
+stage of the step that the recipe's own timers name. The checkpoint is made once, in ``--work-dir``,
+by a warm-up of about a minute. Prints one JSON line.
 
-Payload: the bytes of the whole tensor, that is of the result of an all-gather, of the input of a
-reduce-scatter, of the one tensor of an all-reduce or broadcast. Sent: what each of n ranks sends
-in a ring, (n - 1)/n of the payload and twice that for an all-reduce.
+Sent is what each of n ranks sends in a ring: (n - 1)/n of the whole tensor (the result of an
+all-gather, the input of a reduce-scatter), and twice that for an all-reduce.
 """
 
 import argparse
@@ -39,13 +36,13 @@ BIN = Path(sys.executable).parent
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Adds up calls and payload of collective operations, by the innermost stage that runs."""
+    """Adds up calls and sent bytes of collective operations, by the innermost stage that runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stages = ["outside"]
-        # stage -> operation -> [calls, payload bytes]
-        self.counts = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+        # stage -> operation -> [calls, bytes sent]
+        self.counts = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
@@ -55,7 +52,7 @@ class CollectiveCounter(TorchDispatchMode):
             if any(word in name for word in MOVES):  # not waits, barriers and wrappers
                 entry = self.counts[self.stages[-1]][name]
                 entry[0] += 1
-                entry[1] += payload(func, args)
+                entry[1] += sent(name, func, args)
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -68,21 +65,17 @@ class CollectiveCounter(TorchDispatchMode):
             self.stages.pop()
 
 
-def payload(func, args) -> int:
-    """Bytes of the larger of an operation's input and output."""
+def sent(name: str, func, args) -> float:
+    """What one rank sends: a ring's share of the larger of an operation's input and output."""
     sizes = [
         sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor))
         for arg in args[:2]
     ]
-    if func.namespace == "_c10d_functional" and "all_gather" in func._opname:
-        return sizes[0] * args[1]  # (input, group size, ...)
-    return max(sizes)
-
-
-def sent(name: str, payload_bytes: int, ranks: int) -> float:
-    """What one rank sends of a payload, in a ring."""
-    reduces = name.replace("_", "").startswith("allreduce")
-    return payload_bytes * (ranks - 1) / ranks * (2 if reduces else 1)
+    whole = max(sizes)
+    if func.namespace == "_c10d_functional" and "all_gather" in name:
+        whole = sizes[0] * args[1]  # (input, group size, ...)
+    ranks = torch.distributed.get_world_size()
+    return whole * (ranks - 1) / ranks * (2 if name.replace("_", "").startswith("allreduce") else 1)
 
 
 def count(folder: Path, overrides: list[str]) -> None:
@@ -111,9 +104,12 @@ def count(folder: Path, overrides: list[str]) -> None:
         (folder / "counts.json").write_text(json.dumps(counter.counts))
 
 
-def settings(args, folder: Path, *, ranks: int, model: str, sharding: str) -> list[str]:
-    """Overrides of the demo's config."""
-    return [
+def launch(args, command: list, *, ranks: int, threads: int, model: str, sharding: str) -> Path:
+    """Runs the demo with a command's launcher; what it prints is shown only if it fails."""
+    folder = args.work_dir / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command += [
         f"output_dir={folder}",
         f"model_dir={args.work_dir / 'tiny_llama'}",
         f"model=torchtune_grpo.models.{MODELS[model]}",
@@ -122,70 +118,46 @@ def settings(args, folder: Path, *, ranks: int, model: str, sharding: str) -> li
         f"num_steps={args.steps}",
         "loss.kl_coeff=0.04",  # so that there is a reference pass
         "eval_dataset=null",
-        "evaluation.every_n_steps=null",
         *args.overrides,
     ]
-
-
-def launch(args, folder: Path, command: list, *, threads: int = 1) -> None:
-    """Runs a command; what it prints is shown only if it fails."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
-        list(map(str, command)),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(done.stdout[-4000:])
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+    return folder
 
 
-def measure_time(args) -> dict:
-    """Medians over steps, by model, sharding, ranks and threads."""
+def measure_time(args, model: str, sharding: str) -> dict:
+    """Medians over steps, by ranks and threads."""
     results = {}
-    for model in args.models:
-        for run in args.runs:
-            ranks, threads = map(int, run.split("x"))
-            for sharding in args.sharding if ranks > 1 else ["never"]:
-                folder = args.work_dir / "run"
-                overrides = settings(args, folder, ranks=ranks, model=model, sharding=sharding)
-                tune = [BIN / "tune", "run", "--nproc_per_node", ranks, RECIPE]
-                launch(args, folder, [*tune, "--config", CONFIG, *overrides], threads=threads)
-                lines = (folder / "metrics.jsonl").read_text().splitlines()
-                steps = [json.loads(line) for line in lines][1:]
-                names = [name for name in steps[0] if name.startswith("time/")]
-                names = [name for name in names if name.count("/") == 1]
-                names += ["step_time", "tokens_per_second"]
-                entry = {n: round(statistics.median(s[n] for s in steps), 3) for n in names}
-                results[f"{model}, {sharding}, {run}"] = entry
-                print(model, sharding, run, entry, file=sys.stderr, flush=True)
+    for run in args.runs:
+        ranks, threads = map(int, run.split("x"))
+        if ranks == 1 and sharding != args.sharding[0]:
+            continue  # one rank shards nothing
+        tune = [BIN / "tune", "run", "--nproc_per_node", ranks, RECIPE, "--config", CONFIG]
+        how = dict(ranks=ranks, threads=threads, model=model, sharding=sharding)
+        lines = (launch(args, tune, **how) / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines][1:]
+        names = [name for name in steps[0] if name.startswith("time/") and name.count("/") == 1]
+        names += ["step_time", "tokens_per_second"]
+        results[run] = {n: round(statistics.median(s[n] for s in steps), 3) for n in names}
     return results
 
 
-def measure_bytes(args) -> dict:
+def measure_bytes(args, model: str, sharding: str) -> dict:
     """Calls and bytes of each stage a step, and of what lies outside steps."""
+    torchrun = [BIN / "torchrun", "--standalone", "--nproc_per_node", 2, __file__]
+    torchrun += ["count", args.work_dir / "run"]
+    folder = launch(args, torchrun, ranks=2, threads=1, model=model, sharding=sharding)
     results = {}
-    for model in args.models:
-        for sharding in args.sharding:
-            folder = args.work_dir / "run"
-            overrides = settings(args, folder, ranks=2, model=model, sharding=sharding)
-            torchrun = [BIN / "torchrun", "--standalone", "--nproc_per_node", 2, __file__]
-            launch(args, folder, [*torchrun, "count", folder, *overrides])
-            entry = {}
-            for stage, operations in json.loads((folder / "counts.json").read_text()).items():
-                steps = 1 if stage == "outside" else args.steps  # setup and saving: once
-                entry[stage] = {
-                    "sent": round(sum(sent(n, b, 2) for n, (_, b) in operations.items()) / steps),
-                    "operations": {
-                        name: {"calls": calls / steps, "payload": round(total / steps)}
-                        for name, (calls, total) in operations.items()
-                    },
-                }
-            results[f"{model}, {sharding}"] = entry
-            print(model, sharding, entry, file=sys.stderr, flush=True)
+    for stage, operations in json.loads((folder / "counts.json").read_text()).items():
+        steps = 1 if stage == "outside" else args.steps  # setup and saving: once
+        results[stage] = {
+            "sent": round(sum(size for _, size in operations.values()) / steps),
+            "calls": {name: calls / steps for name, (calls, _) in operations.items()},
+        }
     return results
 
 
@@ -204,7 +176,12 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("/tmp/distributed_benchmark"))
     args = parser.parse_args()
     args.work_dir = args.work_dir.resolve()
-    results = {"time": measure_time, "bytes": measure_bytes}[args.benchmark](args)
+    measure = {"time": measure_time, "bytes": measure_bytes}[args.benchmark]
+    results = {
+        f"{model}, {sharding}": measure(args, model, sharding)
+        for model in args.models
+        for sharding in args.sharding
+    }
     name = {"benchmark": f"distributed {args.benchmark}", "torch": torch.__version__}
     print(json.dumps({**name, "settings": {**vars(args), "work_dir": ""}, "results": results}))
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -57,7 +57,7 @@ def varlen_attention(
         call, takes_gqa = _varlen_attn()
         options: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
         if not takes_gqa:
-            k, v = (_for_each_head(x, q.shape[1], dim=1) for x in (k, v))
+            k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
         longest = max(spans.queries), max(spans.keys)
         ends = spans.query_ends, spans.key_ends
         return call(q, k, v, *ends, *longest, window_size=(-1, 0), **options)
@@ -95,29 +95,16 @@ def _varlen_attn() -> tuple[Any, bool]:
 
 
 def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float) -> Tensor:
-    heads = q.shape[1]
-    longest: dict[int, int] = {}  # by the number of keys before the first query
-    for n, m in zip(spans.queries, spans.keys, strict=True):
-        longest[m - n] = max(n, longest.get(m - n, 0))
-    masks = {before: _causal_mask(n, before, like=q) for before, n in longest.items() if before}
     out = []
     # cuDNN makes a plan for each new shape, and here nearly all are new: up to a second each.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
         parts = (_split(q, spans.queries), _split(k, spans.keys), _split(v, spans.keys))
         for q_i, k_i, v_i in zip(*parts, strict=True):
             n, m = q_i.shape[2], k_i.shape[2]
-            out.append(
-                F.scaled_dot_product_attention(
-                    q_i,
-                    _for_each_head(k_i, heads, dim=1),
-                    _for_each_head(v_i, heads, dim=1),
-                    attn_mask=masks[m - n][:n, :m] if m > n > 1 else None,
-                    dropout_p=dropout,
-                    is_causal=m == n,
-                )
-                if n
-                else q_i
-            )
+            k_i, v_i = (_for_each_head(x, q.shape[1]) for x in (k_i, v_i))
+            mask = _causal_mask(n, m, like=q) if m > n > 1 else None
+            attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=m == n)
+            out.append(attend(q_i, k_i, v_i, attn_mask=mask) if n else q_i)
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
@@ -126,18 +113,16 @@ def _split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     return x.transpose(0, 1)[None].split(list(counts), dim=2)
 
 
-def _for_each_head(x: Tensor, heads: int, *, dim: int) -> Tensor:
-    count = heads // x.shape[dim]
-    return x if count == 1 else x.repeat_interleave(count, dim=dim)
+def _for_each_head(x: Tensor, heads: int) -> Tensor:
+    """Copy keys or values [_, kv_heads, ...] for the heads that share them: [_, heads, ...]."""
+    count = heads // x.shape[1]
+    return x if count == 1 else x.repeat_interleave(count, dim=1)
 
 
-def _causal_mask(queries: int, before: int, *, like: Tensor) -> Tensor:
-    """The scores' mask [queries, before + queries], 0 or -inf, of queries behind ``before`` keys.
-
-    Any ``[:n, :before + n]`` of it is the mask of n queries, and as well aligned.
-    """
-    mask = like.new_full((queries, aligned(before + queries)), -torch.inf).triu_(before + 1)
-    return mask[:, : before + queries]
+def _causal_mask(queries: int, keys: int, *, like: Tensor) -> Tensor:
+    """The scores' mask [queries, keys], 0 or -inf, where the last query sees all keys."""
+    mask = like.new_full((queries, aligned(keys)), -torch.inf).triu_(keys - queries + 1)
+    return mask[:, :keys]
 
 
 def aligned(width: int) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training, utils
 
-from torchtune_grpo.machine.parallel import ranks_per_node, sum_over_ranks
+from torchtune_grpo.machine.parallel import sum_over_ranks
 
 _NF4_BITS = 4.5  # with the scales of its blocks
 # Below this many parameters a second thread gains next to nothing, and waits: beside another busy
@@ -30,7 +30,7 @@ MAPPED_BYTES = 2**20
 
 
 def find_device(name: str) -> torch.device:
-    """torchtune's ``get_device``, which however takes the CPU where there is no GPU.
+    """torchtune's ``get_device``, but without a GPU ``cuda`` is an error and not the CPU.
 
     Under torchrun, ``cuda`` is the GPU of this rank's number on its machine.
     """
@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // ranks_per_node()
+                return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     except OSError:
         pass
     return 1 << 60

@@ -96,7 +96,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + the signal that ended the run, as shells and schedulers know it."""
+        """0, or 128 + the signal that ended the run."""
         return 128 + self.signal if self.signal and self._ended else 0
 
     @contextmanager

@@ -63,11 +63,6 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def ranks_per_node() -> int:
-    """Ranks that share this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def on_first_rank(function: Callable[..., T], *args: Any) -> T:
     """Call a function on the first rank, while the others wait; all get its result.
 
@@ -175,14 +170,13 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
     """Shard a model, whole and with the same weights on every rank, layer by layer with FSDP2."""
     if settings.cpu_offload and device.type == "cpu":
         raise ValueError("distributed.cpu_offload=True: works with device=cuda; set it to false.")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, NF4Tensor) and parameter.numel() // _NF4_BLOCK % world_size():
-            name = name.replace("_checkpoint_wrapped_module.", "")
-            raise ValueError(
-                f"distributed.sharding: {name} is in 4 bits, in {parameter.numel() // _NF4_BLOCK} "
-                f"blocks, which {world_size()} ranks cannot share; set it to never, "
-                "model.quantize_base to false, or take another number of ranks."
-            )
+    nf4 = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
+    if any(p.numel() // _NF4_BLOCK % world_size() for p in nf4):
+        raise ValueError(
+            f"distributed.sharding: {world_size()} ranks cannot share the model's weights in 4 "
+            "bits; set it to never, or model.quantize_base to false, or take another number of "
+            "ranks."
+        )
     mesh = init_device_mesh(device.type, (world_size(),))
     policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in model.layers:

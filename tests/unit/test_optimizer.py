@@ -1,21 +1,35 @@
-"""Steps that bf16 would round away: float32 adapters, float32 masters, random rounding."""
+"""Optimizer steps that bf16 would round away, that are not finite, or whose rate would be 0."""
+
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
 from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params
 from torchtune.training import set_default_dtype
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+from trajectories import make_groups
 
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
-from torchtune_grpo.machine.parallel import random_states, restore_random_state
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.models import PlainBiasDoRALinear, widen_adapters
-from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step, round_at_random
+from torchtune_grpo.training.optimizer import (
+    NonFiniteError,
+    NonFiniteGuard,
+    make_lr_scheduler,
+    make_optimizer,
+    optimizer_step,
+    round_at_random,
+    total_grad_norm,
+)
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 1e-6, "weight_decay": 0.0}
 ADAMW8 = ADAMW | {"_component_": "torchao.optim.AdamW8bit"}
-ROUNDED = {"bf16_stochastic_round": True}
+ROUNDED = ADAMW8 | {"bf16_stochastic_round": True}
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +89,9 @@ def test_a_resumed_optimizer_continues_to_the_last_bit(node):
     for value, want, early in zip(again, whole, half, strict=True):
         assert value.equal(want)
         assert not value.equal(early) or value[0].max() == 1  # scales have no neighbour in reach
-    exact = trained(node, steps=8, resumed=(half, {"state": {}, **groups_of(optimizer)}), done=5)
-    assert not exact[0][0].equal(whole[0])  # without the states it would not
-
-
-def groups_of(optimizer: torch.optim.Optimizer) -> dict:
-    return {"param_groups": optimizer.state_dict()["param_groups"]}
+    stateless = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    other, _ = trained(node, steps=8, resumed=(half, stateless), done=5)
+    assert not other[0].equal(whole[0])
 
 
 def test_random_rounding_keeps_the_mean_and_takes_one_of_the_neighbours():
@@ -99,10 +110,10 @@ def test_random_rounding_keeps_the_mean_and_takes_one_of_the_neighbours():
 
 def test_ranks_round_alike_and_leave_the_global_generator_alone():
     torch.manual_seed(1)
-    one, _ = trained(ADAMW8 | ROUNDED, steps=3)
+    one, _ = trained(ROUNDED, steps=3)
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    other, _ = trained(ADAMW8 | ROUNDED, steps=3)
+    other, _ = trained(ROUNDED, steps=3)
     assert all(a.equal(b) for a, b in zip(one, other, strict=True))
     assert torch.get_rng_state().equal(state)
 
@@ -111,7 +122,7 @@ def test_noise_is_new_in_each_step():
     """Or a weight would be rounded up always, or never."""
     weight = nn.Parameter(torch.full((4096,), 0.02).bfloat16())
     before = weight.detach().clone()
-    optimizer = make_optimizer(OmegaConf.create({**ADAMW8, **ROUNDED, "lr": 3e-5}), [weight])
+    optimizer = make_optimizer(OmegaConf.create({**ROUNDED, "lr": 3e-5}), [weight])
     moved = []
     for _ in range(2):
         weight.data.copy_(before)
@@ -153,27 +164,101 @@ def test_an_adapter_in_float32_is_the_same_function_and_takes_small_steps(kind, 
     torch.testing.assert_close(out.float(), exact(x.float()), atol=0.05, rtol=0.02)
 
 
-class Device:
-    """What torch asks of a device's module, with a generator of the CPU's."""
+def rates(*changes: str) -> list[float]:
+    """Of all optimizer steps of a run."""
+    cfg = read_config(load_config("tiny_arithmetic_grpo", ["num_steps=6", *changes]))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_lr_scheduler(cfg, optimizer)
+    seen = []
+    for _ in range(cfg.num_steps * cfg.ppo_epochs):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return seen
 
-    generator = torch.Generator()
 
-    def get_rng_state(self, device):
-        return self.generator.get_state()
-
-    def set_rng_state(self, state, device):
-        self.generator.set_state(state)
+def cosine(steps: int) -> list[float]:
+    return [0.5 + 0.5 * torch.tensor(k * torch.pi / steps).cos().item() for k in range(steps)]
 
 
-def test_the_devices_generator_is_saved_and_restored(monkeypatch):
-    """Dropout on a GPU draws from it; here a device that torch is told of stands for one."""
-    device, module = torch.device("privateuseone"), Device()
-    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
-    states = random_states(device)
-    drawn = torch.rand(3), torch.rand(3, generator=module.generator)
-    restore_random_state(states, torch.device("cpu"))
-    assert torch.rand(3).equal(drawn[0])
-    assert not torch.rand(3, generator=module.generator).equal(drawn[1])
-    restore_random_state(states, device)
-    assert torch.rand(3, generator=module.generator).equal(drawn[1])
-    restore_random_state(random_states(torch.device("cpu")), device)  # a run that began elsewhere
+def test_every_step_has_a_learning_rate_above_0():
+    """Warm-up of 2 in 6 steps: 1/2, 2/2, then half a cosine of 5 steps, without its 0."""
+    assert rates("lr_scheduler.num_warmup_steps=2") == pytest.approx([0.5, *cosine(5)])
+    assert len(rates("ppo_epochs=3")) == 18 and min(rates("ppo_epochs=3")) > 0
+    assert rates("lr_scheduler.num_warmup_steps=0") == pytest.approx(cosine(6))  # as it is
+    assert rates("lr_scheduler=null") == [1.0] * 6
+
+
+def decide(guard: NonFiniteGuard, *, loss: float = 0.5, grad: float = 1.0, step: int = 1) -> bool:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[0.0, grad]])
+    trajectory = make_groups([2], [3, 1])
+    trajectory.completions.extend(["c", "d"])
+    trajectory.columns["answer"] = ["1", "1"]
+    return guard.allows_step(
+        loss=torch.tensor(loss),
+        grad_norm=total_grad_norm(model.parameters()),
+        model=model,
+        trajectory=trajectory,
+        step=step,
+    )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("what", ["loss", "grad"])
+def test_a_step_that_is_not_finite_is_refused_and_the_batch_kept(tmp_path, what, bad):
+    guard = NonFiniteGuard(tmp_path)
+    assert decide(guard) and not (tmp_path / "nonfinite").exists()
+    assert not decide(guard, **{what: bad}, step=7)
+    record = torch.load(tmp_path / "nonfinite/step_000007_1.pt", weights_only=True)
+    assert record["parameters"] == (["weight"] if what == "grad" else [])
+    assert record["completions"] == ["c", "d"] and record["columns"] == {"answer": ["1", "1"]}
+    assert record["step"] == 7
+    assert record["tokens"].equal(make_groups([2], [3, 1]).tokens)
+    assert str(record["loss" if what == "loss" else "grad_norm"]) in ("nan", "inf", "-inf")
+    assert guard.skipped == 1
+
+
+def test_three_in_a_row_stop_the_run_also_across_a_restart(tmp_path):
+    guard = NonFiniteGuard(tmp_path)
+    losses = (torch.nan, torch.nan, 1.0, torch.nan)
+    assert [decide(guard, loss=loss) for loss in losses] == [False, False, True, False]
+    assert not decide(guard, grad=torch.inf)
+    resumed = NonFiniteGuard(tmp_path)
+    resumed.load_state_dict(guard.state_dict())
+    with pytest.raises(NonFiniteError, match="3 in a row, and the run stops"):
+        decide(resumed, grad=torch.inf)
+    assert resumed.skipped == 5
+    assert len(list((tmp_path / "nonfinite").iterdir())) == 5  # none is overwritten
+
+
+def test_the_norm_is_that_of_clipping():
+    model = nn.Linear(3, 2)
+    assert total_grad_norm(model.parameters()) == 0
+    model(torch.ones(1, 3)).square().sum().backward()
+    norm = total_grad_norm(model.parameters())
+    assert norm == nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def _rank(rank: int, folder: str, answers) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    guard = NonFiniteGuard(Path(folder))
+    losses = [1.0, torch.nan if rank == 1 else 1.0, 1.0]
+    answers.put((rank, [decide(guard, loss=loss, step=s) for s, loss in enumerate(losses)]))
+    dist.destroy_process_group()
+
+
+def test_all_ranks_decide_alike(tmp_path):
+    """Only rank 1 sees the NaN; if rank 0 stepped, their weights would differ from then on."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), answers)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    decisions = dict(answers.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    assert decisions == {0: [True, False, True], 1: [True, False, True]}
+    names = sorted(path.name for path in (tmp_path / "nonfinite").iterdir())
+    assert names == ["step_000001_1_rank_0.pt", "step_000001_1_rank_1.pt"]

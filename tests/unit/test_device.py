@@ -1,0 +1,144 @@
+"""A rank's memory, threads and random states, and what it makes of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from policies import LORA, SHAPE
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtune.models.llama3 import lora_llama3
+from torchtune.models.llama3_2 import llama3_2
+
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.keys import DistributedConfig
+from torchtune_grpo.machine import device
+from torchtune_grpo.machine.parallel import random_states, restore_random_state, shard
+from torchtune_grpo.rollout import NativeEngine, RolloutConfig
+from torchtune_grpo.training import policy
+from torchtune_grpo.training.policy import should_shard
+
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(2)
+    yield monkeypatch
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "variable, parameters, threads",
+    [
+        (None, device.MANY_PARAMETERS - 1, 1),
+        (None, device.MANY_PARAMETERS, 2),
+        ("OMP_NUM_THREADS", 1, 2),
+        ("MKL_NUM_THREADS", 1, 2),
+    ],
+)
+def test_a_tiny_model_gets_one_thread_unless_the_user_has_chosen(
+    two_threads, variable, parameters, threads
+):
+    if variable:
+        two_threads.setenv(variable, "2")
+    device.limit_threads(nn.Linear(parameters, 1, bias=False, device="meta"))
+    assert torch.get_num_threads() == threads
+
+
+def test_weight_bytes_of_plain_and_quantized_models():
+    plain = llama3_2(**SHAPE).bfloat16()
+    assert device.weight_bytes(plain) == 2 * sum(p.numel() for p in plain.parameters())
+    shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
+    with torch.device("meta"):
+        quantized = lora_llama3(**LORA, **shape, quantize_base=True)
+    base = 2 * 7 * 128 * 128  # two layers of seven matrices
+    rest = sum(p.numel() for p in quantized.parameters()) - base
+    assert device.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch):
+    alone = device.free_bytes(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert device.free_bytes(CPU) == pytest.approx(alone / 4, rel=0.3)
+
+
+@pytest.mark.parametrize(("gigabytes", "sharded"), [(5.2, False), (4.8, True)])
+def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sharded):
+    """Llama 3.2 1B and its adapters take 2.5 GB in bf16, twice of which has to be free."""
+    monkeypatch.setattr(device, "free_bytes", lambda device: int(gigabytes * 1e9))
+
+    def shards(name: str, sharding: str = "auto") -> bool:
+        cfg = OmegaConf.load(CONFIGS / f"{name}.yaml")
+        cfg.distributed = {"sharding": sharding}
+        return should_shard(read_config(cfg), device=CPU)
+
+    assert not shards("llama3_2_1B_full_grpo", "always")  # one rank alone
+    monkeypatch.setattr(policy, "world_size", lambda: 2)
+    assert shards("llama3_2_1B_lora_grpo") == sharded
+    assert not shards("llama3_2_1B_lora_grpo", "never")
+    assert shards("llama3_2_1B_full_grpo")
+
+
+@pytest.fixture
+def four_ranks():
+    """This process is the first of four; the others do not exist, and collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("free_here", "free_there", "by_layer"), [(1, 9, True), (9, 1, False)])
+def test_what_is_gathered_has_to_fit_the_device_that_computes(
+    monkeypatch, four_ranks, free_here, free_there, by_layer
+):
+    """With distributed.cpu_offload the parameters are in the host's memory: there."""
+    model = llama3_2(**SHAPE)
+    size = device.weight_bytes(model)
+    settings = RolloutConfig(cuda_graphs="never")
+    engine = NativeEngine(model, settings, device=torch.device("cuda"))
+    shard(model, DistributedConfig(), device=CPU)
+    free = {"cuda": free_here * size, "cpu": free_there * size}
+    monkeypatch.setattr(device, "free_bytes", lambda device: free[device.type])
+    assert engine._by_layer == by_layer
+
+
+def test_what_cannot_be_sharded_is_refused(four_ranks):
+    shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
+    model = lora_llama3(**LORA, **shape, quantize_base=True)
+    with pytest.raises(ValueError, match="^distributed.sharding: 4 ranks cannot share"):
+        shard(model, DistributedConfig(), device=CPU)
+    with pytest.raises(ValueError, match="^distributed.cpu_offload=True: works with device"):
+        shard(model, DistributedConfig(cpu_offload=True), device=CPU)
+
+
+class Device:
+    """What torch asks of a device's module, with a generator of the CPU's."""
+
+    generator = torch.Generator()
+
+    def get_rng_state(self, device):
+        return self.generator.get_state()
+
+    def set_rng_state(self, state, device):
+        self.generator.set_state(state)
+
+
+def test_the_devices_generator_is_saved_and_restored(monkeypatch):
+    """Dropout on a GPU draws from it; here a device that torch is told of stands for one."""
+    here, module = torch.device("privateuseone"), Device()
+    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
+    states = random_states(here)
+    drawn = torch.rand(3), torch.rand(3, generator=module.generator)
+    restore_random_state(states, CPU)
+    assert torch.rand(3).equal(drawn[0])
+    assert not torch.rand(3, generator=module.generator).equal(drawn[1])
+    restore_random_state(states, here)
+    assert torch.rand(3, generator=module.generator).equal(drawn[1])
+    restore_random_state(random_states(CPU), here)  # a run that began elsewhere
