@@ -95,42 +95,6 @@ def sum_over_ranks(value: int) -> int:
     return sum(gather_over_ranks(value))
 
 
-class Bulletin:
-    """Lines that ranks post and all can read, whatever else they are in.
-
-    Use :meth:`of_all_ranks`, on every rank alike.
-    """
-
-    _made = 0
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._key = f"torchtune_grpo/bulletin_{Bulletin._made}"
-
-    @classmethod
-    def of_all_ranks(cls) -> Bulletin | None:
-        """A new one; None in a world of one."""
-        if not _is_distributed():
-            return None
-        cls._made += 1
-        store: Any = dist.distributed_c10d._get_default_store()
-        return cls(store.clone())  # a connection of its own: the other may wait for something
-
-    def post(self, line: str) -> None:
-        """Shows it to all."""
-        self._store.append(self._key, f"{line}\n")
-
-    def read(self) -> list[str]:
-        """What was posted so far; does not wait."""
-        if not self._store.check([self._key]):
-            return []
-        return str(self._store.get(self._key).decode()).splitlines()
-
-    def clear(self) -> None:
-        """Takes all lines down."""
-        self._store.delete_key(self._key)
-
-
 def broadcast_trained_parameters(model: nn.Module) -> None:
     """Give every rank the first one's trained parameters: fresh adapters are random."""
     if _is_distributed():
