@@ -33,6 +33,7 @@ from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy_checks import check_prompts
 
 log = utils.get_logger("INFO")
+RLDATASET = "torchtune_grpo.data.RLDataset"
 
 
 class GRPO:
@@ -85,13 +86,12 @@ class GRPO:
 
     def _set_data(self, key: str, data: Any) -> None:
         """Names a source in the config, or keeps rows that are in memory."""
-        node = self.config.get(key)
-        if node is None or node._component_ != "torchtune_grpo.data.RLDataset":
-            self.config[key] = node = DictConfig({"_component_": "torchtune_grpo.data.RLDataset"})
+        if OmegaConf.select(self.config, f"{key}._component_") != RLDATASET:
+            self.config[key] = {"_component_": RLDATASET}
         if isinstance(data, Mapping):
-            self.config[key] = DictConfig(_plain(data))
+            self.config[key] = _plain(data)
         elif isinstance(data, (str, Path)):
-            node.source = str(data)
+            self.config[key].source = str(data)
         else:
             self._rows[key] = data
 

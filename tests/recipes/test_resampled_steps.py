@@ -111,7 +111,7 @@ def test_steps_take_as_many_prompts_as_they_need(tmp_path):
 
 @pytest.mark.parametrize(
     ("reward", "said"),
-    [("raises", "failed on 16 of 16 completions"), ("wrong", "returned str")],
+    [("raises", "failed on 8 of 8 completions"), ("wrong", "returned str")],
 )
 def test_a_broken_reward_ends_a_run_on_all_ranks(tmp_path, reward, said):
     changes = settings(tmp_path / "work", {}, "dynamic_sampling.max_resamples=1", "batch_size=1")
