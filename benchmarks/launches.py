@@ -56,11 +56,10 @@ from fake_cuda import CUDA, backward, fake_cuda, on_cuda  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.models import widen_adapters
 from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
-from torchtune_grpo.rollout.buffers import Buffers
+from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.graphs import StepGraphs
-from torchtune_grpo.rollout.native import GroupRollout
+from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
 from torchtune_grpo.training import (
     MicroBatch,
     attend_in_segments,
@@ -187,14 +186,14 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
     for name, graphs in (("eager", None), ("captured", StepGraphs(lambda step: step))):
         cache, buffers = GroupCache(decoder.cache_shape), Buffers(CUDA)
         rollout = GroupRollout(decoder, cache, buffers, request, max_rows=rows, graphs=graphs)
-        counts["prefill"] = counted(rollout._turn_over)
-        rollout._decode()  # what a step does the first time only
-        counts[f"decode_{name}"] = counted(rollout._decode)
+        counts["prefill"] = counted(rollout.replace_ended)
+        rollout.decode()  # what a step does the first time only
+        counts[f"decode_{name}"] = counted(rollout.decode)
     logits = torch.empty(rows, decoder.vocab, device=CUDA)
-    at = rollout._at
+    at = rollout.layout
 
     def sample() -> None:
-        rollout._said.sample(logits, rows=at.rows, last=at.last, places=slice(rows))
+        rollout.transcript.sample(logits, rows=at.rows, last=at.last, places=slice(rows))
         at.advance()
 
     return counts | {"sampling": counted(sample)}

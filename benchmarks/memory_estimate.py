@@ -68,12 +68,11 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.models import widen_adapters
 from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
-from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.batch import PREFILL_TOKENS
+from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.engine import _SHARE
-from torchtune_grpo.rollout.graphs import StepGraphs
-from torchtune_grpo.rollout.layout import coarse, padded_rows
-from torchtune_grpo.rollout.native import PREFILL_TOKENS
+from torchtune_grpo.rollout.engine import MEMORY_SHARE
+from torchtune_grpo.rollout.graphs import StepGraphs, coarse
 from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
@@ -209,10 +208,10 @@ def rollout_bytes(
     size = decoder.dtype.itemsize
     beside = 0  # A and B of adapters that are not merged, B with blocks on its diagonal
     for linear in decoder.linears():
-        if sum(linear._ranks):
+        if sum(linear.ranks):
             inputs = next(m.lora_a.in_features for m in linear._modules if hasattr(m, "lora_a"))
-            beside += sum(linear._ranks) * (sum(linear.sizes) + inputs) * size
-    engine._budget = int(min(_SHARE * (free - copies - beside), 2**60))
+            beside += sum(linear.ranks) * (sum(linear.sizes) + inputs) * size
+    engine._budget = int(min(MEMORY_SHARE * (free - copies - beside), 2**60))
     requests = {"rows": request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)}
     if cuda and cfg.eval_dataset is not None:
         prompts = cfg.eval_dataset.get("num_samples") or 256

@@ -20,7 +20,6 @@ tokens (a function of its first token). Prints one JSON line.
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -46,7 +45,7 @@ from torchtune_grpo.rollout import (
     TorchtuneEngine,
     row_keys,
 )
-from torchtune_grpo.rollout.native import GroupRollout
+from torchtune_grpo.rollout.batch import GroupRollout
 
 SHAPE_S = dict(
     vocab_size=32_768,
@@ -96,10 +95,10 @@ def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
 
 def roll_out_planned(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
     """Rolls out with planned ends, and counts the tokens."""
-    with torch.no_grad(), engine._current_weights() as (decoder, cache):
+    with torch.no_grad(), engine.current_weights() as (decoder, cache):
         rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=max_rows)
-        rollout._said._stop_strings = PlannedEnd(request.params.max_generated_tokens)
-        samples = rollout.run(end=math.inf)
+        rollout.transcript._stop_strings = PlannedEnd(request.params.max_generated_tokens)
+        samples = rollout.run(lambda: False)
     return int(samples.lengths.sum())
 
 

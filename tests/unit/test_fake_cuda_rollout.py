@@ -12,11 +12,16 @@ from torchtune import training
 from torchtune.models.llama3 import lora_llama3
 
 from torchtune_grpo.models import widen_adapters
-from torchtune_grpo.rollout import NativeEngine, RolloutConfig, RolloutRequest, SamplingParams
+from torchtune_grpo.rollout import (
+    NativeEngine,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingParams,
+    row_keys,
+)
+from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.graphs import StepGraphs
-from torchtune_grpo.rollout.native import GroupRollout
-from torchtune_grpo.rollout.noise import row_keys
 
 KINDS = ("llama", "untied", "qwen", "lora", "dora", "lora_output", "qlora")
 PARAMS = {
@@ -59,22 +64,17 @@ def roll_out(kind: str, *, graphs: StepGraphs | None = None, merge: str = "auto"
         stop_tokens=[3, 4],
         keys=row_keys(seed=0, step=0, prompt_indices=range(3), group_size=4),
     )
-    with fake_cuda(), engine._current_weights() as (decoder, cache):
+    with fake_cuda(), engine.current_weights() as (decoder, cache):
         rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=8, graphs=graphs)
-        assert rollout._turn_over()
+        assert rollout.replace_ended()
         for _ in range(GroupCache.BLOCK + 1):  # the cache grows
-            rollout._decode()
-        for row in list(rollout._live)[:2]:  # two rows have ended, and others come
-            prompt = row // 4
-            place = rollout._live.index(row)
-            del rollout._counts[row]
-            rollout._live[place] = rollout._next_rows(1)[0]
-            assert prompt in rollout._slot
-        rollout._lay_out()
-        rollout._start(rollout._live[:2])
+            rollout.decode()
+        rollout.live[:2] = rollout._next_rows(2)  # two rows have ended, and others come
+        rollout.layout.update(rollout.live)
+        rollout._start(rollout.live[:2])
         with Operations() as operations:
-            rollout._decode()
-        samples = rollout._said.samples(lengths=[4] * 12, truncated=[True] * 12)
+            rollout.decode()
+        samples = rollout.transcript.samples(lengths=[4] * 12, truncated=[True] * 12)
     tensors = (*decoder.tensors(), *cache.tensors(), *engine._buffers.tensors())
     assert {x.device for x in tensors} == {samples.responses.device} == {CUDA}
     assert samples.sampler_logprobs.dtype == torch.float32
@@ -96,7 +96,7 @@ def test_every_way_of_sampling_runs_on_the_gpu(params):
 def test_merged_and_recorded_steps_run_on_the_gpu(merge):
     roll_out("lora", merge=merge)
     graphs = StepGraphs(lambda step: step)
-    graphs.reads = lambda tensors: None  # fake tensors have no addresses
+    graphs.drop_unless_at = lambda tensors: None  # fake tensors have no addresses
     roll_out("lora", merge=merge, graphs=graphs)
 
 

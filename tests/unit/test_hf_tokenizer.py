@@ -17,7 +17,7 @@ from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.models import hf_tokenizer
-from torchtune_grpo.rollout.text import decode_tokens
+from torchtune_grpo.rollout import decode_tokens
 
 DATE = {"date_string": "26 Jul 2024"}
 CASES = [

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policies import SHAPE, VOCAB, build_policy, full_logprobs
+from policies import LORA, SHAPE, VOCAB, build_policy, full_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.gemma import gemma
@@ -21,6 +21,7 @@ from torchtune.models.llama3 import lora_llama3
 from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.mistral import mistral
 from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import lora_qwen2
 
 from torchtune_grpo.rollout import (
     NativeEngine,
@@ -29,18 +30,32 @@ from torchtune_grpo.rollout import (
     Sampler,
     SamplingParams,
     TorchtuneEngine,
+    batch,
     filter_logits,
     make_engine,
     row_keys,
     unsupported_reason,
 )
-from torchtune_grpo.rollout import native as _native
+from torchtune_grpo.rollout import (
+    engine as engines,
+)
 from torchtune_grpo.rollout.cache import GroupCache
-from torchtune_grpo.rollout.graphs import StepGraphs
+from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
+from torchtune_grpo.rollout.sampling import uniforms
 
 STOP = 7
+CPU = torch.device("cpu")
 POLICIES = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
-FAMILIES = {"llama2": llama2, "llama3_1": llama3_1, "mistral": mistral, "phi3": phi3}
+HEAD = {**SHAPE, "head_dim": 16}
+FAMILIES = {
+    "llama2": lambda: llama2(**SHAPE),
+    "llama3_1": lambda: llama3_1(**SHAPE),
+    "mistral": lambda: mistral(**SHAPE),
+    "phi3": lambda: phi3(**SHAPE),
+    "gemma": lambda: gemma(**HEAD),
+    "gemma2": lambda: gemma2(**HEAD),
+    "dora_with_biases": lambda: lora_qwen2(**LORA, **SHAPE, use_dora=True),
+}
 ENGINES = {
     "one_row": lambda model: native(model, max_rows=1),
     "few_rows": lambda model: native(model, max_rows=3, merge_adapters="never"),
@@ -61,15 +76,12 @@ def random_prompts(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
 
 def build_family(name: str):
     torch.manual_seed(0)
-    if name == "gemma":
-        model = gemma(**SHAPE, head_dim=16)
-    elif name == "gemma2":
-        model = gemma2(**SHAPE, head_dim=16)
-    else:
-        model = FAMILIES[name](**SHAPE)
-    for parameter in model.parameters():
+    model = FAMILIES[name]()
+    for key, parameter in model.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=1.4 * parameter.shape[-1] ** -0.5)
+        elif "magnitude" in key or "bias" in key:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model.eval()
 
 
@@ -125,7 +137,7 @@ def greedy_case(kind: str):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", [*POLICIES, *FAMILIES, "gemma"])
+@pytest.mark.parametrize("kind", [*POLICIES, *sorted(FAMILIES.keys() - {"gemma2"})])
 @torch.no_grad()
 def test_greedy_equals_full_forward(kind, engine):
     model, prompts, expected = greedy_case(kind)
@@ -144,17 +156,16 @@ def test_reported_logprobs_equal_recomputed_ones(temperature, engine):
     samples = sample(
         ENGINES[engine](model), prompts, group_size=3, temperature=temperature, top_k=5, min_p=0.05
     )
+    close = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=0)
     for row, response in enumerate(responses(samples)):
-        start = len(prompts[row // 3])
+        start, length = len(prompts[row // 3]), len(response)
         tokens = torch.tensor(prompts[row // 3] + response)
         expected = full_logprobs(model, tokens, temperature)[start - 1 :]
-        got = samples.sampler_logprobs[row, : len(response)].double()
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+        close(samples.sampler_logprobs[row, :length].double(), expected)
         logits = model(tokens[None])[0, start - 1 : -1] / temperature
         behaviour = filter_logits(logits, top_k=5, min_p=0.05).log_softmax(-1)
-        expected = behaviour.gather(-1, torch.tensor(response)[:, None])[:, 0]
-        got = samples.behaviour_logprobs[row, : len(response)]
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+        expected = behaviour.gather(-1, tokens[start:, None])[:, 0]
+        close(samples.behaviour_logprobs[row, :length], expected)
     plain = sample(ENGINES[engine](model), prompts, temperature=temperature)
     assert torch.equal(plain.sampler_logprobs, plain.behaviour_logprobs)
 
@@ -187,13 +198,10 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options):
 
 
 class HostRecorder:
-    """Records steps as CUDA graphs do: their kernels and addresses, and nothing of the host.
+    """Records an engine's steps as CUDA graphs do: kernels and addresses, nothing of the host.
 
     Recording leaves no trace; replaying runs the same kernels into the same memory. All that a step
     reads and did not make itself has to be memory that lasts.
-
-    Args:
-        engine (NativeEngine): begins to record its steps.
     """
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -201,16 +209,12 @@ class HostRecorder:
         self.recorded = 0
         engine._graphs = StepGraphs(self)
 
-    def _lasting(self) -> set[int]:
-        engine = self._engine
-        samplers = [vars(kept).values() for kept in engine._buffers._kept.values()]
-        held = [engine._decoder.tensors(), engine._cache.tensors(), engine._buffers.tensors()]
-        tensors = (x for x in itertools.chain(*held, *samplers) if isinstance(x, torch.Tensor))
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
     def __call__(self, step):
         self.recorded += 1
-        calls, undo, known = [], [], self._lasting()
+        engine = self._engine
+        held = [engine._decoder.tensors(), engine._cache.tensors(), engine._buffers.tensors()]
+        known = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(*held)}
+        calls, undo = [], []
 
         class Recorder(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -252,7 +256,7 @@ def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
     expected = sample(native(model, max_rows=7), prompts, decode=text_of, **options)
     lengths = sorted(expected.lengths.tolist())
     assert len(set(lengths)) > 3 and lengths[-1] == options.get("max_generated_tokens", 12)
-    monkeypatch.setitem(_native.POLL_STEPS, "cpu", 3)
+    monkeypatch.setitem(batch.POLL_STEPS, "cpu", 3)
     assert_same_samples(
         sample(native(model, max_rows=7), prompts, decode=text_of, **options), expected
     )
@@ -303,7 +307,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog):
         expected = sample(native(model), prompts, step=step)
         assert_same_samples(sample(engine, prompts, step=step), expected)
     assert len(calls) == 1
-    (warning,) = [r.message for r in caplog.records if "recorded" in r.message]
+    (warning,) = [r.message for r in caplog.records if "could not record" in r.message]
     assert "rollout.cuda_graphs" in warning and "not permitted" in warning
 
 
@@ -331,8 +335,6 @@ def test_another_seed_or_step_gives_other_samples_and_global_rng_is_untouched():
 
 def test_noise_is_uniform_and_independent_between_keys():
     """Chi-square over 16 bins of every bit pattern's use, and correlation of neighbouring keys."""
-    from torchtune_grpo.rollout.noise import uniforms
-
     keys = row_keys(seed=3, step=-1, prompt_indices=[0, 7], group_size=2).tolist()
     assert keys == [  # forever: runs can be repeated with another version
         6880464804444729082,
@@ -369,21 +371,24 @@ def test_uses_the_current_adapter(kind, merge):
     assert_same_samples(after, sample(ENGINES["torchtune"](model), prompts, stops=()))
 
 
+@pytest.mark.parametrize("free", [1 << 40, 0], ids=["copied", "no_memory_for_copies"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("merge", ["auto", "always", "never"])
-def test_quantized_base(merge):
-    """QLoRA: greedy decoding agrees with torchtune's own forward of the NF4 weights."""
+def test_quantized_base(merge, dora, free, monkeypatch):
+    """QLoRA and QDoRA agree with torchtune's own forward of the NF4 weights."""
+    monkeypatch.setattr(engines, "free_bytes", lambda device: free)
     torch.manual_seed(0)
     shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
-    lora = dict(
-        lora_attn_modules=["q_proj", "v_proj"], apply_lora_to_mlp=True, lora_rank=4, lora_alpha=8
-    )
-    model = lora_llama3(**shape, **lora, quantize_base=True)
+    model = lora_llama3(**shape, **LORA, quantize_base=True, use_dora=dora)
     for name, parameter in model.named_parameters():
         if "lora_b" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    engine = native(model, max_rows=4, merge_adapters=merge)
-    prompts = random_prompts([5, 3])
+        elif "magnitude" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    engine, prompts = native(model, max_rows=4, merge_adapters=merge), random_prompts([5, 3])
     assert_same_samples(sample(engine, prompts), sample(ENGINES["torchtune"](model), prompts))
+    copied = sum(linear.copied_bytes for linear in engine._decoder.linears())
+    assert (copied > 0) == (free > 0)
 
 
 def test_unknown_model_falls_back_to_torchtune(caplog):
@@ -407,20 +412,12 @@ def text_of(tokens) -> str:
 @pytest.mark.parametrize("min_new_tokens", [0, 6])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tokens):
-    model = build_policy()
-    prompts = random_prompts([5, 2, 9])
-    free = [
-        text_of(row) for row in responses(sample(ENGINES["torchtune"](model), prompts, stops=()))
-    ]
+    model, prompts = build_policy(), random_prompts([5, 2, 9])
+    unstopped = sample(ENGINES["torchtune"](model), prompts, stops=())
+    free = [text_of(row) for row in responses(unstopped)]
     stops = (free[0][7:10], free[3][4:7])  # across a token border
-    samples = sample(
-        ENGINES[engine](model),
-        prompts,
-        stops=(),
-        stop_strings=stops,
-        min_new_tokens=min_new_tokens,
-        decode=text_of,
-    )
+    options = {"stop_strings": stops, "min_new_tokens": min_new_tokens, "decode": text_of}
+    samples = sample(ENGINES[engine](model), prompts, stops=(), **options)
     ends = []
     for row, response in enumerate(responses(samples)):
         found = [free[row].find(s, max(0, 2 * min_new_tokens - len(s) - 1)) for s in stops]
@@ -431,33 +428,23 @@ def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tok
         assert bool(samples.truncated[row]) == (not ends)
 
 
-def test_stop_strings_without_decode_are_refused():
-    with pytest.raises(ValueError, match="decode"):
-        sample(native(build_policy(), max_rows=2), random_prompts([3]), stop_strings=("x",))
-
-
 @pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
 def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
-    model = build_policy()
-    prompts = random_prompts([6, 3])
-    plain = responses(sample(ENGINES[engine](model), prompts, temperature=0.0, stops=()))
-    often = max(set(plain[0]), key=plain[0].count)
-    without = responses(
-        sample(
-            ENGINES[engine](model), prompts, temperature=0.0, stops=(), suppressed_tokens=(often,)
+    model, prompts = build_policy(), random_prompts([6, 3])
+
+    def greedy(*stops, **params):
+        return responses(
+            sample(ENGINES[engine](model), prompts, temperature=0.0, stops=stops, **params)
         )
-    )
-    assert often in plain[0] and often not in without[0]
-    distinct = responses(
-        sample(ENGINES[engine](model), prompts, temperature=0.0, stops=(), repetition_penalty=1e6)
-    )
-    for row, response in enumerate(distinct):  # such a penalty forbids every repetition
+
+    plain = greedy()
+    often = max(set(plain[0]), key=plain[0].count)
+    assert often in plain[0] and often not in greedy(suppressed_tokens=(often,))[0]
+    for row, response in enumerate(greedy(repetition_penalty=1e6)):  # forbids every repetition
         assert len(set(response)) == len(response)
         assert not set(response) & set(prompts[row // 2])
     first = plain[0][0]
-    late = responses(
-        sample(ENGINES[engine](model), prompts, temperature=0.0, stops=(first,), min_new_tokens=4)
-    )
+    late = greedy(first, min_new_tokens=4)
     assert first not in late[0][:4] and len(late[0]) >= 4
 
 
@@ -500,10 +487,8 @@ def test_as_many_rows_as_memory_allows(monkeypatch):
     limit = native(model, max_rows=8).cache_bytes(asked)
     assert native(model).rows_at_once(asked) == 20
     for share, rows in ((limit + 1, 8), (limit - 1, 4), (0, 1)):  # padded, 5 rows are 8
-        free = round(share / 0.4)
-        monkeypatch.setattr(
-            "torchtune_grpo.rollout.engine.free_bytes", lambda device, free=free: free
-        )
+        free = round(share / engines.MEMORY_SHARE)
+        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
         engine = native(model)
         assert engine.rows_at_once(asked) == rows
         assert_same_samples(engine.generate(asked), expected)
@@ -563,7 +548,7 @@ def test_non_finite_row_does_not_spread_to_later_rows():
 
 @pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
 def test_progress_is_reported(engine, monkeypatch):
-    monkeypatch.setattr("torchtune_grpo.rollout.native.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr(batch, "REPORT_SECONDS", -1.0)
     seen = []
     prompts = random_prompts([5, 2, 9])
     asked = request(prompts, stops=(), max_generated_tokens=6)
@@ -573,38 +558,44 @@ def test_progress_is_reported(engine, monkeypatch):
     assert seen[-1].tokens == 36
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"top_k": 3},
-        {"top_p": 0.6},
-        {"min_p": 0.3},
-        {"top_k": 5, "top_p": 0.8},
-        {"temperature": 2.5},
-        {"repetition_penalty": 1.7},
-    ],
-)
+DISTRIBUTIONS = [
+    {},
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.3},
+    {"top_k": 5, "top_p": 0.8},
+    {"temperature": 2.5},
+    {"repetition_penalty": 1.7},
+]
+
+
+def draw(logits, *, uniform, seen=None, **params):
+    """Tokens, sampler's and behaviour's log-probs of rows of logits."""
+    sampler = Sampler(SamplingParams(max_generated_tokens=1, **params), buffers=Buffers(CPU))
+    uniform = uniform.double().expand(len(logits))
+    return sampler(logits, uniforms=uniform, counts=torch.zeros(len(logits)), seen=seen)
+
+
+@pytest.mark.parametrize("options", DISTRIBUTIONS)
 @pytest.mark.parametrize("vocab", [8, 300])
 def test_sampled_frequencies_match_the_distribution(options, vocab):
     """Chi-square of 20,000 draws, at 99.99%; 300 entries reach beyond one block of the search."""
     logits = torch.full((1, vocab), -60.0)
     places = torch.linspace(0, vocab - 1, 8).long()
     logits[0, places] = torch.tensor([0.1, 1.9, -0.7, 1.2, 2.3, -3.0, 0.6, 1.5])
-    params = SamplingParams(max_generated_tokens=1, **options)
     seen = torch.zeros(1, vocab, dtype=torch.bool)
     seen[0, places[1]] = True
     adjusted = logits.clone()
-    adjusted[0, places[1]] /= params.repetition_penalty
-    probs = filter_logits(
-        adjusted / params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
-    ).softmax(-1)[0]
+    adjusted[0, places[1]] /= options.get("repetition_penalty", 1)
+    temperature = options.get("temperature", 1)
+    filters = {name: options.get(name) for name in ("top_k", "top_p", "min_p")}
+    probs = filter_logits(adjusted / temperature, **filters).softmax(-1)[0]
     draws = 20_000
-    tokens, sampler_logprobs, behaviour_logprobs = Sampler(params, device=logits.device)(
+    tokens, sampler_logprobs, behaviour_logprobs = draw(
         logits.expand(draws, -1),
-        uniforms=torch.rand(draws, dtype=torch.float64, generator=torch.manual_seed(0)),
-        counts=torch.zeros(draws),
+        uniform=torch.rand(draws, dtype=torch.float64, generator=torch.manual_seed(0)),
         seen=seen.expand(draws, -1),
+        **options,
     )
     counts = torch.bincount(tokens, minlength=vocab)
     assert counts[probs == 0].sum() == 0
@@ -613,7 +604,7 @@ def test_sampled_frequencies_match_the_distribution(options, vocab):
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
     assert chi_square < 29.9  # chi-square(7)
     torch.testing.assert_close(behaviour_logprobs, probs.log()[tokens], atol=1e-5, rtol=0)
-    plain = (logits / params.temperature).log_softmax(-1)[0]
+    plain = (logits / temperature).log_softmax(-1)[0]
     torch.testing.assert_close(sampler_logprobs, plain[tokens], atol=1e-5, rtol=0)
 
 
@@ -629,23 +620,21 @@ def test_filters_keep_exactly_the_defined_tokens():
     assert kept(min_p=0.31).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+LAST = 1 - 2**-53
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, LAST])
 def test_never_samples_a_token_of_probability_zero(uniform):
     logits = torch.full((2, 700), -torch.inf)
     logits[0, 2], logits[1, 690] = 0.0, 3.0
-    tokens, logprobs, _ = Sampler(SamplingParams(max_generated_tokens=1), device=logits.device)(
-        logits,
-        uniforms=torch.full((2,), uniform, dtype=torch.float64),
-    )
+    tokens, logprobs, _ = draw(logits, uniform=torch.tensor(uniform, dtype=torch.float64))
     assert tokens.tolist() == [2, 690] and (logprobs == 0).all()
 
 
 def test_the_last_draws_stay_within_a_block_whose_sum_is_rounded_up():
     logits = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
     logits[:, 100:] = -torch.inf
-    tokens, logprobs, _ = Sampler(SamplingParams(max_generated_tokens=1), device=logits.device)(
-        logits, uniforms=torch.full((200,), 1 - 2**-53, dtype=torch.float64)
-    )
+    tokens, logprobs, _ = draw(logits, uniform=torch.tensor(LAST, dtype=torch.float64))
     assert (tokens == 99).all() and logprobs.isfinite().all()
 
 
@@ -663,3 +652,5 @@ def test_bad_sampling_settings_are_refused():
     }.items():
         with pytest.raises(ValueError, match=name):
             good.replace(**{name: value})
+    with pytest.raises(ValueError, match="decode"):
+        request(random_prompts([3]), stop_strings=("x",))

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.rollout import RolloutRequest, SamplingParams, roll_out, row_keys
-from torchtune_grpo.rollout.text import decode_responses
+from torchtune_grpo.rollout import (
+    RolloutRequest,
+    SamplingParams,
+    decode_responses,
+    roll_out,
+    row_keys,
+)
 from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
 
 

@@ -2,16 +2,18 @@
 
 from torchtune_grpo.config.keys import RolloutConfig, SamplingConfig, SamplingParams
 from torchtune_grpo.rollout.decoder import unsupported_reason
-from torchtune_grpo.rollout.engine import NativeEngine, make_engine
-from torchtune_grpo.rollout.noise import row_keys
-from torchtune_grpo.rollout.request import Admission, Progress, RolloutEngine, RolloutRequest
-from torchtune_grpo.rollout.roll_out import roll_out
-from torchtune_grpo.rollout.sampling import Sampler, filter_logits
-from torchtune_grpo.rollout.text import decode_responses
-from torchtune_grpo.rollout.torchtune import TorchtuneEngine
+from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine, make_engine
+from torchtune_grpo.rollout.request import (
+    Progress,
+    RolloutEngine,
+    RolloutRequest,
+    decode_responses,
+    decode_tokens,
+    roll_out,
+)
+from torchtune_grpo.rollout.sampling import Sampler, filter_logits, row_keys
 
 __all__ = [
-    "Admission",
     "NativeEngine",
     "Progress",
     "RolloutConfig",
@@ -22,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "TorchtuneEngine",
     "decode_responses",
+    "decode_tokens",
     "filter_logits",
     "make_engine",
     "roll_out",

@@ -1,24 +1,22 @@
-"""Keys and values during a rollout: one copy per prompt, and one short cache per live row."""
+"""What a decoding step reads besides weights: keys and values, and where the live rows are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtune_grpo.rollout.graphs import Buffers, coarse
+from torchtune_grpo.rollout.linear import FEW_ROWS
+from torchtune_grpo.trajectory import length_mask
+
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What decides the size of the cache.
-
-    Attributes:
-        layers (int): of the model.
-        kv_heads (int): of each layer.
-        head_dim (int): of each head.
-        dtype (torch.dtype): of keys and values.
-        device (torch.device): where they are.
-    """
+    """What decides the size of the cache, besides the rows."""
 
     layers: int
     kv_heads: int
@@ -38,9 +36,6 @@ class GroupCache:
     Responses grow by blocks, one layer at a time, so that growing never holds two caches. What is
     allocated stays for the next rollout, unless that has less than half as many prompts or rows: an
     evaluation's memory is the next update's.
-
-    Args:
-        shape (CacheShape): of the model.
     """
 
     BLOCK = 64
@@ -80,10 +75,10 @@ class GroupCache:
         for cached in self.rows:
             cached[:, target, :, :length] = cached[:, source, :, :length]
 
-    def clear_row(self, row: int) -> None:
+    def clear_row(self, place: int) -> None:
         """Zeroes a row: what is masked still has to be finite, since 0 * nan is nan."""
         for cached in self.rows:
-            cached[:, row] = 0
+            cached[:, place] = 0
 
 
 def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, keep: bool) -> None:
@@ -101,3 +96,165 @@ def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, ke
         if keep:
             new[:, :, :, : old.shape[3]] = old
         caches[layer] = new
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt of a rollout.
+
+    It has a ``slot`` in the cache from its first row's beginning to its last row's end, and
+    ``logits`` [V] of the token behind it until its last row has begun.
+    """
+
+    tokens: Sequence[int]
+    rows_left: int  # not yet ended
+    slot: int = -1
+    logits: Any = None
+
+
+@dataclass(eq=False)
+class Row:
+    """A response of a rollout; what is not ended when the rollout is, is truncated."""
+
+    number: int
+    prompt: Prompt
+    count: int = 0  # sampled tokens
+    ended: bool = False  # by a stop token or a stop string
+
+
+def padded_rows(rows: int, *, few_shapes: bool = False) -> int:
+    """Number of rows in a decoding step, including padding rows.
+
+    Matrix libraries waste what is missing to a multiple of eight. With many rows the steps are
+    larger, and with ``few_shapes`` larger still, so that few shapes occur.
+    """
+    if rows <= FEW_ROWS:
+        return FEW_ROWS
+    if few_shapes:
+        return coarse(rows, least=8)
+    multiple = max(8, 1 << (rows.bit_length() - 3))
+    return -(-rows // multiple) * multiple
+
+
+class RowLayout:
+    """The live rows and some padding rows, n in all, as tensors that a decoding step reads.
+
+    Attributes:
+        rows: [n] each row's number, for padding rows ``padding_row``.
+        last: [n] the place of its last token among its sampled ones.
+        positions: [n] the position of that token, prompt included.
+        places: [n] 0, 1, ..., n - 1.
+        used_slots: slots of the cache in the grid of attention over prompts.
+        group_width: rows of a slot in the grid, some of which may be empty.
+        gather: row and kv head of each cell of the grid, [used_slots, kv_heads, group_width] of
+            them, and behind those of each row, [n, kv_heads].
+        gather_grid: those of the grid alone.
+        cells: how many these are.
+        scatter: [n * kv_heads] the cell of the grid that each row's heads are in.
+        bias: [n, 1, 1, prompt_width + width] 0 or -inf: the prompt, then the response.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        *,
+        kv_heads: int,
+        slots: int,
+        group_size: int,
+        places: int,
+        columns: int,
+        padding_row: int,
+        few_shapes: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """Makes room for n = ``places`` and a bias of ``columns`` in a dtype.
+
+        ``few_shapes`` lays the grid out for all ``slots`` and whole groups at all times, so that n
+        is all that its shape depends on.
+        """
+        self._kv_heads, self._padding_row, self._few_shapes = kv_heads, padding_row, few_shapes
+        self.used_slots, self.group_width = slots, group_size
+        cells, heads = slots * kv_heads * group_size, places * kv_heads
+        # Flat, so that the addresses depend on n and the widths, and not on the room for more.
+        self._vectors = buffers.take("rows", (6 * places,), dtype=torch.long)
+        self._gather = buffers.take("gather", (2 * (cells + heads),), dtype=torch.long)
+        self._scatter = buffers.take("scatter", (heads,), dtype=torch.long)
+        self._bias = buffers.take("bias", (places * columns,), dtype=dtype)
+        self._zero = buffers.put("zero", torch.zeros((), dtype=dtype))
+        self.prompt_width = self.width = 0
+
+    def update(self, live: Sequence[Row]) -> None:
+        """Describes other live rows, in the order of their places in the cache."""
+        slots = [row.prompt.slot for row in live]
+        columns: list[int] = []  # of each row among those of its slot
+        rows_of = dict.fromkeys(slots, 0)
+        for slot in slots:
+            columns.append(rows_of[slot])
+            rows_of[slot] += 1
+        if not self._few_shapes:
+            self.used_slots, self.group_width = max(slots) + 1, max(rows_of.values())
+        n = padded_rows(len(live), few_shapes=self._few_shapes)
+        padding = [0] * (n - len(live))
+        prompt_lengths = [len(row.prompt.tokens) for row in live]
+        described = torch.tensor(
+            [
+                [row.number for row in live] + [self._padding_row for _ in padding],
+                [row.count - 1 for row in live] + padding,
+                [p + row.count - 1 for p, row in zip(prompt_lengths, live)] + padding,
+                [1 for _ in live] + padding,
+                prompt_lengths + padding,
+                list(range(n)),
+            ]
+        )
+        vectors = _put(described, self._vectors)
+        self.rows, self.last, self.positions, self._is_live, self._prompt_lengths, self.places = (
+            vectors
+        )
+        self._moving = vectors[1:3]
+        self._lay_out_grid(slots + padding, columns + padding, live=len(live))
+        self.prompt_width = self.width = 0  # another bias
+
+    def _lay_out_grid(self, slots: list[int], columns: list[int], *, live: int) -> None:
+        n, kv, width = len(slots), self._kv_heads, self.group_width
+        heads = torch.arange(kv)
+        slot, column = torch.tensor([slots, columns])
+        row_of = torch.zeros(self.used_slots, 1, width, dtype=torch.long)
+        row_of[slot[:live], 0, column[:live]] = torch.arange(live)
+        shape = (self.used_slots, kv, width)
+        self.cells = self.used_slots * kv * width
+        of_grid = [row_of.expand(shape).flatten(), heads[:, None].expand(shape).flatten()]
+        of_rows = [torch.arange(n).repeat_interleave(kv), heads.repeat(n)]
+        index = torch.cat([torch.stack(of_grid), torch.stack(of_rows)], dim=1)
+        gather = _put(index, self._gather)
+        self.gather = (gather[0], gather[1])
+        self.gather_grid = (gather[0, : self.cells], gather[1, : self.cells])
+        cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
+        self.scatter = _put(cell.flatten(), self._scatter)
+
+    def show(self, *, prompt_width: int, width: int) -> None:
+        """Makes the bias for some widths, if it is not there; its rows go on by themselves."""
+        if (prompt_width, width) == (self.prompt_width, self.width):
+            return
+        self.prompt_width, self.width = prompt_width, width
+        of_prompt = length_mask(self._prompt_lengths, prompt_width)
+        of_response = length_mask(self.last + 1, width)
+        visible = torch.cat([of_prompt, of_response], dim=1)  # [n, P + C]
+        bias = self._bias[: visible.numel()].view(len(self.rows), 1, 1, -1)
+        self.bias = bias.zero_().masked_fill_(~visible[:, None, None], -torch.inf)
+
+    def show_last(self) -> None:
+        """Lets every row see its last token."""
+        own = self.bias[:, 0, 0, self.prompt_width :]
+        own.index_put_((self.places, self.last), self._zero)
+
+    def advance(self, places: Tensor | None = None) -> None:
+        """Counts one more token of the live rows, of those in some places or of all."""
+        if places is None:
+            self._moving += self._is_live
+        else:
+            self._moving[:, places] += self._is_live[places]
+
+
+def _put(value: Tensor, flat: Tensor) -> Tensor:
+    """The beginning of a flat buffer, with the value in it."""
+    return flat[: value.numel()].view(value.shape).copy_(value)

@@ -1,14 +1,14 @@
 """The policy's layers as the rollout runs them: packed prefill, and one token for every live row.
 
-It reads the modules of an unmodified torchtune ``TransformerDecoder`` (embedding, norms, positional
-embeddings and activations are called as they are) and brings its own attention: a group's prompt
-has one copy of keys and values, grouped-query heads are not expanded, and only the filled part of
-the cache is read.
+It reads the modules of an unmodified torchtune ``TransformerDecoder`` (embedding, norms and
+activations are called as they are) and brings its own attention: a group's prompt has one copy of
+keys and values, grouped-query heads are not expanded, and only the filled part of the cache is
+read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,21 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
     RMSNorm,
+    RotaryPositionalEmbeddings,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
 
-from torchtune_grpo.models import NormFirstAttention
-from torchtune_grpo.rollout.attention import GroupAttention, PromptAttention
-from torchtune_grpo.rollout.cache import CacheShape, GroupCache
-from torchtune_grpo.rollout.gather import LayerGather
-from torchtune_grpo.rollout.layout import RowLayout
+from torchtune_grpo.machine.attention import Spans, varlen_attention
+from torchtune_grpo.models import HalfRotation, NormFirstAttention
+from torchtune_grpo.rollout.cache import CacheShape, GroupCache, RowLayout
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
-from torchtune_grpo.rollout.rotation import Rotate, Rotation
+
+_PAIRS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE)  # (x0, x1), (x2, x3), ... turn together
+_HALVES = (Qwen2RotaryPositionalEmbeddings, HalfRotation)  # (x0, x[hd/2]), (x1, x[hd/2 + 1]), ...
+
+Rotate = Callable[[Tensor], None]  # heads [K, H, hd], in place
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
@@ -66,16 +71,11 @@ class _Layer:
 
 
 class NativeDecoder:
-    """Runs a model that :func:`unsupported_reason` finds nothing in.
+    """Runs a model that :func:`unsupported_reason` finds nothing in, on ``device`` in ``dtype``.
 
-    Args:
-        model (TransformerDecoder): the policy; its weights are read, never changed, but those of
-            q, k, v and of gate and up may be laid side by side; see :class:`RolloutLinear`.
-        merge_adapters (bool): see :class:`RolloutLinear`.
-        dtype (torch.dtype): what to compute in.
-        copy (bool): see :class:`RolloutLinear`.
-        move (bool): see :class:`RolloutLinear`.
-        device (torch.device): where to compute.
+    The model's weights are read, never changed, but those of q, k, v and of gate and up may be laid
+    side by side; see :class:`RolloutLinear` for that and for ``merge_adapters``, ``copy`` and
+    ``move``.
     """
 
     def __init__(
@@ -89,11 +89,10 @@ class NativeDecoder:
         device: torch.device,
     ) -> None:
         def linear(*modules: Any) -> RolloutLinear:
-            modules = tuple(module for module in modules if module is not None)
-            return RolloutLinear(modules, merge=merge_adapters, dtype=dtype, copy=copy, move=move)
+            present = [module for module in modules if module is not None]
+            return RolloutLinear(present, merge=merge_adapters, dtype=dtype, copy=copy, move=move)
 
         attn = model.layers[0].attn
-        self.gather: LayerGather | None = None  # of a model that stays sharded
         self.vocab = model.tok_embeddings.num_embeddings
         self.heads = attn.num_heads
         self.dtype = dtype
@@ -104,9 +103,8 @@ class NativeDecoder:
         self._rotations: dict[int, Rotation] = {}  # layers mostly share one
         for layer in model.layers:
             module = layer.attn.pos_embeddings
-            self._rotations.setdefault(
-                id(module), Rotation(module, head_dim=attn.head_dim, dtype=dtype)
-            )
+            rotation = Rotation(module, head_dim=attn.head_dim, dtype=dtype)
+            self._rotations.setdefault(id(module), rotation)
         self._layers = [
             _Layer(
                 module=layer,
@@ -126,15 +124,6 @@ class NativeDecoder:
             device=device,
         )
 
-    def _gathered_layers(self) -> Iterator[tuple[int, _Layer]]:
-        if self.gather is None:
-            yield from enumerate(self._layers)
-            return
-        self.gather.begin_pass()
-        for index, layer in enumerate(self._layers):
-            with self.gather.layer(index):
-                yield index, layer
-
     def linears(self) -> Iterator[RolloutLinear]:
         """All linear layers."""
         for layer in self._layers:
@@ -152,27 +141,21 @@ class NativeDecoder:
         return 3 * 4 * self.vocab + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that a step reads, which a recorded one has the addresses of."""
+        """All tensors that a decoding step reads."""
         for linear in self.linears():
             yield from linear.tensors()
         for rotation in self._rotations.values():
             yield from rotation.tensors()
         yield self._embed.weight
         for module in (self._norm, *(layer.module for layer in self._layers)):
-            for name, parameter in module.named_parameters():
-                if name.endswith("scale"):
-                    yield parameter
+            yield from (p for name, p in module.named_parameters() if name.endswith("scale"))
 
-    def prefill(self, prompts: list[list[int]], slots: list[int], cache: GroupCache) -> Tensor:
-        """Runs prompts side by side, without padding, and caches their keys and values.
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
+    ) -> Tensor:
+        """Runs prompts side by side, without padding, and caches their keys and values in slots.
 
-        Args:
-            prompts (list[list[int]]): token ids.
-            slots (list[int]): where in the cache each of them goes.
-            cache (GroupCache): with room for them.
-
-        Returns:
-            Tensor: [prompts, V] logits of the token behind each prompt, float32.
+        Returns [prompts, V], the logits of the token behind each prompt, in float32.
         """
         attention = PromptAttention([len(prompt) for prompt in prompts], slots, cache)
         tokens = torch.tensor([token for prompt in prompts for token in prompt])
@@ -180,21 +163,13 @@ class NativeDecoder:
         return self._unembed(h[attention.ends])
 
     def decode(self, tokens: Tensor, at: RowLayout, cache: GroupCache, *, width: int) -> Tensor:
-        """Feeds every live row its last token.
+        """Feeds every live row its last token: [n] -> [n, V] logits of the next one, in float32.
 
-        Args:
-            tokens (Tensor): [n] these.
-            at (RowLayout): where the rows are, with a bias of at least ``width``.
-            cache (GroupCache): holds their prompts and earlier tokens; receives this one.
-            width (int): tokens of the longest response, or more.
-
-        Returns:
-            Tensor: [n, V] logits of the next token, float32.
+        ``width`` is the number of tokens of the longest response, or more; the layout shows it.
         """
         at.show_last()
-        return self._unembed(
-            self._run_layers(tokens, GroupAttention(at, cache, width=width, heads=self.heads))
-        )
+        attention = GroupAttention(at, cache, width=width, heads=self.heads)
+        return self._unembed(self._run_layers(tokens, attention))
 
     def _unembed(self, h: Tensor) -> Tensor:
         return self._output.logits(_norm(self._norm, h))
@@ -205,7 +180,7 @@ class NativeDecoder:
         rotations = {
             id(rotation): rotation.at(attention.positions) for rotation in self._rotations.values()
         }
-        for index, layer in self._gathered_layers():
+        for index, layer in enumerate(self._layers):
             rotate = rotations[id(layer.rotation)]
             h = _run_layer(layer, h, rotate=rotate, attend=partial(attention, index))
         return h
@@ -252,3 +227,145 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def _add(scale: nn.Module, linear: RolloutLinear, h: Tensor, x: Tensor) -> Tensor:
     """h + scale(linear(x)); mostly the scale does nothing."""
     return linear.add_to(h, x) if type(scale) is nn.Identity else h + scale(linear(x))
+
+
+class PromptAttention:
+    """Causal attention within prompts that lie side by side; caches their keys and values.
+
+    ``lengths`` are those of the prompts, ``slots`` their places in the cache.
+    """
+
+    def __init__(self, lengths: list[int], slots: list[int], cache: GroupCache) -> None:
+        device = cache.shape.device
+        parts = list(zip(lengths, slots, strict=True))
+        self._cache = cache
+        self._spans = Spans.of(lengths, lengths, device=device)
+        self._fresh = torch.tensor(slots, device=device)
+        of_tokens = [[slot, token] for length, slot in parts for token in range(length)]
+        self._slots, self.positions = torch.tensor(of_tokens).t().to(device)  # [S] each
+        self.ends = self._spans.query_ends[1:] - 1  # [prompts] each one's last token
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """[S, q heads + 2 kv heads, hd] of all prompts -> [S, q heads * hd]."""
+        q, new = _split(heads, self._cache)
+        cached = self._cache.prompts[layer]
+        cached.index_fill_(1, self._fresh, 0)  # what is masked has to be finite as well
+        cached[:, self._slots, :, self.positions] = new
+        return varlen_attention(q, new[:, 0], new[:, 1], self._spans).flatten(1)
+
+
+class GroupAttention:
+    """Attention of one new token per row over its prompt and its own response.
+
+    Scores over the prompt are computed for all rows of a prompt in one product, on a grid of
+    [prompts, group_width] places of which some may be empty; the softmax runs over both parts.
+    ``width`` columns of the responses are read.
+    """
+
+    def __init__(self, at: RowLayout, cache: GroupCache, *, width: int, heads: int) -> None:
+        self.positions = at.positions
+        self._at, self._cache, self._width = at, cache, width
+        self._bias = at.bias[..., : at.prompt_width + width]  # [n, 1, 1, P + C]
+        rows = len(at.rows) * cache.shape.kv_heads
+        shape = (rows, heads // cache.shape.kv_heads, self._bias.shape[-1])
+        self._scores = self._bias.new_empty(shape)  # [n * kv, r, P + C], written by each layer
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """[n, q heads + 2 kv heads, hd] of the new tokens -> [n, q heads * hd]."""
+        at, cache, width = self._at, self._cache, self._at.prompt_width
+        n, kv, slots = len(heads), cache.shape.kv_heads, at.used_slots
+        q, new = _split(heads, cache)
+        rows = cache.rows[layer]
+        rows[:, at.places, :, at.last] = new
+        keys, values = rows[:, :n, :, : self._width].flatten(1, 2)  # [n * kv, C, hd]
+        prompt_keys, prompt_values = cache.prompts[layer][:, :slots, :, :width].flatten(1, 2)
+
+        q = q.unflatten(1, (kv, -1))[at.gather]  # [cells + n * kv, r, hd]
+        of_grid, of_rows = q.tensor_split((at.cells,))
+        over_prompt = torch.bmm(of_grid.reshape(slots * kv, -1, q.shape[-1]), prompt_keys.mT)
+        over_prompt = over_prompt.view(at.cells, -1, width)  # [cells, r, P]
+        scores = self._scores  # [n * kv, r, P + C]
+        torch.index_select(over_prompt, 0, at.scatter, out=scores[..., :width])
+        if scores.is_cuda:
+            torch.bmm(of_rows, keys.mT, out=scores[..., width:])
+        else:  # which would write a strided result matrix by matrix
+            scores[..., width:] = torch.bmm(of_rows, keys.mT)
+        by_row = scores.unflatten(0, (n, kv))
+        torch.add(self._bias, by_row, alpha=cache.shape.head_dim**-0.5, out=by_row)
+        probs = scores.softmax(dim=-1)  # in float32, whatever the scores are
+        shared = probs.unflatten(0, (n, kv))[..., :width][at.gather_grid]  # [cells, r, P]
+        shared = torch.bmm(shared.view(slots * kv, -1, width), prompt_values)
+        out = shared.view(at.cells, -1, q.shape[-1]).index_select(0, at.scatter)  # [n * kv, r, hd]
+        return out.baddbmm_(probs[..., width:], values).view(n, -1)
+
+
+def _split(heads: Tensor, cache: GroupCache) -> tuple[Tensor, Tensor]:
+    """[K, q heads + 2 kv heads, hd] -> q [K, q heads, hd], and keys and values [K, 2, kv, hd]."""
+    kv = cache.shape.kv_heads
+    q, both = heads.tensor_split((heads.shape[1] - 2 * kv,), dim=1)
+    return q, both.unflatten(1, (2, kv))
+
+
+class Rotation:
+    """Rotary position embeddings from one table, in place.
+
+    The table is what the model's own module makes of unit vectors: the cosines and sines. A module
+    of a kind that is not known is called as it is; None rotates nothing.
+    """
+
+    def __init__(self, module: nn.Module | None, *, head_dim: int, dtype: torch.dtype) -> None:
+        self._module, self._head_dim, self._dtype = module, head_dim, dtype
+        self._table: Tensor | None = None  # by position
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a decoding step reads."""
+        return [] if self._table is None else [self._table]
+
+    def reserve(self, positions: int, *, device: torch.device) -> None:
+        """Makes the table for positions 0 to ``positions - 1``, if it is not there."""
+        module, head_dim = self._module, self._head_dim
+        if module is None or type(module) not in _PAIRS + _HALVES:
+            return
+        positions = min(positions, getattr(module, "max_seq_len", positions))
+        if self._table is not None and len(self._table) >= positions:
+            return
+        pairs = type(module) in _PAIRS  # those compute in float32, whatever the heads are
+        dtype = torch.float32 if pairs else self._dtype
+        unit = torch.zeros(1, positions, 1, head_dim, device=device, dtype=dtype)
+        (unit[..., ::2] if pairs else unit[..., : head_dim // 2]).fill_(1)
+        turned = module(unit, input_pos=torch.arange(positions, device=device)[None])[0]
+        if pairs:
+            self._table = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))  # [T, 1, hd / 2]
+        else:
+            cos, sin = turned.chunk(2, dim=-1)  # [T, 1, hd / 2] each
+            self._table = torch.stack(  # [T, 2, 1, hd]
+                [torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1
+            )
+
+    def at(self, positions: Tensor) -> Rotate:
+        """A function that rotates heads [K, H, hd] to ``positions`` [K], in place."""
+        if self._module is None:
+            return lambda heads: None
+        if self._table is None:
+            return partial(_turn_by, self._module, positions=positions)
+        turn = self._table[positions]
+        if turn.is_complex():
+            return partial(_turn_pairs, turn=turn)
+        cos, sin = turn.unbind(dim=1)
+        return partial(_turn_halves, cos=cos, sin=sin)
+
+
+def _turn_by(module: nn.Module, heads: Tensor, *, positions: Tensor) -> None:
+    heads.copy_(module(heads[:, None], input_pos=positions[:, None])[:, 0])
+
+
+def _turn_pairs(heads: Tensor, *, turn: Tensor) -> None:
+    wide = heads.float()
+    torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(turn)
+    if wide is not heads:
+        heads.copy_(wide)
+
+
+def _turn_halves(heads: Tensor, *, cos: Tensor, sin: Tensor) -> None:
+    rolled = heads.roll(heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cos).addcmul_(rolled, sin)

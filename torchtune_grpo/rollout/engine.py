@@ -1,62 +1,50 @@
-"""The native engine, and the choice between it and torchtune's generation."""
+"""The native engine (its weights and its memory), torchtune's, and the choice between them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.common_utils import local_kv_cache
 
 from torchtune_grpo.config.keys import RolloutConfig
-from torchtune_grpo.machine.device import fits_every_rank, free_bytes
-from torchtune_grpo.rollout.buffers import Buffers
-from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.machine.device import free_bytes
+from torchtune_grpo.rollout.batch import GroupRollout, Transcript, prompt_slots
+from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason
-from torchtune_grpo.rollout.gather import LayerGather, gathered
-from torchtune_grpo.rollout.graphs import CudaRecorder, StepGraphs
-from torchtune_grpo.rollout.layout import coarse, padded_rows
-from torchtune_grpo.rollout.native import GroupRollout, prompt_slots
-from torchtune_grpo.rollout.request import RolloutEngine, RolloutRequest, end_of_rollout
-from torchtune_grpo.rollout.torchtune import TorchtuneEngine
+from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs, coarse
+from torchtune_grpo.rollout.request import Progress, RolloutEngine, RolloutRequest, must_stop
+from torchtune_grpo.training import unembed_with
 from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
 
 # Of the free memory, what a rollout may keep; the update needs the rest.
-_SHARE = 0.4
+MEMORY_SHARE = 0.4
 
 
 def make_engine(
     model: TransformerDecoder,
     settings: RolloutConfig,
     *,
-    gather: str = "auto",
     is_sharded: bool = False,
     device: torch.device | None = None,
 ) -> RolloutEngine:
     """The engine that the config asks for, or torchtune's for a model that ours does not know.
 
-    Args:
-        model (TransformerDecoder): the policy, not yet compiled or wrapped.
-        settings (RolloutConfig): the config's keys below ``rollout``.
-        gather (str): see :class:`NativeEngine`.
-        is_sharded (bool): the model will be sharded over ranks.
-        device (torch.device | None): where to compute; None = where the model is.
-
-    Returns:
-        RolloutEngine: reads the model's current weights at every call.
-
-    Raises:
-        ValueError: if the engine cannot run a sharded model.
+    It reads the model's current weights at every call. The model is not yet compiled or wrapped;
+    ``is_sharded`` says that it will be. ``device`` is where to compute; None = where the model is.
     """
     if settings.engine == "native":
         reason = unsupported_reason(model)
         if reason is None:
-            return NativeEngine(model, settings, gather=gather, device=device)
+            return NativeEngine(model, settings, device=device)
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
     if is_sharded:  # it would gather every layer for every token, in step with the other ranks
         raise ValueError(
@@ -68,16 +56,8 @@ def make_engine(
 class NativeEngine:
     """The fast engine, for every model that :func:`unsupported_reason` finds nothing in.
 
-    Args:
-        model (TransformerDecoder): the policy.
-        settings (RolloutConfig): the config's keys below ``rollout``; ``engine`` does not matter
-            here, and ``cuda_graphs`` does nothing with gather "layer".
-        gather (str): a model that is sharded by then is gathered "once" for a whole rollout, or
-            "layer" by layer for every token of all ranks; "auto" decides by memory.
-        device (torch.device | None): where to compute; None = where the model is.
-
-    Raises:
-        ValueError: if the model is not one that the engine can run.
+    A model that is sharded by the time of a rollout is gathered for it. ``settings.engine`` does
+    not matter here.
     """
 
     def __init__(
@@ -85,13 +65,12 @@ class NativeEngine:
         model: TransformerDecoder,
         settings: RolloutConfig,
         *,
-        gather: str = "auto",
         device: torch.device | None = None,
     ) -> None:
         reason = unsupported_reason(model)
         if reason is not None:
             raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
-        self._model, self._settings, self._gather = model, settings, gather
+        self._model, self._settings = model, settings
         self._device = device or next(model.parameters()).device
         self._graphs: StepGraphs | None = None
         if settings.cuda_graphs == "auto" and self._device.type == "cuda":
@@ -111,11 +90,11 @@ class NativeEngine:
         As ``max_rows`` says; else as many as fit into a share of the memory that was free when the
         engine was first asked, so that a run's rollouts are all cut in the same way.
         """
-        rows = request.allowed_rows
+        rows = request.num_rows
         if self._settings.max_rows is not None:
             return min(self._settings.max_rows, rows)
         if self._budget is None:
-            self._budget = round(_SHARE * free_bytes(self._device))
+            self._budget = round(MEMORY_SHARE * free_bytes(self._device))
         fits = bisect_right(
             range(1, rows + 1), self._budget, key=lambda r: self._bytes(request, rows=r)
         )
@@ -123,11 +102,12 @@ class NativeEngine:
 
     def _bytes(self, request: RolloutRequest, *, rows: int) -> int:
         decoder, _ = self._ready()
-        few_shapes, block = self._graphs is not None, GroupCache.BLOCK
         longest = request.params.max_generated_tokens
         prompt_width = GroupCache.rounded(max(map(len, request.prompts)))
-        width = coarse(longest, least=block) if few_shapes else GroupCache.rounded(longest)
-        places = padded_rows(rows, few_shapes=few_shapes)
+        width = GroupCache.rounded(longest)
+        if self._graphs is not None:
+            width = coarse(longest, least=GroupCache.BLOCK)
+        places = padded_rows(rows, few_shapes=self._graphs is not None)
         cache = decoder.cache_shape.bytes(
             prompts=prompt_slots(request, max_rows=rows),
             prompt_width=prompt_width,
@@ -139,56 +119,50 @@ class NativeEngine:
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
         """See :meth:`RolloutEngine.generate`."""
-        end = end_of_rollout(self._settings.deadline)
-        with self._current_weights() as (decoder, cache):
+        stop = must_stop(self._settings.deadline)
+        with self.current_weights() as (decoder, cache):
+            max_rows = self.rows_at_once(request)
             return GroupRollout(
-                decoder,
-                cache,
-                self._buffers,
-                request,
-                max_rows=self.rows_at_once(request),
-                graphs=None if self._by_layer else self._graphs,
-            ).run(end=end)
+                decoder, cache, self._buffers, request, max_rows=max_rows, graphs=self._graphs
+            ).run(stop)
 
     @contextmanager
-    def _current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
-        with gathered(self._model, layers=not self._by_layer):
+    def current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
+        """The decoder with the model's current weights, gathered if they are sharded."""
+        with _gathered(self._model):
             decoder, cache = self._ready()
-            decoder.gather = (
-                LayerGather(self._model, device=self._device) if self._by_layer else None
-            )
             for linear in decoder.linears():
                 linear.refresh()
             try:
                 yield decoder, cache
-                if decoder.gather is not None:
-                    decoder.gather.finish()
             finally:  # whatever interrupts a rollout, the next one starts clean
                 for linear in decoder.linears():
                     linear.release()
 
-    @property
-    def _by_layer(self) -> bool:
-        is_sharded = isinstance(self._model, FSDPModule)
-        if is_sharded and self._gather == "auto":
-            fits = fits_every_rank(self._model, device=self._device)
-            self._gather = "once" if fits else "layer"
-        return is_sharded and self._gather == "layer"
-
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
             self._decoder = _make_decoder(
-                self._model,
-                merge_adapters=self._settings.merge_adapters,
-                may_copy=not self._by_layer,
-                device=self._device,
+                self._model, merge_adapters=self._settings.merge_adapters, device=self._device
             )
             self._cache = GroupCache(self._decoder.cache_shape)
         return self._decoder, self._cache
 
 
+@contextmanager
+def _gathered(model: nn.Module) -> Iterator[None]:
+    """Within it, every rank holds a sharded model (FSDP2) whole."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+
+
 def _make_decoder(
-    model: TransformerDecoder, *, merge_adapters: str, may_copy: bool, device: torch.device
+    model: TransformerDecoder, *, merge_adapters: str, device: torch.device
 ) -> NativeDecoder:
     """Chooses what to compute in, and whether adapters are merged, by exactness and memory."""
     dtype = model.tok_embeddings.weight.dtype
@@ -196,7 +170,7 @@ def _make_decoder(
     choices = [(dtype, False)]
     if dtype == torch.float32 or (device.type == "cpu" and not _has_fast_bf16()):
         choices.insert(0, (torch.float32, True))
-    for compute_dtype, merge in choices if may_copy else []:
+    for compute_dtype, merge in choices:
         if merge_adapters != "auto":
             merge = merge_adapters == "always"
         decoder = NativeDecoder(
@@ -217,3 +191,94 @@ def _has_fast_bf16() -> bool:
         return True
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+class TorchtuneEngine:
+    """Generation with the model's own forward: slower, and right for every torchtune decoder.
+
+    It works on one group at a time, or on ``max_rows`` of its rows: the prompt is prefilled once
+    with torchtune's KV cache, and its keys and values are then repeated for the rows.
+    """
+
+    def __init__(self, model: TransformerDecoder, settings: RolloutConfig) -> None:
+        self._model = model
+        self._settings = settings
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
+    def generate(self, request: RolloutRequest) -> Samples:
+        """See :meth:`RolloutEngine.generate`."""
+        stop = must_stop(self._settings.deadline)
+        device = next(self._model.parameters()).device
+        group, total = request.group_size, request.num_rows
+        at_once = min(self._settings.max_rows or group, group)
+        vocab = self._model.tok_embeddings.num_embeddings
+        transcript = Transcript(request, places=at_once, vocab=vocab, buffers=Buffers(device))
+        lengths: list[int] = []
+        truncated: list[bool] = []
+        groups = torch.arange(total, device=device).split(group)
+        for prompt, of_group in zip(request.prompts, groups, strict=True):
+            for rows in of_group.split(at_once):
+                ends, count = [0] * len(rows), 0
+                if not stop():
+                    ends, count = self._sample(transcript, rows=rows, prompt=prompt, must_stop=stop)
+                lengths += [length or count for length in ends]
+                truncated += [length == 0 for length in ends]
+            if request.report is not None:
+                progress = Progress(sum(lengths), finished=len(lengths), live=0, rows=total)
+                request.report(progress)
+        return transcript.samples(lengths=lengths, truncated=truncated)
+
+    def _sample(
+        self,
+        transcript: Transcript,
+        *,
+        rows: Tensor,
+        prompt: Sequence[int],
+        must_stop: Callable[[], bool],
+    ) -> tuple[list[int], int]:
+        """Samples rows [n] of one prompt of P tokens until all have ended, or it must stop.
+
+        Returns the lengths at which they ended, 0 for those that did not, and the number of tokens
+        sampled for each.
+        """
+        model, n, limit = self._model, len(rows), transcript.tokens.shape[1]
+        position = torch.arange(len(prompt) + limit, device=rows.device)
+        ends = [0] * n
+
+        def last_logits(h: Tensor) -> Tensor:
+            return model.output(model.norm(h[:, -1]))  # [b, V]
+
+        def forward(tokens: Tensor, at: Tensor) -> Tensor:
+            """tokens [b, s] at positions [s] -> logits [b, V] of the token behind them."""
+            mask = (position <= at[:, None]).expand(len(tokens), -1, -1)  # [b, s, P + limit]
+            return model(tokens, mask=mask, input_pos=at.expand(len(tokens), -1))
+
+        with (
+            unembed_with(model, last_logits),
+            local_kv_cache(
+                model,
+                batch_size=1,
+                device=rows.device,
+                dtype=model.tok_embeddings.weight.dtype,
+                decoder_max_seq_len=len(position),
+            ),
+        ):
+            tokens = torch.tensor([prompt], device=rows.device)
+            logits = forward(tokens, position[: len(prompt)]).expand(n, -1)
+            for layer in model.layers:
+                cache = layer.attn.kv_cache
+                cache.k_cache = cache.k_cache.repeat_interleave(n, dim=0)
+                cache.v_cache = cache.v_cache.repeat_interleave(n, dim=0)
+                cache.batch_size = n
+            transcript.begin([prompt] * n, places=range(n))
+            for count in range(limit):
+                last = None if count == 0 else torch.full_like(rows, count - 1)
+                transcript.sample(logits, rows=rows, last=last, places=slice(n))
+                new = transcript.ends(rows, counts=[count + 1] * n, unseen=1)
+                ends = [old or length for old, length in zip(ends, new, strict=True)]
+                if all(ends) or count + 1 == limit or must_stop():
+                    break
+                tokens = transcript.tokens[rows, count, None]
+                logits = forward(tokens, position[len(prompt) + count, None])
+        return ends, count + 1

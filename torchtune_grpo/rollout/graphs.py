@@ -1,8 +1,14 @@
-"""Decoding steps recorded once per shape and replayed, which spares the host their launches."""
+"""Decoding steps recorded once per shape and replayed, which spares the host their launches.
+
+A CUDA graph repeats its kernels on the memory and with the host's numbers of the recorded step.
+So all that a step reads or writes lies in :class:`Buffers`, at the same addresses in all rollouts,
+and sizes are rounded up to few values by :func:`coarse`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +20,45 @@ log = utils.get_logger("INFO")
 Step = Callable[[], None]
 
 
+def coarse(count: int, *, least: int) -> int:
+    """The smallest of ``least`` * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...) that is no less."""
+    blocks = -(-count // least)
+    power = 1 << (blocks - 1).bit_length()
+    return least * (power * 3 // 4 if 4 * blocks <= 3 * power > 6 else power)
+
+
+class Buffers:
+    """Named flat buffers on a device; one that is too small is replaced, and none is freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """The beginning of a buffer in some shape, with whatever was left in it; zeros if new."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size or flat.dtype != dtype:
+            self._flat.pop(name, None)
+            flat = self._flat[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return flat[:size].view(tuple(shape))
+
+    def put(self, name: str, value: Tensor) -> Tensor:
+        """A buffer with the value in it."""
+        return self.take(name, value.shape, dtype=value.dtype).copy_(value)
+
+    def tensors(self) -> list[Tensor]:
+        """All buffers."""
+        return list(self._flat.values())
+
+
 class StepGraphs:
     """Runs steps of a few shapes many times over, in all rollouts of a run.
 
     The first step of a shape runs as it is, which lets libraries set themselves up; the second is
-    recorded; all from then on are replayed. What is replayed reads and writes the same memory, and
-    takes every number of the host as it was: only what lies in tensors may differ between steps of
+    recorded; all from then on are replayed. Only what lies in tensors may differ between steps of
     one shape. A step that cannot be recorded runs as it is, and so do all others from then on.
-
-    Args:
-        record (Callable[[Step], Step]): runs a step's host code and returns what replays it.
+    ``record`` runs a step's host code and returns what replays its kernels.
     """
 
     MOST = 64  # shapes; when there are more, all are dropped
@@ -34,7 +69,7 @@ class StepGraphs:
         self._addresses: list[int] = []
         self._fails = False
 
-    def reads(self, tensors: Iterable[Tensor]) -> None:
+    def drop_unless_at(self, tensors: Iterable[Tensor]) -> None:
         """Drops what was recorded if it would read or write elsewhere than in these tensors."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
@@ -62,8 +97,8 @@ class StepGraphs:
             self._fails = True
             self._replays.clear()
             log.warning(
-                f"rollout.cuda_graphs=auto: a decoding step could not be recorded ({error}); "
-                "decoding goes on without graphs, which is slower. Set it to never to say so."
+                f"rollout.cuda_graphs=auto: could not record a decoding step ({error}); decoding "
+                "goes on without graphs, which is slower. Set it to never to avoid the attempt."
             )
             return step
 
@@ -79,7 +114,7 @@ class CudaRecorder:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Calls of other threads, those of NCCL's watchdog say, are none of the capture's business.
+        # Calls of other threads, those of NCCL's watchdog say, do not belong to the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         return graph.replay

@@ -26,7 +26,7 @@ FEW_ROWS = 4
 class RolloutLinear:
     """Linear layers of the same input, computed as one; often just one layer.
 
-    With W their weights above each other, and A and B those of adapters that are not merged,
+    With W their weights above each other, and A and B those of LoRA adapters that are not merged,
 
         y = W x + B (A x)
 
@@ -37,12 +37,9 @@ class RolloutLinear:
     memory is taken twice. Where that cannot be (FSDP owns a sharded model's memory), each layer is
     a product of its own.
 
-    Args:
-        modules (Sequence[Any]): of the types in ``KINDS``.
-        merge (bool): add the adapters to a copy, instead of computing them beside the weights.
-        dtype (torch.dtype): what to compute in.
-        copy (bool): False calls the modules as they are, which needs no memory of its own.
-        move (bool): whether parameters may become views of the common matrix.
+    ``modules`` are of the types in ``KINDS``. ``merge`` adds LoRA to the weights; DoRA, which
+    scales them, always is. ``copy=False`` makes what would be copied for every product instead,
+    which is slow and needs no memory; ``move=False`` leaves parameters where they are.
     """
 
     def __init__(
@@ -55,113 +52,106 @@ class RolloutLinear:
         move: bool = True,
     ) -> None:
         self._modules = list(modules)
-        self._dtype = dtype
-        self._calls_modules = not copy
-        adapted = [isinstance(module, (LoRALinear, DoRALinear)) for module in modules]
-        self._merges = merge
-        self._ranks = [
-            len(m.lora_a.weight) if a and not merge else 0
-            for m, a in zip(modules, adapted, strict=True)
+        self._merge, self._dtype = merge, dtype
+        self.ranks = [
+            len(module.lora_a.weight) if isinstance(module, LoRALinear) and not merge else 0
+            for module in modules
         ]
-        self.sizes = [len(_live(module)) for module in modules]
-        self._copies = copy and any(
-            (merge and a) or isinstance(_live(m), NF4Tensor) or _live(m).dtype != dtype
-            for m, a in zip(modules, adapted, strict=True)
-        )
+        self.sizes = [len(_base_weight(module)) for module in modules]
+        self._copies = copy and any(self._needs_copy(module) for module in modules)
         self._moves = move and copy and len(modules) > 1 and not self._copies
         self._weight: Tensor | None = None  # [out + ranks, in], or [out, in] of a single layer
         self._a: Tensor | None = None  # [ranks, in], the end of the weight or by itself
         self._b: Tensor | None = None  # [out, ranks]
         self._bias: Tensor | None = None  # [out], for the end of the weight 0
-        self._scale: Tensor | None = None  # [out] of DoRA layers that are not merged
-        self._late_bias: Tensor | None = None  # [out], behind the scale
+
+    def _needs_copy(self, module: Any) -> bool:
+        weight = _base_weight(module)
+        is_merged = isinstance(module, DoRALinear) or (
+            self._merge and isinstance(module, LoRALinear)
+        )
+        return is_merged or isinstance(weight, NF4Tensor) or weight.dtype != self._dtype
 
     @property
     def copied_bytes(self) -> int:
         """Size of the copies of weights."""
-        return self._numel * self._dtype.itemsize if self._copies else 0
+        numel = sum(_base_weight(module).numel() for module in self._modules)
+        return numel * self._dtype.itemsize if self._copies else 0
 
-    @property
-    def _numel(self) -> int:
-        return sum(_live(module).numel() for module in self._modules)
+    def _weight_of(self, module: Any) -> Tensor:
+        """[out, in] of a layer whose weight is not in the common matrix."""
+        if not self._needs_copy(module):
+            return _base_weight(module)
+        return _whole_weight(module, merge=self._merge).to(self._dtype)
 
     @property
     def _single_weight(self) -> Tensor:
         """[out, in] of a single layer."""
-        assert len(self._modules) == 1
-        return _live(self._modules[0]) if self._weight is None else self._weight[: self.sizes[0]]
+        (module,) = self._modules
+        return self._weight_of(module) if self._weight is None else self._weight[: self.sizes[0]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is read, which a recorded step has the addresses of."""
-        for held in (self._weight, self._a, self._b, self._bias, self._scale, self._late_bias):
+        """All tensors that a decoding step reads."""
+        for held in (self._weight, self._a, self._b, self._bias):
             if held is not None:
                 yield held
         if self._weight is None:
-            yield from (_live(module) for module in self._modules)
+            yield from map(_base_weight, self._modules)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Makes what is copied anew from the current weights."""
-        if self._calls_modules:
-            return
-        out, rank = sum(self.sizes), sum(self._ranks)
-        like = _live(self._modules[0])
-        inputs, device = like.shape[1], like.device
+        """Brings all copies up to date with the modules' weights."""
+        self._refresh_weight()
+        if sum(self.ranks):
+            self._refresh_adapters()
+        if any(getattr(module, "bias", None) is not None for module in self._modules):
+            self._refresh_bias()
 
-        def held(old: Tensor | None, *shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=self._dtype, device=device) if old is None else old
+    def _kept(self, old: Tensor | None, *shape: int) -> Tensor:
+        """The same memory as before, which a CUDA graph has the address of."""
+        device = _base_weight(self._modules[0]).device
+        return torch.zeros(shape, dtype=self._dtype, device=device) if old is None else old
 
+    def _refresh_weight(self) -> None:
+        out, rank = sum(self.sizes), sum(self.ranks)
+        inputs = _base_weight(self._modules[0]).shape[1]
         if self._copies or self._moves:
-            self._weight = weight = held(self._weight, out + rank, inputs)
-            self._a = weight[out:]
-            for module, rows in zip(self._modules, weight.split([*self.sizes, rank]), strict=False):
+            self._weight = self._kept(self._weight, out + rank, inputs)
+            self._a = self._weight[out:]
+            rows_of = self._weight.split([*self.sizes, rank])
+            for module, rows in zip(self._modules, rows_of, strict=False):
                 if self._copies:
-                    rows.copy_(_whole(module, merge=self._merges))
+                    rows.copy_(_whole_weight(module, merge=self._merge))
                 elif module.weight.data_ptr() != rows.data_ptr():
                     rows.copy_(module.weight)
                     module.weight.data = rows
         elif rank:
-            self._a = held(self._a, rank, inputs)
-        self._refresh_adapters(held)
-        self._refresh_biases(held)
+            self._a = self._kept(self._a, rank, inputs)
 
-    def _refresh_adapters(self, held: Any) -> None:
-        out, rank = sum(self.sizes), sum(self._ranks)
-        if not rank:
-            return
+    def _refresh_adapters(self) -> None:
         assert self._a is not None
-        self._b = held(self._b, out, rank)
+        self._b = self._kept(self._b, sum(self.sizes), sum(self.ranks))
         row = column = 0
-        for module, size, r in zip(self._modules, self.sizes, self._ranks, strict=True):
-            if r:
-                self._a[column : column + r].copy_(module.lora_a.weight)
+        for module, size, rank in zip(self._modules, self.sizes, self.ranks, strict=True):
+            if rank:
+                self._a[column : column + rank].copy_(module.lora_a.weight)
                 b = module.lora_b.weight
                 scaled = _scaling(module) * b.to(torch.promote_types(b.dtype, torch.float32))
-                self._b[row : row + size, column : column + r].copy_(scaled)
-            row, column = row + size, column + r
-        if any(r and isinstance(m, DoRALinear) for m, r in zip(self._modules, self._ranks)):
-            if self._scale is None:
-                self._scale = torch.zeros(out, device=self._a.device)
-            for module, part in zip(self._modules, self._scale.split(self.sizes), strict=True):
-                part.copy_(_dora_scale(module))
+                self._b[row : row + size, column : column + rank].copy_(scaled)
+            row, column = row + size, column + rank
 
-    def _refresh_biases(self, held: Any) -> None:
-        biases = [getattr(module, "bias", None) for module in self._modules]
-        if all(bias is None for bias in biases):
-            return
+    def _refresh_bias(self) -> None:
         out = sum(self.sizes)
-        if self._scale is None:
-            rows = out if self._weight is None else len(self._weight)
-            bias = self._bias = held(self._bias, rows)
-        else:
-            bias = self._late_bias = held(self._late_bias, out)
-        parts = bias[:out].split(self.sizes)
-        for module, value, part in zip(self._modules, biases, parts, strict=True):
-            if value is None:
+        self._bias = self._kept(self._bias, out if self._weight is None else len(self._weight))
+        parts = self._bias[:out].split(self.sizes)
+        for module, part in zip(self._modules, parts, strict=True):
+            bias = getattr(module, "bias", None)
+            if bias is None:
                 continue
-            # torchtune scales the bias as well: its base_out, bias included, is multiplied.
-            scales_bias = self._scale is not None and type(module) is not PlainBiasDoRALinear
-            part.copy_(_dora_scale(module) * value if scales_bias else value)
+            # torchtune's DoRA multiplies the bias as well.
+            if isinstance(module, DoRALinear) and getattr(module, "scales_bias", True):
+                bias = bias * _magnitude_over_norm(module, _adapted_weight(module))
+            part.copy_(bias)
 
     def release(self) -> None:
         """Frees copies of weights, which the next refresh makes again."""
@@ -170,25 +160,19 @@ class RolloutLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [K, in] -> [K, out] of all layers beside each other; it may be a transposed view."""
-        if self._calls_modules:
-            return torch.cat([module(x) for module in self._modules], dim=-1)
         out = sum(self.sizes)
         if self._weight is not None:
             y = _product(x, self._weight, self._bias)
             y, a = y[:, :out], y[:, out:]
         else:
-            y = torch.cat([_product(x, _live(m)) for m in self._modules], dim=-1)
+            y = torch.cat([_product(x, self._weight_of(m)) for m in self._modules], dim=-1)
             y = y if self._bias is None else y + self._bias
             a = x if self._a is None else _product(x, self._a)
-        if self._b is not None:
-            y = _add_product(y, a, self._b)
-        if self._scale is not None:
-            y = (y * self._scale).to(x.dtype)
-        return y if self._late_bias is None else y + self._late_bias
+        return y if self._b is None else _add_product(y, a, self._b)
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
         """h [K, out] + the layer of x [K, in]; on CUDA in h's memory."""
-        if self._calls_modules or self._scale is not None or self._bias is not None:
+        if self._bias is not None:
             return h + self(x)
         h = _add_product(h, x, self._single_weight)
         if self._a is None or self._b is None:
@@ -197,16 +181,10 @@ class RolloutLinear:
 
     def logits(self, x: Tensor) -> Tensor:
         """x [K, in] -> [K, out] in float32, not rounded on the way where that can be."""
-        if self._calls_modules or self._scale is not None:
-            return self(x).float()
         y = float32_product(x, self._single_weight)
         if self._a is not None and self._b is not None:
             y += float32_product(_product(x, self._a), self._b)
         return y if self._bias is None else y + self._bias[: self.sizes[0]]
-
-
-def _live(module: Any) -> Tensor:
-    return module.tied_module.weight if isinstance(module, TiedLinear) else module.weight
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -227,34 +205,35 @@ def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return y + _product(x, weight)  # y comes first: sums take its layout
 
 
-def _whole(module: Any, *, merge: bool) -> Tensor:
-    """A weight [out, in] with what is merged, in float32 at least: a sum is rounded once."""
-    weight = _live(module).detach()
-    if isinstance(weight, NF4Tensor):
-        weight = weight.get_original_weight()
-    if not merge or not isinstance(module, (LoRALinear, DoRALinear)):
-        return weight
-    whole = _adapted(module, weight)
-    return whole * _magnitude_over(module, whole) if isinstance(module, DoRALinear) else whole
+def _base_weight(module: Any) -> Tensor:
+    """[out, in] the module's own parameter, without adapters."""
+    return module.tied_module.weight if isinstance(module, TiedLinear) else module.weight
 
 
-def _dora_scale(module: Any) -> Tensor:
-    """[out] magnitude / norm of an unmerged DoRA layer; 1 of any other one."""
-    weight = _live(module)
-    if not isinstance(module, DoRALinear):
-        return weight.new_ones(len(weight))
-    return _magnitude_over(module, _adapted(module, _whole(module, merge=False)))[:, 0]
+def _whole_weight(module: Any, *, merge: bool) -> Tensor:
+    """[out, in] with what is merged, in float32 at least: a sum is rounded once."""
+    if isinstance(module, DoRALinear):
+        adapted = _adapted_weight(module)
+        return adapted * _magnitude_over_norm(module, adapted)[:, None]
+    return _adapted_weight(module) if merge and isinstance(module, LoRALinear) else _plain(module)
 
 
-def _magnitude_over(module: DoRALinear, whole: Tensor) -> Tensor:
-    return (module.magnitude / whole.norm(dim=1))[:, None]
+def _plain(module: Any) -> Tensor:
+    weight = _base_weight(module).detach()
+    return weight.get_original_weight() if isinstance(weight, NF4Tensor) else weight
 
 
-def _adapted(module: LoRALinear | DoRALinear, weight: Tensor) -> Tensor:
+def _adapted_weight(module: LoRALinear | DoRALinear) -> Tensor:
     """weight + scaling B A, in float32 at least."""
+    weight = _plain(module)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (part.weight.to(dtype) for part in (module.lora_a, module.lora_b))
     return weight.to(dtype) + _scaling(module) * (b @ a)
+
+
+def _magnitude_over_norm(module: DoRALinear, adapted: Tensor) -> Tensor:
+    """[out] what DoRA multiplies the adapted weight's rows by (arXiv:2402.09353)."""
+    return module.magnitude / adapted.norm(dim=1)
 
 
 def _scaling(module: LoRALinear | DoRALinear) -> float:

@@ -1,32 +1,31 @@
-"""What an engine is asked for, and what it tells meanwhile."""
+"""What an engine is asked for, and how its samples become rows that are scored and trained on."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from torchtune_grpo.config.keys import SamplingParams
-from torchtune_grpo.trajectory import Samples
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.machine import interrupt
+from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rollout is.
-
-    Attributes:
-        tokens (int): sampled so far.
-        finished (int): rows that ended.
-        live (int): rows that are worked on now.
-        rows (int): all rows.
-    """
+    """How far a rollout is: tokens sampled so far, and its rows."""
 
     tokens: int
     finished: int
@@ -37,54 +36,22 @@ class Progress:
         return f"{self.finished}/{self.rows}, {tqdm.format_sizeof(self.tokens)} tokens"
 
 
-class Admission(Protocol):
-    """Lets a rollout's prompts begin in their order, the last ones if earlier groups ask for it."""
-
-    def allowed(self) -> int:
-        """How many may begin; it never shrinks, and may grow whenever a group has ended."""
-        ...
-
-    def is_final(self) -> bool:
-        """Whether no more will; each one that may begin has ended then."""
-        ...
-
-    def ended(self, prompt: int, samples: Samples) -> None:
-        """Is told of each group when all its rows have ended, by its place in the request."""
-        ...
-
-    def wait(self) -> None:
-        """Waits a little for what other groups ask for."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
     """A group of responses for each prompt: N = B*G rows, prompt-major.
 
-    Attributes:
-        prompts (Sequence[Sequence[int]]): B prompts, none of them empty.
-        group_size (int): G.
-        params (SamplingParams): how to sample.
-        stop_tokens (Sequence[int]): a response ends with the first of these.
-        keys (Tensor): [N] int64 of the noise, see :func:`row_keys`. A response depends on its
-            prompt, its key and the policy, and on nothing else.
-        decode (Decode | None): token ids to text; needed for ``params.stop_strings``.
-        report (Callable[[Progress], None] | None): told of the progress now and then.
-        admission (Admission | None): which prompts begin; those that do not are not in the samples.
-            None = all.
-
-    Raises:
-        ValueError: if there are stop strings, but no ``decode`` to find them with.
+    ``keys`` [N] int64 are those of the noise, see :func:`row_keys`: a response depends on its
+    prompt, its key and the policy, and on nothing else. ``decode`` turns token ids to text, and is
+    needed for ``params.stop_strings``. ``report`` is called with the progress now and then.
     """
 
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # none of them empty
     group_size: int
     params: SamplingParams
     stop_tokens: Sequence[int]
     keys: Tensor
     decode: Decode | None = None
     report: Callable[[Progress], None] | None = None
-    admission: Admission | None = None
 
     def __post_init__(self) -> None:
         strings = list(self.params.stop_strings)
@@ -96,12 +63,6 @@ class RolloutRequest:
         """N."""
         return len(self.prompts) * self.group_size
 
-    @property
-    def allowed_rows(self) -> int:
-        """Rows that may begin now, all of them if nobody decides that."""
-        allowed = len(self.prompts) if self.admission is None else self.admission.allowed()
-        return allowed * self.group_size
-
 
 class RolloutEngine(Protocol):
     """Samples a group of responses for each prompt."""
@@ -111,6 +72,130 @@ class RolloutEngine(Protocol):
         ...
 
 
-def end_of_rollout(deadline: float | None) -> float:
-    """When, by ``time.monotonic``, a rollout that begins now cuts its rows where they are."""
-    return math.inf if deadline is None else time.monotonic() + deadline
+def must_stop(deadline: float | None) -> Callable[[], bool]:
+    """Asked between two tokens: whether a rollout that begins now cuts its rows where they are.
+
+    ``deadline`` is in seconds from now. An interrupt cuts the rows as well.
+    """
+    end = math.inf if deadline is None else time.monotonic() + deadline
+    return lambda: time.monotonic() > end or interrupt.is_interrupted()
+
+
+def roll_out(
+    engine: RolloutEngine,
+    prompts: PromptBatch,
+    *,
+    tokenizer: Any,
+    group_size: int,
+    params: SamplingParams,
+    prefill: str,
+    seed: int,
+    step: int,
+    report: Callable[[Progress], None] | None = None,
+) -> Trajectory:
+    """Samples a group of responses for each prompt: N = B*G rows, prompt-major, not yet scored.
+
+    ``prefill`` is the beginning of the answer that the prompts end with. The noise is a function of
+    the run's seed, the step, the prompt and the sample. Raises Interrupted on all ranks if the run
+    is to end.
+    """
+    stop_tokens = tokenizer.stop_tokens
+    keys = row_keys(
+        seed=seed,
+        step=step,
+        prompt_indices=prompts.indices,
+        group_size=group_size,
+        uses=prompts.uses,
+    )
+    request = RolloutRequest(
+        prompts=prompts.tokens,
+        group_size=group_size,
+        params=params,
+        stop_tokens=stop_tokens,
+        keys=keys,
+        decode=partial(decode_tokens, tokenizer),
+        report=report,
+    )
+    samples = engine.generate(request)
+    interrupt.check()
+    tokens, prompt_lengths = join_rows(prompts.tokens, samples)
+
+    def of_rows(of_prompts: list[int]) -> Tensor:
+        return torch.tensor(of_prompts, device=tokens.device).repeat_interleave(group_size)  # [N]
+
+    return Trajectory(
+        tokens=tokens,
+        prompt_indices=of_rows(prompts.indices),
+        places=of_rows(prompts.places),
+        prompt_lengths=prompt_lengths,
+        response_lengths=samples.lengths,
+        response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
+        truncated=samples.truncated,
+        sampler_logprobs=samples.sampler_logprobs,
+        behaviour_logprobs=samples.behaviour_logprobs,
+        prompts=_repeat(prompts.prompts, group_size),
+        completions=decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill),
+        columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},
+    )
+
+
+def _repeat(values: list[Any], times: int) -> list[Any]:
+    return [value for value in values for _ in range(times)]
+
+
+def decode_responses(
+    tokenizer: Any, samples: Samples, *, stop_tokens: Sequence[int], prefill: str = ""
+) -> list[str]:
+    """Texts of sampled responses as rewards see them: the prefill, then what was sampled.
+
+    A final stop token is not part of the text.
+    """
+    texts = []
+    for tokens, length in zip(samples.responses.tolist(), samples.lengths.tolist(), strict=True):
+        ends_with_stop = length > 0 and tokens[length - 1] in stop_tokens
+        texts.append(prefill + decode_tokens(tokenizer, tokens[: length - ends_with_stop]))
+    return texts
+
+
+def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Decodes ids to text, special tokens included; an id that stands for nothing becomes U+FFFD.
+
+    Models often have more output rows than their tokenizer has tokens, so that a policy can sample
+    an id that no tokenizer can decode. The ids around one are then decoded in pieces.
+    """
+    parameters = inspect.signature(tokenizer.decode).parameters
+    names = ("skip_special_tokens", "truncate_at_eos")
+    try:
+        return tokenizer.decode(list(tokens), **{n: False for n in names if n in parameters})
+    except Exception:  # each tokenizer has its own error for an unknown id
+        if len(tokens) < 2:
+            return "\ufffd" * len(tokens)
+        half = len(tokens) // 2
+        return decode_tokens(tokenizer, tokens[:half]) + decode_tokens(tokenizer, tokens[half:])
+
+
+class StopStrings:
+    """Finds the token that completes a stop string, wherever the token borders lie."""
+
+    # Tokens in front of the longest stop string, so that cutting a text at a token border (half a
+    # character, a swallowed leading space) cannot change what the string itself is decoded to.
+    _MARGIN = 4
+
+    def __init__(self, strings: Sequence[str], *, decode: Decode) -> None:
+        self._strings = tuple(strings)
+        self._decode = decode
+        # Tokens that are looked at; each stands for at least one byte.
+        self.window = max(len(s.encode()) for s in strings) + self._MARGIN
+
+    def end(self, tokens: Sequence[int], *, start: int) -> int | None:
+        """The first length above ``start`` at which the last token completes a string."""
+        for length in range(start + 1, len(tokens) + 1):
+            window = tokens[max(0, length - self.window) : length]
+            text = self._decode(window)
+            found = [string for string in self._strings if string in text]
+            if not found:
+                continue
+            before = self._decode(window[:-1])
+            if any(text.count(string) > before.count(string) for string in found):
+                return length
+        return None

@@ -1,4 +1,4 @@
-"""One token per row from a row of logits: penalties, temperature, filters, and the log-probs."""
+"""One token per row from a row of logits: penalties, temperature, filters, noise and log-probs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune_grpo.config.keys import SamplingParams
+from torchtune_grpo.rollout.graphs import Buffers
 
 _BLOCK = 128  # vocabulary entries summed at once; only one block per row is searched entry by entry
 
@@ -21,19 +22,13 @@ def filter_logits(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Tensor:
-    """Sets every logit outside the top k, the nucleus, or the likely enough ones to -inf.
+    """Sets every logit [N, V], divided by the temperature, that a filter leaves out to -inf.
 
-    Args:
-        logits (Tensor): [N, V], already divided by the temperature.
-        top_k (int | None): keep the k largest; ties with the k-th are kept too.
-        top_p (float | None): keep the smallest set of largest tokens whose probabilities sum to at
-            least top_p (Holtzman et al. 2020, arXiv:1904.09751, section 3.1), among those top_k
-            leaves.
-        min_p (float | None): keep tokens at least min_p times as likely as the likeliest one
-            (Nguyen et al. 2024, arXiv:2407.01082).
-
-    Returns:
-        Tensor: [N, V]; the same tensor where no filter is given.
+    top_k keeps the k largest; ties with the k-th are kept too. top_p keeps the smallest set of
+    largest tokens whose probabilities sum to at least top_p (Holtzman et al. 2020,
+    arXiv:1904.09751, section 3.1), among those that top_k leaves. min_p keeps tokens at least min_p
+    times as likely as the likeliest one (Nguyen et al. 2024, arXiv:2407.01082). Without filters it
+    is the same tensor.
     """
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -53,14 +48,9 @@ def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
     """Draws with one uniform number per row, exactly for every filter.
 
     The cumulative sum runs over blocks of the vocabulary and then within the block that was hit, so
-    that the vocabulary itself is only read to sum it.
-
-    Args:
-        probs (Tensor): [N, V] float32, which sum to about 1; 0 is never drawn.
-        uniforms (Tensor): [N] float64 in [0, 1).
-
-    Returns:
-        tuple[Tensor, Tensor]: tokens [N] int64, and their log-probs [N] float64.
+    that the vocabulary itself is only read to sum it. Probabilities [N, V] are float32 and sum to
+    about 1; 0 is never drawn. Uniforms [N] are float64 in [0, 1). Returns tokens [N] and their
+    log-probs [N] in float64.
     """
     vocab = probs.shape[-1]
     if vocab % _BLOCK:
@@ -84,21 +74,17 @@ def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
 
 
 class Sampler:
-    """Samples one token per row.
-
-    Args:
-        params (SamplingParams): the settings; temperature 0 takes the most likely token.
-        stop_tokens (Sequence[int]): not sampled before ``min_new_tokens``.
-        device (torch.device): of the logits.
-    """
+    """Samples one token per row; stop tokens not before ``min_new_tokens``."""
 
     def __init__(
-        self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), device: torch.device
+        self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), buffers: Buffers
     ) -> None:
+        def ids(name: str, tokens: Sequence[int]) -> Tensor:
+            return buffers.put(name, torch.tensor(tokens, dtype=torch.long))
+
         self._params = params
-        self._stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
-        suppressed = list(params.suppressed_tokens)
-        self._suppressed = torch.tensor(suppressed, dtype=torch.long, device=device)
+        self._stops = ids("stop tokens", stop_tokens)
+        self._suppressed = ids("suppressed tokens", params.suppressed_tokens)
 
     def __call__(
         self,
@@ -108,21 +94,16 @@ class Sampler:
         counts: Tensor | None = None,
         seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples one token per row.
+        """Samples from logits [N, V] with uniforms [N], float64 in [0, 1).
 
-        Args:
-            logits (Tensor): [N, V].
-            uniforms (Tensor): [N] float64 in [0, 1), the noise.
-            counts (Tensor | None): [N] tokens that each response has so far; needed if
-                ``params.changes_logits``.
-            seen (Tensor | None): [N, V] bool, tokens of prompt and response so far; needed by the
-                repetition penalty only.
+        ``counts`` [N] are the tokens that each response has so far, needed if
+        ``params.changes_logits``; ``seen`` [N, V] bool marks the tokens of prompt and response so
+        far, needed by the repetition penalty.
 
-        Returns:
-            tuple[Tensor, Tensor, Tensor]: tokens [N]; their log-probs [N] under the plain
-            ``softmax(logits / temperature)`` (temperature 1 when greedy), which the trainer
-            recomputes: the sampler's; and under the distribution that they were drawn from, with
-            penalties and filters (0 when greedy): the behaviour's. Both float32.
+        Returns tokens [N]; their log-probs [N] under the plain ``softmax(logits / temperature)``
+        (temperature 1 when greedy), which the trainer recomputes: the sampler's; and under the
+        distribution that they were drawn from, with penalties and filters (0 when greedy): the
+        behaviour's. Both float32.
         """
         params = self._params
         plain = logits.float()
@@ -160,3 +141,58 @@ class Sampler:
             without_stops = logits.index_fill(-1, self._stops, -torch.inf)
             logits = torch.where((counts < params.min_new_tokens)[:, None], without_stops, logits)
         return logits
+
+
+# The noise: uniform numbers as a pure function of (seed, step, prompt, sample, position). A
+# counter-based generator has no state to save and none that depends on which rows run together, so
+# samples do not change with the batch, with the number of live rows or ranks, or after a resume.
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(bits: Tensor, by: int) -> Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)  # >> of int64 copies the sign bit
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finalizer (Steele et al. 2014, "Fast splittable pseudorandom generators")."""
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+def row_keys(
+    *,
+    seed: int,
+    step: int,
+    prompt_indices: Sequence[int],
+    group_size: int,
+    uses: Sequence[int] | None = None,
+) -> Tensor:
+    """The keys [B*G] int64 of the rows' noise, prompt-major.
+
+    ``prompt_indices`` are the B prompts' positions in the data set. Steps count from 0; evaluation
+    uses -1. A prompt that has come in the step before, ``uses`` times, goes on counting samples.
+    """
+    key = torch.zeros((), dtype=torch.int64)
+    prompts = torch.tensor(prompt_indices)[:, None]
+    samples = torch.arange(group_size)
+    if uses is not None:
+        samples = samples + torch.tensor(uses)[:, None] * group_size
+    for part in (seed, step, prompts, samples):
+        key = _mix((key + _GOLDEN) ^ _mix(torch.as_tensor(part) + _GOLDEN))
+    return key.flatten()
+
+
+def uniforms(keys: Tensor, count: int) -> Tensor:
+    """The first ``count`` numbers of each row: keys [N] -> [N, count] float64 in [0, 1)."""
+    counter = torch.arange(1, count + 1, device=keys.device)
+    bits = _mix(keys[:, None] + counter * _GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53

@@ -1,0 +1,344 @@
+"""The native engine's rollout: continuous batching over groups that share their prompt.
+
+At most ``max_rows`` responses are worked on at once. A row that ends leaves at once, and the next
+waiting one takes its place; a prompt's keys and values stay as long as one of its rows is missing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from torchtune_grpo.rollout.cache import GroupCache, Prompt, Row, RowLayout, padded_rows
+from torchtune_grpo.rollout.decoder import NativeDecoder
+from torchtune_grpo.rollout.graphs import Buffers, StepGraphs, coarse
+from torchtune_grpo.rollout.request import Progress, RolloutRequest, StopStrings
+from torchtune_grpo.rollout.sampling import Sampler, uniforms
+from torchtune_grpo.trajectory import Samples
+
+# Prompts that are prefilled side by side have at most so many tokens; a longer one is alone.
+PREFILL_TOKENS = 4096
+
+# Steps between two looks at which rows have ended. A look makes the host wait for the device, which
+# costs nothing on a CPU; on CUDA a row may sample a few tokens in vain instead.
+POLL_STEPS = {"cpu": 1, "cuda": 16}
+
+REPORT_SECONDS = 1.0
+
+
+class GroupRollout:
+    """One rollout: which rows wait, which are live and in which places, and how far they are.
+
+    ``graphs``, if there are any, record decoding steps and replay them.
+    """
+
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        cache: GroupCache,
+        buffers: Buffers,
+        request: RolloutRequest,
+        *,
+        max_rows: int,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        self._decoder, self._cache, self._buffers, self._graphs = decoder, cache, buffers, graphs
+        self._request, self._max_rows = request, max_rows
+        self._longest = request.params.max_generated_tokens
+        self._poll_steps = POLL_STEPS.get(decoder.device.type, 1)
+
+        group = request.group_size
+        prompts = [Prompt(tokens, rows_left=group) for tokens in request.prompts]
+        self._rows = [Row(n, prompts[n // group]) for n in range(request.num_rows)]
+        self._waiting = deque(self._rows)
+        self.live: list[Row] = []  # by place
+        slots = prompt_slots(request, max_rows=max_rows)
+        self._free_slots = list(range(slots))  # a heap
+
+        places = padded_rows(max_rows, few_shapes=graphs is not None)
+        prompt_width, width = max(len(prompt.tokens) for prompt in prompts), 1
+        if graphs is not None:  # nothing may move while the responses grow
+            prompt_width = cache.rounded(prompt_width)
+            width = coarse(self._longest, least=cache.BLOCK)
+        cache.reserve(prompts=slots, prompt_width=prompt_width, rows=places, width=width)
+        decoder.reserve(cache.rounded(prompt_width + self._longest))
+        self.layout = RowLayout(
+            buffers,
+            kv_heads=cache.shape.kv_heads,
+            slots=slots,
+            group_size=group,
+            places=places,
+            columns=cache.prompt_width + max(width, cache.rounded(self._longest)),
+            padding_row=len(self._rows),
+            few_shapes=graphs is not None,
+            dtype=decoder.dtype,
+        )
+        self.transcript = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
+
+    def run(self, must_stop: Callable[[], bool]) -> Samples:
+        """Works off all rows, or as many as it can until it must stop."""
+        if self._graphs is not None:  # those of earlier rollouts are of use if all is where it was
+            held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
+            self._graphs.drop_unless_at(chain.from_iterable(held))
+        reported = time.monotonic()
+        while (self._waiting or self.live) and not must_stop():
+            if self.replace_ended() or not self.live:
+                continue  # a first token may be the last
+            room = self._longest - max(row.count for row in self.live)
+            for _ in range(min(self._poll_steps, room)):
+                self.decode()
+            if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
+                self._request.report(self._progress())
+                reported = time.monotonic()
+        return self.transcript.samples(
+            lengths=[row.count for row in self._rows],
+            truncated=[not row.ended for row in self._rows],
+        )
+
+    def _progress(self) -> Progress:
+        live, rows = len(self.live), len(self._rows)
+        return Progress(
+            tokens=sum(row.count for row in self._rows),
+            finished=rows - live - len(self._waiting),
+            live=live,
+            rows=rows,
+        )
+
+    def replace_ended(self) -> bool:
+        """Lets ended rows leave and waiting ones take their places; True if any came."""
+        places = self._remove_ended()
+        new = self._next_rows(self._max_rows - len(self.live) + len(places))
+        if not places and not new:
+            return False
+        for row in new:
+            if places:
+                self.live[places.pop(0)] = row
+            else:
+                self.live.append(row)
+        for place in reversed(places):  # no row waits: the last one moves up
+            row = self.live.pop()
+            if place < len(self.live):
+                source = len(self.live)
+                self._cache.move(source=source, target=place, length=row.count)
+                self.transcript.move(source=source, target=place)
+                self.live[place] = row
+        if self.live:
+            self.layout.update(self.live)
+        if new:
+            self._start(new)
+        return bool(new)
+
+    def _remove_ended(self) -> list[int]:
+        """Takes note of the rows that have ended, and returns their places, ascending."""
+        if not self.live:
+            return []
+        ends = self.transcript.ends(
+            self.layout.rows[: len(self.live)],
+            counts=[row.count for row in self.live],
+            unseen=self._poll_steps,
+        )
+        places = []
+        for place, (row, length) in enumerate(zip(self.live, ends, strict=True)):
+            if not length and row.count < self._longest:
+                continue
+            row.ended, row.count = length > 0, length or row.count
+            row.prompt.rows_left -= 1
+            if not row.prompt.rows_left:
+                heapq.heappush(self._free_slots, row.prompt.slot)
+            places.append(place)
+        non_finite = self.transcript.non_finite([self.live[place].number for place in places])
+        for place, clear in zip(places, non_finite, strict=True):
+            if clear:
+                self._cache.clear_row(place)
+        return places
+
+    def _next_rows(self, room: int) -> list[Row]:
+        """Takes waiting rows, and prefills the prompts that are not in the cache yet."""
+        rows: list[Row] = []
+        parts: list[list[Prompt]] = []  # of prompts that are prefilled side by side
+        tokens_left = 0
+        while self._waiting and len(rows) < room:
+            prompt = self._waiting[0].prompt
+            if prompt.slot < 0:
+                if not self._free_slots:
+                    break
+                prompt.slot = heapq.heappop(self._free_slots)
+                if len(prompt.tokens) > tokens_left:
+                    parts.append([])
+                    tokens_left = PREFILL_TOKENS
+                parts[-1].append(prompt)
+                tokens_left -= len(prompt.tokens)
+            rows.append(self._waiting.popleft())
+        for part in parts:
+            tokens, slots = [prompt.tokens for prompt in part], [prompt.slot for prompt in part]
+            logits = self._decoder.prefill(tokens, slots, self._cache)
+            for prompt, first in zip(part, logits, strict=True):
+                prompt.logits = first
+        return rows
+
+    def _start(self, new: list[Row]) -> None:
+        """Samples the first token of new rows from what their prompts predict."""
+        places = [self.live.index(row) for row in new]
+        logits = torch.stack([row.prompt.logits for row in new])
+        self.transcript.begin([row.prompt.tokens for row in new], places=places)
+        at = torch.tensor(places, device=self._decoder.device)
+        self.transcript.sample(logits, rows=self.layout.rows[at], last=None, places=at)
+        self.layout.advance(at)
+        for row in new:
+            row.count = 1
+            if not self._waiting or self._waiting[0].prompt is not row.prompt:
+                row.prompt.logits = None
+
+    def decode(self) -> None:
+        """Samples the next token of every live row."""
+        longest = max(row.count for row in self.live)
+        self._cache.grow(longest)
+        layout, request = self.layout, self._request
+        if self._graphs is None:
+            prompt_width = max(len(row.prompt.tokens) for row in self.live)
+            layout.show(prompt_width=prompt_width, width=self._cache.rounded(longest))
+            self._step(width=longest)
+        else:
+            width = coarse(longest, least=self._cache.BLOCK)
+            layout.show(prompt_width=self._cache.prompt_width, width=width)
+            step = (len(layout.rows), layout.used_slots, layout.group_width, layout.prompt_width)
+            constants = (len(request.keys), request.params, tuple(request.stop_tokens))
+            self._graphs.run(partial(self._step, width=width), shape=(*step, width, *constants))
+        for row in self.live:
+            row.count += 1
+
+    def _step(self, *, width: int) -> None:
+        """Feeds every live row its last token, and samples the next; no look at the device."""
+        at = self.layout
+        tokens = self.transcript.tokens[at.rows, at.last]
+        logits = self._decoder.decode(tokens, at, self._cache, width=width)
+        self.transcript.sample(logits, rows=at.rows, last=at.last, places=slice(len(at.rows)))
+        at.advance()
+
+
+def prompt_slots(request: RolloutRequest, *, max_rows: int) -> int:
+    """Prompts in the cache at once.
+
+    Twice as many as ``max_rows`` rows of whole groups need, so that the last rows of some groups do
+    not keep the others waiting. Where a group is one row, it keeps no other row waiting.
+    """
+    spare = 2 if request.group_size > 1 else 1
+    return min(len(request.prompts), spare * -(-max_rows // request.group_size))
+
+
+class Transcript:
+    """Samples tokens and keeps them on the device: of N rows, and of one for all padding rows.
+
+    ``places`` is the most rows of a step; ``tokens`` is [N + 1, max_generated_tokens].
+    """
+
+    def __init__(
+        self, request: RolloutRequest, *, places: int, vocab: int, buffers: Buffers
+    ) -> None:
+        params, keys = request.params, request.keys.to(buffers.device)
+        shape = (len(keys) + 1, params.max_generated_tokens)
+        self._params = params
+        self._sampler = Sampler(params, stop_tokens=request.stop_tokens, buffers=buffers)
+        self._stop_tokens = frozenset(request.stop_tokens)
+        self._stop_strings = None
+        if params.stop_strings and request.decode is not None:
+            self._stop_strings = StopStrings(params.stop_strings, decode=request.decode)
+        self._noise = buffers.put("noise", uniforms(torch.cat([keys, keys[:1]]), shape[1]))
+        self.tokens = buffers.take("tokens", shape, dtype=torch.long)
+        # Of the sampler and, where that is another one, of the behaviour policy.
+        kinds = 2 if params.filters or params.changes_logits or params.temperature == 0 else 1
+        self._logprobs = [
+            buffers.take(f"log-probs {kind}", shape, dtype=torch.float32).zero_()
+            for kind in range(kinds)
+        ]
+        self._seen: Tensor | None = None  # [places, V]
+        if params.repetition_penalty != 1:
+            self._seen = buffers.take("seen", (places, vocab), dtype=torch.bool)
+
+    def begin(self, prompts: Sequence[Sequence[int]], *, places: Sequence[int]) -> None:
+        """Takes note of the prompts of the rows that begin in some places."""
+        if self._seen is not None:
+            for place, prompt in zip(places, prompts, strict=True):
+                self._seen[place] = False
+                self._seen[place, list(prompt)] = True
+
+    def move(self, *, source: int, target: int) -> None:
+        """Moves a row to another place."""
+        if self._seen is not None:
+            self._seen[target] = self._seen[source]
+
+    def sample(
+        self, logits: Tensor, *, rows: Tensor, last: Tensor | None, places: Tensor | slice
+    ) -> None:
+        """Samples the next token of n rows from logits [n, V], without a look at the device.
+
+        ``rows`` [n] are their numbers, ``last`` [n] the place of each one's last token, None before
+        the first, and ``places`` where they are among the rows of a step.
+        """
+        if last is None:
+            at, ahead, counts = (rows, torch.zeros_like(rows)), 0, torch.zeros_like(rows)
+        else:
+            at, ahead, counts = (rows, last), 1, last + 1 if self._params.min_new_tokens else last
+        tokens, *logprobs = self._sampler(
+            logits,
+            uniforms=self._noise[:, ahead:][at],
+            counts=counts,
+            seen=None if self._seen is None else self._seen[places],
+        )
+        self.tokens[:, ahead:][at] = tokens
+        for kept, new in zip(self._logprobs, logprobs, strict=False):
+            kept[:, ahead:][at] = new
+        if self._seen is not None:
+            place = torch.arange(len(self._seen), device=tokens.device)[places]
+            self._seen[place, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+
+    def ends(self, rows: Tensor, *, counts: Sequence[int], unseen: int) -> list[int]:
+        """The lengths at which rows [n] have ended, 0 for those that have not.
+
+        ``counts`` are their numbers of sampled tokens, of which the last ``unseen`` have not been
+        looked at.
+        """
+        strings = self._stop_strings
+        width = min(unseen + (strings.window if strings else 0), max(counts))
+        columns = torch.tensor([max(count - width, 0) for count in counts])  # of the first token
+        columns = (columns[:, None] + torch.arange(width)).clamp_(max=self.tokens.shape[1] - 1)
+        read = self.tokens[rows[:, None], columns.to(rows.device)].tolist()
+        ends = []
+        for tokens, count in zip(read, counts, strict=True):
+            before = max(count - width, 0)  # tokens that were not read
+            tokens = tokens[: count - before]
+            start = max(count - unseen, 0)
+            stops = (n for n in range(start, count) if tokens[n - before] in self._stop_tokens)
+            end = next(stops, -1) + 1
+            if strings is not None:
+                start = max(start, self._params.min_new_tokens - 1)
+                found = strings.end(tokens[: (end or count) - before], start=start - before)
+                end = found + before if found else end
+            ends.append(end)
+        return ends
+
+    def non_finite(self, rows: Sequence[int]) -> list[bool]:
+        """Which rows have a log-prob that is not finite."""
+        if not rows:  # mostly so: no look at the device
+            return []
+        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()
+
+    def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
+        """All rows, cut to their lengths."""
+        sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
+        logprobs = [kept[sampled].clone() for kept in self._logprobs]
+        return Samples(
+            responses=self.tokens[sampled].clone(),
+            lengths=torch.tensor(lengths, device=self.tokens.device),
+            truncated=torch.tensor(truncated, device=self.tokens.device),
+            sampler_logprobs=logprobs[0],
+            behaviour_logprobs=logprobs[-1],
+        )
