@@ -3,16 +3,12 @@
     python benchmarks/launches.py                         # Llama 3.2 1B in bf16
     python benchmarks/launches.py --ways lora --rows 256 --names
 
-Tensors are fake (torch's FakeTensorMode) and on the device `cuda`: shapes and devices are computed
-and nothing else, so that a model needs neither memory nor a GPU. Counted is every operation that
-comes to torch's dispatcher, below autograd, unless it is a view by its schema: its result aliases
-an argument that it does not write to. The mode that counts lies above FakeTensorMode, whose own
-operations, those that work out a shape, do not count. What a CPU build of torch lacks is put in
-its place, so that it takes the paths of a CUDA build: the fused norm is one operation, and so is
-attention, flash without a mask and memory-efficient with one, forward and backward.
-
-It stands for launches, but it is not them: `empty` and `_unsafe_view` launch nothing and count; a
-sort, or a product that splits its sum, launches several kernels and counts once.
+Tensors are fake (torch's FakeTensorMode) and on the device `cuda`: only shapes and devices are
+computed. Counted is every operation that comes to torch's dispatcher, below autograd, unless it is
+a view by its schema. What a CPU build of torch lacks is put in its place, so that it takes the
+paths of a CUDA build: the fused norm is one operation, and so is attention, flash without a mask
+and memory-efficient with one. It stands for launches, but it is not them: `empty` launches nothing
+and counts; a sort, or a product that splits its sum, launches several kernels and counts once.
 
     prefill     of a step's prompts side by side, with each row's first token
     decode      a step of all rows, eagerly and as a CUDA graph captures it

@@ -20,14 +20,15 @@ tokens (a function of its first token). Prints one JSON line.
 
 import argparse
 import json
-import os
+import multiprocessing
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torchtune.generation import generate as stock_generate
@@ -57,19 +58,8 @@ SHAPE_S = dict(
     max_seq_len=4096,
 )
 OURS = ("native", "torchtune", "kept")  # allocate as the recipes do; the others as their users do
+WAYS = (*OURS, "stock", "transformers")
 PROMPT_LENGTHS = (96, 160, 212, 292)
-
-
-class PlannedEnd:
-    """Ends a response at 20 to ``longest`` tokens, as its first token decides."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-
-    def end(self, tokens: list[int], *, start: int) -> int | None:
-        """See ``StopStrings.end``."""
-        length = 20 + tokens[0] * 7919 % (self._longest - 19)
-        return length if start < length <= len(tokens) else None
 
 
 def build_model(shape: str, dtype: torch.dtype) -> TransformerDecoder:
@@ -93,33 +83,11 @@ def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
     )
 
 
-def roll_out_planned(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
-    """Rolls out with planned ends, and counts the tokens."""
-    with torch.no_grad(), engine.current_weights() as (decoder, cache):
-        rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=max_rows)
-        rollout.transcript._stop_strings = PlannedEnd(request.params.max_generated_tokens)
-        samples = rollout.run(lambda: False)
-    return int(samples.lengths.sum())
-
-
-def roll_out_kept(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
-    """As many groups at a time as fit, each to its end; counts the tokens up to planned ends."""
-    plan = PlannedEnd(request.params.max_generated_tokens)
-    keys = request.keys.view(-1, request.group_size)
-    at_once = max_rows // request.group_size
-    tokens = 0
-    for start in range(0, len(keys), at_once):
-        part = slice(start, start + at_once)
-        samples = engine.generate(
-            replace(request, prompts=request.prompts[part], keys=keys[part].flatten())
-        )
-        tokens += sum(plan.end(row, start=0) for row in samples.responses.tolist())
-    return tokens
-
-
-def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args, *, new_tokens: int):
+def make_way(
+    name: str, model: TransformerDecoder, prompts: PromptBatch, args, *, new_tokens: int
+) -> Callable[[], int]:
     """A function that rolls out once and returns the number of tokens sampled."""
-    group = args.group_size
+    group, settings = args.group_size, RolloutConfig(max_rows=args.max_rows)
     request = RolloutRequest(
         prompts=prompts.tokens,
         group_size=group,
@@ -127,51 +95,73 @@ def make_way(name: str, model: TransformerDecoder, prompts: PromptBatch, args, *
         stop_tokens=[],
         keys=row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group),
     )
-    rows, settings = request.num_rows, RolloutConfig(max_rows=args.max_rows)
-    if name == "torchtune":
-        engine = TorchtuneEngine(model, settings)
-        return lambda: int(engine.generate(request).lengths.sum())
-    if name in ("native", "kept"):
-        engine = NativeEngine(model, settings)
-        if not args.varying_lengths:
-            return lambda: int(engine.generate(request).lengths.sum())
+    if name in ("native", "kept") and args.varying_lengths:
         planned = roll_out_planned if name == "native" else roll_out_kept
-        return lambda: planned(engine, request, max_rows=args.max_rows or rows)
+        rows = args.max_rows or request.num_rows
+        return partial(planned, NativeEngine(model, settings), request, max_rows=rows)
+    if name in OURS:
+        engine = (TorchtuneEngine if name == "torchtune" else NativeEngine)(model, settings)
+        return lambda: int(engine.generate(request).lengths.sum())
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts.tokens], device=device)
     width = int(lengths.max())
     padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts.tokens], device=device)
     padded = padded.repeat_interleave(group, dim=0)
     if name == "stock":
+        return partial(generate_with_torchtune, model, padded, new_tokens=new_tokens)
+    mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
+    options = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    inputs = {"input_ids": padded, "attention_mask": mask.repeat_interleave(group, dim=0)}
+    peer = partial(to_transformers(model).generate, **inputs, **options)
+    return lambda: len(padded) * (peer().shape[1] - width)
 
-        def stock() -> int:
-            model.setup_caches(
-                batch_size=rows,
-                dtype=next(model.parameters()).dtype,
-                decoder_max_seq_len=width + new_tokens,
-            )
-            try:
-                tokens, _ = stock_generate(model, padded, max_generated_tokens=new_tokens, pad_id=0)
-            finally:
-                for layer in model.layers:
-                    layer.attn.kv_cache = None
-                    layer.attn.cache_enabled = False
-                model.decoder_max_cache_seq_len = None
-            return rows * (tokens.shape[1] - width)
 
-        return stock
-    if name == "transformers":
-        peer = to_transformers(model)
-        mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
-        inputs = {"input_ids": padded, "attention_mask": mask.repeat_interleave(group, dim=0)}
-        options = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
+class PlannedEnd:
+    """Ends a response at 20 to ``longest`` tokens, as its first token decides."""
 
-        def peer_generate() -> int:
-            tokens = peer.generate(**inputs, **options, eos_token_id=None, pad_token_id=0)
-            return rows * (tokens.shape[1] - width)
+    def __init__(self, longest: int) -> None:
+        self._longest = self.window = longest
 
-        return peer_generate
-    raise SystemExit(f"--ways {name}: give native, torchtune, stock, transformers or kept")
+    def end(self, tokens: list[int], *, start: int) -> int | None:
+        """See ``StopStrings.end``."""
+        length = 20 + tokens[0] * 7919 % (self._longest - 19)
+        return length if start < length <= len(tokens) else None
+
+
+def roll_out_planned(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
+    """Rolls out with planned ends, and counts the tokens."""
+    with torch.no_grad(), engine.current_weights() as (decoder, cache):
+        rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=max_rows)
+        rollout.transcript._stop_strings = PlannedEnd(request.params.max_generated_tokens)
+        return int(rollout.run(lambda: False).lengths.sum())
+
+
+def roll_out_kept(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
+    """As many groups at a time as fit, each to its end; counts the tokens up to planned ends."""
+    plan, tokens = PlannedEnd(request.params.max_generated_tokens), 0
+    keys = request.keys.view(-1, request.group_size)
+    for part in torch.arange(len(keys)).split(max_rows // request.group_size):
+        prompts = [request.prompts[i] for i in part]
+        samples = engine.generate(replace(request, prompts=prompts, keys=keys[part].flatten()))
+        tokens += sum(plan.end(row, start=0) for row in samples.responses.tolist())
+    return tokens
+
+
+def generate_with_torchtune(
+    model: TransformerDecoder, padded: torch.Tensor, *, new_tokens: int
+) -> int:
+    """torchtune's own function; counts the tokens."""
+    (rows, width), dtype = padded.shape, next(model.parameters()).dtype
+    model.setup_caches(batch_size=rows, dtype=dtype, decoder_max_seq_len=width + new_tokens)
+    try:
+        tokens, _ = stock_generate(model, padded, max_generated_tokens=new_tokens, pad_id=0)
+    finally:
+        for layer in model.layers:
+            layer.attn.kv_cache = None
+            layer.attn.cache_enabled = False
+        model.decoder_max_cache_seq_len = None
+    return rows * (tokens.shape[1] - width)
 
 
 def to_transformers(model: TransformerDecoder):
@@ -179,55 +169,24 @@ def to_transformers(model: TransformerDecoder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     attn, mlp = model.layers[0].attn, model.layers[0].mlp
-    peer = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.tok_embeddings.num_embeddings,
-            hidden_size=attn.embed_dim,
-            num_hidden_layers=len(model.layers),
-            num_attention_heads=attn.num_heads,
-            num_key_value_heads=attn.num_kv_heads,
-            intermediate_size=mlp.w1.weight.shape[0],
-            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-            tie_word_embeddings=True,
-            eos_token_id=None,  # by default a word of the vocabulary
-        )
+    config = LlamaConfig(
+        vocab_size=model.tok_embeddings.num_embeddings,
+        hidden_size=attn.embed_dim,
+        num_hidden_layers=len(model.layers),
+        num_attention_heads=attn.num_heads,
+        num_key_value_heads=attn.num_kv_heads,
+        intermediate_size=mlp.w1.weight.shape[0],
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=True,
+        eos_token_id=None,  # by default a word of the vocabulary
     )
     state = tune_to_hf(
-        model.state_dict(),
-        num_heads=attn.num_heads,
-        num_kv_heads=attn.num_kv_heads,
-        dim=attn.embed_dim,
-        head_dim=attn.head_dim,
+        model.state_dict(), attn.num_heads, attn.num_kv_heads, attn.embed_dim, attn.head_dim
     )
+    peer = LlamaForCausalLM(config)
     missing, unexpected = peer.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     return peer.to(model.tok_embeddings.weight).eval()
-
-
-def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """One way in this process: the first run apart, and the median of the others."""
-    if name in OURS:
-        keep_freed_memory()
-    device = torch.device(args.device)
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    model = build_model(args.shape, dtype).to(device)
-    lengths = [PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
-    if args.prompt_length:
-        lengths = [args.prompt_length] * args.prompts
-    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings)
-    way = make_way(name, model, prompts, args, new_tokens=args.new_tokens)
-    tokens, warm_up, seconds = timed(way, device, repeats=args.repeats)
-    result = {
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1),
-        "warm_up_seconds": round(warm_up, 2),
-    }
-    if not args.varying_lengths:
-        way = make_way(name, model, prompts, args, new_tokens=1)
-        _, _, first = timed(way, device, repeats=args.repeats)
-        result["ms_per_decode_step"] = round(1000 * (seconds - first) / (args.new_tokens - 1), 1)
-    return result
 
 
 def timed(
@@ -244,48 +203,57 @@ def timed(
     return tokens, seconds[0], statistics.median(seconds[1:])
 
 
-def run_apart(way: str, **environment: str) -> dict:
-    """What this script prints for one way, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, *sys.argv, "--in-this-process", "--ways", way],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
-    print(way, result, file=sys.stderr, flush=True)
+def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """One way in this process: the first run apart, and the median of the others."""
+    if name in OURS:
+        keep_freed_memory()
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    model = build_model(args.shape, dtype).to(device)
+    lengths = [args.prompt_length or PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
+    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings)
+    way = make_way(name, model, prompts, args, new_tokens=args.new_tokens)
+    tokens, warm_up, seconds = timed(way, device, repeats=args.repeats)
+    result = {
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "warm_up_seconds": round(warm_up, 2),
+    }
+    if not args.varying_lengths:
+        way = make_way(name, model, prompts, args, new_tokens=1)
+        _, _, first = timed(way, device, repeats=args.repeats)
+        result["ms_per_decode_step"] = round(1000 * (seconds - first) / (args.new_tokens - 1), 1)
     return result
 
 
 def main() -> None:
     """Times every way, one after the other."""
+    dtypes = {"fp32": "float32", "bf16": "bfloat16"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=("S", "M"), default="S")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument(
-        "--prompts", type=int, default=4, help="of 96, 160, 212, 292 tokens in turn"
-    )
+    parser.add_argument("--dtype", choices=dtypes, default="fp32")
+    parser.add_argument("--prompts", type=int, default=4, help="of 96 to 292 tokens in turn")
     parser.add_argument("--prompt-length", type=int, help="one length for all prompts")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--max-rows", type=int, help="of the native engine")
+    parser.add_argument("--max-rows", type=int, help="of this package's engines")
     parser.add_argument("--varying-lengths", action="store_true")
-    parser.add_argument("--ways", nargs="+", default=["native", "torchtune", "stock"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["native", "torchtune", "stock"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.in_this_process:
-        (name,) = args.ways
-        return print(json.dumps(time_way(name, args)))
-    ways = {name: run_apart(name) for name in args.ways}
+    args.dtype = dtypes[args.dtype]
+    ways = {}
+    for name in args.ways:
+        apart = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=apart) as process:
+            ways[name] = process.submit(time_way, name, args).result()
+        print(name, ways[name], file=sys.stderr, flush=True)
+    speed = {name: way["tokens_per_second"] for name, way in ways.items()}
     first, *others = args.ways
-    speed = {name: ways[name]["tokens_per_second"] for name in ways}
-    settings = {name: value for name, value in vars(args).items() if name != "in_this_process"}
     result = {
         "benchmark": "rollout",
-        "settings": settings,
+        "settings": vars(args),
         "ways": ways,
         "ratios": {f"{first}/{name}": round(speed[first] / speed[name], 2) for name in others},
         "torch": torch.__version__,
