@@ -16,7 +16,6 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine import device
 from torchtune_grpo.machine.parallel import random_states, restore_random_state, shard
-from torchtune_grpo.rollout import NativeEngine, RolloutConfig
 from torchtune_grpo.training import policy
 from torchtune_grpo.training.policy import should_shard
 
@@ -92,21 +91,6 @@ def four_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("free_here", "free_there", "by_layer"), [(1, 9, True), (9, 1, False)])
-def test_what_is_gathered_has_to_fit_the_device_that_computes(
-    monkeypatch, four_ranks, free_here, free_there, by_layer
-):
-    """With distributed.cpu_offload the parameters are in the host's memory: there."""
-    model = llama3_2(**SHAPE)
-    size = device.weight_bytes(model)
-    settings = RolloutConfig(cuda_graphs="never")
-    engine = NativeEngine(model, settings, device=torch.device("cuda"))
-    shard(model, DistributedConfig(), device=CPU)
-    free = {"cuda": free_here * size, "cpu": free_there * size}
-    monkeypatch.setattr(device, "free_bytes", lambda device: free[device.type])
-    assert engine._by_layer == by_layer
 
 
 def test_what_cannot_be_sharded_is_refused(four_ranks):
