@@ -70,6 +70,8 @@ WRONG = [
     (r"\sqrt{9} = 2\sqrt{2}", r"2\sqrt{2}"),
     (r"x^2 + 1 = \sqrt{2}", r"\sqrt{2}"),
     (r"(3 = \sqrt{2})", r"\sqrt{2}"),
+    (r"(3 = \pi)", r"\pi"),
+    (r"\{3 = \pi\}", r"\pi"),
     (r"\{3 = \sqrt{2}\}", r"\sqrt{2}"),
     (r"3 \equiv \sqrt{2}", r"\sqrt{2}"),
     (r"1, 3 = \sqrt{2}", r"\sqrt{2}"),

@@ -52,9 +52,9 @@ _REWRITES = [
     *[(r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", "\0\\1\0")] * 3,
     (r'\*\*([^*]+)\*\*|`([^`]+)`|"([^"]+)"|“([^“”]+)”', "\0\\1\\2\\3\\4\0"),
     (r"\\\((.+?)\\\)|\\\[(.+?)\\\]", "\0\\1\\2\0"),
-    # Currency: -$5 is -5. But $5m, 5k and 5 k are other numbers.
+    # Currency: -$5 is -5. But $5m, 5k, 5 k and 5 x are other numbers.
     (r"([-+]?)(?:(?:\\?\$|[€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
-    (r"(?<=[0-9]) (?=[kKMB]\b)", ""),
+    (r"(?<=[0-9]) (?=[^\W\d_aImgshlLtVWANJCFΩ]\b)", ""),
     (r"\b(?i:minus|negative)\s+(?=[0-9.(])", "-"),
     (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
     # Units that touch their number, but not 5e, 5th, 5x.

@@ -20,8 +20,8 @@ _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
 _DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_MARK = re.compile(r"\\equiv(?![a-z])|\\?[\[\](){}]|,|(?<![<>!:])=")
-_EQUALS = ("=", "\\equiv")
+_BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
+_EQUALS = re.compile(r"\\equiv(?![a-z])|(?<![<>!:])=(?![^{}]*(?<!\\)\})")  # not as in \sum_{i=1}
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?[a-z])*\))?|")
 # Words that are mathematics; any other makes an answer prose ("x or y").
 _FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split())
@@ -105,25 +105,12 @@ def _equal(worker: FunctionWorker, pair: tuple[str, str]) -> float | Exception:
 def _sides(expression: str, gold: str) -> list[str]:
     """What must equal a gold: of a chain of equations all sides but a name before the first "=".
 
-    With a gold that is an equation itself, or where a comma parts the answer: all of it. An
-    equation in brackets equals nothing.
+    With a gold that is an equation itself, or where a comma parts the answer: all of it.
     """
-    if any(equals in gold for equals in _EQUALS):
+    if _EQUALS.search(gold) or "," in _BRACKETED.sub("", expression):
         return [expression]
-    sides, start, depth, braces = [], 0, 0, 0
-    for found in _MARK.finditer(expression):
-        mark = found.group()
-        depth += (mark[-1] in "([{") - (mark[-1] in ")]}")
-        braces += (mark == "{") - (mark == "}")
-        if mark == "," and depth == 0:
-            return [expression]
-        if mark in _EQUALS and depth > braces:
-            return [""]
-        if mark in _EQUALS and depth == 0:
-            sides.append(expression[start : found.start()].strip())
-            start = found.end()
-    sides.append(expression[start:].strip())
-    return sides[1:] if len(sides) > 1 and _NAME.fullmatch(sides[0]) else sides
+    first, *others = (side.strip() for side in _EQUALS.split(expression))
+    return others if others and _NAME.fullmatch(first) else [first, *others]
 
 
 def stated_expression(text: str) -> str | None:
