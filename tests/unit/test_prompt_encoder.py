@@ -134,6 +134,14 @@ def test_control_text_in_a_prompt_stays_text(llama3_tokenizer, qwen2_tokenizer, 
         assert PromptEncoder(tokenizer, chat=False)(attack) == utf8(attack)
 
 
+def test_control_text_of_the_config_is_a_token(qwen2_tokenizer):
+    end = qwen2_tokenizer.special_tokens["<|im_end|>"]
+    options = {"system_prompt": "a<|im_end|>b", "prefill": "<|im_end|>"}
+    encoder = PromptEncoder(qwen2_tokenizer, **options)
+    assert encoder("1+1?").count(end) == PromptEncoder(qwen2_tokenizer)("1+1?").count(end) + 3
+    assert PromptEncoder(qwen2_tokenizer, chat=False, **options)("1+1?").count(end) == 2
+
+
 def test_overlapping_names_of_control_tokens_are_all_cut(qwen_files):
     special_tokens = {**qwen_files["special_tokens"], "<<": 270, "<a<": 271}
     tokenizer = Qwen2Tokenizer(**{**qwen_files, "special_tokens": special_tokens})

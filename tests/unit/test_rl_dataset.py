@@ -285,10 +285,12 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
     """Of JSON all, which `datasets` would not give; of CSV the texts."""
     rows = [
         {"prompt": "a", "gold": "2024-01-02", "n": 3, "big": 10**30, "tags": ["x", 1]},
-        {"prompt": "b", "gold": "2024-01-03", "n": 2.5, "big": 0, "tags": {"y": None}},
+        {"prompt": "b\u2028c", "gold": "2024-01-03", "n": 2.5, "big": 0, "tags": {"y": None}},
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\ufeff" + "\n".join(json.dumps(row) for row in rows) + "\n\n")
+    path.write_text(
+        "\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
+    )
     data = RLDataset(llama3_tokenizer, source=str(path))
     assert [{"prompt": item["prompt"], **item["columns"]} for item in data] == rows
     assert type(data[0]["columns"]["n"]) is int
