@@ -9,7 +9,7 @@ CONFIG = "llama3_2_1B_lora_grpo"
 SHORT = ["num_steps=1"]
 MISTAKES = {
     "device=cuda": r"device=cuda: torch .* finds no GPU here",
-    "rewards.0.weight=much": r"rewards\[0\] \(correctness\).weight is 'much'; give a number",
+    "rewards.0.weight=much": r"rewards\[0\].weight='much': should be a valid number",
     "max_generated_tokens=600": "max_generated_tokens=600: .*context of 512; give at most 4",
     "optimizer.lr=fast": "optimizer.lr='fast': not of type float",
     "model.num_layers=3": "model.num_layers=3: .*config.json .* says 2",

@@ -257,14 +257,14 @@ def test_a_killed_server_is_replaced(make):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"isolation": "thread"}, r"rewards\[0\].isolation is 'thread'; give process"),
-        ({"timeout": 0}, r"rewards\[0\].timeout is 0; give seconds above 0"),
-        ({"timeout": float("inf")}, r"rewards\[0\].timeout is inf"),
-        ({"workers": 0}, r"rewards\[0\].workers is 0; give 1 process or more"),
-        ({"workers": 1.5}, r"rewards\[0\].workers is 1.5"),
+        ({"isolation": "thread"}, r"rewards\[0\].isolation='thread': should be 'process'"),
+        ({"timeout": 0}, r"rewards\[0\].timeout=0: should be greater than 0"),
+        ({"timeout": float("inf")}, r"rewards\[0\].timeout=inf: should be"),
+        ({"workers": 0}, r"rewards\[0\].workers=0: should be greater than 0"),
+        ({"workers": 1.5}, r"rewards\[0\].workers=1.5: should be a valid integer"),
         ({"isolation": None, "timeout": 3}, "no such argument .it goes with isolation: process"),
-        ({"format": "chatml"}, r"rewards\[0\].format is 'chatml'; give text or chat"),
-        ({"folder": None, "bonsu": 3}, r"bonsu is 3, .*did you mean 'bonus'"),
+        ({"format": "chatml"}, r"rewards\[0\].format='chatml': should be 'text' or 'chat'"),
+        ({"folder": None, "bonsu": 3}, r"bonsu=3: .*did you mean 'bonus'"),
     ],
 )
 def test_settings_are_checked(make, change, message):

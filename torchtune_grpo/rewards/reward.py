@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo.config.errors import ConfigError
 from torchtune_grpo.config.files import extend_import_path
+from torchtune_grpo.config.schema import Float, Keys, PositiveFloat, PositiveInt, Text, read
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
@@ -25,9 +27,6 @@ from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
 RewardFunction = Callable[..., Any]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_OWN_KEYS: dict[str, Any] = {"name": None, "weight": 1.0, "format": "text", "isolation": None}
-# Keys of `isolation: process`; without it they are the component's own arguments.
-_ISOLATION_KEYS: dict[str, Any] = {"timeout": 10.0, "workers": 2}
 
 
 @dataclass(eq=False)
@@ -76,10 +75,10 @@ class Reward:
         return self.function.keywords if isinstance(self.function, partial) else {}
 
     def check(self, key: str) -> None:
-        """Raises a ValueError unless the weight is a number and the function takes any column."""
+        """Raises a ValueError unless the weight is finite and the function takes any column."""
         where = f"{key} ({self.name})"
-        if not isinstance(self.weight, (int, float)) or not math.isfinite(self.weight):
-            raise ValueError(f"{where}.weight is {self.weight!r}; give a finite number.")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"{where}: weight={self.weight}; give a finite number.")
         remedy = "give a function reward(prompts, completions, **columns)."
         try:
             signature = _call_signature(self.function)
@@ -142,37 +141,45 @@ def declares(**attributes: Any) -> Callable[[F], F]:
     return declare
 
 
-def rewards_from_config(cfg: Sequence[Mapping[str, Any]] | None) -> list[Reward]:
-    """Builds the rewards that a config's key ``rewards`` lists; there is at least one."""
-    plain = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
-    if not isinstance(plain, (list, tuple)) or not plain:
-        raise ValueError(
-            f"rewards is {plain!r}; give a list with at least one reward, such as "
-            "- _component_: torchtune_grpo.rewards.math_correctness_reward"
-        )
-    return [_reward(node, f"rewards[{index}]") for index, node in enumerate(plain)]
+class _Keys(Keys):
+    """The keys of a reward's node that are not arguments of its component."""
+
+    name: Text | None = None
+    weight: Float = 1.0
+    format: Literal["text", "chat"] = "text"
+    isolation: Literal["process"] | None = None
 
 
-def _reward(node: Any, key: str) -> Reward:
-    if not isinstance(node, Mapping) or not isinstance(path := node.get("_component_"), str):
-        raise ValueError(
-            f"{key}._component_ is missing or not a text in {node!r}; give the dotpath of a "
-            "reward, such as torchtune_grpo.rewards.math_correctness_reward"
-        )
-    own = _OWN_KEYS | (_ISOLATION_KEYS if node.get("isolation") else {})
-    arguments = {k: v for k, v in node.items() if k not in own and k != "_component_"}
-    own |= {name: node[name] for name in own if name in node}
-    _check_own_keys(own, key)
+class _IsolatedKeys(_Keys):
+    """What ``isolation: process`` adds; without it they are the component's own arguments."""
+
+    timeout: PositiveFloat = 10.0
+    workers: PositiveInt = 2
+
+
+def rewards_from_config(cfg: Sequence[Mapping[str, Any]]) -> list[Reward]:
+    """Builds the rewards that a config's key ``rewards`` lists."""
+    nodes: Any = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+    return [_reward(node, f"rewards[{index}]") for index, node in enumerate(nodes)]
+
+
+def _reward(node: Mapping[str, Any], key: str) -> Reward:
+    table = _Keys if node.get("isolation") is None else _IsolatedKeys
+    try:
+        own = read(table, {name: node[name] for name in table.model_fields if name in node})
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{problem}" for problem in error.problems) from None
+    path = node["_component_"]
+    arguments = {n: v for n, v in node.items() if n not in (*table.model_fields, "_component_")}
     extend_import_path()
     try:
         component: Callable[..., Any] = _get_component_from_path(path)
         signature, is_class = inspect.signature(component), inspect.isclass(component)
     except (InstantiationError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{key}._component_ is {path!r}, which is not a function or a class that can be "
-            f"loaded: {error}"
+            f"{key}._component_={path}: not a function or a class that can be loaded: {error}"
         ) from error
-    _check_arguments(component, arguments, key, [*own])
+    _check_arguments(component, arguments, key, [*table.model_fields])
     # A function makes a reward and is not one if it takes neither **columns nor completions.
     is_reward = _takes_any_keyword(signature) or {*GIVEN[:3]} & signature.parameters.keys()
     makes = is_class or not is_reward
@@ -181,33 +188,17 @@ def _reward(node: Any, key: str) -> Reward:
     else:
         try:
             signature.bind(**arguments)
-            in_workers = is_class and own["isolation"]  # objects are made there, and only there
+            in_workers = is_class and own.isolation  # objects are made there, and only there
             function = component if in_workers else component(**arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}: could not construct {path}: {error}") from error
     workers = None
-    if own["isolation"]:
-        make = partial(FunctionWorker, path, arguments, makes=makes, timeout=own["timeout"])
-        workers = WorkerPool([make() for _ in range(own["workers"])])
+    if isinstance(own, _IsolatedKeys):
+        make = partial(FunctionWorker, path, arguments, makes=makes, timeout=own.timeout)
+        workers = WorkerPool([make() for _ in range(own.workers)])
     reward = function if makes else component
-    name = own["name"] or getattr(reward, "__name__", type(reward).__name__)
-    return Reward(name, function, own["weight"], own["format"] == "chat", workers)
-
-
-def _check_own_keys(own: Mapping[str, Any], key: str) -> None:
-    def refuse(name: str, remedy: str) -> None:
-        raise ValueError(f"{key}.{name} is {own[name]!r}; {remedy}.")
-
-    if own["format"] not in ("text", "chat"):
-        refuse("format", "give text or chat")
-    if own["isolation"] not in (None, "process"):
-        refuse("isolation", "give process, or null")
-    if own["isolation"]:
-        timeout, workers = own["timeout"], own["workers"]
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-            refuse("timeout", "give seconds above 0")
-        if not isinstance(workers, int) or workers < 1:
-            refuse("workers", "give 1 process or more")
+    name = own.name or str(getattr(reward, "__name__", type(reward).__name__))
+    return Reward(name, function, own.weight, own.format == "chat", workers)
 
 
 def _check_arguments(
@@ -220,11 +211,11 @@ def _check_arguments(
     known = [*_keywords(signature), *own]
     for name, value in arguments.items():
         if name not in known:
-            is_ours = name in _ISOLATION_KEYS
+            is_ours = name in _IsolatedKeys.model_fields
             hint = " (it goes with isolation: process)" if is_ours else _nearest(name, known)
             raise ValueError(
-                f"{key}.{name} is {value!r}, but {component!r} has no such argument{hint}; "
-                f"valid here: {known}"
+                f"{key}.{name}={value!r}: {component!r} has no such argument{hint}; valid here: "
+                f"{known}"
             )
 
 

@@ -95,7 +95,7 @@ class RewardSet:
 
     @classmethod
     def from_config(
-        cls, cfg: Sequence[Mapping[str, Any]] | None, *, max_failure_share: float = 0.0
+        cls, cfg: Sequence[Mapping[str, Any]], *, max_failure_share: float = 0.0
     ) -> RewardSet:
         """Builds the set that the config's list ``rewards`` describes; see docs/rewards.md."""
         return cls(rewards_from_config(cfg), max_failure_share=max_failure_share)
