@@ -19,9 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.monitor.findings import FindingsWatch, Settings
 from torchtune_grpo.monitor.jsonl import read_jsonl
 
@@ -49,7 +48,7 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
     sample += ["--config", str(folder / "torchtune_config.yaml")]
     said = subprocess.run(sample, check=True, capture_output=True, text=True).stdout
     records = read_jsonl(folder / "metrics.jsonl")
-    cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
+    cfg = read_config(load_config(str(folder / "torchtune_config.yaml")))
     watch = FindingsWatch(Settings.from_config(cfg))
     found = [line for record in records for line in watch.add(record)]
     evaluated = [record for record in records if "eval/pass@1" in record]

@@ -52,7 +52,6 @@ from checkpoints import llama_checkpoint  # noqa: E402
 from launches import GROUP, LLAMA_1B, LORA, counted, loss_of, scored_rows  # noqa: E402
 from llama3_2_1b_on_gsm8k import write_checkpoint  # noqa: E402
 from memory_estimate import estimate  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
 from rollout import build_prompts, make_way  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -62,6 +61,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params  # n
 from torchtune.training import set_activation_checkpointing, set_default_dtype  # noqa: E402
 
 import torchtune_grpo  # noqa: E402
+from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
 from torchtune_grpo.machine.attention import Spans, varlen_attention  # noqa: E402
 from torchtune_grpo.models import widen_adapters  # noqa: E402
@@ -492,7 +492,7 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
                 said = last_lines(Path(sys.stderr.name).read_text())
                 raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
         lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-        cfg = OmegaConf.load(path)
+        cfg = load_config(str(path))
         cfg.merge_with_dotlist(listed)
         memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None
         estimated = estimate(cfg, card=memory, device=bench.device.type)["peak"]

@@ -64,6 +64,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from training_step import loss_backward, memory_mb
 
 from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.models import widen_adapters
@@ -477,7 +478,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="compare with a CPU's peak")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
-    cfg = OmegaConf.load(args.config)
+    cfg = load_config(args.config)
     cfg.merge_with_dotlist(args.overrides)
     with TemporaryDirectory() as folder:
         name = Path(cfg.get("model_dir") or "").name

@@ -16,7 +16,7 @@ from runs import tiny_overrides
 
 from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.config.files import config_files
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.data import load as _load
 
 HUGE = 10**30
@@ -173,7 +173,7 @@ def start(tmp_path_factory):
     bases = {}
     for config in KINDS:
         (folder / config).mkdir()
-        cfg = OmegaConf.load(config_files()[config])
+        cfg = load_config(config)
         cfg.merge_with_dotlist(tiny_overrides(config, folder / config))
         bases[config] = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 

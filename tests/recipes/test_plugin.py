@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 from runs import DISTRIBUTED, RECIPE, TUNE, Result, run, run_python
 
 from torchtune_grpo.cli import tune as _plugin
@@ -44,10 +43,6 @@ def listed(out: str) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unrelated")
-    # A file that happens to be called like one of the configs, and is no good config.
-    (folder / CONFIGS[0]).write_text("model:\n  _component_: module_of_the_user.model\n")
-    (folder / SOME[0]).mkdir()  # as a run of that config leaves one
-    shutil.copy(REPO / "recipes" / "configs" / f"{CONFIG}.yaml", folder / "my_config.yaml")
     return folder
 
 
@@ -86,50 +81,6 @@ def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
     for command, (copy, original) in copies.items():
         assert session[command].code == 0, session[command].err
         assert filecmp.cmp(workspace / copy, REPO / "recipes" / original, shallow=False)
-
-
-@pytest.mark.parametrize("config", SOME)
-def test_cat_prints_our_configs_with_their_comments(session: Session, config: str) -> None:
-    file = REPO / "recipes" / "configs" / f"{config}.yaml"
-    assert session[f"tune cat {config}"] == Result(0, file.read_text(), "")
-
-
-@pytest.mark.parametrize("arguments", [f"{CONFIG} --sort", "my_config.yaml"])
-def test_cat_sorts_and_prints_other_files_as_before(
-    session: Session, workspace: Path, arguments: str
-) -> None:
-    data = yaml.safe_load((workspace / "my_config.yaml").read_text())
-    result = session[f"tune cat {arguments}"]
-    stock = yaml.dump(data, sort_keys="--sort" in arguments, indent=4, allow_unicode=True)
-    assert result == Result(0, stock, "")
-
-
-@pytest.mark.parametrize("config", [*SOME, "my_config.yaml"])
-def test_validate_takes_a_name_or_a_path(session: Session, config: str) -> None:
-    result = session[f"tune validate {config}"]
-    assert (result.code, result.out) == (0, "Config is well-formed!\n"), result.err
-
-
-def test_validate_says_what_a_config_leaves_to_the_command_line(
-    session: Session,
-) -> None:
-    result = session["tune validate hf_lora_grpo"]
-    assert (result.code, result.out) == (2, "")
-    assert "error: model_dir: missing" in result.err.splitlines()[-1]
-    assert "torchtune-grpo config hf_lora_grpo model_dir=<value>" in result.err
-
-
-def test_validate_prefers_an_existing_path_to_a_name(session: Session) -> None:
-    result = session[f"tune validate {CONFIGS[0]}"]
-    assert result.code == 1
-    assert "module_of_the_user" in result.err
-
-
-@pytest.mark.parametrize("config", ["no_such_config", "llama3_2/1B_full"])
-def test_validate_refuses_names_that_are_not_ours_as_before(session: Session, config: str) -> None:
-    result = session[f"tune validate {config}"]
-    assert (result.code, result.out) == (1, "")
-    assert result.err.splitlines()[-1].startswith("FileNotFoundError")
 
 
 # Stands for a recipe that torchrun starts: ends as it is told.

@@ -68,6 +68,20 @@ def test_a_tilde_removes_a_key_or_an_item(config):
     assert [reward._component_ for reward in cfg.rewards] == ["my.other"]
 
 
+def test_a_config_starts_from_another(config, tmp_path):
+    """Nodes are merged; another component starts without the arguments of the base's."""
+    child = tmp_path / "child.yaml"
+    child.write_text("base_config: my.yaml\nmodel: {rank: 8}\neval_dataset: {_component_: a.b}\n")
+    cfg = load_config(str(child), ["seed=3"])
+    assert (cfg.model._component_, cfg.model.rank, cfg.seed) == ("my.model", 8, 3)
+    assert cfg.log_dir == "out/logs" and "base_config" not in cfg
+    child.write_text("base_config: my.yaml\nmodel: {_component_: other.model}\n")
+    assert load_config(str(child)).model == {"_component_": "other.model"}
+    with pytest.raises(ValueError, match="--config none.yaml: no such file"):
+        child.write_text("base_config: none.yaml\n")
+        load_config(str(child))
+
+
 def test_later_overrides_win(config):
     assert load_config(config, ["seed=1", "seed=2"]).seed == 2
 
@@ -85,5 +99,5 @@ def test_what_is_no_config_is_named(tmp_path):
     for text in ("a: [1", "a: 1\na: 2", "- 1\n", "a: \x00"):
         path = tmp_path / "broken.yaml"
         path.write_text(text)
-        with pytest.raises(ValueError, match="--config .*broken.yaml: (is no YAML|holds no keys)"):
+        with pytest.raises(ValueError, match="--config .*broken.yaml: (not YAML|holds no keys)"):
             load_config(str(path))

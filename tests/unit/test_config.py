@@ -210,7 +210,7 @@ def test_settings_with_effect_are_not_warned_of(changes):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configs_are_valid_and_use_what_is_shipped(path):
-    cfg = OmegaConf.load(path)
+    cfg = load_config(path.stem)
     if OmegaConf.is_missing(cfg, "model_dir"):
         cfg.model_dir = "/tmp/model"
     assert list(without_effect(read_config(cfg))) == []

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from policies import LORA, SHAPE
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -13,6 +12,7 @@ from torchtune.models.llama3 import lora_llama3
 from torchtune.models.llama3_2 import llama3_2
 
 from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine import device
 from torchtune_grpo.machine.parallel import random_states, restore_random_state, shard
@@ -74,7 +74,7 @@ def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sh
     monkeypatch.setattr(device, "free_bytes", lambda device: int(gigabytes * 1e9))
 
     def shards(name: str, sharding: str = "auto") -> bool:
-        cfg = OmegaConf.load(CONFIGS / f"{name}.yaml")
+        cfg = load_config(name)
         cfg.distributed = {"sharding": sharding}
         return should_shard(read_config(cfg), device=CPU)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from policies import SHAPE
 from policies import build_policy as tiny_policy
 from torch.nn import functional as F
 from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.training import mini_batches, response_logprobs, trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import (
@@ -200,7 +200,7 @@ def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
 
 def test_other_attention_is_refused():
     """Gemma 2's sliding window would count the positions of the packed row."""
-    cfg = OmegaConf.load(CONFIGS / "llama3_2_1B_full_grpo.yaml")
+    cfg = load_config("llama3_2_1B_full_grpo")
     model = {"_component_": "torchtune.models.gemma2._component_builders.gemma2"}
     cfg.model = model | SHAPE | {"head_dim": 16}
     with pytest.raises(ValueError, match="Gemma2Attention. Set pack_groups to false"):

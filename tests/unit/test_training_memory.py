@@ -5,13 +5,13 @@ from pathlib import Path
 import memory_estimate
 import pytest
 import torch
-from omegaconf import OmegaConf
 from policies import LORA
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.training import attend_in_segments, response_logprobs
 from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.training.policy import build_policy
@@ -68,7 +68,7 @@ def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_tensors_without_memory_are_counted_like_real_ones(tmp_path, rows, recompute):
     """Of the update as benchmarks/memory_estimate.py runs it; with 4 of 8 rows it is the second."""
-    node = OmegaConf.load(CONFIGS / "hf_lora_grpo.yaml")
+    node = load_config("hf_lora_grpo")
     node.model_dir = str(memory_estimate.shape_folder(tmp_path, "shape-tiny"))
     node.merge_with(
         {"batch_size": 2, "grpo_samples": 4, "max_generated_tokens": 40, "forward_batch_size": rows}

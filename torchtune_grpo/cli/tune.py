@@ -44,8 +44,6 @@ def register() -> None:
     from wrapt import register_post_import_hook
 
     register_post_import_hook(_guarded(add_recipes), "torchtune._recipe_registry")
-    register_post_import_hook(_guarded(resolve_names_in_validate), "torchtune._cli.validate")
-    register_post_import_hook(_guarded(keep_comments_in_cat), "torchtune._cli.cat")
     register_post_import_hook(_guarded(end_torchrun_briefly), "torchtune._cli.run")
 
 
@@ -66,52 +64,6 @@ def add_recipes(registry: ModuleType) -> None:
                 supports_distributed=supports_distributed,
             )
             registry._ALL_RECIPES.append(recipe)
-
-
-def resolve_names_in_validate(validate: ModuleType) -> None:
-    """Let `tune validate` take our configs by name; of all subcommands it alone knows only paths.
-
-    It has no way to give a value that a config leaves to the command line (`???`), and says so.
-
-    Args:
-        validate: the module `torchtune._cli.validate`.
-    """
-    from omegaconf.errors import MissingMandatoryValue
-
-    stock = validate.Validate._validate_cmd
-
-    @functools.wraps(stock)
-    def _validate_cmd(self: Any, args: Any) -> None:
-        name = args.config
-        if not name.is_file():
-            args.config = config_files().get(str(name), name)
-        try:
-            stock(self, args)
-        except MissingMandatoryValue as error:
-            self._parser.error(
-                f"{error.full_key}: missing from the config; `torchtune-grpo config "
-                f"{name} {error.full_key}=<value>` checks it with a value."
-            )
-
-    validate.Validate._validate_cmd = _validate_cmd
-
-
-def keep_comments_in_cat(cat: ModuleType) -> None:
-    """Let `tune cat` print our configs as they are; their comments say how to use them.
-
-    Args:
-        cat: the module `torchtune._cli.cat`.
-    """
-    stock = cat.Cat._print_yaml_file
-
-    @functools.wraps(stock)
-    def _print_yaml_file(self: Any, file: str, sort_keys: bool) -> None:
-        if sort_keys or Path(file) not in config_files().values():
-            stock(self, file, sort_keys)
-        else:
-            print(Path(file).read_text(encoding="utf-8"), end="")
-
-    cat.Cat._print_yaml_file = _print_yaml_file
 
 
 def end_torchrun_briefly(run: ModuleType) -> None:

@@ -17,28 +17,48 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Reads a config, and changes it as the command line says.
 
     Args:
-        name (str): of a shipped config, or a file's path; its folder becomes importable.
+        name (str): of a shipped config, or a file's path; its folder becomes importable. Its key
+            ``base_config`` names another one, whose keys it changes.
         overrides (Sequence[str]): ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list;
             a component's own key sets which it is (``model=my.builder``); ``~key`` removes one.
 
     Raises:
         ValueError: if there is no such file, it is no config, or an override cannot be applied.
     """
-    path = config_files().get(name, Path(name))
+    cfg = _read(name, folder=Path())
+    for override in overrides:
+        apply_override(cfg, override)
+    return cfg
+
+
+def _read(name: str, *, folder: Path) -> DictConfig:
+    """A config, on top of the one that its ``base_config`` names."""
+    path = config_files().get(name, folder / name)
     if not path.is_file():
         raise ValueError(f"--config {name}: no such file, nor one of {', '.join(config_files())}.")
     extend_import_path(path.resolve().parent)
     try:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ValueError(f"--config {name}: is no YAML: {error}") from error
+        raise ValueError(f"--config {name}: not YAML: {error}") from error
     if not isinstance(cfg, DictConfig):
         raise ValueError(
             f"--config {name}: holds no keys; `tune cp` copies a config to start from."
         )
-    for override in overrides:
-        apply_override(cfg, override)
-    return cfg
+    base = cfg.pop("base_config", None)
+    return cfg if base is None else _on_top_of(_read(str(base), folder=path.parent), cfg)
+
+
+def _on_top_of(base: DictConfig, cfg: DictConfig) -> DictConfig:
+    """Nodes are merged, but another component starts without the arguments of the base's."""
+    for name, node in cfg.items_ex(resolve=False):
+        there = base._get_node(name)
+        if isinstance(node, DictConfig) and isinstance(there, DictConfig):
+            if node.get("_component_", there.get("_component_")) != there.get("_component_"):
+                del base[name]
+    merged = OmegaConf.merge(base, cfg)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def apply_override(cfg: DictConfig, override: str) -> None:
