@@ -1,17 +1,21 @@
-"""Code rewards: verdicts, leaks and speed on 1,000 completions, a tenth of them hostile.
+"""Code rewards: whether verdicts are right, what is left over, and what a judgement takes.
 
-    python benchmarks/code_rewards.py [--pytest 40] [--without-namespaces]
+    python benchmarks/code_rewards.py [HumanEval.jsonl.gz --mutants 4] [--without-namespaces]
 
-Judges them with two workers, looks for processes, files, keys and shared memory that are left over,
-and compares the time per harmless completion with one ``pytest`` process for each (of ``--pytest``
-of them, one at a time and two at a time; hostile ones would harm the host). Prints one JSON line.
+Judges 1,000 completions with two workers, a tenth of them hostile, and looks for processes and
+files that are left over. Then HumanEval's solutions and mutants of them: solutions
+with one character changed, and still Python. A Python of their own runs these with their test, too,
+with the same limits on time and memory. Prints a JSON line, and each verdict that differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -20,124 +24,112 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 from hostile_code import HONEST, HOSTILE, TEST, WRONG
 
-from torchtune_grpo.rewards import CodeReward
-from torchtune_grpo.rewards import code as _code
-from torchtune_grpo.sandbox import CodeSandbox
+from torchtune_grpo.rewards import CodeReward, code
+from torchtune_grpo.sandbox import CodeSandbox, Verdict
+
+COUNT, SECONDS, MEGABYTES = 1000, 3, 512
+CHARACTERS = "0123456789+-*/%<>=![]():.,' abcdefgijlnrstxy_"
 
 
-def programs(count: int) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
-    """Harmless and hostile programs, each different from all others, with the right verdicts."""
-    harmless = [(code, True) for code in HONEST.values()] + [(c, False) for c in WRONG.values()]
-    hostile = [(code.replace("PORT", "80"), False) for code in HOSTILE.values()]
-    few = count // 10
-    return (
-        [(f"# {i}\n{code}", good) for i, (code, good) in _repeat(harmless, count - few)],
-        [(f"# {i}\n{code}", good) for i, (code, good) in _repeat(hostile, few)],
-    )
-
-
-def _repeat(items: list[tuple[str, bool]], count: int) -> list[tuple[int, tuple[str, bool]]]:
-    return list(enumerate(islice(cycle(items), count)))
-
-
-def judge(reward: CodeReward, codes: list[str]) -> list[bool]:
-    """Whether each program passes."""
-    count = len(codes)
-    verdicts = reward.judge(
-        [f"```python\n{code}```" for code in codes],
-        test=[TEST] * count,
-        entry_point=["solve"] * count,
-        setup=[""] * count,
-    )
-    return [not isinstance(v, Exception) and v.passed for v in verdicts]
-
-
-def processes() -> set[str]:
-    """Ids of the machine's processes that belong to this one."""
-    mine, found = f" {os.getpid()} ", set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            if mine in " ".join(stat.rpartition(")")[2].split()[1:4] + [""]):
-                found.add(entry.name)
-    return found
-
-
-def kept_by_the_kernel() -> int:
-    """Keys, and SysV shared memory, semaphores and queues, of the whole machine."""
-    paths = ["/proc/keys", *(f"/proc/sysvipc/{kind}" for kind in ("shm", "sem", "msg"))]
-    return sum(len(Path(path).read_text().splitlines()) for path in paths if os.path.exists(path))
-
-
-def run_pytest(folder: Path, index: int, code: str) -> float:
-    """Seconds of one ``pytest`` process."""
-    path = folder / f"test_{index}.py"
-    path.write_text(f"{code}\n{TEST}\ndef test_it():\n    check(solve)\n")
+def judge(reward: CodeReward, rows: list[dict[str, str]]) -> tuple[list[bool], float]:
+    """Whether each row's program passes its test, and the milliseconds that one took."""
+    columns = {name: [row[name] for row in rows] for name in ("test", "entry_point", "setup")}
     start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path],
-        cwd=folder,
-        capture_output=True,
-    )
-    return time.perf_counter() - start
+    verdicts = reward.judge([f"```python\n{row['program']}```" for row in rows], **columns)
+    milliseconds = (time.perf_counter() - start) / len(rows) * 1000
+    return [isinstance(v, Verdict) and v.passed for v in verdicts], round(milliseconds, 1)
 
 
-def pytest_seconds(codes: list[str], *, at_once: int) -> float:
-    """Seconds per program with that many ``pytest`` processes side by side."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as threads:
-        start = time.perf_counter()
-        list(threads.map(lambda item: run_pytest(Path(folder), *item), enumerate(codes)))
-        return (time.perf_counter() - start) / len(codes)
+def rows_of(programs: list[str], count: int) -> list[dict[str, str]]:
+    """As many rows of these programs, each different from all others."""
+    columns = {"test": TEST, "entry_point": "solve", "setup": ""}
+    repeated = enumerate(islice(cycle(programs), count))
+    return [{**columns, "program": f"# {i}\n{text.replace('PORT', '80')}"} for i, text in repeated]
+
+
+def left_over() -> dict[str, int]:
+    """How many processes this one has, and how many files."""
+    parents = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parents.append(int(path.read_text("latin-1").rpartition(")")[2].split()[1]))
+    files = os.listdir(tempfile.gettempdir())
+    return {"processes": parents.count(os.getpid()), "files": len(files)}
+
+
+def mutant(problem: dict[str, str], number: int) -> str:
+    """The solution with one character of its code changed, so that it is still Python."""
+    chance = random.Random(f"{problem['task_id']} {number}")
+    solution = problem["canonical_solution"]
+    places = [place for place, character in enumerate(solution) if not character.isspace()]
+    while True:
+        place, character = chance.choice(places), chance.choice(CHARACTERS)
+        changed = solution[:place] + character + solution[place + 1 :]
+        with contextlib.suppress(SyntaxError):
+            compile(problem["prompt"] + changed, "", "exec")
+            if changed != solution:
+                return changed
+
+
+def passes_in_python(row: dict[str, str]) -> bool:
+    """Whether a fresh Python runs the program and its test without an error."""
+    limits = f"ulimit -v {MEGABYTES * 2**10} -t {SECONDS}; exec {sys.executable} -I -S -"
+    source = f"{row['program']}\n{row['test']}\ncheck({row['entry_point']})\n".encode()
+    try:
+        run = partial(subprocess.run, ["bash", "-c", limits], capture_output=True)
+        return run(input=source, timeout=4 * SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def judge_humaneval(reward: CodeReward, path: str, mutants: int) -> dict[str, Any]:
+    with gzip.open(path, "rt") as file:
+        problems = [json.loads(line) for line in file]
+    programs = [(p, p["canonical_solution"]) for p in problems]
+    programs += [(p, mutant(p, number)) for number in range(mutants) for p in problems]
+    rows = [{**p, "setup": p["prompt"], "program": p["prompt"] + text} for p, text in programs]
+    found, milliseconds = judge(reward, rows)
+    with ThreadPoolExecutor(2) as threads:
+        expected = list(threads.map(passes_in_python, rows))
+    for row, passes, plain in zip(rows, found, expected):
+        if passes != plain:
+            print(row["task_id"], "plain Python:", plain, row["program"], sep="\n")
+    return {
+        "solutions": len(problems),
+        "solutions_passed": sum(found[: len(problems)]),
+        "mutants": len(rows) - len(problems),
+        "mutants_passed": sum(found[len(problems) :]),
+        "verdicts_other_than_plain_python": sum(a != b for a, b in zip(found, expected)),
+        "ms_each_solution": milliseconds,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--pytest", type=int, default=40)
-    parser.add_argument("--timeout", type=float, default=3.0)
+    parser.add_argument("humaneval", nargs="?")
+    parser.add_argument("--mutants", type=int, default=4, help="of each solution")
     parser.add_argument("--without-namespaces", action="store_true")
     args = parser.parse_args()
     if args.without_namespaces:
-        _code.CodeSandbox = partial(CodeSandbox, namespaces=False)
-    harmless, hostile = programs(args.count)
-    tempfile.tempdir = tempfile.mkdtemp()  # nobody else's
-    before, kept = processes(), kept_by_the_kernel()
-    reward = CodeReward(workers=2, timeout=args.timeout)
-    judge(reward, ["def solve(n):\n    return 0\n"])  # starts the sandboxes
-    wrong = 0
-    seconds = []
-    for part in (harmless, hostile):
-        start = time.perf_counter()
-        found = judge(reward, [code for code, _ in part])
-        seconds.append(time.perf_counter() - start)
-        wrong += sum(a != good for a, (_, good) in zip(found, part, strict=True))
+        code.CodeSandbox = partial(CodeSandbox, namespaces=False)
+    tempfile.tempdir = tempfile.mkdtemp()  # nothing else writes there
+    reward = CodeReward(workers=2, timeout=SECONDS, memory_mb=MEGABYTES)
+    honest, _ = judge(reward, rows_of([*HONEST.values()], COUNT // 2))
+    wrong, milliseconds = judge(reward, rows_of([*WRONG.values()], COUNT * 2 // 5))
+    hostile, _ = judge(reward, rows_of([*HOSTILE.values()], COUNT // 10))
+    humaneval = judge_humaneval(reward, args.humaneval, args.mutants) if args.humaneval else {}
     reward.close()
-    time.sleep(1)  # the kernel takes its time to free an ended process's keyring
     result = {
-        "completions": args.count,
-        "hostile": len(hostile),
-        "wrong_verdicts": wrong,
-        "leaked_processes": len(processes() - before),
-        "leaked_files": len(os.listdir(tempfile.gettempdir())),
-        "leaked_keys_and_ipc": kept_by_the_kernel() - kept,
-        "seconds": round(sum(seconds), 2),
-        "seconds_hostile": round(seconds[1], 2),
-        "ms_per_harmless": round(seconds[0] / len(harmless) * 1000, 2),
+        "completions": COUNT,
+        "wrong_verdicts": honest.count(False) + sum(wrong) + sum(hostile),
+        "left_over": left_over(),
+        "ms_each": milliseconds,
     }
-    codes = [code for code, _ in harmless[: args.pytest]]
-    for at_once in (1, 2):
-        per_program = pytest_seconds(codes, at_once=at_once)
-        result[f"pytest_ms_{at_once}_at_once"] = round(per_program * 1000, 1)
-        result[f"faster_than_{at_once}_at_once"] = round(
-            per_program * len(harmless) / seconds[0], 1
-        )
-    print(json.dumps(result))
+    print(json.dumps(result | humaneval))
 
 
 if __name__ == "__main__":

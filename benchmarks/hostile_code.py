@@ -6,6 +6,8 @@ program does not use it. So it cannot pass, whatever it tries, unless it gets at
 
 from __future__ import annotations
 
+import re
+
 KEY = 90210
 
 TEST = f"""
@@ -39,73 +41,76 @@ WRONG = {
     "empty": "",
 }
 
-_FRAME = """
-import json, struct
-def frame(message):
+_PACKED = """
+import json, os, struct
+def packed(message):
     data = message if isinstance(message, bytes) else json.dumps(message).encode()
     return struct.pack('!I', len(data)) + data
 """
 
-# Those in SLOW are still at it when their time is up.
+
+def _programs(text: str) -> dict[str, str]:
+    """The programs of a text in which each has its name above it; some write to the socket."""
+    parts = re.split(r"^=== (.+)$", text, flags=re.MULTILINE)[1:]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {name: _PACKED * ("packed(" in code) + code for name, code in pairs}
+
+
+# They are still at it when their time is up.
 SLOW = {
     "endless loop": "def solve(n):\n    while True: pass\n",
     "endless import": "while True: pass\ndef solve(n): return 0\n",
-    "sleep": "import time\ndef solve(n):\n    time.sleep(1000)\n",
-    "name that is no text": """
-import ctypes, time
-ctypes.CDLL(None).prctl(15, b"\\xff\\xfe", 0, 0, 0)
+} | _programs(r"""
+=== sleep
+import time
 def solve(n):
     time.sleep(1000)
-""",
-    "first thread that ends": """
+=== name that is no text
+import ctypes, time
+ctypes.CDLL(None).prctl(15, b"\xff\xfe", 0, 0, 0)
+def solve(n):
+    time.sleep(1000)
+=== first thread that ends
 import ctypes, os, threading, time
 if not os.fork():
     threading.Thread(target=time.sleep, args=(1000,)).start()
     ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
 def solve(n):
     time.sleep(1000)
-""",
-    "regex": "import re\ndef solve(n):\n    re.match('(a+)+$', 'a' * 60 + 'b')\n",
-    "fork bomb": """
+=== regex
+import re
+def solve(n):
+    re.match('(a+)+$', 'a' * 60 + 'b')
+=== fork bomb
 import os
 def solve(n):
     while True:
         try: os.fork()
         except OSError: pass
-""",
-    "thread bomb": """
+=== thread bomb
 import threading, time
 def solve(n):
     while True:
         try: threading.Thread(target=time.sleep, args=(1000,)).start()
         except RuntimeError: pass
-""",
-    "deaf": """
+=== deaf
 import signal
 def solve(n):
     for number in range(1, 65):
         try: signal.signal(number, signal.SIG_IGN)
         except (OSError, ValueError): pass
     while True: pass
-""",
-    "endless output": "import os\ndef solve(n):\n    while True: os.write(1, b'x' * 65536)\n",
-    "spins in many processes": """
+=== endless output
 import os
 def solve(n):
-    for _ in range(14):
-        if os.fork() == 0:
-            os.setsid()
-            break
-    while True: pass
-""",
-    "slow equality": """
+    while True: os.write(1, b'x' * 65536)
+=== slow equality
 class Yes:
     def __eq__(self, other):
         while True: pass
 def solve(n):
     return Yes() == 1
-""",
-}
+""")
 
 QUICK = {
     "exit now": "import os\nos._exit(0)\n",
@@ -115,35 +120,57 @@ QUICK = {
     "abort": "import os\ndef solve(n): os.abort()\n",
     "segfault": "import ctypes\ndef solve(n): ctypes.string_at(0)\n",
     "deep recursion": "def solve(n): return solve(n + 1)\n",
-    "stack overflow": "import sys\nsys.setrecursionlimit(10**9)\ndef solve(n): return solve(n)\n",
     "memory bomb": "def solve(n): return len(bytearray(10 ** 11))\n",
-    "growing memory": "def solve(n):\n    x = [0]\n    while True: x += x\n",
     "huge answer": "def solve(n): return 'x' * 10 ** 8\n",
     "huge number": "def solve(n): return 10 ** 10 ** 6\n",
-    "deep answer": "def solve(n):\n    x = []\n    for _ in range(10 ** 5): x = [x]\n"
-    "    return x\n",
-    "self-containing answer": "def solve(n):\n    x = []\n    x.append(x)\n    return x\n",
-    "equal to all": "class Yes(int):\n    def __eq__(self, other): return True\n"
-    "    def __hash__(self): return 0\ndef solve(n): return Yes(1)\n",
-    "equal object": "class Yes:\n    def __eq__(self, other): return True\n"
-    "def solve(n): return Yes()\n",
-    "equal in a list": "class Yes(list):\n    def __eq__(self, other): return True\n"
-    "def solve(n): return Yes()\n",
     "nan": "def solve(n): return float('nan')\n",
     "true": "def solve(n): return True\n",
     "generator": "def solve(n):\n    yield n\n",
     "raises AssertionError": "def solve(n): raise AssertionError\n",
     "raises KeyboardInterrupt": "def solve(n): raise KeyboardInterrupt\n",
     "prints a pass": "def solve(n):\n    print('1 passed'); print('{\"passed\": true}')\n",
-    "patches builtins": """
+    "raises StopIteration": "def solve(n): raise StopIteration\n",
+    "long announcement": "import os\ndef solve(n): os.write(3, b'\\xff' * 8)\n",
+} | _programs(r"""
+=== stack overflow
+import sys
+sys.setrecursionlimit(10**9)
+def solve(n): return solve(n)
+=== growing memory
+def solve(n):
+    x = [0]
+    while True: x += x
+=== deep answer
+def solve(n):
+    x = []
+    for _ in range(10 ** 5): x = [x]
+    return x
+=== self-containing answer
+def solve(n):
+    x = []
+    x.append(x)
+    return x
+=== equal to all
+class Yes(int):
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+def solve(n): return Yes(1)
+=== equal object
+class Yes:
+    def __eq__(self, other): return True
+def solve(n): return Yes()
+=== equal in a list
+class Yes(list):
+    def __eq__(self, other): return True
+def solve(n): return Yes()
+=== patches builtins
 import builtins, operator, sys
 builtins.AssertionError = type('Never', (Exception,), {})
 builtins.check = lambda candidate: None
 builtins.isinstance = lambda *a: True
 sys.modules['__main__'].check = lambda candidate: None
 def solve(n): return 0
-""",
-    "patches the package": """
+=== patches the package
 import sys
 for name, module in list(sys.modules.items()):
     if 'torchtune_grpo' in name:
@@ -151,9 +178,11 @@ for name, module in list(sys.modules.items()):
             if callable(getattr(module, attribute)):
                 setattr(module, attribute, lambda *a, **k: True)
 def solve(n): return 0
-""",
-    "defines check": "def check(candidate): pass\ndef solve(n): return 0\ncheck(solve)\n",
-    "walks frames": """
+=== defines check
+def check(candidate): pass
+def solve(n): return 0
+check(solve)
+=== walks frames
 import sys
 def solve(n):
     frame, seen = sys._getframe(), []
@@ -163,16 +192,14 @@ def solve(n):
     for candidate in range(10 ** 5):
         if str(candidate) in repr(seen) and 'SECRET' in repr(seen):
             return n * n + candidate
-""",
-    "searches memory by gc": """
+=== searches memory by gc
 import gc
 def solve(n):
     for thing in gc.get_objects():
         if isinstance(thing, (dict, list, tuple)):
             text = repr(thing)[:10000]
             if 'the-secret' in text: return n * n + int(text.split('n * n + ')[1][:5])
-""",
-    "searches its memory": """
+=== searches its memory
 def solve(n):
     found = b''
     for line in open('/proc/self/maps'):
@@ -183,63 +210,22 @@ def solve(n):
                 found = found or memory.read(end - start).partition(b'SECRET = ')[2]
         except OSError: pass
     return n * n + int(found.split(b'n * n + ')[1][:5])
-""",
-    "searches its memory page by page": """
+=== searches its memory page by page
 import ctypes, gc, os, re
 libc, (reader, writer) = ctypes.CDLL(None), os.pipe()
 def solve(n):
     pages = {id(thing) >> 20 for thing in gc.get_objects()}
     for address in (page << 20 | offset for page in pages for offset in range(0, 2 ** 20, 32768)):
         if libc.write(writer, ctypes.c_void_p(address), 32768) > 0:  # no crash where nothing is
-            found = re.search(rb"n \\* n \\+ (\\d{5})", os.read(reader, 32768))
+            found = re.search(rb"n \* n \+ (\d{5})", os.read(reader, 32768))
             if found: return n * n + int(found[1])
-""",
-    "leaves messages": """
+=== leaves messages
 import ctypes, os, platform
 libc, add_key = ctypes.CDLL(None), {"x86_64": 248, "aarch64": 217}[platform.machine()]
 def solve(n):
     for ring in range(-8, 0): libc.syscall(add_key, b"user", b"left", b"x", 1, ring)
     libc.shmget(4711, 4096, 0o1666), libc.semget(4712, 1, 0o1666), libc.msgget(4713, 0o1666)
-""",
-    "memory in nobody's account": """
-import ctypes
-libc = ctypes.CDLL(None)
-def solve(n):
-    for key in range(40):
-        for file in (libc.shmget(key, 2 ** 24, 0o1666), libc.memfd_create(b"x", 0)):
-            if file >= 0: libc.ftruncate(file, ctypes.c_long(2 ** 24))
-""",
-    "harms its parent": """
-import os, resource
-def solve(n):
-    for victim in (os.getppid(), os.getppid() - 1):
-        for harm in (
-            lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (0, 0)),
-            lambda: os.setpriority(os.PRIO_PROCESS, victim, 19),
-            lambda: os.sched_setaffinity(victim, [0]),
-            lambda: os.sched_setscheduler(victim, os.SCHED_IDLE, os.sched_param(0)),
-        ):
-            try: victim > 1 and harm()
-            except OSError: pass
-""",
-    "nested folders": """
-import os
-def solve(n):
-    for _ in range(1500): os.mkdir('x'); os.chdir('x')
-""",
-    "many folders": """
-import os
-def solve(n):
-    for name in range(10 ** 5): os.makedirs(f'{name}/x/y/z/x/y/z/x/y/z')
-""",
-    "locks its folder": """
-import os
-def solve(n):
-    try: os.mkdir('x'); open('x/y', 'w'); os.chmod('x', 0)
-    finally: os.chmod('.', 0)
-""",
-    "raises StopIteration": "def solve(n): raise StopIteration\n",
-    "searches the disk": """
+=== searches the disk
 import os
 def solve(n):
     for folder, _, names in os.walk('/'):
@@ -249,80 +235,60 @@ def solve(n):
             # Not this program's own source, which has no number there.
             rest = text.partition("SECRET = 'the-" + "secret")[2].partition('n * n + ')[2]
             if rest[:5].isdigit(): return n * n + int(rest[:5])
-""",
-    "searches other processes": """
+=== searches other processes
 import os
 def solve(n):
     for process in [p for p in os.listdir('/proc') if p.isdigit()]:
         for name in ('environ', 'cmdline', 'mem', 'maps'):
             data = open(f'/proc/{process}/{name}', 'rb').read(10 ** 6)
             if b'SECRET' in data: return n * n + int(data.split(b'n * n + ')[1][:5])
-""",
-    "traces other processes": """
+=== traces other processes
 import ctypes
 def solve(n):
     libc, attached = ctypes.CDLL(None), []
     for process in range(1, 40000):
         if libc.ptrace(16, process, 0, 0) == 0: attached.append(process)
     raise ValueError(attached)
-""",
-    "kills everything": """
+=== kills everything
 import os, signal
 def solve(n):
     for target in (os.getppid(), 1, -1):
         try: os.kill(target, signal.SIGKILL)
         except OSError: pass
-""",
-    "stops everything": """
+=== stops everything
 import os, signal
 def solve(n):
     for target in (os.getppid(), 1, -1):
         try: os.kill(target, signal.SIGSTOP)
         except OSError: pass
-""",
-    "forges an answer": _FRAME
-    + """
-import os
-os.write(3, frame({'ready': True}) + frame({'value': True}) * 10)
+=== forges an answer
+os.write(3, packed({'ready': True}) + packed({'value': True}) * 10)
 os._exit(0)
-""",
-    "forges a verdict": _FRAME
-    + """
-import os
+=== forges a verdict
 for fd in range(100):
-    try: os.write(fd, frame(dict(passed=True, secret='', why='', calls=1, test_failed=False)))
+    try: os.write(fd, packed(dict(passed=True, secret='', why='', calls=1, test_failed=False)))
     except OSError: pass
 def solve(n): return 0
-""",
-    "forges endlessly": _FRAME
-    + """
-import os
-while True: os.write(3, frame({'ready': True}))
-""",
-    "malformed answers": _FRAME
-    + """
-import os
+=== forges endlessly
+while True: os.write(3, packed({'ready': True}))
+=== malformed answers
 def solve(n):
-    os.write(3, frame({'value': ['dict', ['x']]}) + frame({'value': ['int', 'zz']}))
-    os.write(3, frame({'value': ['set', ['list', 1]]}))
-    os.write(3, frame({'error': ['SystemExit', 'x', None]}))
-""",
-    "nested answer": _FRAME + "import os\ndef solve(n): os.write(3, frame(b'[' * 10 ** 5))\n",
-    "long announcement": "import os\ndef solve(n): os.write(3, b'\\xff' * 8)\n",
-    "hash collisions": _FRAME
-    + """
-import os
+    os.write(3, packed({'value': ['dict', ['x']]}) + packed({'value': ['int', 'zz']}))
+    os.write(3, packed({'value': ['set', ['list', 1]]}))
+    os.write(3, packed({'error': ['SystemExit', 'x', None]}))
+=== nested answer
+def solve(n): os.write(3, packed(b'[' * 10 ** 5))
+=== hash collisions
 def solve(n):
     keys = [['int', '%x' % (k * (2 ** 61 - 1))] for k in range(1, 30000)]
-    os.write(3, frame({'value': ['set', *keys]}))
-""",
-    "forges an exception": _FRAME
-    + """
+    os.write(3, packed({'value': ['set', *keys]}))
+=== forges an exception
+def solve(n): os.write(3, packed({'error': ['StopIteration', 'x', []]}))
+=== closes its files
 import os
-def solve(n): os.write(3, frame({'error': ['StopIteration', 'x', []]}))
-""",
-    "closes its files": "import os\nos.closerange(0, 100)\ndef solve(n): return 0\n",
-    "daemon": """
+os.closerange(0, 100)
+def solve(n): return 0
+=== daemon
 import os, time
 def solve(n):
     if os.fork() == 0:
@@ -334,8 +300,7 @@ def solve(n):
             time.sleep(1000)
         os._exit(0)
     return 0
-""",
-    "many daemons": """
+=== many daemons
 import os, time
 def solve(n):
     for _ in range(200):
@@ -346,68 +311,50 @@ def solve(n):
             except OSError: pass
             time.sleep(1000)
     return 0
-""",
-    "writes everywhere": """
+=== writes everywhere
 import os
 def solve(n):
     for folder in ('/', '/tmp', '/var/tmp', '/dev/shm', '/root', '/home', '/etc', '/usr/lib',
                    '..', os.path.dirname(os.__file__), '/proc/self', '/sys'):
         try: open(os.path.join(folder, 'planted_by_a_completion'), 'w').write('x')
         except OSError: pass
-""",
-    "fills the disk": """
+=== fills the disk
 def solve(n):
     for number in range(10 ** 4):
         open(f'file{number}', 'wb').write(b'x' * 2 ** 23)
-""",
-    "links out": """
+=== links out
 import os
 def solve(n):
     os.symlink('/etc/passwd', 'link'); os.link('/etc/passwd', 'hard')
     return open('link').read()
-""",
-    "starts a shell": """
+=== starts a shell
 import subprocess
 def solve(n):
     return subprocess.run('grep -r the-secret / | head -1', shell=True, capture_output=True)
-""",
-    "becomes root": """
+=== becomes root
 import os
 def solve(n):
     os.setuid(0); os.chroot('/'); return 0
-""",
-    "unshares": """
-import ctypes
-def solve(n):
-    libc = ctypes.CDLL(None)
-    results = [libc.unshare(flag) for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000)]
-    results.append(libc.mount(b'proc', b'/tmp', b'proc', 0, None))
-    return open('/tmp/1/environ').read()
-""",
-    "raises its limits": """
+=== raises its limits
 import resource
 def solve(n):
     for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CPU):
         resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return len(bytearray(10 ** 11))
-""",
-    "talks to the network": """
+=== talks to the network
 import socket
 def solve(n):
     for host in ('127.0.0.1', '::1'):
         try: socket.create_connection((host, PORT), timeout=0.2).sendall(b'hello')
         except OSError: pass
-""",
-    "at exit": """
+=== at exit
 import atexit, os
 atexit.register(os.fork)
 def solve(n): raise SystemExit
-""",
-    "meddles with imports": """
+=== meddles with imports
 import sys
 sys.path.insert(0, '/tmp'); sys.modules.clear()
 def solve(n): return 0
-""",
-}
+""")
 
 HOSTILE = {**SLOW, **QUICK}

@@ -71,26 +71,16 @@ def test_what_the_prompts_code_does_wrong_is_not_the_completions(sandbox):
     ("code", "test"),
     [
         ("lost", TEST),
-        ("import lost", TEST),
         ("def solve(n: return 1", TEST),
         ("import os; os._exit(0)", TEST),
-        ("def solve(n): return lost", TEST),
-        ("def solve(n): import lost", TEST),
-        ("def solve(n): raise NameError('lost', name='lost')", "try: solve(1)\nfinally: 1"),
         ("def solve(n): raise ImportError", "try: solve(1)\nexcept ImportError as e: raise e"),
-        ("def solve(n): return 'lost'", "__import__(solve(1))"),
         ("def solve(n): import os; os._exit(0)", TEST),
         ("def solve(n): return open", TEST),
         ("def solve(n): 0", "assert solve(1)[0] == 1"),
-        ("def solve(n): 0", "assert solve(1).lost == 1"),
-        ("def solve(n): return 'lost'", "assert eval(solve(1)) == 1"),
         ("def solve(n): return '('", "assert eval(solve(1)) == 1"),
         ("def solve(n): return '1\\nimport lost'", "exec(solve(1))"),
-        ("def solve(n): return []", "for x in solve(1): pass\nassert x == 1"),
         ("def solve(n): return 0", "def check(f):\n    if f(1): x = 1\n    assert x == 1"),
-        ("def solve(n): 0", "def g():\n  global y\n  y = 1\nif solve(1): g()\nassert y == 1"),
         ("def solve(n): 1 / 0", "try: x = solve(1)\nexcept Exception: pass\nassert x == 1"),
-        ("def solve(n): 0", "def check(f):\n  if f(1): y = 1\n  def g(): return y\n  assert g()"),
         ("def solve(n): print('\\udc80')", "import io, sys\nsys.stdout = io.TextIOWrapper("
          "io.BytesIO(), 'utf-8')\nassert solve(1) == 1"),
     ],
@@ -101,22 +91,8 @@ def test_no_completion_can_make_the_test_the_one_that_failed(sandbox, code, test
     assert not verdict.passed and not verdict.test_failed
 
 
-def test_a_broken_test_is_a_failed_score(rewards):
-    tests = {**BROKEN, TEST: ""}
-    call, count = rewards.rewards[0].function, len(tests)
-    texts = ["def solve(n): return 1"] * count
-    *scores, passed = call([""] * count, texts, test=list(tests), entry_point=["solve"] * count)
-    assert passed == 1 and all(isinstance(score, Exception) for score in scores)
-    assert all(message in str(score) for score, message in zip(scores, tests.values()))
-
-
 TRIED = {
-    "import json.lost\nassert solve(1) == 1": BEFORE + "ModuleNotFoundError",
-    "from math import *\nassert lost == solve(1)": BEFORE + "NameError: name 'lost'",
-    "assert eval('(') == solve(1)": BEFORE + "SyntaxError: ",
-    "assert {}['key'] == solve(1)": BEFORE + "KeyError: 'key'",
-    "for _ in (): solve(1)": BEFORE + "it never did",
-    "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function",
+    **BROKEN,
     "try: solve(1)\nexcept Exception: pass": "a function that raises in every call passes",
     "def check(f):\n    try: assert f(1)\n    finally: return": "a function that raises in every",
     "while True:\n    try: assert solve(1); break\n    except: pass": "no verdict within 0.7 s",
@@ -137,7 +113,7 @@ def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
     assert list(found) == list(range(count))
     for (test, message), said in zip(TRIED.items(), found.values(), strict=True):
         assert message in said and said.startswith("test="), test
-    rows = Rows("assert True", *TRIED, *SOUND * 3)  # the first need not be run
+    rows = Rows("assert True", *TRIED, *SOUND * 4)
     rewards.check_data(rows, key="dataset")
     assert rows.row_numbers == list(range(1 + count, len(rows.tests)))
     forbidden = "import socket\nsocket.socket()\n"  # to a completion, not to a test

@@ -561,37 +561,6 @@ def resident(path: Path) -> float:
         return sum(page & 1 for page in pages) / count
 
 
-def test_a_sandbox_of_many_processes_dies_whole(sandbox):
-    """The daemons of the zoo, seen from outside while they live."""
-    code = """
-import os, time
-def solve(n):
-    for _ in range(5):
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0: time.sleep(1000)
-            os._exit(0)
-    time.sleep(1000)
-"""
-    seen = []
-    server = sandbox._server
-
-    def count():
-        below = [server.pid]
-        while below:
-            found = [pid for parent in below for pid in children(of=parent)]
-            seen.append(len(found))
-            below = found
-
-    thread = threading.Thread(target=lambda: judge(sandbox, code))
-    thread.start()
-    assert wait_until(lambda: (count(), max(seen))[1] >= 5, seconds=5)
-    thread.join()
-    seen.clear()
-    count()
-    assert max(seen) == 0
-
-
 def test_no_fence_at_all_is_refused(monkeypatch):
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)

@@ -145,21 +145,9 @@ def check(candidate):
     assert type(odd) is LookupError and str(odd) == 'odd'
 """
     assert judge(sandbox, code, test=test).why == ""
-
-
-def test_exceptions_cross_as_builtin_ones(sandbox):
-    test = """
-def check(candidate):
-    try: candidate(1)
-    except {0} as error: assert type(error) is {0} and 'mine' in str(error), repr(error)
-    else: assert False
-"""
-    own = "class Mine(LookupError): pass\n"
-    for raised, caught in (("ValueError", "ValueError"), ("Mine", "LookupError")):
-        code = f"{own}def solve(n): raise {raised}('mine')"
-        assert judge(sandbox, code, test=test.format(caught)).passed
-    code = "def solve(n): raise SystemExit('mine')"
-    assert not judge(sandbox, code, test=test.format("SystemExit")).passed
+    exits = "import sys\ndef solve(n): sys.exit()"  # which ends the test, as in plain Python
+    test = "try: solve(1)\nexcept: pass"
+    assert judge(sandbox, exits, test=test).why.startswith("SystemExit")
 
 
 @pytest.mark.parametrize("catch", ["except Exception: pass", "except: pass", "finally: return"])
@@ -350,14 +338,6 @@ def test_bad_settings_and_long_completions():
     (verdict,) = reward.judge(["x" * 100_001], test=[""], entry_point=["f"], setup=[""])
     reward.close()
     assert verdict.why == "longer than 100000 characters"
-
-
-def test_an_exit_is_no_error_that_a_test_may_catch(sandbox):
-    """As in plain Python, where it ends the test."""
-    test = "try: solve(1)\nexcept Exception: pass\nelse: assert False"
-    for code, passes in (("sys.exit()", False), ("raise ValueError", True)):
-        verdict = judge(sandbox, f"import sys\ndef solve(n): {code}", test=test)
-        assert verdict.passed == passes, verdict
 
 
 def test_what_a_test_draws_is_new_each_time_and_not_known_to_the_completion(sandbox):

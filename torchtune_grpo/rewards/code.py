@@ -97,19 +97,10 @@ class CodeReward:
     ) -> list[float | Exception]:
         """Run each completion's test; report why each failed, and the share that did so by kind.
 
-        Args:
-            prompts, completions, **columns: as all rewards get them.
-            test (list[str]): N tests: code that defines ``check(candidate)``, as HumanEval's, or
-                that calls the function by its name, as MBPP's.
-            entry_point (list[str]): N names of functions.
-            setup (list[str] | None): N programs that precede both completion and test: the
-                prompt's imports and helpers. None = nothing.
-
-        Returns:
-            N numbers; an exception where the sandbox or the test itself failed.
-
-        Raises:
-            SandboxError: if there can be no sandbox on this machine.
+        A test is code that defines ``check(candidate)``, as HumanEval's, or calls the function by
+        its name, as MBPP's. ``setup`` precedes both completion and test: the prompt's imports and
+        helpers. Where the sandbox or the test itself failed, an exception stands for the score.
+        A SandboxError is raised if there can be no sandbox on this machine.
         """
         verdicts = self.judge(
             completions, test=test, entry_point=entry_point, setup=setup or [""] * len(completions)

@@ -28,8 +28,8 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     """Fork a candidate, run a test on a stand-in for its function, and send the verdict.
 
     From ``judge`` come ``program`` (see :func:`run_candidate`), ``setup`` and ``test`` (source
-    code), ``entry_point`` and ``limits``. Either a verdict goes back, or a ``fault``: why the
-    completion was not even begun.
+    code), and ``limits``. Either a verdict goes back, or a ``fault``: why the completion was not
+    even begun.
     """
     kernel.refuse_debuggers()
     calls, theirs = socket.socketpair()
@@ -170,7 +170,7 @@ def _run_test(exam: dict[str, Any], function: _StandIn) -> None:
     module = types.ModuleType("test")
     exec(compile(exam["setup"], "<setup>", "exec"), module.__dict__)
     function.start()
-    module.__dict__[exam["entry_point"]] = function
+    module.__dict__[exam["program"]["entry_point"]] = function
     exec(compile(exam["test"], "<test>", "exec"), module.__dict__)
     check = module.__dict__.get("check")
     if check is not None:

@@ -8,6 +8,7 @@ import select
 import socket
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,25 +182,13 @@ class CodeSandbox:
         program = {
             "code": code,
             "entry_point": entry_point,
-            "folder": "/tmp",
             "limits": self.limits.for_completion(),
             "megabytes": self.limits.megabytes,
         }
-        exam = {
-            "program": program,
-            "setup": setup,
-            "test": test,
-            "entry_point": entry_point,
-            "limits": self.limits.for_test(),
-        }
+        exam = {"setup": setup, "test": test, "limits": self.limits.for_test()}
         try:
-            if self.namespaces:
-                return self._run(exam)
-            # It can only hold plain files, so that it is quick to delete.
-            with tempfile.TemporaryDirectory(
-                prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
-            ) as program["folder"]:
-                return self._run(exam)
+            with nullcontext("/tmp") if self.namespaces else _temporary_folder() as folder:
+                return self._run(exam | {"program": program | {"folder": folder}})
         except OSError as error:  # a disk that is full, say
             raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
@@ -242,3 +231,8 @@ class CodeSandbox:
             return receive(sock, limit=_MAX_VERDICT)
         except (PeerGone, TimeoutError):
             return {"why": "the test's process ended without a verdict"}
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    # It can only hold plain files, so that it is quick to delete.
+    return tempfile.TemporaryDirectory(prefix="torchtune_grpo_code_", ignore_cleanup_errors=True)

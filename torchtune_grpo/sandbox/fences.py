@@ -9,8 +9,7 @@
     other processes         a pid namespace                      a user of its own (as root) or
                                                                  Landlock 6; the filter
     the network             a network namespace; the filter      the filter; Landlock 4 (TCP)
-    IPC, keyrings           an ipc namespace, a keyring of the   a keyring of the server's;
-                            server's; the filter                 the filter
+    IPC, keyrings           an ipc namespace; the filter         the filter
     root's rights           in both: no capabilities, no_new_privs, a user of its own
     other system calls      in both: the filter (seccomp.py)
     memory, processes, ...  in both: resource limits (kernel.set_limits); code.py watches the time
@@ -34,7 +33,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torchtune_grpo.sandbox import kernel
-from torchtune_grpo.sandbox.seccomp import can_filter, leave_keyring, restrict_calls
+from torchtune_grpo.sandbox.seccomp import can_filter, restrict_calls
 
 # Imported before the first fork, so that no completion has to wait for them.
 _PRELOADED = (
@@ -45,12 +44,11 @@ _PRELOADED = (
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 LIBRARY_FD = 1002  # of _open_library; above all descriptors of programs
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_ZONES, _OTHERS = "/usr/share/zoneinfo", ("/etc/ld.so.cache", "/usr/lib/locale/C.utf8")
+_ZONES, _LOCALE = "/usr/share/zoneinfo", "/usr/lib/locale/C.utf8"
 # What no completion needs, and what tells of this machine; of zones, what is there twice.
 _LEFT_OUT = re.compile(
     "test|idlelib|lib2to3|turtledemo|tkinter|ensurepip|distutils|config-.*|.*-packages|posix|right"
 )
-_LIBRARY_LINKS = ("/lib", "/lib64", "/usr/lib64")
 _FOR_ENDING_THREADS = "libgcc_s.so.1"  # libc loads it when the first thread ends
 
 # Users that completions alone run as: the first of them (a container may not know large numbers),
@@ -73,7 +71,7 @@ class Fences:
         os.umask(0o022)
         # Where memory runs out, the kernel ends these processes first.
         Path("/proc/self/oom_score_adj").write_text("1000")
-        leave_keyring()
+        _load_shared_libraries()
         self._namespaces = namespaces
         self._landlock: list[tuple[int, int]] = []
         readable = _readable_paths()
@@ -142,36 +140,19 @@ class Fences:
 
 
 def _readable_paths() -> list[str]:
-    """Files, and folders with all that is in them, that a completion may read: Python's library,
-    the shared libraries that its modules load and this process has not, time zones."""
-    modules = [str(path) for path in Path(_LIBRARY, "lib-dynload").glob("*.so")]
-    needed = _libraries_of([path for path in modules if "tkinter" not in path])
+    """Files, and folders with all that is in them, that a completion may read."""
     folders = [Path(folder) for folder in (_LIBRARY, _ZONES) if os.path.isdir(folder)]
     entries = [entry for folder in folders for entry in folder.iterdir()]
     paths = [str(entry) for entry in entries if not _LEFT_OUT.fullmatch(entry.name)]
-    paths += [path for path in needed if not path.startswith(_LIBRARY)]
-    return [path for path in [*paths, *_OTHERS] if os.path.exists(path)]
+    return paths + [_LOCALE] * os.path.isdir(_LOCALE)
 
 
-def _libraries_of(modules: list[str]) -> list[str]:
-    """The shared libraries that a process loads with some modules; a child process tries it."""
-    (reader, writer), before = os.pipe(), _mapped_libraries()
-    if not os.fork():
-        for module in [*modules, _FOR_ENDING_THREADS]:
+def _load_shared_libraries() -> None:
+    """Load what the C modules of Python's library are linked with: later no such file is there."""
+    for path in [*Path(_LIBRARY, "lib-dynload").glob("*.so"), Path(_FOR_ENDING_THREADS)]:
+        if "tkinter" not in path.name:
             with contextlib.suppress(OSError):
-                ctypes.CDLL(module)
-        os.write(writer, "\n".join(_mapped_libraries() - before).encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as text:
-        libraries = text.read().splitlines()
-    os.wait()
-    return libraries
-
-
-def _mapped_libraries() -> set[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line[line.index("/") :] for line in lines if ".so" in line}
+                ctypes.CDLL(str(path))
 
 
 def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
@@ -202,7 +183,6 @@ def _enter_namespaces() -> None:
 def _hide_files(readable: list[str]) -> None:
     """Make copies in memory of the readable paths, three devices and an empty /tmp all the files
     that there are, read-only. Only for a mount namespace of its own."""
-    links = _links_to({path for path in readable if ".so" in path})
     root = "/proc"  # the new root is built there: a folder that exists and that nothing else needs
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
     for path, content in _files_at(readable):
@@ -211,22 +191,12 @@ def _hide_files(readable: list[str]) -> None:
     for device in _DEVICES:
         _write(root + device, b"")
         _mount(device, root + device, None, _MS_BIND)
-    for link, target in links.items():
-        os.symlink(target, root + link)
     os.mkdir(root + "/tmp")
     os.chdir(root)
     _mount(root, "/", None, _MS_MOVE)
     os.chroot(".")
     os.chdir("/")
     _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
-
-
-def _links_to(libraries: set[str]) -> dict[str, str]:
-    """The links under which shared libraries are found, and what they say."""
-    links = [*_LIBRARY_LINKS]
-    for folder in {os.path.dirname(path) for path in libraries}:
-        links += [e.path for e in os.scandir(folder) if os.path.realpath(e.path) in libraries]
-    return {link: os.readlink(link) for link in links if os.path.islink(link)}
 
 
 def _write(path: str, content: bytes) -> None:

@@ -86,7 +86,6 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
 # The error where a condition is not met, if not EPERM; futex: with any other, libc would abort when
 # it joins a thread.
 _REFUSALS = {"futex": errno.EAGAIN, "fcntl": 0}
-_KEYCTL, _JOIN_SESSION = "keyctl 250 219", 1
 
 # Calls from this number on are so new that libc has another way where they do not exist.
 _FIRST_NEW = 424
@@ -106,13 +105,6 @@ def can_filter() -> bool:
     """Whether the kernel filters system calls, and their numbers on this machine are known."""
     kernel.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, None, 0, 0)
     return platform.machine() in _ARCHITECTURES and ctypes.get_errno() == errno.EFAULT
-
-
-def leave_keyring() -> None:
-    """Enter a new session keyring, where the kernel has keyrings."""
-    column, _ = _ARCHITECTURES.get(platform.machine(), (None, 0))
-    if column is not None:
-        kernel.libc.syscall(ctypes.c_long(int(_KEYCTL.split()[1 + column])), _JOIN_SESSION, None)
 
 
 def restrict_calls() -> None:
