@@ -109,11 +109,20 @@ def test_half_solved_prompts_come_most_and_hopeless_ones_no_more():
     assert len(draw(hopeless, 10, 3, lambda row: 0.0)) == 3  # then all come again
 
 
-def test_ranks_share_a_step_and_count_what_came_before():
-    rows = [4, 2, 4, 4, 9, 2]
-    ranks = [prompts_of_rank(ROWS, rows, rank=rank, world_size=2) for rank in range(2)]
-    assert [batch.indices for batch in ranks] == [[4, 2, 4], [4, 9, 2]]
-    assert [batch.uses for batch in ranks] == [[0, 0, 1], [2, 0, 1]]
+def test_ranks_share_a_round_and_count_what_came_before():
+    def shares(rows, world_size, **options):
+        ranks = range(world_size)
+        return [
+            prompts_of_rank(ROWS, rows, rank=r, world_size=world_size, **options) for r in ranks
+        ]
+
+    first, second = shares([4, 2, 4, 4, 9, 2], 2)
+    assert [batch.indices for batch, _ in (first, second)] == [[4, 2, 4], [4, 9, 2]]
+    assert [batch.uses for batch, _ in (first, second)] == [[0, 0, 1], [2, 0, 1]]
+    assert [batch.places for batch, _ in (first, second)] == [[0, 1, 2], [3, 4, 5]]
+    (spare, none), (batch, one) = shares([4], 2, before=[4, 2])
+    assert (none, one) == (0, 1) and spare.indices == batch.indices == [4]
+    assert batch.uses == [1] and batch.places == [2]
 
 
 @pytest.mark.parametrize(
