@@ -64,7 +64,7 @@ import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
 from torchtune_grpo.machine.attention import Spans, varlen_attention  # noqa: E402
-from torchtune_grpo.models import widen_adapters  # noqa: E402
+from torchtune_grpo.models import standardize  # noqa: E402
 from torchtune_grpo.rollout import (  # noqa: E402
     NativeEngine,
     RolloutConfig,
@@ -238,7 +238,7 @@ def build(bench: Bench, *, dtype: torch.dtype, lora: bool = True) -> Transformer
                 torch.nn.init.normal_(parameter, std=0.02)
     if lora:
         set_trainable_params(model, get_adapter_params(model))
-    widen_adapters(model)
+    standardize(model)
     attend_in_segments(model)
     return model.eval()
 

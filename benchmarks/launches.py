@@ -50,7 +50,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from fake_cuda import CUDA, backward, fake_cuda, on_cuda  # noqa: E402
 
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.models import widen_adapters
+from torchtune_grpo.models import standardize
 from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
 from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
@@ -160,7 +160,7 @@ def build(kind: str, shape: dict[str, int]) -> TransformerDecoder:
             module.rope_init()
     if kind == "lora":
         set_trainable_params(model, get_adapter_params(model))
-    widen_adapters(model)
+    standardize(model)
     attend_in_segments(model)
     return model
 

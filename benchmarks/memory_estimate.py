@@ -67,7 +67,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
-from torchtune_grpo.models import widen_adapters
+from torchtune_grpo.models import standardize
 from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
 from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
@@ -300,10 +300,9 @@ def default_dtype(cfg: GRPOConfig) -> Any:
 
 def prepare(model: TransformerDecoder, cfg: GRPOConfig) -> None:
     """As build_policy and the recipe prepare it for an update."""
+    standardize(model)
     if cfg.pack_groups:
         attend_in_segments(model)
-    if cfg.dtype != "fp32":
-        widen_adapters(model)
     if get_adapter_params(model):
         set_trainable_params(model, get_adapter_params(model))
     checkpoint_layers(model, cfg)

@@ -7,6 +7,8 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.models import standardize
+from torchtune_grpo.models.layers import pairs_to_halves
 from torchtune_grpo.training import attend_in_segments
 
 VOCAB = 61
@@ -56,7 +58,12 @@ def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Tra
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
     attend_in_segments(model)
-    return randomize(model).to(dtype)
+    randomize(model)
+    standardize(model)
+    if kind != "qwen":  # whose rows have that order already
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model.load_state_dict(pairs_to_halves(model.state_dict(), heads))
+    return model.to(dtype)
 
 
 def full_logprobs(model: TransformerDecoder, tokens: torch.Tensor, temperature: float):

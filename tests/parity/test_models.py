@@ -1,19 +1,23 @@
 """Models from a folder compute what transformers computes: logits, tokens, adapters, exports."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
+from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from hf_models import MODELS, VOCAB, hf_folder
 from omegaconf import OmegaConf
 from peft import PeftModel
-from policies import full_logprobs
+from policies import LORA, full_logprobs
 from safetensors.torch import load_file, save_file
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.models.qwen2 import lora_qwen2
 from trajectories import make_groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
+from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model, standardize
 from torchtune_grpo.rollout import (
     NativeEngine,
     RolloutConfig,
@@ -33,10 +37,14 @@ def load(folder, build=hf_model, **arguments):
     model = build(str(folder), **arguments)
     state = HFCheckpointer(str(folder), str(folder / "out")).load_checkpoint()["model"]
     model.load_state_dict(state, strict=build is hf_model)
+    start_magnitudes(model)
+    return model.eval()
+
+
+def start_magnitudes(model):
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,54 +70,97 @@ def test_keys_without_a_meaning_and_names_without_a_prefix_are_read_as_there(tmp
     torch.testing.assert_close(load(folder)(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
-ADAPTED = {
-    "llama3": dict(use_dora=True),
-    "llama_biases": dict(apply_lora_to_output=True),
-    "mistral": dict(lora_attn_modules=["q_proj", "v_proj"], apply_lora_to_mlp=False),
-    "qwen2": dict(use_dora=True),  # with biases
-    "qwen3": dict(),
-    "qwen3_untied": dict(use_dora=True, apply_lora_to_output=True),
-    "gemma3": dict(),
+HUB = dict(_component_="torchtune_grpo.models.HFCheckpointer", max_shard_size="50KB")
+LLAMA = dict(
+    _component_="torchtune.training.FullModelHFCheckpointer",
+    checkpoint_files=["model.safetensors"],
+    model_type="LLAMA3_2",
+)
+QWEN = LLAMA | dict(model_type="QWEN2")
+QWEN_SHAPE = TINY | dict(rope_base=1_000_000.0, tie_word_embeddings=True)
+DORA = dict(use_dora=True)
+
+
+def hub(name, **adapters):
+    """A folder of ``MODELS``, its builder and its checkpointer."""
+    arguments = dict(lora_rank=4, lora_alpha=8) | adapters
+    return partial(hf_folder, name), lambda base: lora_hf_model(str(base), **arguments), HUB
+
+
+SAVED = {
+    "llama3": hub("llama3", **DORA),
+    "llama_biases": hub("llama_biases", apply_lora_to_output=True),
+    "mistral": hub("mistral", lora_attn_modules=["q_proj", "v_proj"], apply_lora_to_mlp=False),
+    "qwen2": hub("qwen2", **DORA),  # with biases
+    "qwen3": hub("qwen3"),
+    "qwen3_untied": hub("qwen3_untied", **DORA, apply_lora_to_output=True),
+    "gemma3": hub("gemma3"),
+    # torchtune's builders and checkpointers, and each of them with ours
+    "torchtune_lora": (llama_checkpoint, lambda _: lora_llama3_2(**LORA, **TINY), LLAMA),
+    "torchtune_dora": (llama_checkpoint, lambda _: lora_llama3_2(**LORA, **TINY, **DORA), LLAMA),
+    "torchtune_full": (llama_checkpoint, lambda _: llama3_2(**TINY), LLAMA),
+    "torchtune_qwen": (qwen_checkpoint, lambda _: lora_qwen2(**LORA, **QWEN_SHAPE), QWEN),
+    "torchtune_qwen_dora": (
+        qwen_checkpoint,
+        lambda _: lora_qwen2(**LORA, **QWEN_SHAPE, **DORA),
+        QWEN,
+    ),
+    "torchtune_builder": (llama_checkpoint, lambda _: lora_llama3_2(**LORA, **TINY), HUB),
+    "torchtune_checkpointer": (llama_checkpoint, lambda base: lora_hf_model(str(base)), LLAMA),
 }
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", SAVED)
 @torch.no_grad()
 def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     """The rollout's tokens and the policy's logits, from the merged weights and the adapter."""
-    base = hf_folder(name, tmp_path / name)
-    model = load(base, lora_hf_model, lora_rank=4, lora_alpha=8, **ADAPTED[name])
+    make_folder, build, checkpointer = SAVED[name]
+    base = make_folder(tmp_path / name)
+    node = OmegaConf.create(checkpointer | {"checkpoint_dir": str(base)})
+    checkpoints = Checkpoints(node, output_dir=tmp_path / "out")
+    model = build(base)
+    standardize(model)
+    model.load_state_dict(checkpoints.base_weights(), strict=False)
+    start_magnitudes(model)
     generator = torch.Generator().manual_seed(5)
     for key, parameter in model.named_parameters():
-        if "lora" in key:
+        if "lora" in key or name == "torchtune_full":
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         elif "magnitude" in key:
             parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
-    cfg = {"_component_": "torchtune_grpo.models.HFCheckpointer", "checkpoint_dir": str(base)}
-    cfg["max_shard_size"] = "50KB"
-    checkpoints = Checkpoints(OmegaConf.create(cfg), output_dir=tmp_path / "out")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     folder = checkpoints.save(model, {}, step=1)
-    assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
+    assert folder == tmp_path / "out" / "step_000001"
+    for key, value in model.state_dict().items():
+        assert value.equal(before[key]), f"saving changed {key}"
+    if checkpointer is HUB:
+        assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
 
-    expected = model(TOKENS)
+    tokens = TOKENS % model.tok_embeddings.num_embeddings
+    expected = model(tokens)
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(load(folder)(tokens), expected, atol=1e-4, rtol=1e-4)
     unadapted = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    assert (unadapted(TOKENS).logits - expected).abs().max() > 0.1
-    adapted = PeftModel.from_pretrained(unadapted, folder / "adapter")
-    torch.testing.assert_close(adapted(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
-    again = load(folder)
-    torch.testing.assert_close(again(TOKENS), expected, atol=1e-4, rtol=1e-4)
+    assert (unadapted(tokens).logits - expected).abs().max() > 0.1
+    if name == "torchtune_full":
+        assert not (folder / "adapter").exists()
+    else:
+        adapted = PeftModel.from_pretrained(unadapted, folder / "adapter")
+        torch.testing.assert_close(adapted(tokens).logits, expected, atol=1e-4, rtol=1e-4)
 
-    prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :19].tolist()]
+    prompts = [tokens[0, :7].tolist(), tokens[1, :19].tolist()]
+    merged.generation_config.eos_token_id = None
     options = dict(max_new_tokens=12, do_sample=False)
     said = [merged.generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts]
-    for merge in ("always", "never"):
-        engine = NativeEngine(model, RolloutConfig(max_rows=3, merge_adapters=merge))
+    engines = [
+        NativeEngine(model, RolloutConfig(max_rows=3, merge_adapters="always")),
+        NativeEngine(model, RolloutConfig(max_rows=3, merge_adapters="never")),
+        TorchtuneEngine(model, RolloutConfig()),
+    ]
+    for engine in engines:
         rows = engine.generate(greedy_request(prompts)).responses
         assert torch.equal(rows, torch.stack(said).repeat_interleave(2, dim=0))
-    rows = TorchtuneEngine(model, RolloutConfig()).generate(greedy_request(prompts)).responses
-    assert torch.equal(rows, torch.stack(said).repeat_interleave(2, dim=0))
 
 
 def greedy_request(prompts):
@@ -176,7 +227,7 @@ def test_a_sliding_window_is_the_context(tmp_path):
         (lambda state: state.pop("model.norm.weight"), "model.norm.weight is missing"),
         (
             lambda state: state.update({"model.new.weight": torch.ones(2)}),
-            "new.weight is unknown",
+            "new.weight is unexpected",
         ),
         (
             lambda state: state.update({"model.norm.weight": torch.ones(2)}),
@@ -205,9 +256,13 @@ def test_weights_that_are_not_the_models_are_named(tmp_path, change, match):
         (
             "config.json",
             '{"model_type": "llama", "hidden_size": null}',
-            "^model_dir=.*: transformers refuses its config.json: .*'hidden_size'",
+            "^model_dir=.*: transformers rejects its config.json: .*'hidden_size'",
         ),
-        ("model.safetensors", "version https://git-lfs", r"model.safetensors \(.* cannot be read"),
+        (
+            "model.safetensors",
+            "version https://git-lfs",
+            r"could not read model.safetensors \(",
+        ),
         ("model.safetensors.index.json", "{}", "model.safetensors.index.json has no weight_map"),
     ],
 )

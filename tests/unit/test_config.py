@@ -240,7 +240,7 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     (empty / "config.json").write_text('{"model_type": "mixtral"}')
     (empty / "model.safetensors").touch()
     (problem,) = mistakes(f"model_dir={empty}")
-    assert "config.json says model_type='mixtral'; known " in problem
+    assert "config.json says model_type='mixtral'; " in problem
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -291,16 +291,3 @@ def test_another_kind_of_model_is_refused(tmp_path):
     component = "torchtune.models.t5._component_builders.t5_encoder"
     with pytest.raises(ValueError, match="makes a T5Encoder; only text models"):
         check_model(with_model(tiny(tmp_path), component, max_seq_len=64, **t5))
-
-
-def test_weights_in_another_order_than_the_models_are_refused(tmp_path):
-    """Llama's queries and keys: names and shapes fit, and the model would be another."""
-    settings = tiny(tmp_path)
-    folder = settings.checkpointer.checkpoint_dir
-    halves = with_model(settings, "torchtune_grpo.models.hf_model", model_dir=folder)
-    with pytest.raises(ValueError, match="set it to torchtune_grpo.models.HFCheckpointer"):
-        check_model(halves)
-    ours = {"_component_": "torchtune_grpo.models.HFCheckpointer", "checkpoint_dir": folder}
-    settings = settings.replace(checkpointer=OmegaConf.create(ours))
-    with pytest.raises(ValueError, match="set it to torchtune's checkpointer"):
-        check_model(settings)

@@ -11,7 +11,7 @@ from policies import LORA, SHAPE, VOCAB, build_policy
 from torchtune import training
 from torchtune.models.llama3 import lora_llama3
 
-from torchtune_grpo.models import widen_adapters
+from torchtune_grpo.models import standardize
 from torchtune_grpo.rollout import (
     NativeEngine,
     RolloutConfig,
@@ -47,7 +47,7 @@ def policy(kind: str) -> torch.nn.Module:
             model = lora_llama3(**LORA, **shape, quantize_base=True)
     else:
         model = build_policy(kind, torch.bfloat16)
-    widen_adapters(model)
+    standardize(model)
     with fake_cuda():
         return model.to(CUDA)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
-from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params
+from torchtune.modules.peft import LoRALinear, get_adapter_params
 from torchtune.training import set_default_dtype
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 from trajectories import make_groups
@@ -16,7 +16,7 @@ from trajectories import make_groups
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.models import PlainBiasDoRALinear, widen_adapters
+from torchtune_grpo.models import PeftDoRALinear, standardize
 from torchtune_grpo.training.optimizer import (
     NonFiniteError,
     NonFiniteGuard,
@@ -134,14 +134,14 @@ def test_noise_is_new_in_each_step():
     assert 0.1 < (moved[0] != moved[1]).double().mean()
 
 
-@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear, PlainBiasDoRALinear])
+@pytest.mark.parametrize("kind", [LoRALinear, PeftDoRALinear])
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "nf4"])
 def test_an_adapter_in_float32_is_the_same_function_and_takes_small_steps(kind, quantized):
     torch.manual_seed(0)
     with set_default_dtype(torch.bfloat16):
         layer = kind(256, 128, 4, 8.0, use_bias=True, quantize_base=quantized)
     model = nn.Sequential(layer)
-    widen_adapters(model)
+    standardize(model)
     if hasattr(layer, "initialize_dora_magnitude"):
         layer.initialize_dora_magnitude()
     x = torch.randn(5, 256).bfloat16()

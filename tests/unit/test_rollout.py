@@ -23,6 +23,7 @@ from torchtune.models.mistral import mistral
 from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import lora_qwen2
 
+from torchtune_grpo.models import standardize
 from torchtune_grpo.rollout import (
     NativeEngine,
     RolloutConfig,
@@ -82,6 +83,7 @@ def build_family(name: str):
             torch.nn.init.normal_(parameter, std=1.4 * parameter.shape[-1] ** -0.5)
         elif "magnitude" in key or "bias" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    standardize(model)
     return model.eval()
 
 
@@ -385,6 +387,7 @@ def test_quantized_base(merge, dora, free, monkeypatch):
             torch.nn.init.normal_(parameter, std=0.2)
         elif "magnitude" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    standardize(model)
     engine, prompts = native(model, max_rows=4, merge_adapters=merge), random_prompts([5, 3])
     assert_same_samples(sample(engine, prompts), sample(ENGINES["torchtune"](model), prompts))
     copied = sum(linear.copied_bytes for linear in engine._decoder.linears())

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torchtune import config, training, utils
+from torchtune import config, utils
 
 from torchtune_grpo.checkpoint.base_files import keep_base_files
 from torchtune_grpo.checkpoint.checksums import find_damage, sync, write_sums
@@ -39,10 +38,10 @@ from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import on_first_rank
 from torchtune_grpo.models import (
     adapter_names,
-    fits_peft,
+    load_weights,
     merged_state,
-    peft_config,
-    peft_state,
+    save_adapter,
+    save_weights,
 )
 from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.monitor.run_log import METRICS_FILE
@@ -109,8 +108,8 @@ class Checkpoints:
         return config.instantiate(self._cfg, output_dir=staging, **overrides)
 
     def base_weights(self) -> dict[str, Any]:
-        """The weights to start from, in torchtune's names."""
-        return self._checkpointer.load_checkpoint()[training.MODEL_KEY]
+        """The weights to start from, in torchtune's names and Hugging Face's order of rows."""
+        return load_weights(self._checkpointer, self._cfg)
 
     def newest(self) -> Path:
         """The newest checkpoint whose files are as they were written; warns of newer ones.
@@ -177,7 +176,7 @@ class Checkpoints:
         if not weights:
             files = sorted(path.name for path in checkpoint.glob("model*.safetensors"))
             whole = self._make_checkpointer(checkpoint_dir=str(checkpoint), checkpoint_files=files)
-            weights = whole.load_checkpoint()[training.MODEL_KEY]
+            weights = load_weights(whole, self._cfg)
         _check_same(model, weights, checkpoint)
         model.load_state_dict(weights, strict=False)
         return state
@@ -320,11 +319,14 @@ class Checkpoints:
         if not (adapter and self._adapter_only):
             merged = merged_state(model, state) if adapter else dict(state)
             with only_warnings():  # of files that are about to be renamed
-                self._checkpointer.save_checkpoint({training.MODEL_KEY: merged}, epoch=epoch)
+                save_weights(self._checkpointer, self._cfg, merged, epoch=epoch)
         base = Path(self._cfg.checkpoint_dir)
         keep_base_files(base, folder)
-        if adapter and fits_peft(model, self._cfg.get("model_type")):
-            self._save_peft(model, adapter, folder / "adapter")
+        if adapter and self._cfg.get("model_type") in ("PHI3_MINI", "PHI4"):
+            log.warning("No adapter in PEFT's format: transformers fuses Phi's projections.")
+        elif adapter:
+            name_or_path = hub_name(base) or str(base)
+            save_adapter(folder / "adapter", model, adapter, base_model=name_or_path)
         card = model_card(
             self._run_config,
             self._evaluations(until=epoch),
@@ -343,16 +345,6 @@ class Checkpoints:
         for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
             path.chmod((folder / RUN_CONFIG_FILE).stat().st_mode)
         return folder
-
-    def _save_peft(self, model: nn.Module, adapter: dict[str, Tensor], folder: Path) -> None:
-        base = Path(self._cfg.checkpoint_dir)
-        hf_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-        model_type = self._cfg.get("model_type")
-        tensors = peft_state(adapter, hf_config=hf_config, model_type=model_type)
-        settings = peft_config(model, base_model=hub_name(base) or str(base))
-        folder.mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
 
     def _evaluations(self, *, until: int) -> list[dict[str, Any]]:
         file = self._folder / METRICS_FILE

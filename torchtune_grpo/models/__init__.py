@@ -1,53 +1,44 @@
-"""A model from its folder, as the hub has it: builders, weights and tokenizer, by config.json.
-
-And adapters and merged weights in the forms that PEFT and transformers load.
-"""
+"""Models from a folder, as the hub has them: builders, weights, adapters and tokenizers."""
 
 from torchtune_grpo.models.adapter import (
     adapter_files,
+    adapter_names,
     adapter_settings,
     check_adapter,
     merge_adapter,
+    merged_state,
     read_adapter,
+    save_adapter,
 )
 from torchtune_grpo.models.build import hf_model, lora_hf_model
-from torchtune_grpo.models.export import (
-    adapter_names,
-    fits_peft,
-    merged_state,
-    peft_config,
-    peft_state,
-)
-from torchtune_grpo.models.modules import (
+from torchtune_grpo.models.layers import (
     HalfRotation,
     NormFirstAttention,
-    PlainBiasDoRALinear,
-    ScaledBiasDoRALinear,
-    widen_adapters,
+    PeftDoRALinear,
+    standardize,
 )
 from torchtune_grpo.models.tokenizer import HFTokenizer, hf_tokenizer
-from torchtune_grpo.models.weights import HFCheckpointer, hf_state
+from torchtune_grpo.models.weights import HFCheckpointer, hf_state, load_weights, save_weights
 
 __all__ = [
     "HFCheckpointer",
     "HFTokenizer",
     "HalfRotation",
     "NormFirstAttention",
-    "PlainBiasDoRALinear",
-    "ScaledBiasDoRALinear",
+    "PeftDoRALinear",
     "adapter_files",
     "adapter_names",
     "adapter_settings",
     "check_adapter",
-    "fits_peft",
     "hf_model",
     "hf_state",
     "hf_tokenizer",
+    "load_weights",
     "lora_hf_model",
     "merge_adapter",
     "merged_state",
-    "peft_config",
-    "peft_state",
     "read_adapter",
-    "widen_adapters",
+    "save_adapter",
+    "save_weights",
+    "standardize",
 ]

@@ -1,7 +1,8 @@
-"""An adapter to begin with, as PEFT, torchtune's recipes or an earlier run have left it."""
+"""LoRA and DoRA adapters: read as PEFT or torchtune's recipes left them, merged, saved for PEFT."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,109 +10,95 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torchtune.modules.peft import get_merged_lora_ckpt
+from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
 from torchtune_grpo.config.errors import ConfigError
 from torchtune_grpo.config.text import read_json
-from torchtune_grpo.models.export import (
-    LINEAR_NAMES,
-    PEFT_LEAVES,
-    adapter_modules,
-    has_own_rows,
-    rank_and_alpha,
-    rows_to_hf,
-    rows_to_tune,
-    scales_bias,
-)
+from torchtune_grpo.models.layers import pairs_to_halves
 
+# torchtune's name of a linear module in a layer -> Hugging Face's
+LINEAR_NAMES = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.o_proj",
+    "mlp.w1": "mlp.gate_proj",
+    "mlp.w2": "mlp.down_proj",
+    "mlp.w3": "mlp.up_proj",
+    "output": "lm_head",
+}
+_LEAF_NAMES = {
+    "lora_a.weight": "lora_A.weight",
+    "lora_b.weight": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
+_PEFT_NAME = re.compile(
+    r"base_model\.model\.(?:model\.)?(layers\.\d+\.)?(.+)\."
+    r"(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)(?:\.weight)?"
+)
 CONFIG_FILE = "adapter_config.json"
-_TORCHTUNES = "adapter_model.pt"  # its names and order of rows; exact where its PEFT form is not
+# torchtune's recipes save both; their PEFT form of DoRA has the rows of magnitudes out of order.
+_TORCHTUNES = "adapter_model.pt"
 _WEIGHT_FILES = (_TORCHTUNES, "adapter_model.safetensors", "adapter_model.bin")
-# Of PEFT's settings, those that are read, and those that do not say what an adapter computes.
+# PEFT's settings that are read, and those that do not change what an adapter computes
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "bias"}
-_HARMLESS = {
+_WITHOUT_EFFECT = {
     *("target_modules", "exclude_modules", "lora_dropout", "task_type", "inference_mode"),
     *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "eva_config"),
     *("megatron_core", "qalora_group_size", "loftq_config", "corda_config", "runtime_config"),
     "ensure_weight_tying",
 }
-# These make other base weights, too.
-_OTHER_BASE = re.compile("pissa|olora|corda|loftq|lora_ga")
+# Initializations that change the base's weights, too
+_CHANGES_BASE = re.compile("pissa|olora|corda|loftq|lora_ga")
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "output_proj"), {"w1", "w2", "w3"}
-_NAME = re.compile(
-    r"base_model\.model\.(?:model\.)?(layers\.\d+\.)?(.+)\."
-    r"(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)(?:\.weight)?"
-)
 
 
 def adapter_files(folder: str | Path) -> tuple[Path, Path]:
-    """An adapter's settings and its weights, in a folder or in ``adapter`` there.
-
-    Raises:
-        ValueError: if the folder holds no adapter.
-    """
+    """The settings and the weights of the adapter in a folder, or in ``adapter`` there."""
     for place in (Path(folder), Path(folder) / "adapter"):
         weights = [place / name for name in _WEIGHT_FILES if (place / name).is_file()]
         if (place / CONFIG_FILE).is_file() and weights:
             return place / CONFIG_FILE, weights[0]
     raise ValueError(
-        f"adapter_dir={folder}: holds no adapter; name a folder with {CONFIG_FILE} and "
+        f"adapter_dir={folder}: has no adapter; name a folder with {CONFIG_FILE} and "
         "adapter_model.safetensors, as PEFT and torchtune's recipes save them."
     )
 
 
 def adapter_settings(folder: str | Path) -> dict[str, Any]:
-    """What an adapter asks of torchtune's builders, by the names of their arguments.
+    """The arguments of torchtune's builders that fit an adapter.
 
-    Args:
-        folder (str | Path): PEFT's, an epoch of torchtune's recipes, or a checkpoint of a run.
-
-    Returns:
-        dict[str, Any]: ``lora_attn_modules``, ``apply_lora_to_mlp``, ``apply_lora_to_output``,
-        ``lora_rank``, ``lora_alpha``, ``use_dora``.
-
-    Raises:
-        ValueError: if there is none, or it holds what torchtune's modules cannot compute.
+    Raises a ValueError if torchtune's modules cannot compute it.
     """
     file, _ = adapter_files(folder)
     given = read_json(file.parent, file.name, key="adapter_dir")
     _refuse_unsupported(folder, given)
-    tensors = _tensors(folder)
+    tensors = _read_tensors(folder)
     rank: Any = given.get("r")
     ranks = {len(value) for name, value in tensors.items() if name.endswith("lora_a.weight")}
     if ranks != {rank}:
         raise ValueError(f"adapter_dir={folder}: {file.name} says r={rank}, the weights {ranks}.")
     use_dora = bool(given.get("use_dora")) or any("magnitude" in name for name in tensors)
     leaves = ["lora_a.weight", "lora_b.weight", *(["magnitude"] if use_dora else [])]
-    expected = {f"{module}.{leaf}" for module in _modules(tensors) for leaf in leaves}
-    if expected != tensors.keys():
-        odd = min(expected ^ tensors.keys())
-        raise ValueError(f"adapter_dir={folder}: its weights are incomplete, as to {odd}.")
+    odd = {f"{name}.{leaf}" for name in _modules(tensors) for leaf in leaves} ^ tensors.keys()
+    if odd:
+        raise ValueError(
+            f"adapter_dir={folder}: incomplete adapter: {min(odd)} is missing or unexpected."
+        )
     alpha = float(given.get("lora_alpha", 8))  # PEFT's default
     if given.get("use_rslora"):
         alpha *= math.sqrt(rank)
-    return {
-        **_targets(_modules(tensors)),
-        "lora_rank": rank,
-        "lora_alpha": alpha,
-        "use_dora": use_dora,
-    }
+    lora = {"lora_rank": rank, "lora_alpha": alpha, "use_dora": use_dora}
+    return _targets(_modules(tensors)) | lora
 
 
 def check_adapter(folder: str | Path, model: nn.Module) -> None:
-    """Raises a ConfigError if an adapter cannot be loaded into a model, or merged into it.
-
-    The model may be on the meta device.
-    """
-    tensors, wanted = _tensors(folder), adapter_settings(folder)
-    modules = adapter_modules(model)
-    if modules:
-        rank, alpha = rank_and_alpha(modules)
-        use_dora = any(hasattr(module, "magnitude") for module in modules.values())
-        built = {"lora_rank": rank, "lora_alpha": float(alpha), "use_dora": use_dora}
-        built |= _targets(set(modules))
+    """Raise a ConfigError if an adapter does not fit a model, which may be on the meta device."""
+    tensors, wanted = _read_tensors(folder), adapter_settings(folder)
+    if modules := adapted_modules(model):
+        built = _model_settings(model) | _targets(set(modules))
         differing = [
             f"model.{key}={built[key]}: adapter_dir={folder} has {value}; set it to that."
             for key, value in wanted.items()
@@ -125,67 +112,100 @@ def check_adapter(folder: str | Path, model: nn.Module) -> None:
         a, b = tensors[f"{name}.lora_a.weight"], tensors[f"{name}.lora_b.weight"]
         weight, shape = weights.get(f"{name}.weight"), [len(b), a.shape[1]]
         if weight is None or list(weight.shape) != shape:
-            there = "none" if weight is None else f"of {list(weight.shape)}"
+            found = "none" if weight is None else f"of {list(weight.shape)}"
             raise ValueError(
-                f"adapter_dir={folder}: adapts a {name} of {shape}, and the model's is {there}; "
+                f"adapter_dir={folder}: adapts a {name} of {shape}, and the model's is {found}; "
                 "give the model that the adapter was trained on."
             )
-        scaled = adapter_files(folder)[1].name == _TORCHTUNES
-        biased = wanted["use_dora"] and f"{name}.bias" in weights
-        if biased and scaled != scales_bias(modules.get(name)):
-            raise ValueError(
-                f"adapter_dir={folder}: torchtune's DoRA scales the bias of a layer, PEFT's does "
-                f"not, and {name} has one; take the builder that the adapter was trained with, or "
-                "torchtune_grpo.models.lora_hf_model for one of PEFT's."
-            )
 
 
-def read_adapter(
-    folder: str | Path, *, hf_config: Mapping[str, Any], model_type: str | None
-) -> dict[str, Tensor]:
-    """An adapter's weights in torchtune's names and the order of rows that a model has.
-
-    Args:
-        folder (str | Path): as :func:`adapter_settings` takes it.
-        hf_config (Mapping[str, Any]): the base model's config.json.
-        model_type (str | None): the checkpointer's, such as "LLAMA3_2".
-    """
-    is_own = has_own_rows(model_type)
-    was_own = (
-        adapter_files(folder)[1].name == _TORCHTUNES and hf_config.get("model_type") != "qwen2"
-    )
-    tensors = _tensors(folder)
-    if was_own == is_own:
-        return tensors
-    return (rows_to_tune if is_own else rows_to_hf)(tensors, hf_config=hf_config)
+def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """An adapter's weights in torchtune's names; ``hf_config`` is the base's config.json."""
+    tensors = _read_tensors(folder)
+    is_torchtunes = adapter_files(folder)[1].name == _TORCHTUNES
+    if is_torchtunes and hf_config.get("model_type") not in ("qwen2", "phi3"):
+        return pairs_to_halves(tensors, hf_config)
+    return tensors
 
 
-def merge_adapter(
-    state: Mapping[str, Any], adapter: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Weights with an adapter merged in; all in torchtune's names."""
-    rank, alpha = settings["lora_rank"], settings["lora_alpha"]
-    return get_merged_lora_ckpt({**state, **adapter}, rank=rank, alpha=alpha)
+def merge_adapter(state: Mapping[str, Any], *, rank: int, alpha: float) -> dict[str, Any]:
+    """A state dict with its adapters merged into the weights, in the weights' dtype."""
+    names = {f"{name}.weight" for name in _modules(state)}
+    # torchtune adds in place, which on a CPU would change the live model.
+    copied = {name: value.clone() if name in names else value for name, value in state.items()}
+    merged = get_merged_lora_ckpt(copied, rank=rank, alpha=alpha)
+    return {name: value.to(state[name].dtype) for name, value in merged.items()}
+
+
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state dict with its adapters merged."""
+    settings = _model_settings(model)
+    return merge_adapter(state, rank=settings["lora_rank"], alpha=settings["lora_alpha"])
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Names of a model's adapter parameters in its state; empty without adapters."""
+    return {_plain(name) for name in get_adapter_params(model)}
+
+
+def adapted_modules(model: nn.Module) -> dict[str, Any]:
+    """A model's modules with an adapter, by name."""
+    modules = model.named_modules()
+    return {_plain(name): module for name, module in modules if hasattr(module, "adapter_params")}
+
+
+def save_adapter(
+    folder: Path, model: nn.Module, adapter: Mapping[str, Tensor], *, base_model: str
+) -> None:
+    """Write a model's adapter parameters as PEFT loads them."""
+    tensors = {}
+    for name, value in adapter.items():
+        match = re.fullmatch(r"(layers\.\d+\.)?(.+?)\.(lora_[ab]\.weight|magnitude)", name)
+        assert match is not None, name
+        layer, module, leaf = match.groups()
+        prefix = f"base_model.model.model.{layer}" if layer else "base_model.model."
+        tensors[f"{prefix}{LINEAR_NAMES[module]}.{_LEAF_NAMES[leaf]}"] = value.contiguous()
+    settings = _model_settings(model)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": settings["lora_rank"],
+        "lora_alpha": settings["lora_alpha"],
+        "use_dora": settings["use_dora"],
+        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in tensors}),
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+
+
+def _model_settings(model: nn.Module) -> dict[str, Any]:
+    """Rank, alpha and kind of a model's adapters, which torchtune's builders give to all alike."""
+    first = next(iter(adapted_modules(model).values()))
+    rank, use_dora = first.lora_a.weight.shape[0], hasattr(first, "magnitude")
+    alpha = first.scaling * rank if use_dora else first.alpha
+    return {"lora_rank": rank, "lora_alpha": alpha, "use_dora": use_dora}
 
 
 def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
-    refused = [key for key in given if given[key] and key not in _READ | _HARMLESS]
+    refused = [key for key in given if given[key] and key not in _READ | _WITHOUT_EFFECT]
     if given.get("peft_type") != "LORA":
         refused.append("peft_type")
     if given.get("bias", "none") != "none":
         refused.append("bias")
-    if _OTHER_BASE.match(str(given.get("init_lora_weights"))):
+    if _CHANGES_BASE.match(str(given.get("init_lora_weights"))):
         refused.append("init_lora_weights")
     if refused:
-        told = ", ".join(f"{key}={given.get(key)!r}" for key in refused)
+        settings = ", ".join(f"{key}={given.get(key)!r}" for key in refused)
         raise ValueError(
-            f"adapter_dir={folder}: {CONFIG_FILE} says {told}, which is not computed here; merge "
+            f"adapter_dir={folder}: {CONFIG_FILE} says {settings}, which is not supported; merge "
             "the adapter into the base with PEFT (merge_and_unload), and begin from the result."
         )
 
 
-def _tensors(folder: str | Path) -> dict[str, Tensor]:
-    """In torchtune's names, and the file's order of rows."""
+def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """An adapter's weights in torchtune's names and the file's order of rows."""
     _, file = adapter_files(folder)
     if file.suffix == ".safetensors":
         tensors = load_file(file)
@@ -194,13 +214,13 @@ def _tensors(folder: str | Path) -> dict[str, Tensor]:
     if file.name == _TORCHTUNES:
         return tensors
     modules = {theirs: ours for ours, theirs in LINEAR_NAMES.items()}
-    leaves = {theirs: ours for ours, theirs in PEFT_LEAVES.items()}
+    leaves = {theirs: ours for ours, theirs in _LEAF_NAMES.items()}
     result = {}
     for name, value in tensors.items():
-        match = _NAME.fullmatch(name)
+        match = _PEFT_NAME.fullmatch(name)
         if match is None or match[2] not in modules:
             raise ValueError(
-                f"adapter_dir={folder}: {file.name} holds {name}, which is no LoRA or DoRA weight "
+                f"adapter_dir={folder}: {file.name} has {name}, which is not a LoRA or DoRA weight "
                 f"of {', '.join(modules)}; if the base has it, save with "
                 "save_embedding_layers=False, or else merge the adapter into the base with PEFT "
                 "(merge_and_unload), and begin from the result."
@@ -222,3 +242,8 @@ def _targets(modules: set[str]) -> dict[str, Any]:
         "apply_lora_to_mlp": bool(leaves & _MLP),  # what the adapter lacks begins at 0
         "apply_lora_to_output": "output" in leaves,
     }
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what activation checkpointing inserts."""
+    return name.replace("_checkpoint_wrapped_module.", "")

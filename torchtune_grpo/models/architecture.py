@@ -1,27 +1,26 @@
-"""What a model's ``config.json`` says, as far as torchtune's modules can compute it.
+"""What a model's ``config.json`` says: its shape, and which of torchtune's layers compute it.
 
-Whatever changes the computation and is not known here is refused by name. Keys that transformers'
-implementation of the model does not read are ignored, as there.
+A key that changes the computation and is not implemented here is refused by name. Keys that
+transformers' implementation of the model does not read are ignored, as there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtune_grpo.config.text import describe, read_json, shortened
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 GEMMA3 = "gemma3_text"
-SUPPORTED = (*LLAMA_LIKE, GEMMA3)
-# transformers' rotary embeddings whose frequencies do not depend on the length of the text.
-_SCALED = ("linear", "llama3", "yarn")
-# Key of config.json -> the values under which it has no effect.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", GEMMA3)
+# The kinds of scaled rotations in transformers whose frequencies do not depend on the text's length
+_SCALED_ROTATIONS = ("linear", "llama3", "yarn")
+# Key of config.json -> the values under which it has no effect
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "attn_logit_softcapping": (),
@@ -34,9 +33,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Rotary position embeddings of half-split heads."""
+class Rotation(NamedTuple):
+    """Parameters of a rotary position embedding."""
 
     frequencies: Tensor  # [head_dim / 2] radians per position, float32
     scale: float = 1.0  # of cosines and sines
@@ -44,11 +42,7 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder's shape and parts. ``rotations`` has one for each layer; layers may share one.
-
-    ``max_seq_len`` is the model's context; where some layers see a sliding window only, it is the
-    window, within which all layers see everything.
-    """
+    """A decoder's shape and parts."""
 
     model_type: str
     vocab_size: int
@@ -58,82 +52,38 @@ class Architecture:
     head_dim: int
     embed_dim: int
     intermediate_dim: int
-    max_seq_len: int
+    max_seq_len: int  # of the sliding window if there is one: within it all layers see everything
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     tied: bool
-    rotations: tuple[Rotation, ...]
+    rotations: tuple[Rotation, ...]  # one per layer; layers may share one
 
     @property
     def is_gemma(self) -> bool:
-        """Norms around each block, scaled embeddings, and GELU."""
+        """Whether it has norms around each block, scaled embeddings, and GELU."""
         return self.model_type == GEMMA3
 
     @property
     def has_qk_norm(self) -> bool:
-        """Queries and keys are normalized, head by head, before they are rotated."""
+        """Whether queries and keys are normalized, head by head, before they are rotated."""
         return self.model_type in ("qwen3", GEMMA3)
 
 
 def read_architecture(model_dir: str | Path) -> Architecture:
-    """Reads ``config.json`` as transformers does, whose defaults hold for what it leaves out.
+    """Read ``config.json`` through transformers, whose defaults hold for keys it leaves out.
 
-    Raises:
-        ValueError: if the folder holds none, or for a model that cannot be computed exactly; the
-            message names the key of config.json.
+    Raises a ValueError that names the key if the model cannot be computed exactly.
     """
-    file = Path(model_dir) / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"model_dir={model_dir}: holds no config.json; name the folder of a model, as `tune "
-            "download <model> --output-dir <folder>` makes it."
-        )
-    given = read_json(model_dir, file.name, key="model_dir")
-
-    def refuse(key: str, value: Any, remedy: str) -> None:
-        raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
-
-    kind: Any = given.get("model_type")
-    if kind not in SUPPORTED:
-        refuse("model_type", kind, f"known are {', '.join(SUPPORTED)}")
-    for name in given.get("architectures") or ():
-        if not name.endswith("ForCausalLM"):
-            refuse("architectures", name, "only a causal language model can be trained")
-    from transformers import AutoConfig  # which takes a second
-
-    try:
-        hf = AutoConfig.from_pretrained(str(model_dir))
-    except Exception as error:  # of any kind: each key is checked by another validator
-        said = shortened(describe(error), 300)
-        raise ValueError(
-            f"model_dir={model_dir}: transformers refuses its config.json: {said}. Fetch the model "
-            "again, or correct the key."
-        ) from error
-    for key, harmless in _WITHOUT_EFFECT.items():
-        value = getattr(hf, key, given.get(key))
-        if value is not None and value not in harmless:
-            refuse(key, value, "such a model is not computed here")
-    gelu = kind == GEMMA3
-    activation = "gelu_pytorch_tanh" if gelu else "silu"
-    key = "hidden_activation" if gelu else "hidden_act"
-    if getattr(hf, key) != activation:
-        refuse(key, getattr(hf, key), f"models of type {kind} are computed with {activation}")
-    heads = hf.num_attention_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    if gelu and hf.query_pre_attn_scalar != head_dim:
-        refuse("query_pre_attn_scalar", hf.query_pre_attn_scalar, f"known is head_dim={head_dim}")
-    rotations = {}
+    given, hf = _read_config(model_dir)
     kinds = _layer_kinds(hf)
-    for name in sorted(set(kinds)):
-        parameters = _rope_parameters(hf, name)
-        rope = parameters["rope_type"]
-        if rope != "default" and rope not in _SCALED:
-            refuse("rope_type", rope, f"known are default, {', '.join(_SCALED)}")
-        rotations[name] = _rotation(hf, name, parameters, head_dim=head_dim)
+    for key, value, remedy in _unsupported(given, hf, kinds):
+        raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
+    kind, heads = hf.model_type, hf.num_attention_heads
+    rotations = {name: _rotation(hf, name) for name in set(kinds)}
     window = hf.sliding_window if "sliding_attention" in kinds else None
-    # transformers' Mistral and Qwen 2 read no such keys.
+    # transformers' Mistral and Qwen 2 ignore the key.
     attention_bias = kind not in ("mistral", "qwen2") and bool(hf.attention_bias)
     return Architecture(
         model_type=kind,
@@ -141,7 +91,7 @@ def read_architecture(model_dir: str | Path) -> Architecture:
         num_layers=hf.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=hf.num_key_value_heads or heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(hf),
         embed_dim=hf.hidden_size,
         intermediate_dim=hf.intermediate_size,
         max_seq_len=min(hf.max_position_embeddings, window or hf.max_position_embeddings),
@@ -154,12 +104,65 @@ def read_architecture(model_dir: str | Path) -> Architecture:
     )
 
 
+def _read_config(model_dir: str | Path) -> tuple[dict[str, Any], Any]:
+    """The content of config.json, and what transformers makes of it."""
+    if not Path(model_dir, "config.json").is_file():
+        raise ValueError(
+            f"model_dir={model_dir}: has no config.json; name the folder of a model, as `tune "
+            "download <model> --output-dir <folder>` makes it."
+        )
+    given = read_json(model_dir, "config.json", key="model_dir")
+    kind = given.get("model_type")
+    if kind not in SUPPORTED:
+        raise ValueError(
+            f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
+            f"{', '.join(SUPPORTED)}."
+        )
+    from transformers import AutoConfig  # takes a second to import
+
+    try:
+        return given, AutoConfig.from_pretrained(str(model_dir))
+    except Exception as error:  # of any type: each key has its own validator
+        raise ValueError(
+            f"model_dir={model_dir}: transformers rejects its config.json: "
+            f"{shortened(describe(error), 300)}. Fetch the model again, or correct the key."
+        ) from error
+
+
+def _unsupported(
+    given: Mapping[str, Any], hf: Any, kinds: list[str]
+) -> Iterator[tuple[str, Any, str]]:
+    """Keys whose effect is not implemented: name, value and remedy."""
+    for name in hf.architectures or ():
+        if not name.endswith("ForCausalLM"):
+            yield "architectures", name, "only a causal language model can be trained"
+    for key, harmless in _WITHOUT_EFFECT.items():
+        value = getattr(hf, key, given.get(key))
+        if value is not None and value not in harmless:
+            yield key, value, "such a model is not supported"
+    is_gemma = hf.model_type == GEMMA3
+    key = "hidden_activation" if is_gemma else "hidden_act"
+    activation = "gelu_pytorch_tanh" if is_gemma else "silu"
+    if getattr(hf, key) != activation:
+        yield key, getattr(hf, key), f"supported is {activation}"
+    if is_gemma and hf.query_pre_attn_scalar != _head_dim(hf):
+        yield "query_pre_attn_scalar", hf.query_pre_attn_scalar, "supported is head_dim"
+    for name in kinds:
+        rope = _rope_parameters(hf, name)["rope_type"]
+        if rope not in ("default", *_SCALED_ROTATIONS):
+            yield "rope_type", rope, f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
+
+
+def _head_dim(hf: Any) -> int:
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
 def _layer_kinds(hf: Any) -> list[str]:
     """``full_attention`` or ``sliding_attention`` for each layer."""
     layers = hf.num_hidden_layers
     if getattr(hf, "layer_types", None):
         return list(hf.layer_types)
-    every = getattr(hf, "sliding_window_pattern", layers + 1)  # of old versions' Gemma
+    every = getattr(hf, "sliding_window_pattern", layers + 1)  # Gemma's before transformers 5
     if getattr(hf, "sliding_window", None) is None or not getattr(hf, "use_sliding_window", True):
         every = 1
     return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
@@ -178,7 +181,8 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
     return {"rope_type": parameters.get("type", "default"), **parameters}
 
 
-def _rotation(hf: Any, kind: str, parameters: Mapping[str, Any], *, head_dim: int) -> Rotation:
+def _rotation(hf: Any, kind: str) -> Rotation:
+    parameters, head_dim = _rope_parameters(hf, kind), _head_dim(hf)
     with torch.device("cpu"):
         if parameters["rope_type"] == "default":
             exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim

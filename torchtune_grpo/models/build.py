@@ -1,12 +1,11 @@
 """Builders for ``model._component_``: a model of torchtune's modules, as ``config.json`` says.
 
-Parameters have torchtune's names, and Hugging Face's order of rows: weights are renamed, never
-permuted.
+Parameters have torchtune's names and Hugging Face's order of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 
 from torchtune_grpo.models.adapter import adapter_settings
 from torchtune_grpo.models.architecture import Architecture, read_architecture
-from torchtune_grpo.models.modules import HalfRotation, NormFirstAttention, PlainBiasDoRALinear
+from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention, PeftDoRALinear
 
 _LORA: dict[str, Any] = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
@@ -37,20 +36,12 @@ _LORA: dict[str, Any] = {
     "lora_alpha": 64,
     "use_dora": False,
 }
-# (name, inputs, outputs, bias) -> the layer
+# name, inputs, outputs, bias -> layer
 Linear = Callable[[str, int, int, bool], nn.Module]
 
 
 def hf_model(model_dir: str) -> TransformerDecoder:
-    """A model for full fine-tuning.
-
-    Args:
-        model_dir (str): folder with the model's ``config.json``: Llama 2 to 3.3 and models of its
-            kind, Mistral, Qwen 2, 2.5 and 3 (dense), or Gemma 3 (text).
-
-    Raises:
-        ValueError: for a model that cannot be computed exactly; see :func:`read_architecture`.
-    """
+    """A model for full fine-tuning, as ``config.json`` in ``model_dir`` says."""
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=bias)
@@ -72,25 +63,10 @@ def lora_hf_model(
 ) -> TransformerDecoder:
     """The same with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
 
-    What is None is the adapter's in ``adapter_dir``; without one, it is LoRA of rank 32 and alpha
-    64 on all linear layers but the output projection.
-
-    Args:
-        model_dir (str): as :func:`hf_model` takes it.
-        lora_attn_modules (Sequence[LORA_ATTN_MODULES] | None): the attention's layers with an
-            adapter.
-        apply_lora_to_mlp (bool | None): adapters in the feed-forward layers.
-        apply_lora_to_output (bool | None): one for the output projection, if it is not tied.
-        lora_rank (int | None): of all adapters.
-        lora_alpha (float | None): adapters are scaled by ``lora_alpha / lora_rank``.
-        lora_dropout (float): of the adapters' inputs.
-        use_dora (bool | None): DoRA, as PEFT computes it.
-        adapter_dir (str | None): folder of the adapter that training begins from; its weights are
-            loaded by the config's key of this name.
-        quantize_base (bool): all but embeddings and output projection in 4 bits (NF4).
-
-    Raises:
-        ValueError: as :func:`hf_model`, and for an adapter that the model has no layer for.
+    What is None is taken from the adapter in ``adapter_dir``; without one, it is LoRA of rank 32
+    and alpha 64 on all linear layers but the output projection. The weights in ``adapter_dir`` are
+    loaded by the config's key of this name. ``quantize_base`` has all but embeddings and output
+    projection in 4 bits (NF4).
     """
     given = {
         "lora_attn_modules": lora_attn_modules,
@@ -103,26 +79,17 @@ def lora_hf_model(
     start = _LORA if adapter_dir is None else adapter_settings(adapter_dir)
     lora = start | {name: value for name, value in given.items() if value is not None}
     architecture = read_architecture(model_dir)
-    if architecture.tied and lora["apply_lora_to_output"]:
-        raise ValueError(
-            "apply_lora_to_output=True: the model's output projection is its embedding; set it to "
-            "false."
-        )
-    adapted = {*lora["lora_attn_modules"]}
-    adapted |= {"w1", "w2", "w3"} if lora["apply_lora_to_mlp"] else set()
-    adapted |= {"output"} if lora["apply_lora_to_output"] else set()
-    if not adapted:
-        raise ValueError("lora_attn_modules=[]: no layer has an adapter; name some of them.")
+    adapted = _adapted_layers(lora, tied=architecture.tied)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         quantized = quantize_base and name != "output"
         if quantized and inputs * outputs % (64 * 256):
             raise ValueError(
-                f"quantize_base=True: NF4 takes weights of a multiple of 16384 numbers, but {name} "
-                f"has {outputs} x {inputs}; set it to false."
+                "quantize_base=True: NF4 needs weights of a multiple of 16384 numbers, but "
+                f"{name} has {outputs} x {inputs}; set it to False."
             )
         if name in adapted:
-            kind = PlainBiasDoRALinear if lora["use_dora"] else LoRALinear
+            kind = PeftDoRALinear if lora["use_dora"] else LoRALinear
             return kind(
                 inputs,
                 outputs,
@@ -135,7 +102,7 @@ def lora_hf_model(
         return (FrozenNF4Linear if quantized else nn.Linear)(inputs, outputs, bias=bias)
 
     model = _decoder(architecture, linear)
-    if quantize_base:  # as torchtune's builders have it: a state dict holds no NF4
+    if quantize_base:  # as in torchtune's builders, a state dict has no NF4
         model._register_state_dict_hook(
             partial(
                 reparametrize_as_dtype_state_dict_post_hook,
@@ -146,10 +113,26 @@ def lora_hf_model(
     return model
 
 
+def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
+    names = {*lora["lora_attn_modules"]}
+    if lora["apply_lora_to_mlp"]:
+        names |= {"w1", "w2", "w3"}
+    if lora["apply_lora_to_output"]:
+        names.add("output")
+        if tied:
+            raise ValueError(
+                "apply_lora_to_output=True: the model's output projection is its embedding; set it "
+                "to False."
+            )
+    if not names:
+        raise ValueError("lora_attn_modules=[]: no layer has an adapter; name at least one.")
+    return names
+
+
 def _decoder(a: Architecture, linear: Linear) -> TransformerDecoder:
     kind: Any = GemmaRMSNorm if a.is_gemma else RMSNorm
     norm = partial(kind, a.embed_dim, eps=a.norm_eps)
-    rotations = {id(rotation): HalfRotation(rotation) for rotation in a.rotations}  # shared
+    rotations = {id(rotation): HalfRotation(*rotation) for rotation in a.rotations}  # shared
     embeddings = (GemmaNormEmbeddings if a.is_gemma else nn.Embedding)(a.vocab_size, a.embed_dim)
     layers = []
     for rotation in a.rotations:

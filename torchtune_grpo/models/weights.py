@@ -1,4 +1,4 @@
-"""Weights by Hugging Face's names, read from and written to a folder."""
+"""Weights, read from and written to a folder, in torchtune's names and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from torch import Tensor
 from torchtune import training
 
 from torchtune_grpo.config.text import describe, read_json, shortened
+from torchtune_grpo.models.adapter import LINEAR_NAMES
 from torchtune_grpo.models.architecture import Architecture, read_architecture
 from torchtune_grpo.models.build import hf_model
-from torchtune_grpo.models.export import LINEAR_NAMES
+from torchtune_grpo.models.layers import halves_to_pairs, pairs_to_halves
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# torchtune's name of a module in a layer, and Hugging Face's.
+# torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
+_UNPERMUTED = ("QWEN2", "PHI3_MINI", "PHI4")
+_FILES = ("model.safetensors", "pytorch_model.bin")
+# torchtune's name of a module in a layer -> Hugging Face's
 _LAYER_NAMES = LINEAR_NAMES | {
     "attn.q_norm": "self_attn.q_norm",
     "attn.k_norm": "self_attn.k_norm",
     "sa_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
-_GEMMA_NORMS = {
+_GEMMA_NAMES = _LAYER_NAMES | {
     "sa_scale": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_scale": "post_feedforward_layernorm",
@@ -35,35 +38,51 @@ _GEMMA_NORMS = {
 _TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 
 
-def hf_name(name: str, architecture: Architecture) -> str:
-    """Hugging Face's name of a parameter, given torchtune's."""
-    module, leaf = name.rsplit(".", 1)
-    leaf = "weight" if leaf == "scale" else leaf
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-    if layer is None:
-        return f"{_TOP_NAMES[module]}.{leaf}"
-    names = _LAYER_NAMES | (_GEMMA_NORMS if architecture.is_gemma else {})
-    return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
+def load_weights(checkpointer: Any, node: Any) -> dict[str, Any]:
+    """A checkpointer's weights in torchtune's names and Hugging Face's order of rows.
+
+    ``node`` is the checkpointer's in the config.
+    """
+    weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
+    return pairs_to_halves(weights, _hf_config(node)) if _reorders(node) else weights
+
+
+def save_weights(checkpointer: Any, node: Any, weights: dict[str, Any], *, epoch: int) -> None:
+    """Reverse :func:`load_weights`, into ``epoch_<n>`` of the checkpointer's output folder."""
+    weights = halves_to_pairs(weights, _hf_config(node)) if _reorders(node) else weights
+    checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=epoch)
+
+
+def _reorders(node: Any) -> bool:
+    """Whether a checkpointer has the rows in torchtune's order; ours has no model_type."""
+    return node.get("model_type") not in (*_UNPERMUTED, None)
+
+
+def _hf_config(node: Any) -> dict[str, Any]:
+    return read_json(node["checkpoint_dir"], "config.json", key="checkpointer.checkpoint_dir")
 
 
 def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
     """A state dict of a folder's model in Hugging Face's names, given torchtune's."""
     architecture = read_architecture(model_dir)
-    return {hf_name(name, architecture): value.contiguous() for name, value in state_dict.items()}
+    return {_hf_name(name, architecture): value.contiguous() for name, value in state_dict.items()}
+
+
+def _hf_name(name: str, architecture: Architecture) -> str:
+    module, leaf = name.rsplit(".", 1)
+    leaf = "weight" if leaf == "scale" else leaf
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    if layer is None:
+        return f"{_TOP_NAMES[module]}.{leaf}"
+    names = _GEMMA_NAMES if architecture.is_gemma else _LAYER_NAMES
+    return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
 
 
 class HFCheckpointer:
-    """Reads and writes a model's folder; with the methods of torchtune's checkpointers.
+    """Reads and writes a model's folder; has the methods of torchtune's checkpointers.
 
-    Args:
-        checkpoint_dir (str): the model's folder: ``config.json``, ``*.safetensors`` (or ``*.bin``)
-            and the tokenizer's files.
-        output_dir (str): where :meth:`save_checkpoint` writes.
-        checkpoint_files (Sequence[str] | None): of the weights; None = those that there are.
-        max_shard_size (int | str): of a file that is written, in bytes, or as in "5GB".
-
-    Raises:
-        ValueError: if the folder holds no weights, or not all.
+    The folder ``checkpoint_dir`` holds ``config.json`` and the weights, ``checkpoint_files``; None
+    finds them. Files written have at most ``max_shard_size``, in bytes or as in "5GB".
     """
 
     def __init__(
@@ -85,15 +104,11 @@ class HFCheckpointer:
                 )
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """All weights in torchtune's names, under ``training.MODEL_KEY``.
-
-        Raises:
-            ValueError: naming weights that are missing, unknown, or of another shape.
-        """
+        """All weights in torchtune's names, under ``training.MODEL_KEY``."""
         architecture = read_architecture(self._dir)
         with torch.device("meta"):
             expected = hf_model(str(self._dir)).state_dict()
-        names = {hf_name(name, architecture): name for name in expected}
+        names = {_hf_name(name, architecture): name for name in expected}
         state, problems, spare_head = {}, [], None
         for name, value in self._tensors():
             if f"model.{name}" in names:  # saved without a head
@@ -105,11 +120,11 @@ class HFCheckpointer:
             elif name == "lm_head.weight":
                 spare_head = value
             elif not name.endswith("rotary_emb.inv_freq"):
-                problems.append(f"{name} is unknown")
+                problems.append(f"{name} is unexpected")
         problems += [f"{name} is missing" for name in names if names[name] not in state]
         if problems:
             raise ValueError(
-                f"checkpoint_dir={self._dir}: its weights are not those of its config.json: "
+                f"checkpoint_dir={self._dir}: its weights do not match its config.json: "
                 f"{'; '.join(problems[:3])} ({len(problems)} differ). Fetch the model again."
             )
         if spare_head is not None and not torch.equal(spare_head, state["tok_embeddings.weight"]):
@@ -127,17 +142,16 @@ class HFCheckpointer:
                     tensors = load_file(path)
                 else:
                     tensors = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # of any kind: each format has its own
-                said = shortened(describe(error), 300)
+            except Exception as error:  # of any type: each format has its own
                 raise ValueError(
-                    f"checkpoint_dir={self._dir}: {path.name} ({path.stat().st_size} bytes) cannot "
-                    f"be read: {said}. Fetch it again; a file of some 130 bytes only points to "
-                    "what `git lfs pull` fetches."
+                    f"checkpoint_dir={self._dir}: could not read {path.name} "
+                    f"({path.stat().st_size} bytes): {shortened(describe(error), 300)}. Fetch it "
+                    "again; a file of some 130 bytes only points to what `git lfs pull` fetches."
                 ) from error
             yield from tensors.items()
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
-        """Writes weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
+        """Write weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
         weights = hf_state(state_dict[training.MODEL_KEY], self._dir)
@@ -150,11 +164,11 @@ class HFCheckpointer:
             save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (folder / f"{_WEIGHTS[0]}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (folder / f"{_FILES[0]}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _weight_files(folder: Path) -> list[str]:
-    for name in _WEIGHTS:
+    for name in _FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
             content = read_json(folder, index.name, key="checkpoint_dir")
@@ -166,6 +180,6 @@ def _weight_files(folder: Path) -> list[str]:
         if (folder / name).is_file():
             return [name]
     raise ValueError(
-        f"checkpoint_dir={folder}: holds no {_WEIGHTS[0]}, nor {_WEIGHTS[0]}.index.json; name the "
+        f"checkpoint_dir={folder}: has neither {_FILES[0]} nor {_FILES[0]}.index.json; name the "
         "folder of a model."
     )

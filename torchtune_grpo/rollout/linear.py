@@ -14,10 +14,9 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.machine.attention import float32_product
-from torchtune_grpo.models import PlainBiasDoRALinear, ScaledBiasDoRALinear
+from torchtune_grpo.models import PeftDoRALinear
 
-DORA = (DoRALinear, PlainBiasDoRALinear, ScaledBiasDoRALinear)
-KINDS = (nn.Linear, LoRALinear, *DORA, FrozenNF4Linear, TiedLinear)
+KINDS = (nn.Linear, LoRALinear, PeftDoRALinear, FrozenNF4Linear, TiedLinear)
 
 # Products of so many rows, or of multiples of eight, waste nothing in a matrix library's kernels.
 FEW_ROWS = 4
@@ -145,13 +144,8 @@ class RolloutLinear:
         self._bias = self._kept(self._bias, out if self._weight is None else len(self._weight))
         parts = self._bias[:out].split(self.sizes)
         for module, part in zip(self._modules, parts, strict=True):
-            bias = getattr(module, "bias", None)
-            if bias is None:
-                continue
-            # torchtune's DoRA multiplies the bias as well.
-            if isinstance(module, DoRALinear) and getattr(module, "scales_bias", True):
-                bias = bias * _magnitude_over_norm(module, _adapted_weight(module))
-            part.copy_(bias)
+            if getattr(module, "bias", None) is not None:
+                part.copy_(module.bias)
 
     def release(self) -> None:
         """Frees copies of weights, which the next refresh makes again."""
@@ -214,7 +208,7 @@ def _whole_weight(module: Any, *, merge: bool) -> Tensor:
     """[out, in] with what is merged, in float32 at least: a sum is rounded once."""
     if isinstance(module, DoRALinear):
         adapted = _adapted_weight(module)
-        return adapted * _magnitude_over_norm(module, adapted)[:, None]
+        return adapted * (module.magnitude / adapted.norm(dim=1))[:, None]
     return _adapted_weight(module) if merge and isinstance(module, LoRALinear) else _plain(module)
 
 
@@ -229,11 +223,6 @@ def _adapted_weight(module: LoRALinear | DoRALinear) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (part.weight.to(dtype) for part in (module.lora_a, module.lora_b))
     return weight.to(dtype) + _scaling(module) * (b @ a)
-
-
-def _magnitude_over_norm(module: DoRALinear, adapted: Tensor) -> Tensor:
-    """[out] what DoRA multiplies the adapted weight's rows by (arXiv:2402.09353)."""
-    return module.magnitude / adapted.norm(dim=1)
 
 
 def _scaling(module: LoRALinear | DoRALinear) -> float:

@@ -18,7 +18,7 @@ from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.device import fits_every_rank
 from torchtune_grpo.machine.parallel import world_size
-from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter, widen_adapters
+from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter, standardize
 from torchtune_grpo.training import attend_in_segments
 
 log = utils.get_logger("INFO")
@@ -66,7 +66,7 @@ def build_policy(
 
     Args:
         cfg (GRPOConfig): the config.
-        state_dict (Mapping[str, Any]): full weights in torchtune's names, adapters or not.
+        state_dict (Mapping[str, Any]): full weights, as Checkpoints.base_weights reads them.
         device (torch.device): where the model is made.
 
     Returns:
@@ -81,14 +81,15 @@ def build_policy(
     dtype = training.get_dtype(cfg.dtype, device=device)
     with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
+    standardize(model)
     if cfg.pack_groups:
         attend_in_segments(model)
-    if dtype != torch.float32:
-        widen_adapters(model)
     adapters = get_adapter_params(model)
     start = _start(cfg) if cfg.adapter_dir is not None else {}
     if start and not adapters:
-        state_dict = merge_adapter(state_dict, start, adapter_settings(str(cfg.adapter_dir)))
+        lora = adapter_settings(str(cfg.adapter_dir))
+        rank, alpha = lora["lora_rank"], lora["lora_alpha"]
+        state_dict = merge_adapter({**state_dict, **start}, rank=rank, alpha=alpha)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]
     if missing or unexpected:
@@ -107,7 +108,6 @@ def build_policy(
 
 
 def _start(cfg: GRPOConfig) -> dict[str, Tensor]:
-    node = cfg.checkpointer
-    hf_config = json.loads(Path(node.checkpoint_dir, "config.json").read_text(encoding="utf-8"))
-    model_type = node.get("model_type")
-    return read_adapter(str(cfg.adapter_dir), hf_config=hf_config, model_type=model_type)
+    file = Path(cfg.checkpointer.checkpoint_dir, "config.json")
+    hf_config = json.loads(file.read_text(encoding="utf-8"))
+    return read_adapter(str(cfg.adapter_dir), hf_config=hf_config)

@@ -21,7 +21,7 @@ from torchtune_grpo.config.errors import Problems
 from torchtune_grpo.config.files import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import read_json
-from torchtune_grpo.models import HalfRotation, adapter_files, check_adapter
+from torchtune_grpo.models import adapter_files, check_adapter
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
 
@@ -84,16 +84,6 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
         raise ValueError(
             f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the type "
             "of that model."
-        )
-    by_halves = any(isinstance(module, HalfRotation) for module in model.modules())
-    if by_halves != (ours is None):
-        fitting = (
-            "torchtune_grpo.models.HFCheckpointer" if by_halves else "torchtune's checkpointer"
-        )
-        raise ValueError(
-            f"checkpointer._component_={cfg.checkpointer._component_}: gives the weights of "
-            f"queries and keys in another order than model._component_={component} takes them; "
-            f"set it to {fitting}."
         )
     built = {
         "vocab_size": model.tok_embeddings.num_embeddings,

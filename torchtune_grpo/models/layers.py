@@ -1,38 +1,65 @@
-"""What torchtune lacks: rotation by halves, norms before it, PEFT's DoRA, adapters in float32."""
+"""One form of layers for a model of any builder, and the order of rows that goes with it.
+
+Queries and keys have their rows in Hugging Face's order: the pairs that are rotated together are
+(x[0], x[hd/2]), (x[1], x[hd/2 + 1]), ... of each head. torchtune's Llama has them side by side,
+(x[0], x[1]), (x[2], x[3]), ..., and so have the weights that its checkpointers and recipes read
+and write; they are reordered on the way in and out.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.dtypes.nf4tensor import linear_nf4
-from torchtune.modules import MultiHeadAttention
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
+from torchtune.modules import MultiHeadAttention, RotaryPositionalEmbeddings
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from torchtune_grpo.models.architecture import Rotation
+_ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings)
+
+
+def standardize(model: nn.Module) -> None:
+    """Give a model of any builder this module's rotation, DoRA and float32 adapters, in place.
+
+    In bf16 a weight of 0.02 takes no step below 6e-5, which is more than most of a run's are; so
+    adapters are kept in float32, and computed in bf16 as before.
+    """
+    rotations: dict[nn.Module, HalfRotation] = {}  # layers share one
+    for module in list(model.modules()):
+        rope = getattr(module, "pos_embeddings", None)
+        if isinstance(rope, _ROTATIONS):
+            rotations.setdefault(rope, HalfRotation(rope.theta))
+            module.pos_embeddings = rotations[rope]
+        if isinstance(module, (LoRALinear, DoRALinear)):
+            for part in (module.lora_a, module.lora_b):
+                part.float().__class__ = AdapterLinear
+        if isinstance(module, DoRALinear):
+            module.magnitude.data = module.magnitude.float()
+            module.__class__ = PeftDoRALinear
 
 
 class HalfRotation(nn.Module):
-    """Rotates the pairs (x[0], x[hd/2]), (x[1], x[hd/2 + 1]), ..., as Hugging Face's models do.
+    """Rotates the first half of each head against the second, as Hugging Face's models do.
 
     Angles are float32; cosines and sines take the heads' dtype. There is no table of them, which
     for a context of 131,072 tokens would take 128 MiB.
-
-    Args:
-        rotation (Rotation): frequencies and scale.
     """
 
-    def __init__(self, rotation: Rotation) -> None:
+    def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         super().__init__()
-        self.frequencies: Tensor  # [hd / 2]
-        frequencies = rotation.frequencies.to(torch.get_default_device())
+        self.frequencies: Tensor  # [hd / 2] radians per position
+        frequencies = frequencies.to(torch.get_default_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.scale = rotation.scale
+        self.scale = scale  # of cosines and sines
 
     def forward(self, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
-        """x [b, s, heads, hd] at positions [b, s], or 0 to s - 1, to the same shape."""
+        """Rotate x [b, s, heads, hd] at positions [b, s], or 0 to s - 1."""
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)[None]
         angles = input_pos[..., None, None].float() * self.frequencies  # [b, s, 1, hd / 2]
@@ -56,7 +83,7 @@ class NormFirstAttention(MultiHeadAttention):
         mask: Any = None,
         input_pos: Tensor | None = None,
     ) -> Tensor:
-        """As torchtune's, for self-attention: x = y [b, s, D] -> [b, s, D]."""
+        """Attend from x to itself (y is x), [b, s, D] -> [b, s, D]."""
         assert y is not None, "self-attention only"
 
         def heads(projected: Tensor, norm: nn.Module | None) -> Tensor:
@@ -83,21 +110,17 @@ class NormFirstAttention(MultiHeadAttention):
         return self.output_proj(out.transpose(1, 2).flatten(2))
 
 
-class PlainBiasDoRALinear(DoRALinear):
+class PeftDoRALinear(DoRALinear):
     """DoRA as PEFT computes it: the magnitude scales the weight, and the bias is added behind.
 
     torchtune's multiplies the bias by it, too. Without a bias both are the same function.
     (Liu et al. 2024, arXiv:2402.09353.)
     """
 
-    scales_bias = False
-
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype; the scale has the adapter's."""
-        weight, bias = self.weight, self.bias
+        weight = self.weight
         out = linear_nf4(input=x, weight=weight) if self._quantize_base else F.linear(x, weight)
-        if self.scales_bias and bias is not None:
-            out, bias = out + bias, None
         if not self.disabled:
             with torch.no_grad():  # as the paper does, which saves memory
                 a, b = self.lora_a.weight, self.lora_b.weight
@@ -105,33 +128,37 @@ class PlainBiasDoRALinear(DoRALinear):
                 norm = self._get_weight_norm(weight.to(b.dtype), delta)  # [out]
             branch = self.lora_b(self.lora_a(self.dropout(x)))
             out = ((self.magnitude / norm) * (out + self.scaling * branch)).to(x.dtype)
-        return out if bias is None else out + bias
-
-
-class ScaledBiasDoRALinear(PlainBiasDoRALinear):
-    """torchtune's DoRA, for an adapter in another dtype than the base's."""
-
-    scales_bias = True
+        return out if self.bias is None else out + self.bias
 
 
 class AdapterLinear(nn.Linear):
-    """A part of an adapter in float32: it computes in its input's dtype."""
+    """A part of an adapter in float32 that computes in its input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def widen_adapters(model: nn.Module) -> None:
-    """Makes the adapters of a model in bf16 float32, in place; it computes in bf16 as before.
+def pairs_to_halves(state: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Reorder the rows of weights or adapters from torchtune's Llama to Hugging Face's order."""
+    return _reorder(state, hf_config, lambda rows: rows.unflatten(1, (-1, 2)))
 
-    In bf16 a weight of 0.02 takes no step below 6e-5, which is more than most of a run's are.
-    """
-    for module in model.modules():
-        if isinstance(module, (LoRALinear, DoRALinear)):
-            for part in (module.lora_a, module.lora_b):
-                part.float().__class__ = AdapterLinear
-        if isinstance(module, DoRALinear):
-            module.magnitude.data = module.magnitude.float()
-            if type(module) is DoRALinear:
-                module.__class__ = ScaledBiasDoRALinear
+
+def halves_to_pairs(state: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Reverse :func:`pairs_to_halves`."""
+    return _reorder(state, hf_config, lambda rows: rows.unflatten(1, (2, -1)))
+
+
+def _reorder(
+    state: Mapping[str, Tensor], hf_config: Mapping[str, Any], split: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Transpose what ``split`` makes of each head's rows of q and k, [heads, hd, ...]."""
+    heads = {"q_proj": hf_config["num_attention_heads"]}
+    heads["k_proj"] = hf_config.get("num_key_value_heads") or heads["q_proj"]
+    result = dict(state)
+    for name, value in state.items():
+        match = re.search(r"\.(q_proj|k_proj)\.(weight|bias|lora_b\.weight|magnitude)$", name)
+        if match is not None:
+            rows = split(value.unflatten(0, (heads[match[1]], -1)))
+            result[name] = rows.transpose(1, 2).reshape(value.shape)
+    return result
