@@ -52,12 +52,6 @@ def test_labelled_cases(category):
     assert wrong == []
 
 
-def test_case_file_is_large_and_has_both_verdicts():
-    verdicts = [case["correct"] for case in CASES]
-    assert len(verdicts) >= 300
-    assert min(verdicts.count(True), verdicts.count(False)) >= 100
-
-
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K here; set TORCHTUNE_GRPO_GSM8K")
 def test_gsm8k_golds_and_last_lines():
     """Every gold is correct for itself; two thirds of the worked solutions' last lines are read."""

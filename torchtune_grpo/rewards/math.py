@@ -87,10 +87,9 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
 
 
 def math_format_holds(text: str) -> bool:
-    """Whether prefill and completion have the form that the prompt asks for.
+    """Whether a text is one think block, white space, and one answer block, neither of them blank.
 
-    The text, stripped, is one think block, only white space (or nothing), and one answer block;
-    each of the four tags stands once, and neither block is blank.
+    Each of the four tags stands once; white space around the text does not count.
     """
     form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in _TAGS) else None
     # White space, control and format characters, and lone accents show nothing.
@@ -99,11 +98,10 @@ def math_format_holds(text: str) -> bool:
 
 
 def located_answers(text: str, *, strict: bool = False) -> set[str]:
-    """Where a text states its answer: one place, or several that must agree; equal ones once.
+    """Where a text states its answer behind its thinking; several places must agree.
 
-    These are the answer blocks behind the last ``</think>``, or anywhere without a think tag.
-    Where there is no answer tag, each ``\\boxed{}``; else what follows the last ``####``; else what
-    follows the last "the (final) answer is". ``strict`` takes answer blocks alone.
+    These are the answer blocks; without an answer tag, each ``\\boxed{}``, else what follows the
+    last ``####``, else what follows the last "the (final) answer is". ``strict``: blocks alone.
     """
     tail = text.rpartition("</think>")[2]
     if strict or "<answer>" in tail or "</answer>" in tail:
@@ -213,12 +211,14 @@ def _gold_value(gold: object) -> Fraction | None:
 def math_gold_fault(*, answer: object) -> str | None:
     """What keeps every answer from being right with a gold, or None if one can be."""
     try:
-        problem = "" if _gold_value(answer) is not None else "does not state one number"
+        if _gold_value(answer) is not None:
+            return None
     except ValueError as error:
         return str(error)
-    if problem and "#### " in str(answer):
+    problem = "does not state one number"
+    if "#### " in str(answer):
         problem = "is a worked answer; torchtune_grpo.data.gsm8k_dataset takes the gold out of it"
-    return f"answer={shortened(repr(answer))} {problem}" if problem else None
+    return f"answer={shortened(repr(answer))} {problem}"
 
 
 @declares(reward_range=(0.0, 1.0))
