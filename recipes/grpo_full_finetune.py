@@ -18,8 +18,6 @@ Shapes: B prompts of this rank, G samples in a group, N = B*G rows, T prompt + r
 
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -27,11 +25,9 @@ from torch import Tensor
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchtune_grpo.advantages import reward_advantages
-from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.loss import LossOutput
-from torchtune_grpo.machine.interrupt import exit_on_signals
-from torchtune_grpo.machine.parallel import end_process_group, reduce_gradients, world_size
+from torchtune_grpo.machine.parallel import world_size
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.rollout import roll_out
@@ -39,13 +35,7 @@ from torchtune_grpo.run import Run, parse
 from torchtune_grpo.training import in_order, response_logprobs
 from torchtune_grpo.training.importance import importance_weights
 from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
-from torchtune_grpo.training.optimizer import (
-    NonFiniteGuard,
-    make_lr_scheduler,
-    make_optimizer,
-    optimizer_step,
-    total_grad_norm,
-)
+from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.trajectory import Trajectory
 
 
@@ -77,13 +67,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         state = run.checkpoints.restore(self.model, checkpoint) if checkpoint else None
         self.engine = run.make_engine(self.model)
         run.prepare_passes(self.model, self.reference)
-        self.optimizer = make_optimizer(self.cfg.optimizer, self.model.parameters())
-        self.lr_scheduler = make_lr_scheduler(self.cfg, self.optimizer)
-        self.guard = NonFiniteGuard(Path(self.cfg.output_dir))
-        if state is None:
-            run.checkpoints.rehearse(self.model, self.optimizer)
-        else:
-            self._resume(state)
+        self.optimizer = PolicyOptimizer(self.cfg, self.model)
+        run.begin(self.model, self.optimizer, state)
 
     def train(self) -> None:
         """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
@@ -186,7 +171,11 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             step.add_update(output, entropy=entropy, response_mask=part.response_mask)
             loss += output.loss.detach()
             seen.append(logprobs.detach())
-        self._optimizer_step(loss, batch, step)
+        taken = self.optimizer.step(
+            loss, batch.trajectory, num_tokens=batch.num_tokens, step=self.run.step + 1
+        )
+        step.add_sum("loss", loss, 1 / world_size())
+        step.add_numbers(taken)
         found = in_order(seen, batch.parts)
         if batch.old_logprobs is None:  # the first update, by the policy that sampled
             batch.old_logprobs = found
@@ -213,47 +202,13 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             ),
         )
 
-    def _optimizer_step(self, loss: Tensor, batch: MiniBatch, step: StepMetrics) -> None:
-        """Sums the ranks' gradients, and takes the step if they and the loss are finite."""
-        reduce_gradients(self.model)
-        grad_norm = total_grad_norm(self.model.parameters())
-        if batch.num_tokens > 0 and self.guard.allows_step(
-            loss=loss,
-            grad_norm=grad_norm,
-            model=self.model,
-            trajectory=batch.trajectory,
-            step=self.run.step + 1,
-        ):
-            if self.cfg.clip_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(
-                    self.model.parameters(), self.cfg.clip_grad_norm, grad_norm
-                )
-            optimizer_step(self.optimizer)
-        step.add_sum("loss", loss, 1 / world_size())
-        step.add_max("grad_norm", grad_norm)
-        step.add_max("learning_rate", float(self.optimizer.param_groups[0]["lr"]))
-        step.add_max("nonfinite_steps", self.guard.skipped)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
     def _evaluate(self) -> None:
         self.model.eval()
         self.run.evaluate(self.engine)
 
     def save_checkpoint(self) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
-        state = {
-            "optimizer": optimizer_state(self.optimizer),
-            "guard": self.guard.state_dict(),
-        }
-        self.run.save(self.model, state)
-
-    def _resume(self, state: dict[str, Any]) -> None:
-        done = state["step"] * self.cfg.updates_per_step
-        restore_optimizer(self.optimizer, self.lr_scheduler, state["optimizer"], steps=done)
-        self.guard.load_state_dict(state["guard"])
-        self.run.resume(state)
+        self.run.save(self.model, self.optimizer)
 
     def _stop(self) -> None:
         """After a signal: saves what is done, and says how to go on."""
@@ -263,14 +218,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def cleanup(self) -> None:
         """Ends what runs beside the recipe: reward processes, loggers, the process group."""
-        self.run.close()
-        end_process_group()
+        self.run.close(leave_ranks=True)
 
 
 @parse
 def recipe_main(cfg: DictConfig) -> int:
     """Entry point: keys come from the config file, then from ``key=value`` on the command line."""
-    exit_on_signals()
     recipe = GRPOFullFinetuneRecipe(cfg=cfg)
     recipe.setup(cfg=cfg)
     recipe.train()

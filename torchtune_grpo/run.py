@@ -22,6 +22,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.checkpoint import (
     Checkpoints,
     claim_output_dir,
+    optimizer_state,
+    restore_optimizer,
     set_aside_previous_run,
     write_error,
 )
@@ -40,13 +42,14 @@ from torchtune_grpo.machine.device import (
     limit_threads,
     set_seed,
 )
-from torchtune_grpo.machine.interrupt import Interrupts
+from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
 from torchtune_grpo.monitor.metric_logger import make_profiler
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.monitor.record import Observer
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, make_engine
 from torchtune_grpo.training.dynamic_sampling import Rounds
+from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
 from torchtune_grpo.training.policy_checks import check_model, check_prompts
 from torchtune_grpo.training.reference import Reference, make_reference
@@ -370,22 +373,38 @@ class Run:
 
     # --- Checkpoints -----------------------------------------------------------------------------
 
-    def save(self, policy: TransformerDecoder, state: Mapping[str, Any]) -> None:
+    def save(self, policy: TransformerDecoder, optimizer: PolicyOptimizer) -> None:
         """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
         state = {
             "step": self.step,
+            "optimizer": optimizer_state(optimizer.optimizer),
+            "guard": optimizer.guard.state_dict(),
             "sampler": self.sampler.state_dict(),
             "torch_rng": parallel.random_states(self.device),
-            **state,
         }
         folder = self.checkpoints.save(policy, state, step=self.step)
         utils.log_rank_zero(log, f"Saved {folder}")
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`save` has written."""
+    def begin(
+        self,
+        policy: TransformerDecoder,
+        optimizer: PolicyOptimizer,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        """Goes on from what :meth:`save` has written; None: tries whether it could save."""
+        if state is None:
+            self.checkpoints.rehearse(policy, optimizer.optimizer)
+            return
+        self.step = state["step"]
+        restore_optimizer(
+            optimizer.optimizer,
+            optimizer.scheduler,
+            state["optimizer"],
+            steps=self.step * self.cfg.updates_per_step,
+        )
+        optimizer.guard.load_state_dict(state["guard"])
         self.sampler.load_state_dict(state["sampler"])
         parallel.restore_random_state(state["torch_rng"], self.device)
-        self.step = state["step"]
         self.observer.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
         self.course.judge(self.observer.records)
@@ -394,11 +413,13 @@ class Run:
         """Logs how to go on after an interrupt."""
         utils.log_rank_zero(log, self.checkpoints.how_to_resume())
 
-    def close(self) -> None:
-        """Ends what runs beside the run: reward processes and loggers."""
+    def close(self, *, leave_ranks: bool = False) -> None:
+        """Ends reward processes, loggers and, if asked, the group of ranks."""
         for part in ("rewards", "observer"):
             if part in vars(self):
                 getattr(self, part).close()
+        if leave_ranks:
+            parallel.end_process_group()
 
 
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
@@ -413,6 +434,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__)
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()
+        exit_on_signals()
         with told_in_one_line(keep=write_error):
             return recipe_main(load_config(args.config, overrides))
 

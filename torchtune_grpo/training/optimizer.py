@@ -21,7 +21,7 @@ from torchtune import config, utils
 
 from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
+from torchtune_grpo.machine.parallel import gather_over_ranks, rank, reduce_gradients, world_size
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -30,6 +30,45 @@ MASTER = "master"  # of a parameter's state: its value in float32
 _ROUNDED_STEPS = "rounded_steps"  # of the first group, if it rounds: how many have drawn noise
 NONFINITE_FOLDER = "nonfinite"
 MAX_IN_A_ROW = 3  # so many skipped optimizer steps stop the run
+
+
+class PolicyOptimizer:
+    """The config's optimizer of a policy, its schedule, and the guard against NaN and infinity."""
+
+    def __init__(self, cfg: GRPOConfig, policy: nn.Module) -> None:
+        self.optimizer = make_optimizer(cfg.optimizer, policy.parameters())
+        self.scheduler = make_lr_scheduler(cfg, self.optimizer)
+        self.guard = NonFiniteGuard(Path(cfg.output_dir))
+        self._policy, self._max_norm = policy, cfg.clip_grad_norm
+
+    def step(
+        self, loss: Tensor, trajectory: Trajectory, *, num_tokens: int, step: int
+    ) -> dict[str, Any]:
+        """Sum the ranks' gradients, clip them, and take the step if they and the loss are finite.
+
+        Args:
+            loss: the optimizer step's, a scalar.
+            trajectory: the rows that gave the gradients, written to a file if they are not finite.
+            num_tokens: trained on, over all ranks; without any, weights stay as they are.
+            step: the number of the run's step.
+
+        Returns:
+            Metrics of the step.
+        """
+        parameters = [*self._policy.parameters()]
+        reduce_gradients(self._policy)
+        norm = total_grad_norm(parameters)
+        if num_tokens > 0 and self.guard.allows_step(
+            loss=loss, grad_norm=norm, model=self._policy, trajectory=trajectory, step=step
+        ):
+            if self._max_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
+            optimizer_step(self.optimizer)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return {"grad_norm": norm, "learning_rate": rate, "nonfinite_steps": self.guard.skipped}
 
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
