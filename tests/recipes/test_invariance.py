@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,45 +104,33 @@ class Always(ShuffledSampler):
 
 @dataclass
 class Outcome:
-    """What a run left: adapters by name, and what passed through its step.
-
-    Attributes:
-        steps (list[list[int]]): the prompts of each optimizer step.
-        received (list[Tensor | None]): the old log-probs of each.
-        returned (list[Tensor]): the log-probs of each.
-    """
+    """What a run left: adapters by name, and what passed through its optimizer steps."""
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
-    trajectory: Trajectory
-    parts: list[MicroBatch]
-    steps: list[list[int]]
-    received: list[Tensor | None]
-    returned: list[Tensor]
+    trajectories: list[Trajectory]
+    parts: list[list[MicroBatch]]
+    received: list[Tensor | None]  # old log-probs
+    returned: list[Tensor]  # log-probs
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The first step's."""
+        return self.trajectories[0]
 
 
 @pytest.fixture(scope="module")
-def results():
-    """Of the runs that were made already."""
-    return {}
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch, results):
-    """Runs the recipe; returns its adapters' weights before and after, and its trajectories."""
+def train(tmp_path_factory):
+    """Runs the recipe, once for the same arguments."""
+    tmp_path = tmp_path_factory.mktemp("invariance")
     (tmp_path / "my_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = load_module("my_rewards", tmp_path / "my_rewards.py")
-    monkeypatch.setitem(sys.modules, "my_rewards", module)  # and not another test's
     overrides = tiny_overrides(CONFIG, tmp_path)
 
     def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length"):
-        key = (*more, *rows, *prompts, reward)
-        if key not in results:
-            results[key] = made(more, rows=rows, prompts=prompts, reward=reward)
-        return results[key]
+        return made(tuple(more), rows, prompts, reward)
 
-    def made(more: list[str], *, rows, prompts, reward):
+    @cache
+    def made(more, rows, prompts, reward) -> Outcome:
         cfg = OmegaConf.load(ROOT / "configs" / f"{CONFIG}.yaml")
         folder = tempfile.mkdtemp(dir=tmp_path)
         changes = [*overrides, *BASE, *more, f"output_dir={folder}"]
@@ -172,18 +161,14 @@ def train(tmp_path, monkeypatch, results):
         before = {name: p.detach().clone() for name, p in trained.items()}
         recipe.train()
         recipe.cleanup()
-        trajectories, parts, received, returned = zip(*calls)
-        return Outcome(
-            before=before,
-            after={name: p.detach() for name, p in trained.items()},
-            trajectory=trajectories[0],
-            parts=parts[0],
-            steps=[trajectory.prompt_indices.unique().tolist() for trajectory in trajectories],
-            received=list(received),
-            returned=list(returned),
-        )
+        after = {name: p.detach() for name, p in trained.items()}
+        return Outcome(before, after, *map(list, zip(*calls)))
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        module = load_module("my_rewards", tmp_path / "my_rewards.py")
+        patch.setitem(sys.modules, "my_rewards", module)  # and not another test's
+        yield run
 
 
 def assert_same(result: Outcome, base: Outcome, *, atol: float = 1e-5) -> None:
@@ -197,10 +182,10 @@ def test_weights_do_not_depend_on_how_the_step_is_cut(train):
     assert base.trajectory.advantages.abs().max() > 0.5
     moved = max((base.after[n] - base.before[n]).abs().max().item() for n in base.before)
     assert moved > 1e-2
-    cuts = {len(base.parts)}
+    cuts = {len(base.parts[0])}
     for name, change in VARIANTS.items():
         result = train(change)
-        cuts.add(len(result.parts))
+        cuts.add(len(result.parts[0]))
         try:
             assert_same(result, base)
         except AssertionError as error:
@@ -278,7 +263,8 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
 def test_an_epoch_in_several_optimizer_steps(train):
     """Each on its own groups, with old log-probs of the policy that sampled, in both epochs."""
     base = train(["num_minibatches=2"])
-    assert base.steps == [[0, 2], [1, 3]] * 2
+    steps = [rows.prompt_indices.unique().tolist() for rows in base.trajectories]
+    assert steps == [[0, 2], [1, 3]] * 2
     nothing, second, *again = base.received
     first = base.returned[0]  # by the policy that sampled, which needs no pass for it
     assert nothing is None

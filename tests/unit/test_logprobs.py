@@ -9,16 +9,12 @@ from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups, make_trajectory
 
-from torchtune_grpo.training import MicroBatch, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training import response_logprobs, trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import packed_layout, row_layout
 from torchtune_grpo.trajectory import Trajectory
 
 KINDS = ["llama", "untied", "qwen", "lora", "dora", "lora_output"]
-
-
-def by_rows(trajectory: Trajectory, rows: int) -> list[MicroBatch]:
-    return micro_batches(trajectory, group_size=1, pack=False, rows=rows)
 
 
 def plain(model, trajectory: Trajectory, temperature: float) -> torch.Tensor:
@@ -58,34 +54,20 @@ def test_values_and_gradients_equal_full_logits(kind):
         torch.testing.assert_close(grads[name], expected_grads[name], atol=2e-4, rtol=1e-4)
 
 
-def test_entropy_is_that_of_the_tempered_distribution():
+def test_entropy_and_its_gradient_are_those_of_the_tempered_distribution():
     model, trajectory = build_policy(), make_trajectory([3], [4])
-    _, entropy = response_logprobs(
-        model, row_layout(trajectory), temperature=0.5, with_entropy=True
-    )
-    log_p = (model(trajectory.tokens)[0, 2:6].double() / 0.5).log_softmax(-1)
-    expected = -(log_p.exp() * log_p).sum(-1)
-    torch.testing.assert_close(entropy[0].double(), expected, atol=1e-5, rtol=0)
-    assert not entropy.requires_grad
-
-
-def test_entropy_gradient_equals_full_logits():
-    model, trajectory = build_policy(), make_trajectory([3], [4])
-
-    def gradients(value: torch.Tensor) -> list[torch.Tensor]:
-        return torch.autograd.grad(value, list(model.parameters()))
-
-    _, entropy = response_logprobs(
-        model,
-        row_layout(trajectory),
-        temperature=0.5,
-        with_entropy=True,
-        entropy_gradient=True,
-        chunk_bytes=4 * 100,
-    )
+    layout, trained = row_layout(trajectory), list(model.parameters())
     log_p = (model(trajectory.tokens)[0, 2:6] / 0.5).log_softmax(-1)
-    expected = gradients(-(log_p.exp() * log_p).sum())
-    for grad, expected_grad in zip(gradients(entropy.sum()), expected, strict=True):
+    expected = -(log_p.exp() * log_p).sum(-1)
+    expected_grads = torch.autograd.grad(expected.sum(), trained)
+
+    _, entropy = response_logprobs(model, layout, temperature=0.5, with_entropy=True)
+    torch.testing.assert_close(entropy[0], expected, atol=1e-5, rtol=0)
+    assert not entropy.requires_grad
+    with_gradient = dict(with_entropy=True, entropy_gradient=True, chunk_bytes=4 * 100)
+    _, entropy = response_logprobs(model, layout, temperature=0.5, **with_gradient)
+    grads = torch.autograd.grad(entropy.sum(), trained)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
 
 
@@ -150,9 +132,11 @@ def test_padding_chunks_and_micro_batches_do_not_matter():
     model = build_policy()
     clean = make_trajectory([3, 6, 1], [5, 2, 7])
     dirty = make_trajectory([3, 6, 1], [5, 2, 7], garbage=11)
-    expected = trajectory_logprobs(model, by_rows(clean, 3), temperature=1.0)
+    (whole,) = micro_batches(clean, group_size=1, pack=False, rows=3)
+    expected = trajectory_logprobs(model, [whole], temperature=1.0)
     for rows in (1, 2):
-        values = trajectory_logprobs(model, by_rows(dirty, rows), temperature=1.0)
+        parts = micro_batches(dirty, group_size=1, pack=False, rows=rows)
+        values = trajectory_logprobs(model, parts, temperature=1.0)
         torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
     for size in (1, 1000, 100_000):
         values, _ = response_logprobs(model, row_layout(dirty), temperature=1.0, chunk_bytes=size)
