@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training, utils
 
@@ -102,17 +101,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Size of a model's whole parameters, wherever they are: sharded, or on the meta device."""
-    bits = 0.0
-    for parameter in model.parameters():
-        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        is_nf4 = isinstance(held, NF4Tensor)
-        bits += parameter.numel() * (_NF4_BITS if is_nf4 else 8 * parameter.itemsize)
-    return round(bits / 8)
+    """Size of a model's parameters, which may be on the meta device."""
+    bits = (
+        p.numel() * (_NF4_BITS if isinstance(p.data, NF4Tensor) else 8 * p.itemsize)
+        for p in model.parameters()
+    )
+    return round(sum(bits) / 8)
 
 
 def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
-    """Whether a model's whole weights fit into half of every rank's free memory, sharded or not.
+    """Whether a model's weights fit into half of every rank's free memory.
 
     Every rank has to call it, with the device that it computes on; all get the same answer.
     """

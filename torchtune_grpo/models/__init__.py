@@ -16,6 +16,7 @@ from torchtune_grpo.models.layers import (
     NormFirstAttention,
     PeftDoRALinear,
     standardize,
+    unembed_with,
 )
 from torchtune_grpo.models.tokenizer import HFTokenizer, hf_tokenizer
 from torchtune_grpo.models.weights import HFCheckpointer, hf_state, load_weights, save_weights
@@ -41,4 +42,5 @@ __all__ = [
     "save_adapter",
     "save_weights",
     "standardize",
+    "unembed_with",
 ]

@@ -9,7 +9,8 @@ and write; they are reordered on the way in and out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torchao.dtypes.nf4tensor import linear_nf4
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
-from torchtune.modules import MultiHeadAttention, RotaryPositionalEmbeddings
+from torchtune.modules import MultiHeadAttention, RotaryPositionalEmbeddings, TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 _ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings)
@@ -162,3 +163,25 @@ def _reorder(
             rows = split(value.unflatten(0, (heads[match[1]], -1)))
             result[name] = rows.transpose(1, 2).reshape(value.shape)
     return result
+
+
+@contextmanager
+def unembed_with(
+    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int = 0
+) -> Iterator[None]:
+    """Let ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
+
+    torchtune has no other place to reach the hidden states from: its forward ends in
+    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
+    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
+    responses packed together may be longer than the model's context, though none of their
+    positions is.
+    """
+    context = model.max_seq_len
+    model.unembed = function
+    model.max_seq_len = max(context, width)
+    try:
+        yield
+    finally:
+        del model.unembed
+        model.max_seq_len = context

@@ -15,12 +15,12 @@ from torchtune.modules.common_utils import local_kv_cache
 
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.device import free_bytes
+from torchtune_grpo.models import unembed_with
 from torchtune_grpo.rollout.batch import GroupRollout, Transcript, prompt_slots
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs, coarse
 from torchtune_grpo.rollout.request import Progress, RolloutEngine, RolloutRequest, must_stop
-from torchtune_grpo.training import unembed_with
 from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")

@@ -4,7 +4,6 @@ from torchtune_grpo.training.logprobs import (
     in_order,
     response_logprobs,
     trajectory_logprobs,
-    unembed_with,
 )
 from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
 
@@ -14,5 +13,4 @@ __all__ = [
     "in_order",
     "response_logprobs",
     "trajectory_logprobs",
-    "unembed_with",
 ]

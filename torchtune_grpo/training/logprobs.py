@@ -6,13 +6,13 @@ forward pass; :mod:`torchtune_grpo.training.softmax` turns them into log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.models import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch
 from torchtune_grpo.training.softmax import projection_logprobs
 
@@ -51,28 +51,6 @@ def response_logprobs(
     out = values.new_zeros(2, mask.numel()).index_copy(1, layout.place, values)
     out = out.unflatten(1, mask.shape)  # [2, n, L]
     return out[0], out[1] if entropy_gradient else out[1].detach()
-
-
-@contextmanager
-def unembed_with(
-    model: TransformerDecoder, function: Callable[[Tensor], Tensor], *, width: int = 0
-) -> Iterator[None]:
-    """Let ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
-
-    torchtune has no other place to reach the hidden states from: its forward ends in
-    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
-    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
-    responses packed together may be longer than the model's context, though none of their
-    positions is.
-    """
-    context = model.max_seq_len
-    model.unembed = function
-    model.max_seq_len = max(context, width)
-    try:
-        yield
-    finally:
-        del model.unembed
-        model.max_seq_len = context
 
 
 @torch.no_grad()
