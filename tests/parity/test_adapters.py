@@ -24,13 +24,7 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models import (
-    HFCheckpointer,
     adapter_settings,
-    check_adapter,
-    hf_model,
-    lora_hf_model,
-    merge_adapter,
-    read_adapter,
 )
 from torchtune_grpo.training import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
@@ -42,7 +36,6 @@ LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_
 TARGETS = {
     "attention": ["q_proj", "k_proj", "o_proj"],
     "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "half an MLP": ["v_proj", "gate_proj"],
 }
 
 
@@ -69,21 +62,21 @@ def without_output(wanted):
     return {key: value for key, value in wanted.items() if key != "apply_lora_to_output"}
 
 
+ALL, ATTENTION = dict(target_modules="all-linear"), dict(target_modules=TARGETS["attention"])
+ADAPTERS = {
+    "lora": dict(r=4, lora_alpha=6, target_modules=TARGETS["all"]),
+    "rslora": dict(r=8, lora_alpha=16, use_rslora=True) | ATTENTION,
+    "dora": dict(r=4, lora_alpha=8, use_dora=True) | ATTENTION,
+    "half an MLP": dict(r=4, lora_alpha=8, target_modules=["v_proj", "gate_proj"]),
+}
+
+
 @pytest.mark.parametrize("config", [LORA, QWEN, FULL])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(r=4, lora_alpha=6, target_modules=TARGETS["all"]),
-        dict(r=8, lora_alpha=16, target_modules=TARGETS["attention"], use_rslora=True),
-        dict(r=4, lora_alpha=8, target_modules=TARGETS["attention"], use_dora=True),
-        dict(r=4, lora_alpha=8, target_modules=TARGETS["half an MLP"]),
-    ],
-    ids=["lora", "rslora", "dora", "half an MLP"],
-)
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @torch.no_grad()
-def test_the_policy_begins_as_peft_has_it(tmp_path, config, settings):
+def test_the_policy_begins_as_peft_has_it(tmp_path, config, adapter):
     base, cfg = base_and_config(config, tmp_path)
-    expected = peft_adapter(base, tmp_path / "adapter", **settings)
+    expected = peft_adapter(base, tmp_path / "adapter", **ADAPTERS[adapter])
     policy = built(cfg, tmp_path / "adapter")
     torch.testing.assert_close(policy(TOKENS), expected, atol=2e-4, rtol=1e-4)
     bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -93,27 +86,23 @@ def test_the_policy_begins_as_peft_has_it(tmp_path, config, settings):
 FROM_FOLDER = {
     "qwen2": dict(target_modules=TARGETS["all"], use_dora=True),  # with biases
     "qwen3_untied": dict(target_modules=[*TARGETS["attention"], "lm_head"]),
-    "llama3": dict(target_modules="all-linear"),
+    "llama3": ALL,
 }
 
 
+@pytest.mark.parametrize("config", ["hf_lora_grpo", "hf_full_grpo"])
 @pytest.mark.parametrize("name", FROM_FOLDER)
 @torch.no_grad()
-def test_a_model_from_its_folder_begins_as_peft_has_it(tmp_path, name):
+def test_a_model_from_its_folder_begins_as_peft_has_it(tmp_path, name, config):
+    """Adapted, with the adapter's own settings, or merged."""
     base, adapter = hf_folder(name, tmp_path / name), tmp_path / "adapter"
     expected = peft_adapter(base, adapter, r=4, lora_alpha=8, **FROM_FOLDER[name])
-    start = read_adapter(adapter, hf_config=json.loads((base / "config.json").read_text()))
-    weights = HFCheckpointer(str(base), str(tmp_path)).load_checkpoint()["model"]
-    model = lora_hf_model(str(base), adapter_dir=str(adapter))
-    check_adapter(adapter, model)
-    with pytest.raises(ValueError, match="model.lora_rank=8: adapter_dir=.* has 4; set it to that"):
-        check_adapter(adapter, lora_hf_model(str(base), adapter_dir=str(adapter), lora_rank=8))
-    model.load_state_dict(weights | start)
-    torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
-    model = hf_model(str(base))
-    check_adapter(adapter, model)
-    model.load_state_dict(merge_adapter(weights | start, rank=4, alpha=8))
-    torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
+    overrides = [f"model_dir={base}", f"adapter_dir={adapter}", "device=cpu", "dtype=fp32"]
+    settings = read_config(load_config(config, overrides))
+    check_model(settings)
+    weights = Checkpoints.of_run(settings).base_weights()
+    policy = build_policy(settings, weights, device=torch.device("cpu")).eval()
+    torch.testing.assert_close(policy(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ CONFIG_FILE = "adapter_config.json"
 _TORCHTUNES = "adapter_model.pt"
 _WEIGHT_FILES = (_TORCHTUNES, "adapter_model.safetensors", "adapter_model.bin")
 # PEFT's settings that are read, and those that do not change what an adapter computes
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "bias"}
+_READ = {"r", "lora_alpha", "use_rslora", "use_dora"}
 _WITHOUT_EFFECT = {
     *("target_modules", "exclude_modules", "lora_dropout", "task_type", "inference_mode"),
     *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "eva_config"),
@@ -189,19 +189,24 @@ def _model_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
-    refused = [key for key in given if given[key] and key not in _READ | _WITHOUT_EFFECT]
-    if given.get("peft_type") != "LORA":
-        refused.append("peft_type")
-    if given.get("bias", "none") != "none":
-        refused.append("bias")
-    if _CHANGES_BASE.match(str(given.get("init_lora_weights"))):
-        refused.append("init_lora_weights")
-    if refused:
-        settings = ", ".join(f"{key}={given.get(key)!r}" for key in refused)
-        raise ValueError(
-            f"adapter_dir={folder}: {CONFIG_FILE} says {settings}, which is not supported; merge "
-            "the adapter into the base with PEFT (merge_and_unload), and begin from the result."
-        )
+    for key, value in given.items():
+        if not _is_supported(key, value):
+            raise ValueError(
+                f"adapter_dir={folder}: {CONFIG_FILE} says {key}={value!r}, which is not "
+                "supported; merge the adapter into the base with PEFT (merge_and_unload), and "
+                "begin from the result."
+            )
+
+
+def _is_supported(key: str, value: Any) -> bool:
+    match key:
+        case "peft_type":
+            return value == "LORA"
+        case "bias":
+            return value == "none"
+        case "init_lora_weights":
+            return not _CHANGES_BASE.match(str(value))
+    return not value or key in _READ or key in _WITHOUT_EFFECT
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says: its shape, and which of torchtune's layers compute it.
+"""What a model's ``config.json`` says of its layers.
 
 A key that changes the computation and is not implemented here is refused by name. Keys that
 transformers' implementation of the model does not read are ignored, as there.
@@ -7,7 +7,6 @@ transformers' implementation of the model does not read are ignored, as there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,72 +39,11 @@ class Rotation(NamedTuple):
     scale: float = 1.0  # of cosines and sines
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A decoder's shape and parts."""
-
-    model_type: str
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    embed_dim: int
-    intermediate_dim: int
-    max_seq_len: int  # of the sliding window if there is one: within it all layers see everything
-    norm_eps: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    tied: bool
-    rotations: tuple[Rotation, ...]  # one per layer; layers may share one
-
-    @property
-    def is_gemma(self) -> bool:
-        """Whether it has norms around each block, scaled embeddings, and GELU."""
-        return self.model_type == GEMMA3
-
-    @property
-    def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalized, head by head, before they are rotated."""
-        return self.model_type in ("qwen3", GEMMA3)
-
-
-def read_architecture(model_dir: str | Path) -> Architecture:
-    """Read ``config.json`` through transformers, whose defaults hold for keys it leaves out.
+def read_config(model_dir: str | Path) -> Any:
+    """transformers' config of a model's folder, whose defaults hold for keys it leaves out.
 
     Raises a ValueError that names the key if the model cannot be computed exactly.
     """
-    given, hf = _read_config(model_dir)
-    kinds = _layer_kinds(hf)
-    for key, value, remedy in _unsupported(given, hf, kinds):
-        raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
-    kind, heads = hf.model_type, hf.num_attention_heads
-    rotations = {name: _rotation(hf, name) for name in set(kinds)}
-    window = hf.sliding_window if "sliding_attention" in kinds else None
-    # transformers' Mistral and Qwen 2 ignore the key.
-    attention_bias = kind not in ("mistral", "qwen2") and bool(hf.attention_bias)
-    return Architecture(
-        model_type=kind,
-        vocab_size=hf.vocab_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=hf.num_key_value_heads or heads,
-        head_dim=_head_dim(hf),
-        embed_dim=hf.hidden_size,
-        intermediate_dim=hf.intermediate_size,
-        max_seq_len=min(hf.max_position_embeddings, window or hf.max_position_embeddings),
-        norm_eps=hf.rms_norm_eps,
-        qkv_bias=kind == "qwen2" or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=kind == "llama" and bool(hf.mlp_bias),
-        tied=bool(hf.tie_word_embeddings),
-        rotations=tuple(rotations[name] for name in kinds),
-    )
-
-
-def _read_config(model_dir: str | Path) -> tuple[dict[str, Any], Any]:
-    """The content of config.json, and what transformers makes of it."""
     if not Path(model_dir, "config.json").is_file():
         raise ValueError(
             f"model_dir={model_dir}: has no config.json; name the folder of a model, as `tune "
@@ -121,17 +59,61 @@ def _read_config(model_dir: str | Path) -> tuple[dict[str, Any], Any]:
     from transformers import AutoConfig  # takes a second to import
 
     try:
-        return given, AutoConfig.from_pretrained(str(model_dir))
+        hf = AutoConfig.from_pretrained(str(model_dir))
     except Exception as error:  # of any type: each key has its own validator
         raise ValueError(
             f"model_dir={model_dir}: transformers rejects its config.json: "
             f"{shortened(describe(error), 300)}. Fetch the model again, or correct the key."
         ) from error
+    for key, value, remedy in _unsupported(given, hf):
+        raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
+    return hf
 
 
-def _unsupported(
-    given: Mapping[str, Any], hf: Any, kinds: list[str]
-) -> Iterator[tuple[str, Any, str]]:
+def is_gemma(hf: Any) -> bool:
+    """Whether a model has norms around each block, scaled embeddings, and GELU."""
+    return hf.model_type == GEMMA3
+
+
+def has_qk_norm(hf: Any) -> bool:
+    """Whether queries and keys are normalized, head by head, before they are rotated."""
+    return hf.model_type in ("qwen3", GEMMA3)
+
+
+def has_bias(hf: Any, name: str) -> bool:
+    """Whether a linear layer has a bias, by torchtune's name of it."""
+    match hf.model_type, name:
+        case _, "output":
+            return False
+        case kind, "w1" | "w2" | "w3":
+            return kind == "llama" and bool(hf.mlp_bias)
+        case "qwen2", _:  # it and Mistral ignore attention_bias
+            return name != "output_proj"
+        case "mistral", _:
+            return False
+    return bool(hf.attention_bias)
+
+
+def head_dim(hf: Any) -> int:
+    """The size of a head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def context_length(hf: Any) -> int:
+    """The model's context, or its sliding window, within which all layers see everything."""
+    if "sliding_attention" in _layer_kinds(hf):
+        return min(hf.max_position_embeddings, hf.sliding_window)
+    return hf.max_position_embeddings
+
+
+def layer_rotations(hf: Any) -> list[Rotation]:
+    """The rotation of each layer; layers of the same kind share one."""
+    kinds = _layer_kinds(hf)
+    rotations = {name: _rotation(hf, name) for name in set(kinds)}
+    return [rotations[name] for name in kinds]
+
+
+def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, str]]:
     """Keys whose effect is not implemented: name, value and remedy."""
     for name in hf.architectures or ():
         if not name.endswith("ForCausalLM"):
@@ -140,21 +122,16 @@ def _unsupported(
         value = getattr(hf, key, given.get(key))
         if value is not None and value not in harmless:
             yield key, value, "such a model is not supported"
-    is_gemma = hf.model_type == GEMMA3
-    key = "hidden_activation" if is_gemma else "hidden_act"
-    activation = "gelu_pytorch_tanh" if is_gemma else "silu"
+    key = "hidden_activation" if is_gemma(hf) else "hidden_act"
+    activation = "gelu_pytorch_tanh" if is_gemma(hf) else "silu"
     if getattr(hf, key) != activation:
         yield key, getattr(hf, key), f"supported is {activation}"
-    if is_gemma and hf.query_pre_attn_scalar != _head_dim(hf):
+    if is_gemma(hf) and hf.query_pre_attn_scalar != head_dim(hf):
         yield "query_pre_attn_scalar", hf.query_pre_attn_scalar, "supported is head_dim"
-    for name in kinds:
+    for name in _layer_kinds(hf):
         rope = _rope_parameters(hf, name)["rope_type"]
         if rope not in ("default", *_SCALED_ROTATIONS):
             yield "rope_type", rope, f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
-
-
-def _head_dim(hf: Any) -> int:
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def _layer_kinds(hf: Any) -> list[str]:
@@ -182,10 +159,10 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
 
 
 def _rotation(hf: Any, kind: str) -> Rotation:
-    parameters, head_dim = _rope_parameters(hf, kind), _head_dim(hf)
+    parameters = _rope_parameters(hf, kind)
     with torch.device("cpu"):
         if parameters["rope_type"] == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+            exponents = torch.arange(0, head_dim(hf), 2).float() / head_dim(hf)
             return Rotation(1.0 / (parameters["rope_theta"] ** exponents))
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -25,7 +25,15 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 
 from torchtune_grpo.models.adapter import adapter_settings
-from torchtune_grpo.models.architecture import Architecture, read_architecture
+from torchtune_grpo.models.architecture import (
+    context_length,
+    has_bias,
+    has_qk_norm,
+    head_dim,
+    is_gemma,
+    layer_rotations,
+    read_config,
+)
 from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention, PeftDoRALinear
 
 _LORA: dict[str, Any] = {
@@ -46,7 +54,7 @@ def hf_model(model_dir: str) -> TransformerDecoder:
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=bias)
 
-    return _decoder(read_architecture(model_dir), linear)
+    return _decoder(read_config(model_dir), linear)
 
 
 def lora_hf_model(
@@ -78,8 +86,8 @@ def lora_hf_model(
     }
     start = _LORA if adapter_dir is None else adapter_settings(adapter_dir)
     lora = start | {name: value for name, value in given.items() if value is not None}
-    architecture = read_architecture(model_dir)
-    adapted = _adapted_layers(lora, tied=architecture.tied)
+    hf = read_config(model_dir)
+    adapted = _adapted_layers(lora, tied=hf.tie_word_embeddings)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         quantized = quantize_base and name != "output"
@@ -101,7 +109,7 @@ def lora_hf_model(
             )
         return (FrozenNF4Linear if quantized else nn.Linear)(inputs, outputs, bias=bias)
 
-    model = _decoder(architecture, linear)
+    model = _decoder(hf, linear)
     if quantize_base:  # as in torchtune's builders, a state dict has no NF4
         model._register_state_dict_hook(
             partial(
@@ -129,56 +137,64 @@ def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
     return names
 
 
-def _decoder(a: Architecture, linear: Linear) -> TransformerDecoder:
-    kind: Any = GemmaRMSNorm if a.is_gemma else RMSNorm
-    norm = partial(kind, a.embed_dim, eps=a.norm_eps)
-    rotations = {id(rotation): HalfRotation(*rotation) for rotation in a.rotations}  # shared
-    embeddings = (GemmaNormEmbeddings if a.is_gemma else nn.Embedding)(a.vocab_size, a.embed_dim)
-    layers = []
-    for rotation in a.rotations:
-        layers.append(
-            TransformerSelfAttentionLayer(
-                _attention(a, linear, rotations[id(rotation)], norm=kind),
-                FeedForward(
-                    gate_proj=linear("w1", a.embed_dim, a.intermediate_dim, a.mlp_bias),
-                    down_proj=linear("w2", a.intermediate_dim, a.embed_dim, a.mlp_bias),
-                    up_proj=linear("w3", a.embed_dim, a.intermediate_dim, a.mlp_bias),
-                    activation=nn.GELU(approximate="tanh") if a.is_gemma else nn.SiLU(),
-                ),
-                sa_norm=norm(),
-                mlp_norm=norm(),
-                sa_scale=norm() if a.is_gemma else None,
-                mlp_scale=norm() if a.is_gemma else None,
-            )
+def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
+    def layer(name: str, inputs: int, outputs: int) -> nn.Module:
+        return linear(name, inputs, outputs, has_bias(hf, name))
+
+    gemma, width, hidden = is_gemma(hf), hf.hidden_size, hf.intermediate_size
+    kind: Any = GemmaRMSNorm if gemma else RMSNorm
+    norm = partial(kind, width, eps=hf.rms_norm_eps)
+    embeddings = (GemmaNormEmbeddings if gemma else nn.Embedding)(hf.vocab_size, width)
+    rotations = layer_rotations(hf)
+    modules = {id(rotation): HalfRotation(*rotation) for rotation in rotations}
+    layers = [
+        TransformerSelfAttentionLayer(
+            _attention(hf, layer, modules[id(rotation)], partial(kind, eps=hf.rms_norm_eps)),
+            FeedForward(
+                gate_proj=layer("w1", width, hidden),
+                down_proj=layer("w2", hidden, width),
+                up_proj=layer("w3", width, hidden),
+                activation=nn.GELU(approximate="tanh") if gemma else nn.SiLU(),
+            ),
+            sa_norm=norm(),
+            mlp_norm=norm(),
+            sa_scale=norm() if gemma else None,
+            mlp_scale=norm() if gemma else None,
         )
-    output = linear("output", a.embed_dim, a.vocab_size, False) if not a.tied else None
+        for rotation in rotations
+    ]
+    tied = hf.tie_word_embeddings
     return TransformerDecoder(
         tok_embeddings=embeddings,
         layers=nn.ModuleList(layers),
-        max_seq_len=a.max_seq_len,
-        num_heads=a.num_heads,
-        head_dim=a.head_dim,
+        max_seq_len=context_length(hf),
+        num_heads=hf.num_attention_heads,
+        head_dim=head_dim(hf),
         norm=norm(),
-        output=output or TiedLinear(embeddings),
+        output=TiedLinear(embeddings) if tied else layer("output", width, hf.vocab_size),
     )
 
 
 def _attention(
-    a: Architecture, linear: Linear, rotation: nn.Module, *, norm: Any
+    hf: Any,
+    layer: Callable[[str, int, int], nn.Module],
+    rotation: nn.Module,
+    norm: Callable[[int], nn.Module],
 ) -> MultiHeadAttention:
-    q_dim, kv_dim = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    kind = NormFirstAttention if a.has_qk_norm else MultiHeadAttention
+    size, heads = head_dim(hf), hf.num_attention_heads
+    kv_heads = hf.num_key_value_heads or heads
+    kind = NormFirstAttention if has_qk_norm(hf) else MultiHeadAttention
     return kind(
-        embed_dim=q_dim,  # which is only checked to be a multiple of num_heads
-        num_heads=a.num_heads,
-        num_kv_heads=a.num_kv_heads,
-        head_dim=a.head_dim,
-        q_proj=linear("q_proj", a.embed_dim, q_dim, a.qkv_bias),
-        k_proj=linear("k_proj", a.embed_dim, kv_dim, a.qkv_bias),
-        v_proj=linear("v_proj", a.embed_dim, kv_dim, a.qkv_bias),
-        output_proj=linear("output_proj", q_dim, a.embed_dim, a.output_bias),
+        embed_dim=heads * size,  # which is only checked to be a multiple of num_heads
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        q_proj=layer("q_proj", hf.hidden_size, heads * size),
+        k_proj=layer("k_proj", hf.hidden_size, kv_heads * size),
+        v_proj=layer("v_proj", hf.hidden_size, kv_heads * size),
+        output_proj=layer("output_proj", heads * size, hf.hidden_size),
         pos_embeddings=rotation,
-        q_norm=norm(a.head_dim, eps=a.norm_eps) if a.has_qk_norm else None,
-        k_norm=norm(a.head_dim, eps=a.norm_eps) if a.has_qk_norm else None,
-        max_seq_len=a.max_seq_len,
+        q_norm=norm(size) if has_qk_norm(hf) else None,
+        k_norm=norm(size) if has_qk_norm(hf) else None,
+        max_seq_len=context_length(hf),
     )

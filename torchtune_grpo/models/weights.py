@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchtune import training
 
 from torchtune_grpo.config.text import describe, read_json, shortened
 from torchtune_grpo.models.adapter import LINEAR_NAMES
-from torchtune_grpo.models.architecture import Architecture, read_architecture
+from torchtune_grpo.models.architecture import is_gemma, read_config
 from torchtune_grpo.models.build import hf_model
 from torchtune_grpo.models.layers import halves_to_pairs, pairs_to_halves
 
@@ -64,18 +64,23 @@ def _hf_config(node: Any) -> dict[str, Any]:
 
 def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
     """A state dict of a folder's model in Hugging Face's names, given torchtune's."""
-    architecture = read_architecture(model_dir)
-    return {_hf_name(name, architecture): value.contiguous() for name, value in state_dict.items()}
+    names = _hf_names(state_dict, model_dir)
+    return {names[name]: value.contiguous() for name, value in state_dict.items()}
 
 
-def _hf_name(name: str, architecture: Architecture) -> str:
-    module, leaf = name.rsplit(".", 1)
-    leaf = "weight" if leaf == "scale" else leaf
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-    if layer is None:
-        return f"{_TOP_NAMES[module]}.{leaf}"
-    names = _GEMMA_NAMES if architecture.is_gemma else _LAYER_NAMES
-    return f"model.layers.{layer[1]}.{names[layer[2]]}.{leaf}"
+def _hf_names(names: Iterable[str], model_dir: str | Path) -> dict[str, str]:
+    """torchtune's names of a folder's model -> Hugging Face's."""
+    modules = _GEMMA_NAMES if is_gemma(read_config(model_dir)) else _LAYER_NAMES
+    result = {}
+    for name in names:
+        module, leaf = name.rsplit(".", 1)
+        leaf = "weight" if leaf == "scale" else leaf
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+        if layer is None:
+            result[name] = f"{_TOP_NAMES[module]}.{leaf}"
+        else:
+            result[name] = f"model.layers.{layer[1]}.{modules[layer[2]]}.{leaf}"
+    return result
 
 
 class HFCheckpointer:
@@ -96,19 +101,16 @@ class HFCheckpointer:
         self._max_shard_size = max_shard_size
         names = checkpoint_files or _weight_files(self._dir)
         self._checkpoint_paths = [self._dir / name for name in names]
-        for path in self._checkpoint_paths:
-            if not path.is_file():
-                raise ValueError(
-                    f"checkpoint_dir={checkpoint_dir}: {path.name} is missing; fetch the model "
-                    "again."
-                )
+        if missing := [path.name for path in self._checkpoint_paths if not path.is_file()]:
+            raise ValueError(
+                f"checkpoint_dir={checkpoint_dir}: {missing[0]} is missing; fetch the model again."
+            )
 
     def load_checkpoint(self) -> dict[str, Any]:
         """All weights in torchtune's names, under ``training.MODEL_KEY``."""
-        architecture = read_architecture(self._dir)
         with torch.device("meta"):
             expected = hf_model(str(self._dir)).state_dict()
-        names = {_hf_name(name, architecture): name for name in expected}
+        names = {theirs: name for name, theirs in _hf_names(expected, self._dir).items()}
         state, problems, spare_head = {}, [], None
         for name, value in self._tensors():
             if f"model.{name}" in names:  # saved without a head
