@@ -35,7 +35,6 @@ from torchtune_grpo.rollout import (
     filter_logits,
     make_engine,
     row_keys,
-    unsupported_reason,
 )
 from torchtune_grpo.rollout import (
     engine as engines,
@@ -268,11 +267,13 @@ def test_recorded_steps_and_rare_looks_change_nothing(options, monkeypatch):
     assert recorder.recorded > 1
 
 
-@pytest.mark.parametrize("merge", ["never", "always"])
+@pytest.mark.parametrize(
+    ("kind", "merge"), [("lora", "never"), ("lora", "always"), ("dora", "auto")]
+)
 @torch.no_grad()
-def test_recorded_steps_serve_all_rollouts_of_a_run(merge):
+def test_recorded_steps_serve_all_rollouts_of_a_run(kind, merge):
     """Weights change, prompts of other widths come, an evaluation is between, and memory moves."""
-    model = build_policy("lora")
+    model = build_policy(kind)
     engine = native(model, max_rows=7, merge_adapters=merge)
     recorder = HostRecorder(engine)
     recorded = []
@@ -291,7 +292,7 @@ def test_recorded_steps_serve_all_rollouts_of_a_run(merge):
         got = sample(engine, prompts, **options)
         assert_same_samples(got, sample(native(model, merge_adapters=merge), prompts, **options))
         recorded.append(recorder.recorded)
-    assert 0 < recorded[0] <= StepGraphs.MOST
+    assert recorded[0] > 0
     if merge == "never":  # all stays where it is: one recording is for all rollouts alike
         assert recorded[0] == recorded[1] == recorded[2] < recorded[3]
 
@@ -359,20 +360,6 @@ def test_noise_is_uniform_and_independent_between_keys():
     assert abs((centred * (uniforms(other_step, 100) - 0.5) * math.sqrt(12)).mean()) < limit
 
 
-@pytest.mark.parametrize("merge", ["always", "never"])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_uses_the_current_adapter(kind, merge):
-    model, prompts = build_policy(kind), random_prompts([6])
-    engine = native(model, max_rows=4, merge_adapters=merge)
-    before = sample(engine, prompts, stops=())
-    with torch.no_grad():
-        model.layers[0].attn.q_proj.lora_b.weight.neg_()
-        model.layers[1].mlp.w2.lora_b.weight.neg_()
-    after = sample(engine, prompts, stops=())
-    assert (before.sampler_logprobs - after.sampler_logprobs).abs().max() > 0.1
-    assert_same_samples(after, sample(ENGINES["torchtune"](model), prompts, stops=()))
-
-
 @pytest.mark.parametrize("free", [1 << 40, 0], ids=["copied", "no_memory_for_copies"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("merge", ["auto", "always", "never"])
@@ -395,16 +382,12 @@ def test_quantized_base(merge, dora, free, monkeypatch):
 
 
 def test_unknown_model_falls_back_to_torchtune(caplog):
-    model = build_family("gemma2")
-    assert "Gemma2Attention" in unsupported_reason(model)
-    with pytest.raises(ValueError, match="set rollout.engine to torchtune"):
-        native(model, max_rows=4)
+    model, prompts, expected = greedy_case("gemma2")
+    with pytest.raises(ValueError, match="Gemma2Attention.*set rollout.engine to torchtune"):
+        native(model)
     engine = make_engine(model, RolloutConfig())
-    assert isinstance(engine, TorchtuneEngine)
     assert "Gemma2Attention" in caplog.text
-    prompts = random_prompts([4])
-    expected = greedy_by_full_forward(model, prompts[0], 12)
-    assert responses(sample(engine, prompts, temperature=0.0))[0] == expected
+    assert responses(sample(engine, prompts, temperature=0.0))[::2] == expected
 
 
 def text_of(tokens) -> str:
@@ -451,33 +434,27 @@ def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
     assert first not in late[0][:4] and len(late[0]) >= 4
 
 
-def test_cache_stays_within_its_bound_and_is_reused():
+def test_cache_stays_within_its_bound_is_reused_and_what_an_evaluation_took_is_given_back():
     model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
-    engine = native(model, max_rows=5)
-    asked = request(prompts, group_size=4, max_generated_tokens=70)
-    bound = engine.cache_bytes(asked)
-    sample(engine, prompts, group_size=4, max_generated_tokens=70)
-    cache: GroupCache = engine._cache
-    # Twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128.
-    held = 2 * 2 * 2 * 8 * 4 * (4 * 30 + 8 * 128)
-    assert sum(tensor.nbytes for tensor in cache.tensors()) == held
-    # And a step: logits and what they are made into, scores and their softmax, gate and up.
-    assert held < bound <= held + 2**20
-    kept = cache.rows[0].data_ptr()
-    sample(engine, prompts[:1], group_size=4, max_generated_tokens=70)
-    assert cache.rows[0].data_ptr() == kept
-
-
-def test_what_an_evaluation_took_is_given_back():
-    model, few, many = build_policy(), random_prompts([5, 2]), random_prompts([5] * 40)
-    engine = native(model)
+    engine, options = native(model, max_rows=5), {"group_size": 4, "max_generated_tokens": 70}
+    bound = engine.cache_bytes(request(prompts, **options))
+    sample(engine, prompts, **options)
 
     def held() -> int:
         return sum(tensor.nbytes for tensor in engine._cache.tensors())
 
+    # Twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128.
+    assert held() == 2 * 2 * 2 * 8 * 4 * (4 * 30 + 8 * 128)
+    # And a step: logits and what they are made into, scores and their softmax, gate and up.
+    assert held() < bound <= held() + 2**20
+    kept = engine._cache.rows[0].data_ptr()
+    sample(engine, prompts[:1], **options)
+    assert engine._cache.rows[0].data_ptr() == kept
+
+    engine, few = native(model), random_prompts([5, 2])
     expected = sample(engine, few, group_size=4)
     of_a_step = held()
-    sample(engine, many, group_size=1)
+    sample(engine, random_prompts([5] * 40), group_size=1)
     assert held() > 3 * of_a_step
     assert_same_samples(sample(engine, few, group_size=4), expected)
     assert held() == of_a_step
@@ -498,21 +475,12 @@ def test_as_many_rows_as_memory_allows(monkeypatch):
 
 
 def test_interrupted_rollout_leaves_the_next_one_right():
-    model, prompts = build_policy("lora"), random_prompts([5, 2, 9])
-    engine = native(model, max_rows=3)
+    engine, prompts = native(build_policy("lora"), max_rows=3), random_prompts([5, 2, 9])
     expected = responses(sample(engine, prompts))
-    calls = []
-
-    def interrupt(tokens) -> str:
-        calls.append(tokens)
-        if len(calls) == 9:
-            raise KeyboardInterrupt
-        return ""
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(engine, prompts, stop_strings=("x",), decode=interrupt)
+    texts = [""] * 8  # the ninth look raises
+    with pytest.raises(IndexError):
+        sample(engine, prompts, stop_strings=("x",), decode=lambda tokens: texts.pop())
     assert responses(sample(engine, prompts)) == expected
-    assert not model.caches_are_setup()
 
 
 @pytest.mark.parametrize("engine", [NativeEngine, TorchtuneEngine])
@@ -611,34 +579,38 @@ def test_sampled_frequencies_match_the_distribution(options, vocab):
     torch.testing.assert_close(sampler_logprobs, plain[tokens], atol=1e-5, rtol=0)
 
 
-def test_filters_keep_exactly_the_defined_tokens():
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"top_k": 2}, 2),
+        ({"top_k": 99}, 4),
+        ({"top_p": 0.5}, 1),
+        ({"top_p": 0.51}, 2),
+        ({"top_p": 1.0}, 4),
+        ({"min_p": 0.29}, 3),
+        ({"min_p": 0.31}, 2),
+    ],
+)
+def test_filters_keep_exactly_the_defined_tokens(filters, expected):
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    kept = lambda **f: (filter_logits(logits, **f) > -1e9)[0]  # noqa: E731
-    assert kept(top_k=2).tolist() == [True, True, False, False]
-    assert kept(top_p=0.5).tolist() == [True, False, False, False]
-    assert kept(top_p=0.51).tolist() == [True, True, False, False]
-    assert kept(top_p=1.0).tolist() == [True] * 4
-    assert kept(top_k=99).tolist() == [True] * 4
-    assert kept(min_p=0.29).tolist() == [True, True, True, False]
-    assert kept(min_p=0.31).tolist() == [True, True, False, False]
+    kept = filter_logits(logits, **filters)[0].isfinite()
+    assert kept.tolist() == [n < expected for n in range(4)]
 
 
-LAST = 1 - 2**-53
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_never_samples_a_token_of_probability_zero(uniform):
+    """Not with the last draw either, in a block whose sum is rounded up."""
+    uniform = torch.tensor(uniform, dtype=torch.float64)
     logits = torch.full((2, 700), -torch.inf)
     logits[0, 2], logits[1, 690] = 0.0, 3.0
-    tokens, logprobs, _ = draw(logits, uniform=torch.tensor(uniform, dtype=torch.float64))
+    tokens, logprobs, _ = draw(logits, uniform=uniform)
     assert tokens.tolist() == [2, 690] and (logprobs == 0).all()
-
-
-def test_the_last_draws_stay_within_a_block_whose_sum_is_rounded_up():
     logits = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
     logits[:, 100:] = -torch.inf
-    tokens, logprobs, _ = draw(logits, uniform=torch.tensor(LAST, dtype=torch.float64))
-    assert (tokens == 99).all() and logprobs.isfinite().all()
+    tokens, logprobs, _ = draw(logits, uniform=uniform)
+    assert (tokens < 100).all() and logprobs.isfinite().all()
+    if uniform > 0.5:
+        assert (tokens == 99).all()
 
 
 def test_bad_sampling_settings_are_refused():
