@@ -72,17 +72,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def train(self) -> None:
         """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
-        run = self.run
-        with run.session(stop=self._stop):
-            for step in run.steps(evaluate=self._evaluate, save=self.save_checkpoint):
+        with self.run.session(stop=self._stop):
+            for step in self.run.steps(evaluate=self._evaluate, save=self.save_checkpoint):
                 rows = self.rollout(step)  # [B*G], scored and compared; forks may drop some
-                with step.timer("time/update"):
-                    batches = self.mini_batches(rows, step)
-                    for number, batch in enumerate(batches * self.cfg.ppo_epochs):
-                        logprobs = self.update(batch, step)
-                        if number == 0:  # by the policy that sampled
-                            step.add_sampling_gap(batch.trajectory, logprobs)
-                            run.observer.trained(batch.trajectory, logprobs)
+                for batch in self.mini_batches(rows, step) * self.cfg.ppo_epochs:
+                    with step.timer("time/update"):
+                        self.update(batch, step)
 
     def rollout(self, step: StepMetrics) -> Trajectory:
         """Rolls out a group for each prompt, scores it, and turns rewards into advantages.
@@ -151,8 +146,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 rows, self.cfg, loss=self.loss, policy=self.model, reference=self.reference
             )
 
-    def update(self, batch: MiniBatch, step: StepMetrics) -> Tensor:
-        """Takes one optimizer step, in micro-batches; returns the log-probs [N, L] before it."""
+    def update(self, batch: MiniBatch, step: StepMetrics) -> None:
+        """Takes one optimizer step, in micro-batches."""
         self.model.train()
         loss, seen = torch.zeros((), device=self.run.device), []
         for micro_batch in batch.parts:
@@ -176,10 +171,13 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         )
         step.add_sum("loss", loss, 1 / world_size())
         step.add_numbers(taken)
-        found = in_order(seen, batch.parts)
-        if batch.old_logprobs is None:  # the first update, by the policy that sampled
+        step.updates += 1
+        found = in_order(seen, batch.parts)  # [N, L], before the step
+        if batch.old_logprobs is None:  # the policy was the one that sampled
             batch.old_logprobs = found
-        return found
+        if step.updates == 1:
+            step.add_sampling_gap(batch.trajectory, found)
+            self.run.observer.trained(batch.trajectory, found)
 
     def loss_of(
         self, part: Trajectory, *, logprobs: Tensor, old: Tensor | None, entropy: Tensor

@@ -144,14 +144,18 @@ def train(tmp_path_factory):
         recipe.setup(cfg)
         recipe.run.sampler = Always(range(4), seed=0)
         recipe.run.sampler.rows = list(prompts)
-        update, calls = recipe.update, []
+        update, order, calls, returned = recipe.update, module.in_order, [], []
+
+        def watched_order(*args):
+            returned.append(order(*args))
+            return returned[-1]
 
         def watched(batch, step):
             received = batch.old_logprobs
-            logprobs = update(batch, step)
-            calls.append((batch.trajectory, batch.parts, received, logprobs))
-            return logprobs
+            update(batch, step)
+            calls.append((batch.trajectory, batch.parts, received, returned[-1]))
 
+        module.in_order = watched_order
         recipe.update = watched
         trained = {
             name.replace("_checkpoint_wrapped_module.", ""): p

@@ -32,6 +32,7 @@ class StepMetrics:
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}  # name -> [1]
         self._seconds: dict[str, float] = defaultdict(float)
+        self.updates = 0  # optimizer steps
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Adds values to the mean called ``name``; NaN means "does not apply"."""
