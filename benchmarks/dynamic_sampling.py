@@ -18,9 +18,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from torchtune_grpo import tiny as _warmup
 from torchtune_grpo.monitor.jsonl import read_jsonl
 from torchtune_grpo.tiny import make_tiny_checkpoint
-from torchtune_grpo.tiny import warmup as _warmup
 
 # Of a warm-up, at its end: share of answers that are guessed.
 MODELS = {"often right": 0.8, "rarely right": 0.985}

@@ -7,11 +7,11 @@ and ``validate`` go to torchtune's command, also where the hook in ``import torc
 import importlib
 import sys
 
-COMMANDS = {
-    "config": "check a config, or print the table of all keys",
-    "evaluate": "answer held-out prompts before and after training, and compare",
-    "sample": "print what a policy answers",
-    "report": "write a run's page",
+COMMANDS = {  # name -> its function, and what it does
+    "config": ("commands:config", "check a config, or print the table of all keys"),
+    "evaluate": ("evaluate:main", "answer held-out prompts before and after training, and compare"),
+    "sample": ("commands:sample", "print what a policy answers"),
+    "report": ("report:main", "write a run's page"),
 }
 
 
@@ -20,10 +20,11 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]
-        importlib.import_module(f"torchtune_grpo.cli.{name}").main()
+        module, _, function = COMMANDS[name][0].partition(":")
+        getattr(importlib.import_module(f"torchtune_grpo.cli.{module}"), function)()
         return
     if name in ("-h", "--help"):
-        lines = (f"  {command:10}{doc}" for command, doc in COMMANDS.items())
+        lines = (f"  {command:10}{doc}" for command, (_, doc) in COMMANDS.items())
         print("usage: torchtune-grpo COMMAND ...", "", *lines, sep="\n")
         print("  ls, cp, cat, run, validate: as `tune` does")
         return

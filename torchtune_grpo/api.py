@@ -30,7 +30,7 @@ from torchtune_grpo.rewards import Reward, RewardSet
 from torchtune_grpo.rewards.reward import rewards_from_config
 from torchtune_grpo.rollout import roll_out
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.policy_checks import check_prompts
+from torchtune_grpo.training.policy import check_prompts
 
 log = utils.get_logger("INFO")
 RLDATASET = "torchtune_grpo.data.RLDataset"

@@ -50,8 +50,13 @@ from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, make_engine
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.optimizer import PolicyOptimizer
-from torchtune_grpo.training.policy import build_policy, empty_model, should_shard
-from torchtune_grpo.training.policy_checks import check_model, check_prompts
+from torchtune_grpo.training.policy import (
+    build_policy,
+    check_model,
+    check_prompts,
+    empty_model,
+    should_shard,
+)
 from torchtune_grpo.training.reference import Reference, make_reference
 
 log = utils.get_logger("INFO")

@@ -28,8 +28,7 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.training import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.policy import build_policy
-from torchtune_grpo.training.policy_checks import check_model
+from torchtune_grpo.training.policy import build_policy, check_model
 from torchtune_grpo.training.reference import AdapterReference
 
 LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"

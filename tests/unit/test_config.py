@@ -16,7 +16,7 @@ from torchtune_grpo.config.errors import ConfigError
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.policy_checks import check_model, check_prompts
+from torchtune_grpo.training.policy import check_model, check_prompts
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 

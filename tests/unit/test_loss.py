@@ -9,12 +9,14 @@ import torch
 from omegaconf import OmegaConf
 
 from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
-from torchtune_grpo.loss import GRPOLoss, loss_weights, make_loss
-from torchtune_grpo.loss_terms import (
+from torchtune_grpo.loss import (
+    GRPOLoss,
     cispo_surrogate,
     clipped_surrogate,
     dppo_surrogate,
     kl_penalty,
+    loss_weights,
+    make_loss,
     probability_change,
     sequence_log_ratio,
 )
@@ -215,7 +217,7 @@ def test_prompts_weigh_alike_however_their_rows_are_spread(monkeypatch):
         assert own in ranks
         return ranks
 
-    monkeypatch.setattr("torchtune_grpo.loss_terms.gather_over_ranks", gather)
+    monkeypatch.setattr("torchtune_grpo.loss.gather_over_ranks", gather)
     parts = [loss_weights(MASK[c], prompt_indices=PROMPTS[c], **totals) for c in cuts]
     torch.testing.assert_close(torch.cat(parts), whole)
 

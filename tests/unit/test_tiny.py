@@ -7,10 +7,9 @@ import torch
 from torchao.dtypes.nf4tensor import NF4Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchtune_grpo import tiny as _warmup
 from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer, lora_hf_model
-from torchtune_grpo.tiny import make_tiny_checkpoint, prepare
-from torchtune_grpo.tiny import warmup as _warmup
-from torchtune_grpo.tiny.warmup import completion_log_probs, warm_up
+from torchtune_grpo.tiny import completion_log_probs, make_tiny_checkpoint, prepare, warm_up
 
 VOCAB_SIZE = 448
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.cli.arguments import add_run, run_config
+from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.errors import told_in_one_line
 from torchtune_grpo.config.text import plain, visible

@@ -1,25 +1,39 @@
-"""Building the policy from a config and a checkpoint's weights."""
+"""Building the policy from a config and a checkpoint, and what can be wrong with it before."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.errors import Problems
+from torchtune_grpo.config.files import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import read_json
 from torchtune_grpo.machine.device import fits_every_rank
 from torchtune_grpo.machine.parallel import world_size
-from torchtune_grpo.models import adapter_settings, merge_adapter, read_adapter, standardize
+from torchtune_grpo.models import (
+    adapter_files,
+    adapter_settings,
+    check_adapter,
+    merge_adapter,
+    read_adapter,
+    standardize,
+)
 from torchtune_grpo.training import attend_in_segments
+from torchtune_grpo.training.optimizer import make_lr_scheduler
 
 log = utils.get_logger("INFO")
 
@@ -111,3 +125,148 @@ def _start(cfg: GRPOConfig) -> dict[str, Tensor]:
     file = Path(cfg.checkpointer.checkpoint_dir, "config.json")
     hf_config = json.loads(file.read_text(encoding="utf-8"))
     return read_adapter(str(cfg.adapter_dir), hf_config=hf_config)
+
+
+log = utils.get_logger("INFO")
+
+
+def check_model(cfg: GRPOConfig) -> None:
+    """Checks the model's files, the model, its adapter, the optimizer and the schedule.
+
+    Raises:
+        ConfigError: naming each key, if a file is missing or a component cannot be constructed.
+    """
+    problems = Problems()
+    with problems.noted():
+        _check_files(cfg)
+        model = empty_model(cfg)
+        _check_architecture(cfg, model)
+        if cfg.adapter_dir is not None:
+            _check_start(cfg, model)
+    with problems.noted():
+        optimizer = instantiate("optimizer", cfg.optimizer, [nn.Parameter(torch.zeros(2, 2))])
+        make_lr_scheduler(cfg, optimizer)
+    problems.raise_any()
+
+
+def _check_files(cfg: GRPOConfig) -> None:
+    node = cfg.checkpointer
+    key = "model_dir" if node.checkpoint_dir == cfg.model_dir else "checkpointer.checkpoint_dir"
+    folder = Path(node.checkpoint_dir)
+    download = f"`tune download <model> --output-dir {folder}` fetches a model from the hub"
+    for path in (folder, folder / "config.json"):
+        if not path.exists():
+            raise ValueError(f"{key}={folder}: {path} does not exist; {download}.")
+    for name in ("path", "merges_file", "special_tokens_path"):
+        file = cfg.tokenizer.get(name)
+        if file is not None and not Path(file).is_file():
+            raise ValueError(f"tokenizer.{name}={file}: no such file; {download}.")
+    with tempfile.TemporaryDirectory() as output_dir:
+        instantiate("checkpointer", node, output_dir=output_dir)
+
+
+def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
+    """Compares the model with the checkpoint's ``config.json``."""
+    folder, component = cfg.checkpointer.checkpoint_dir, cfg.model._component_
+    if not isinstance(model, TransformerDecoder):
+        raise ValueError(
+            f"model._component_={component}: makes a {type(model).__name__}; only text models "
+            "(torchtune's TransformerDecoder) can be trained."
+        )
+    if any(type(module).__name__ == "Gemma2Attention" for module in model.modules()):
+        raise ValueError(
+            f"model._component_={component}: torchtune 0.6.1 computes another model than Gemma 2's "
+            "weights are for (the norms around its feed-forward are swapped, and logits are capped "
+            "before the output projection); train another model."
+        )
+    hf_config = read_json(folder, "config.json", key="checkpointer.checkpoint_dir")
+    theirs, ours = str(hf_config.get("model_type", "")), cfg.checkpointer.get("model_type")
+    family = re.match("[A-Za-z]*", ours or theirs)
+    if theirs and family and not theirs.startswith(family[0].lower()):
+        raise ValueError(
+            f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the type "
+            "of that model."
+        )
+    built = {
+        "vocab_size": model.tok_embeddings.num_embeddings,
+        "hidden_size": model.tok_embeddings.embedding_dim,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": model.layers[0].attn.num_heads,
+        "num_key_value_heads": model.layers[0].attn.num_kv_heads,
+    }
+    for name, value in built.items():
+        if hf_config.get(name) not in (None, value):
+            raise ValueError(
+                f"model: {component} with these arguments has {name}={value}, but config.json in "
+                f"{folder} says {hf_config[name]}. Build the model that was downloaded."
+            )
+    size = built["vocab_size"]
+    if any(token >= size for token in cfg.sampling.suppressed_tokens):
+        raise ValueError(
+            f"sampling.suppressed_tokens={list(cfg.sampling.suppressed_tokens)}: the model's "
+            f"vocabulary has {size} tokens; give numbers from 0 to {size - 1}."
+        )
+
+
+def _check_start(cfg: GRPOConfig, model: nn.Module) -> None:
+    """Checks that ``adapter_dir`` fits the model, and warns if it was trained on another base."""
+    adapter_dir, base = str(cfg.adapter_dir), Path(cfg.checkpointer.checkpoint_dir).resolve()
+    if cfg.objective.reference == "base" and not get_adapter_params(model):
+        raise ValueError(
+            "objective.reference=base: adapter_dir is merged into a model without adapters, which "
+            "cannot be switched off; set it to start, or train adapters."
+        )
+    file = adapter_files(adapter_dir)[0].resolve()
+    if file.parent == base or (base in file.parents and (base / "run_config.json").is_file()):
+        raise ValueError(
+            f"adapter_dir={adapter_dir}: the weights in checkpointer.checkpoint_dir={base} hold "
+            "this adapter already; set it to null, or give the base that it was trained on."
+        )
+    check_adapter(adapter_dir, model)
+    trained_on = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    here = hub_name(base)
+    if trained_on and here and trained_on != here and not Path(trained_on).exists():
+        message = (
+            f"adapter_dir={adapter_dir}: was trained on {trained_on}, and {base} holds {here}."
+        )
+        utils.log_rank_zero(log, message, level=logging.WARNING)
+
+
+def check_prompts(
+    cfg: GRPOConfig, *, longest: Mapping[str, int], highest_tokens: Mapping[str, int]
+) -> None:
+    """Checks that prompts and responses fit the model's context and vocabulary, and the budget.
+
+    Args:
+        cfg: the config.
+        longest: each data set's longest prompt in tokens, by its key.
+        highest_tokens: each data set's highest token id, by its key.
+    """
+    model: Any = empty_model(cfg)
+    context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
+    response = cfg.max_generated_tokens
+    for name, length in longest.items():
+        if length + response > context:
+            fits = {
+                "give at most": context - length,
+                f"set {name}.max_prompt_tokens to at most": context - response,
+            }
+            advice = ", or ".join(f"{do} {limit}" for do, limit in fits.items() if limit > 0)
+            raise ValueError(
+                f"max_generated_tokens={response}: with the longest prompt of {name}, {length} "
+                f"tokens, it exceeds the model's context of {context}; {advice}."
+            )
+    row = longest.get("dataset", 0) + response - 1  # the last token is not read
+    if cfg.forward_token_budget is not None and row > cfg.forward_token_budget:
+        raise ValueError(
+            f"forward_token_budget={cfg.forward_token_budget}: the longest prompt and response "
+            f"make a row of {row} tokens; give at least {row}, or lower dataset.max_prompt_tokens "
+            "or max_generated_tokens."
+        )
+    for name, highest in highest_tokens.items():
+        if highest >= size:
+            raise ValueError(
+                f"tokenizer: prompts of {name} have the token {highest}, but the model's "
+                f"vocabulary has {size} tokens. Give the model's own tokenizer, or resize the "
+                "model's embeddings with transformers (resize_token_embeddings)."
+            )

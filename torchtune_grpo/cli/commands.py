@@ -1,0 +1,135 @@
+"""The small commands, and how every command names a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from omegaconf import DictConfig
+from torchtune.config._utils import _get_component_from_path
+
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.errors import ConfigError, told_in_one_line
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.schema import markdown_tables
+from torchtune_grpo.config.text import visible
+from torchtune_grpo.data import collate_prompts
+from torchtune_grpo.machine import parallel
+from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.run import Run
+
+CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a run and change its config."""
+    parser.add_argument("run", help="name of a shipped config, a file, or the folder of a run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the config, as for `tune run`"
+    )
+
+
+def run_config(args: argparse.Namespace) -> DictConfig:
+    """The config that the arguments name, without keys that only a recipe of one's own reads."""
+    name, overrides = args.run, list(args.overrides)
+    if Path(name).is_dir():
+        name, overrides = str(Path(name, CONFIG_FILE)), [f"output_dir={name}", *overrides]
+    cfg = load_config(name, overrides)
+    given = {text.lstrip("~").split("=")[0].split(".")[0] for text in overrides}
+    own = sorted(map(str, set(cfg) - {*GRPOConfig.model_fields} - given))
+    for key in own:
+        del cfg[key]
+    if own and parallel.rank() == 0:
+        print(f"Left out, as keys of another recipe: {', '.join(own)}")
+    return cfg
+
+
+def open_run(args: argparse.Namespace) -> Run:
+    """The run that the arguments name."""
+    return Run(run_config(args))
+
+
+def config() -> None:
+    """``torchtune-grpo config``: checks a config as the recipe would, without loading a model."""
+    parser = argparse.ArgumentParser(
+        prog="torchtune-grpo config",
+        description="Checks a config as the recipe would, or prints the table of all keys.",
+    )
+    parser.add_argument("run", nargs="?", help="name of a shipped config, or a file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
+    parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
+    args = parser.parse_intermixed_args()
+    with told_in_one_line():
+        table = _get_component_from_path(args.table) if args.table else GRPOConfig
+        if args.run is None:
+            print(markdown_tables(table))
+            return
+        run = Run(load_config(args.run, args.overrides), table)
+        problems, remarks = run.check()
+        run.close()
+        for remark in remarks:
+            print(f"Note: {remark}", flush=True)
+        if problems:
+            raise ConfigError(problems)
+        print(f"{args.run}: no mistake found.")
+
+
+def sample() -> None:
+    """``torchtune-grpo sample``: prints what a policy answers.
+
+        torchtune-grpo sample llama3_2_1B_lora_grpo --prompt "What is 3 + 4?"
+        torchtune-grpo sample OUTPUT_DIR temperature=0.7 --num-prompts 2
+
+    Prompts are encoded like those of the config's data set: system prompt, chat format and prefill.
+    Without one, the first ones of the data set are taken, and the rewards score the responses. The
+    weights are those of the newest checkpoint in ``output_dir``; before the first one, or with
+    ``--base``, those that training starts from.
+    """
+    parser = argparse.ArgumentParser(
+        prog="torchtune-grpo sample", description="Prints what a policy answers."
+    )
+    add_run(parser)
+    parser.add_argument("--prompt", action="append", default=[], help="may be repeated")
+    parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
+    parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
+    parser.add_argument("--base", action="store_true", help="take the weights before training")
+    args = parser.parse_intermixed_args()
+    with told_in_one_line():
+        run = open_run(args)
+        run.join()
+        _print_samples(run, args)
+        run.close()
+
+
+def _print_samples(run: Run, args: argparse.Namespace) -> None:
+    if args.prompt:
+        items = run.items_of(args.prompt)
+    else:
+        items = [run.dataset[i] for i in range(min(args.num_prompts, len(run.dataset)))]
+    group_size = args.samples or run.cfg.grpo_samples
+    rows = roll_out(
+        run.load_engine(None if args.base else run.newest_checkpoint()),
+        collate_prompts(items),
+        tokenizer=run.tokenizer,
+        group_size=group_size,
+        params=run.cfg.sampling_params,
+        prefill=run.dataset.prefill,
+        seed=run.cfg.seed,
+        step=0,
+    )
+    verdicts = [""] * rows.num_rows
+    if not args.prompt:
+        scores = run.rewards(
+            prompts=rows.prompts,
+            completions=rows.completions,
+            columns=rows.columns,
+            completion_ids=rows.completion_ids,
+        )
+        verdicts = [f", reward {total:.3f}" for total in scores.total.tolist()]
+    for row, completion in enumerate(rows.completions):
+        if row % group_size == 0:
+            print(f"\n=== {visible(rows.prompts[row])}")
+        length = int(rows.response_lengths[row])
+        cut = ", cut off" if rows.truncated[row] else ""
+        print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{verdicts[row]}")
+        print(visible(completion))
