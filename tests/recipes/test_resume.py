@@ -85,7 +85,7 @@ def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
     (newest / SUMS_FILE).unlink()
     write_sums(newest)
     said = refused(tmp_path)
-    assert "=out/step_000002: its weights are not those of its config.json: " in said
+    assert "=out/step_000002: its weights do not match its config.json: " in said
     assert "model.layers.1.mlp.up_proj.weight is missing (1 differ)" in said
 
 
