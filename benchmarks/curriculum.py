@@ -22,8 +22,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.data import arithmetic_problems
 from torchtune_grpo.monitor.jsonl import read_jsonl
+
+from torchtune_grpo.data import arithmetic_problems
 
 LEVELS, HELD_OUT = [1, 2, 3, 4, 5], 200
 SAMPLERS = {

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtune_grpo import tiny as _warmup
 from torchtune_grpo.monitor.jsonl import read_jsonl
+
 from torchtune_grpo.tiny import make_tiny_checkpoint
 
 # Of a warm-up, at its end: share of answers that are guessed.

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 import torchtune_grpo.rollout  # noqa: F401
 from torchtune_grpo.config.files import config_files, recipes_folder
-from torchtune_grpo.monitor.jsonl import read_jsonl
 
 SETTINGS = """
 prepare.warmup_steps=0 num_steps=6 saving.every_n_steps=1 saving.keep_last=2 batch_size=2

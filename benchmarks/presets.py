@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from torchtune_grpo.monitor.jsonl import read_jsonl
 
 PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"

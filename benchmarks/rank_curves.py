@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-
 from torchtune_grpo.monitor.jsonl import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"

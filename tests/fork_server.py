@@ -217,7 +217,7 @@ if __name__ == "__main__":
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
     import torchtune_grpo.cli.tune
-    import torchtune_grpo.monitor.report.page  # noqa: F401
+    import torchtune_grpo.monitor.report  # noqa: F401
 
     recipe = torchtune_grpo.cli.tune.recipes_folder() / "grpo_full_finetune.py"
     runpy.run_path(str(recipe), run_name="imports")

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
 from torchtune_grpo.config.files import config_files, recipes_folder
+from torchtune_grpo.monitor.record import read_metrics
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE, DISTRIBUTED = "grpo_full_finetune_single_device", "grpo_full_finetune_distributed"
@@ -257,6 +258,5 @@ def run_tiny(config: str, folder: Path, *more: str, **settings: Any) -> Result:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The run's ``metrics.jsonl``."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The metrics of each step and each evaluation, in order."""
+    return read_metrics(folder)

@@ -24,7 +24,7 @@ from torchtune_grpo.config.text import shortened
 from torchtune_grpo.data import collate_prompts
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.interrupt import Interrupted
-from torchtune_grpo.monitor.jsonl import read_jsonl
+from torchtune_grpo.monitor.record import read_metrics
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.rewards import Reward, RewardSet
 from torchtune_grpo.rewards.reward import rewards_from_config
@@ -164,8 +164,7 @@ class GRPO:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """What the run has logged so far, a dict for each step and each evaluation."""
-        file = self._folder / "metrics.jsonl"
-        return read_jsonl(file) if file.exists() else []
+        return read_metrics(self._folder)
 
     def train(self) -> Path:
         """Trains up to ``num_steps``, or goes on with it; returns the last checkpoint.

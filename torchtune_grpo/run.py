@@ -43,9 +43,8 @@ from torchtune_grpo.machine.device import (
     set_seed,
 )
 from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
-from torchtune_grpo.monitor.metric_logger import make_profiler
 from torchtune_grpo.monitor.metrics import StepMetrics
-from torchtune_grpo.monitor.record import Observer
+from torchtune_grpo.monitor.recorder import Recorder, make_profiler
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, make_engine
 from torchtune_grpo.training.dynamic_sampling import Rounds
@@ -177,9 +176,9 @@ class Run:
         return Course(self.cfg, self.checkpoints)
 
     @cached_property
-    def observer(self) -> Observer:
+    def recorder(self) -> Recorder:
         """Records the run."""
-        return Observer(
+        return Recorder(
             self.cfg,
             self.given,
             rewards=self.rewards.names,
@@ -245,7 +244,7 @@ class Run:
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
-        _ = self.observer
+        _ = self.recorder
         return checkpoint
 
     # --- The policy ------------------------------------------------------------------------------
@@ -318,7 +317,7 @@ class Run:
         """
         with (
             self.interrupts.handled(stop),
-            self.observer.shown(done=self.step),
+            self.recorder.running(done=self.step),
             self.profiler,
         ):
             yield
@@ -364,17 +363,17 @@ class Run:
         values = metrics.compute() | self.sampler.metrics
         if self.device.type == "cuda":
             values |= training.get_memory_stats(device=self.device)
-        seen = self.observer.step(self.step, values)
+        seen = self.recorder.step(self.step, values)
         self.sampler.learn(seen["prompt_index"], seen["pass_rate"])
 
     def evaluate(self, engine: RolloutEngine) -> None:
         """Evaluates the policy, unless the run that is resumed already has."""
-        if self.evaluator is None or self.observer.has_evaluation(self.step):
+        if self.evaluator is None or self.recorder.has_evaluation(self.step):
             return
         self.interrupts.boundary()
         evaluation = self.evaluator(engine, state=self.trainer_state)
-        self.observer.evaluation(self.step, evaluation)
-        self.course.judge(self.observer.records)
+        self.recorder.evaluation(self.step, evaluation)
+        self.course.judge(self.recorder.evaluations)
 
     # --- Checkpoints -----------------------------------------------------------------------------
 
@@ -410,9 +409,9 @@ class Run:
         optimizer.guard.load_state_dict(state["guard"])
         self.sampler.load_state_dict(state["sampler"])
         parallel.restore_random_state(state["torch_rng"], self.device)
-        self.observer.resume(self.step)
+        self.recorder.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
-        self.course.judge(self.observer.records)
+        self.course.judge(self.recorder.evaluations)
 
     def say_how_to_resume(self) -> None:
         """Logs how to go on after an interrupt."""
@@ -420,7 +419,7 @@ class Run:
 
     def close(self, *, leave_ranks: bool = False) -> None:
         """Ends reward processes, loggers and, if asked, the group of ranks."""
-        for part in ("rewards", "observer"):
+        for part in ("rewards", "recorder"):
             if part in vars(self):
                 getattr(self, part).close()
         if leave_ranks:

@@ -8,7 +8,6 @@ import torch
 from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
 from runs import run as run_script
-
 from torchtune_grpo.monitor.jsonl import read_jsonl
 
 CONFIG = "tiny_arithmetic_grpo"

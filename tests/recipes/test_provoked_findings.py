@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from runs import RECIPE, tune
+from torchtune_grpo.monitor.finding_rules import BEGINS_AFTER
+from torchtune_grpo.monitor.jsonl import read_jsonl
 
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.monitor.finding_rules import BEGINS_AFTER
 from torchtune_grpo.monitor.findings import FindingsWatch, Settings
-from torchtune_grpo.monitor.jsonl import read_jsonl
 
 PARTS = '''
 import time

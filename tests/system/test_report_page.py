@@ -3,10 +3,10 @@
 import pytest
 from browser import CHROMIUM, browser
 from recorded_runs import HOSTILE, write_lines, write_run
-
 from torchtune_grpo.monitor.jsonl import read_jsonl
-from torchtune_grpo.monitor.report import write_page
 from torchtune_grpo.monitor.report.page import comparison_page, write
+
+from torchtune_grpo.monitor.report import write_page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => {

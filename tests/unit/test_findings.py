@@ -11,10 +11,10 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchtune_grpo.monitor.finding_rules import BEGINS_AFTER
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.monitor.finding_rules import BEGINS_AFTER
 from torchtune_grpo.monitor.findings import Finding, FindingsWatch, Settings
 
 HEALTHY = {

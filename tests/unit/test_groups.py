@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from steps import make_scores, make_trajectory
+from torchtune_grpo.monitor.groups import GroupRecorder, why_ended
 
 from torchtune_grpo.monitor import groups as groups_module
-from torchtune_grpo.monitor.groups import GroupRecorder, why_ended
 from torchtune_grpo.trajectory import Trajectory
 
 

@@ -3,10 +3,10 @@
 import io
 
 import pytest
+from torchtune_grpo.monitor.progress import RunProgress
 from tqdm import tqdm
 
 from torchtune_grpo.monitor import progress
-from torchtune_grpo.monitor.progress import RunProgress
 from torchtune_grpo.rollout import Progress
 
 METRICS = {

@@ -43,8 +43,7 @@ from torchtune_grpo.models import (
     save_adapter,
     save_weights,
 )
-from torchtune_grpo.monitor.jsonl import read_jsonl
-from torchtune_grpo.monitor.run_log import METRICS_FILE
+from torchtune_grpo.monitor.record import read
 from torchtune_grpo.training.optimizer import NonFiniteError
 
 log = utils.get_logger("INFO")
@@ -347,9 +346,7 @@ class Checkpoints:
         return folder
 
     def _evaluations(self, *, until: int) -> list[dict[str, Any]]:
-        file = self._folder / METRICS_FILE
-        records = read_jsonl(file) if file.exists() else []
-        return [record for record in records if record["step"] <= until]
+        return [event for event in read(self._folder, "evaluation") if event["step"] <= until]
 
 
 def set_aside_previous_run(cfg: GRPOConfig) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchtune_grpo.evaluation.statistics import Comparison
+
 # Of the config, what a reader wants to know; each stands for all keys below it.
 _KEYS = (
     *("adapter_dir", "model", "dtype", "dataset", "rewards", "eval_dataset", "loss", "advantage"),
@@ -70,7 +72,7 @@ def model_card(
 
     Args:
         config (Mapping[str, Any]): the run's, by dotted key.
-        evaluations (Sequence[Mapping[str, Any]]): records of ``metrics.jsonl`` until now, in order.
+        evaluations (Sequence[Mapping[str, Any]]): those of the run's record until now, in order.
         base (str): name or folder of the base model.
         is_on_hub (bool): it is a name on the hub.
         step (int): number of finished steps.
@@ -81,6 +83,7 @@ def model_card(
     shown = {
         key: config[key] for name in _KEYS for key in config if f"{key}.".startswith(f"{name}.")
     }
+    compared = Comparison.of_run(evaluations)
     has_start = any(key.startswith("adapter_dir.") for key in config)
     more = f"\n`adapter/` holds the same as PEFT's adapter of `{base}`.\n" if has_adapter else ""
     return _HEAD.format(
@@ -90,17 +93,8 @@ def model_card(
         base=base,
         step=step,
         start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
-        accuracy=_accuracy(evaluations),
+        accuracy=compared.headline if compared else "",
         code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base),
         more=more if has_weights else "",
         config="\n".join(f"{key}: {value}" for key, value in shown.items()),
     )
-
-
-def _accuracy(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    name = "eval/accuracy"
-    records = [record for record in evaluations if name in record]
-    if not records:
-        return ""
-    told = [f"{r[name]:.3f} after step {r['step']}" for r in (records[0], records[-1])]
-    return f"Accuracy on held-out prompts: {', '.join(dict.fromkeys(told))}."

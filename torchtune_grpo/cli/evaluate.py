@@ -14,7 +14,7 @@ import argparse
 import gc
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,8 @@ from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.errors import told_in_one_line
 from torchtune_grpo.config.text import plain, visible
-from torchtune_grpo.evaluation.evaluator import (
-    Answered,
-    Evaluation,
-    metrics_of,
-    scores_of,
-)
-from torchtune_grpo.evaluation.statistics import Paired, paired_test
+from torchtune_grpo.evaluation.evaluator import Evaluation, comparison_tables, compare_policies
 from torchtune_grpo.machine import parallel
-from torchtune_grpo.monitor.summary import rates
 from torchtune_grpo.rewards import (
     Reward,
     TrainerState,
@@ -43,7 +36,6 @@ from torchtune_grpo.rewards import (
 from torchtune_grpo.run import Run
 
 LENIENT = "last_number"  # the grader beside math_correctness_reward
-_WIDTH = 35  # of a column
 
 
 def main() -> None:
@@ -75,7 +67,8 @@ def main() -> None:
         report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
         run.close()
         if parallel.rank() == 0:
-            print("\n".join([*table(report), *shown(report, args.show)]))
+            print("\n".join([_title(report), *comparison_tables(report["groups"])]))
+            print("\n".join(shown(report, args.show)))
             if args.output is not None:
                 args.output.write_text(json.dumps(plain(report), indent=1), encoding="utf-8")
         parallel.end_process_group()
@@ -129,17 +122,13 @@ def evaluate(
         gc.collect()  # one policy's memory before the next one is loaded
         found[who] = evaluator(run.load_engine(folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
-    groups = {"all": [*range(len(dataset))]}
-    for row, each in enumerate(answered["before"]):
-        if by is not None:
-            groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
     graders = [n for n in run.rewards.names if n in (found["before"].reward, LENIENT)]
     return {
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
         "dataset": OmegaConf.to_container(cfg.eval_dataset),
         "samples": cfg.evaluation.samples,
         "temperature": cfg.eval_sampling_params.temperature,
-        "groups": {name: _group(answered, rows, graders) for name, rows in groups.items()},
+        "groups": compare_policies(found, graders, by=by),
         "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
     }
 
@@ -172,57 +161,10 @@ def _add_lenient_grader(run: Run) -> None:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
 
 
-def _group(
-    answered: Mapping[str, Sequence[Answered]], rows: Sequence[int], graders: Sequence[str]
-) -> dict[str, Any]:
-    """Some prompts' metrics before and after, and what has changed, for each grader."""
-    picked = {who: [prompts[row] for row in rows] for who, prompts in answered.items()}
-    found: dict[str, dict[str, Any]] = {}
-    for grader in graders:
-        found[grader] = {who: metrics_of(each, grader) for who, each in picked.items()}
-        if "after" in picked:
-            before, after = (scores_of(each, grader) for each in picked.values())
-            change = {name: paired_test(before[name], after[name])._asdict() for name in before}
-            found[grader]["change"] = change
-    return {"prompts": len(rows), "graders": found}
-
-
-def table(report: Mapping[str, Any]) -> list[str]:
-    """Lines for a terminal: what :func:`evaluate` has found, the graders side by side."""
+def _title(report: Mapping[str, Any]) -> str:
+    """What the tables show."""
     sampled = f", {report['samples']} samples each at temperature {report['temperature']:g}"
-    lines = [f"Greedy answers{sampled if report['samples'] else ''}. [95 % interval over prompts]"]
-    for name, group in report["groups"].items():
-        graders = {name: _cells(told) for name, told in group["graders"].items()}
-        rows = [(f"{name}: {group['prompts']} prompts".ljust(25), *graders)]
-        first, *_ = graders.values()
-        for metric, who in first:
-            title = f"  {metric if who == 'before' else '':15}{who:8}"
-            rows.append((title, *(cells[metric, who] for cells in graders.values())))
-        lines += [
-            "",
-            *(
-                (title + "".join(f" {cell:{_WIDTH}}" for cell in row)).rstrip()
-                for title, *row in rows
-            ),
-        ]
-    return lines
-
-
-def _cells(told: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Metric and policy -> what a grader says, as text; ``change`` behind the two policies."""
-    policies = {who: metrics for who, metrics in told.items() if who != "change"}
-    cells: dict[tuple[str, str], str] = {}
-    for metric in rates(told["before"]):
-        cells |= {(metric, who): f" {rates(each)[metric]}" for who, each in policies.items()}
-        if "change" in told:
-            change = Paired(**told["change"][f"eval/{metric}"])
-            p = f"p={change.p:.3f}" if change.p >= 0.001 else "p<0.001"
-            interval = f"[{change.low:+.3f}, {change.high:+.3f}]"
-            cells[metric, "change"] = f"{change.difference:+.3f} {interval} {p}"
-    for metric in ("mean_length", "clipped_ratio"):
-        for who, each in policies.items():
-            cells[metric, who] = f" {each[f'eval/{metric}']:.3f}"
-    return cells
+    return f"Greedy answers{sampled if report['samples'] else ''}. [95 % interval over prompts]"
 
 
 def shown(report: Mapping[str, Any], number: int) -> list[str]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchtune_grpo.monitor.report.page import comparison_page, run_page, write
+from torchtune_grpo.monitor.report import write_comparison, write_page
 
 
 def main() -> None:
@@ -18,10 +18,11 @@ def main() -> None:
     args = parser.parse_args()
     try:
         if len(args.folder) == 1:
-            page, path = run_page(args.folder[0]), args.folder[0] / "run.html"
+            path = args.output or args.folder[0] / "run.html"
+            headline = write_page(args.folder[0], path)
         else:
-            page, path = comparison_page(args.folder), Path("comparison.html")
-        write(args.output or path, page)
+            path = args.output or Path("comparison.html")
+            headline = write_comparison(args.folder, path)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"{page.headline}\n{args.output or path}")
+    print(f"{headline}\n{path}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -14,11 +15,17 @@ from torchtune import utils
 from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
-from torchtune_grpo.evaluation.statistics import bootstrap_interval, majority, pass_at_k
+from torchtune_grpo.evaluation.statistics import (
+    Comparison,
+    bootstrap_interval,
+    majority,
+    pass_at_k,
+)
 from torchtune_grpo.evaluation.stopping import best_step, passes, should_stop
-from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
-from torchtune_grpo.monitor.progress import make_bar
+from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
+from torchtune_grpo.monitor.terminal import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
+
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
 log = utils.get_logger("INFO")
@@ -43,107 +50,131 @@ class Answered:
     prompt: str
     columns: dict[str, Any]  # what rewards know of it
     greedy: Answer  # the most probable one
-    samples: list[Answer]  # k of them, drawn as ``eval_sampling`` says
+    samples: list[Answer]  # k of them, drawn as the keys below ``evaluation`` say
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A policy's answers to a split, the same on every rank."""
+    """A policy's answers to P held-out prompts, the same on every rank."""
 
-    answered: list[Answered]  # P prompts, in the order of the data set
+    answered: list[Answered]  # in the order of the data set
     reward: str  # the one that decides what is right
-    seconds: float  # that the answers and their scores took
+    seconds: float = 0.0  # that the answers and their scores took
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The metrics, and ``prompts``: what each prompt contributes to each mean."""
+        by_prompt = self._by_prompt()
+        metrics: dict[str, Any] = {}
+        for name, values in by_prompt.items():
+            low, high = bootstrap_interval(values)
+            mean, name = float(np.mean(values)), f"eval/{name}"
+            metrics |= {name: mean, f"{name}/low": low, f"{name}/high": high}
+        greedy = [each.greedy for each in self.answered]
+        metrics["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
+        metrics["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
+        indices = [each.index for each in self.answered]
+        prompts = {"prompt_index": indices, **by_prompt}
+        return metrics | {"time/eval": self.seconds, "prompts": prompts}
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of a line of ``metrics.jsonl``; docs/metrics.md says what they are."""
-        return metrics_of(self.answered, self.reward) | {"time/eval": self.seconds}
+        """The metrics alone; docs/metrics.md says what they are."""
+        return {name: value for name, value in self.record.items() if name != "prompts"}
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """A line of ``evaluations.jsonl``, but for its step."""
-        record: dict[str, Any] = {
-            "reward": self.reward,
-            "prompt_index": [each.index for each in self.answered],
-            "greedy": [each.greedy.scores[self.reward] for each in self.answered],
+    def _by_prompt(self) -> dict[str, list[float]]:
+        """Number -> the P values that it is the mean of."""
+        reward, answered = self.reward, self.answered
+        found = {"accuracy": [each.greedy.scores[reward] for each in answered]}
+        samples = [[answer.scores[reward] for answer in each.samples] for each in answered]
+        k = len(samples[0])
+        for n in passes(k):
+            found[f"pass@{n}"] = [pass_at_k(each, n) for each in samples]
+        if k > 1 and reward in answered[0].greedy.stated:
+            votes = [majority([a.stated[reward] for a in each.samples]) for each in answered]
+            found[f"maj@{k}"] = [
+                0.0 if vote is None else each[vote]
+                for each, vote in zip(samples, votes, strict=True)
+            ]
+        return found
+
+
+def compare_policies(
+    found: Mapping[str, Evaluation], graders: Sequence[str], *, by: str | None
+) -> dict[str, Any]:
+    """The evaluations ``before`` and perhaps ``after`` training, by grader and group of prompts.
+
+    The groups are all prompts, and those with the same value in the column ``by``. Each has its
+    number of ``prompts`` and, for each grader, the record of each evaluation and the ``change``.
+    """
+    before = found["before"].answered
+    groups = {"all": [*range(len(before))]}
+    for row, each in enumerate(before):
+        if by is not None:
+            groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
+    return {
+        name: {
+            "prompts": len(rows),
+            "graders": {grader: _compared(found, rows, grader) for grader in graders},
         }
-        if self.answered[0].samples:
-            record["samples"] = [[a.scores[self.reward] for a in p.samples] for p in self.answered]
-        return record
+        for name, rows in groups.items()
+    }
 
 
-def metrics_of(answered: Sequence[Answered], reward: str) -> dict[str, float]:
-    """What the answers to some prompts are worth, with 95 % intervals, as one reward judges."""
-    metrics: dict[str, float] = {}
-    for name, values in scores_of(answered, reward).items():
-        low, high = bootstrap_interval(values)
-        metrics |= {name: float(np.mean(values)), f"{name}/low": low, f"{name}/high": high}
-    greedy = [each.greedy for each in answered]
-    metrics["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
-    metrics["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
-    return metrics
+def _compared(
+    found: Mapping[str, Evaluation], rows: Sequence[int], grader: str
+) -> dict[str, dict[str, Any]]:
+    records = {}
+    for who, evaluation in found.items():
+        answered = [evaluation.answered[row] for row in rows]
+        records[who] = replace(evaluation, answered=answered, reward=grader).record
+    if "after" in records:
+        changes = Comparison(records["before"], records["after"]).changes
+        records["change"] = {f"eval/{name}": test._asdict() for name, test in changes.items()}
+    return records
 
 
-def scores_of(answered: Sequence[Answered], reward: str) -> dict[str, list[float]]:
-    """Metric -> the P numbers, one for each prompt, that it is the mean of."""
-    scores = {"eval/accuracy": [each.greedy.scores[reward] for each in answered]}
-    samples = [[answer.scores[reward] for answer in each.samples] for each in answered]
-    k = len(samples[0])
-    for n in passes(k):
-        scores[f"eval/pass@{n}"] = [pass_at_k(each, n) for each in samples]
-    if k > 1 and reward in answered[0].greedy.stated:
-        votes = [majority([a.stated[reward] for a in each.samples]) for each in answered]
-        scores[f"eval/maj@{k}"] = [
-            0.0 if vote is None else each[vote] for each, vote in zip(samples, votes, strict=True)
-        ]
-    return scores
+def comparison_tables(groups: Mapping[str, Any]) -> list[str]:
+    """Lines for a terminal: what :func:`compare_policies` has found."""
+    lines = []
+    for name, group in groups.items():
+        for grader, found in group["graders"].items():
+            compared = Comparison(found["before"], found.get("after", found["before"]))
+            title = f"{name}: {group['prompts']} prompts, {grader}"
+            lines += ["", *compared.table(title, ("before", "after"))]
+    return lines
 
 
 class Evaluator:
     """Measures a policy on a held-out split, always with the same noise.
 
-    Args:
-        cfg (GRPOConfig): ``eval_reward``, ``eval_samples``, ``eval_sampling`` and the seed are the
-            run's.
-        dataset (RLDataset): the held-out prompts.
-        tokenizer (Any): a torchtune tokenizer.
-        rewards (RewardSet): the run's rewards; ``eval_reward`` is the one that decides, or the
-            first.
-
-    Raises:
-        ValueError: if there is no such reward, or it cannot say what ``keep_best`` needs.
+    ``evaluation.reward`` names the reward that decides; without it, the first one does.
     """
 
     def __init__(
         self, cfg: GRPOConfig, dataset: RLDataset, *, tokenizer: Any, rewards: RewardSet
     ) -> None:
-        if cfg.evaluation.reward is not None and cfg.evaluation.reward not in rewards.names:
+        wanted = cfg.evaluation
+        if wanted.reward is not None and wanted.reward not in rewards.names:
             raise ValueError(
-                f"evaluation.reward={cfg.evaluation.reward}: no reward of this name; rewards has "
+                f"evaluation.reward={wanted.reward}: no reward of this name; rewards has "
                 f"{', '.join(rewards.names)}."
             )
         self._cfg = cfg
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._rewards = rewards
-        self._reward = cfg.evaluation.reward or rewards.names[0]
+        self._reward = wanted.reward or rewards.names[0]
         named = {reward.name: reward.answer_of for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
-        if (cfg.evaluation.keep_best or "").startswith(
-            "eval/maj@"
-        ) and self._reward not in self._stated:
+        if (wanted.keep_best or "").startswith("eval/maj@") and self._reward not in self._stated:
             raise ValueError(
-                f"evaluation.keep_best={cfg.evaluation.keep_best}: the reward {self._reward!r} "
-                "cannot say which answer it sees; give eval/accuracy or eval/pass@1."
+                f"evaluation.keep_best={wanted.keep_best}: the reward {self._reward!r} cannot say "
+                "which answer it sees; give eval/accuracy or eval/pass@1."
             )
 
     def __call__(self, engine: RolloutEngine, *, state: TrainerState | None = None) -> Evaluation:
-        """Evaluates a policy; every rank has to call it.
-
-        Args:
-            engine (RolloutEngine): of the policy.
-            state (TrainerState | None): given to the rewards.
-        """
+        """Evaluates the engine's policy; every rank has to call it. Rewards get the ``state``."""
         begun = time.perf_counter()
         mine = range(rank(), len(self._dataset), world_size())
         # A rank without a prompt answers one for nothing: a sharded model needs every rank.
@@ -215,30 +246,19 @@ class Evaluator:
 
 
 class Course:
-    """Ends a run and keeps its best checkpoint, as ``keep_best``, ``stop_at`` and ``patience`` say.
-
-    Args:
-        cfg (GRPOConfig): the run's config.
-        checkpoints (Checkpoints): the run's.
-    """
+    """Ends a run and keeps its best checkpoint, as ``keep_best``, ``stop_at``, ``patience`` say."""
 
     def __init__(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> None:
-        self._cfg, self._checkpoints = cfg, checkpoints
+        self._keys, self._checkpoints = cfg.evaluation, checkpoints
         self.is_over = False
 
-    def judge(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Every rank calls it after an evaluation or a resume; the first one's record decides."""
-        best, self.is_over = on_first_rank(self._judge, records)
-        self._checkpoints.keep_best(best)
-
-    def _judge(self, records: Sequence[Mapping[str, Any]]) -> tuple[int | None, bool]:
-        cfg = self._cfg
+    def judge(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Decides by the evaluations so far, the same on every rank; every rank has to call it."""
+        keys = self._keys
         reason = should_stop(
-            records,
-            metric=cfg.evaluation.keep_best,
-            stop_at=cfg.evaluation.stop_at,
-            patience=cfg.evaluation.patience,
+            evaluations, metric=keys.keep_best, stop_at=keys.stop_at, patience=keys.patience
         )
         if reason is not None:
-            log.info(reason)
-        return best_step(records, cfg.evaluation.keep_best), reason is not None
+            utils.log_rank_zero(log, reason)
+        self.is_over = reason is not None
+        self._checkpoints.keep_best(best_step(evaluations, keys.keep_best))

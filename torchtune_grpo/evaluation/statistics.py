@@ -1,4 +1,4 @@
-"""How sure a held-out number is: pass@k, majority votes, intervals and a paired test.
+"""How sure a held-out number is: pass@k, majority votes, intervals, a paired test and a comparison.
 
 No prompt knows of another, while the samples of one prompt are alike; so the unit everywhere is the
 prompt. Intervals hold for prompts drawn like these, not for another data set.
@@ -7,9 +7,11 @@ prompt. Intervals hold for prompts drawn like these, not for another data set.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import comb, fsum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,20 +28,16 @@ class Paired(NamedTuple):
     high: float
     p: float  # how often chance alone gives a difference at least as large, of either sign
 
+    def __str__(self) -> str:
+        p = f"p={self.p:.3f}" if self.p >= 0.001 else "p<0.001"
+        return f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}] {p}"
+
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
-    """Expected best score of ``k`` of a prompt's samples (Chen et al. 2021, arXiv:2107.03374).
+    """Expected best score of ``k`` of a prompt's n samples (Chen et al. 2021, arXiv:2107.03374).
 
-    Args:
-        scores (Sequence[float]): of all n samples.
-        k (int): at most n.
-
-    Returns:
-        float: the mean over all k-subsets of their best score, which is unbiased; for c scores of 1
-        among zeros, 1 - C(n - c, k) / C(n, k).
-
-    Raises:
-        ValueError: if there are fewer than ``k`` samples.
+    The mean over all k-subsets of their best score, which is unbiased; for c scores of 1 among
+    zeros, 1 - C(n - c, k) / C(n, k).
     """
     n = len(scores)
     if not 1 <= k <= n:
@@ -52,31 +50,21 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 def majority(answers: Sequence[str | None]) -> int | None:
     """The vote of maj@k (Wang et al. 2022, arXiv:2203.11171): which sample speaks for all.
 
-    Args:
-        answers (Sequence[str | None]): of each sample; None = it states none, and has no vote.
-
-    Returns:
-        int | None: the first sample with the most frequent answer; of answers that are equally
-        frequent, the first one given. None if no sample states any.
+    The first sample with the most frequent answer; of answers that are equally frequent, the first
+    one given. A sample that states no answer (None) has no vote; None if no sample states any.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return answers.index(votes.most_common(1)[0][0]) if votes else None
 
 
 def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
-    """95 % interval of the mean of ``values``, by resampling the prompts.
+    """95 % interval of the mean of ``values`` [P], each from 0 to 1, by resampling the prompts.
 
     Alone, the resamples of 100 wrong answers are 100 wrong answers, and the interval (0, 0). So two
     prompts that score 0 and two that score 1 are added first, as Agresti and Coull (1998) do for a
     proportion: (0, 0.05) there. They weigh as much less than a prompt as ``values`` (means over
     samples) vary less than zeros and ones of that mean. benchmarks/intervals.py counts how often
-    the mean is in it.
-
-    Args:
-        values (ArrayLike): [P] one for each prompt, from 0 to 1.
-
-    Returns:
-        tuple[float, float]: low and high, the same for the same values in any order.
+    the mean is in it. The order of the values has no effect.
     """
     scores = np.asarray(values, dtype=np.float64)
     mean = scores.mean()
@@ -85,26 +73,101 @@ def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
 
 
 def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
-    """Whether scores differ by more than chance, when each prompt was answered before and after.
+    """Whether scores [P] of the same prompts differ by more than chance, before and after.
 
     Under the null hypothesis each prompt's difference is as likely to be positive as negative. All
     2^P choices of signs are counted, not sampled; for scores of 0 and 1 that is McNemar's exact
     test. The interval resamples the prompts, one gain and one loss of 1 added (Bonett and Price
-    2012), with a weight as above.
-
-    Args:
-        before (ArrayLike): [P] score of each prompt, from 0 to 1; may be a mean over samples.
-        after (ArrayLike): [P] of the same prompts. Differences that are not all multiples of one
-            1/m, m <= 256, are rounded to 1/256 of the largest for ``p``.
-
-    Returns:
-        Paired: difference, interval and p.
+    2012), with a weight as above. Scores are from 0 to 1 and may be means over samples; differences
+    that are not all multiples of one 1/m, m <= 256, are rounded to 1/256 of the largest for ``p``.
     """
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     size = np.abs(difference).mean()
     weight = (difference**2).mean() / size if size else 1.0
     low, high = _interval(difference, added=(-1, 1), weight=weight)
     return Paired(float(difference.mean()), low, high, _sign_flip_p(difference))
+
+
+class Score(NamedTuple):
+    """A held-out number with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
+    """The numbers of a recorded evaluation that have an interval: accuracy, pass@1, ..., maj@k."""
+    found = {}
+    for low in [name for name in evaluation if name.endswith("/low")]:
+        metric = low.removesuffix("/low")
+        values = [evaluation.get(f"{metric}{end}") for end in ("", "/low", "/high")]
+        if None not in values:
+            found[metric.removeprefix("eval/")] = Score(*values)
+    return found
+
+
+def in_one_line(evaluation: Mapping[str, Any]) -> str:
+    """An evaluation in words: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
+    scores = scores_of(evaluation).items()
+    return ", ".join(
+        f"{name} {score}" if name == "accuracy" else f"{name} {score.mean:.3f}"
+        for name, score in scores
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two recorded evaluations, before and after training; one may stand for both."""
+
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+    @classmethod
+    def of_run(cls, evaluations: Sequence[Mapping[str, Any]]) -> Comparison | None:
+        """The first and the last evaluation of a run's record; None if there is none."""
+        known = [each for each in evaluations if "accuracy" in scores_of(each)]
+        return cls(known[0], known[-1]) if known else None
+
+    @cached_property
+    def changes(self) -> dict[str, Paired]:
+        """The paired test of each number; empty where the prompts are not the same."""
+        before, after = (each.get("prompts", {}) for each in (self.before, self.after))
+        if before is after or before.get("prompt_index") != after.get("prompt_index"):
+            return {}
+        names = [name for name in scores_of(self.after) if name in before and name in after]
+        return {name: paired_test(before[name], after[name]) for name in names}
+
+    @property
+    def headline(self) -> str:
+        """A sentence with the accuracy."""
+        before, after = (scores_of(each)["accuracy"] for each in (self.before, self.after))
+        if self.before is self.after:
+            return f"Held-out accuracy is {after} after step {self.after['step']}."
+        change = self.changes.get("accuracy")
+        tested = f" ({change})" if change else ""
+        if before.mean == after.mean:
+            return f"Held-out accuracy stayed at {after.mean:.3f}{tested}."
+        moved = "rose" if after.mean > before.mean else "fell"
+        return f"Held-out accuracy {moved} from {before.mean:.3f} to {after.mean:.3f}{tested}."
+
+    def table(self, title: str, ends: Sequence[str]) -> list[str]:
+        """Lines with every number, in a column for each of the ``ends``, and the change."""
+        columns = [self.before] if self.before is self.after else [self.before, self.after]
+        rows = [[title, *ends[: len(columns)], "change" if self.changes else ""]]
+        for name in scores_of(self.after):
+            cells = [str(scores_of(each).get(name, "-")) for each in columns]
+            rows.append([name, *cells, str(self.changes.get(name, ""))])
+        for name in ("mean_length", "clipped_ratio"):
+            rows.append([name, *(f"{each[f'eval/{name}']:.3f}" for each in columns), ""])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
 
 
 def _interval(

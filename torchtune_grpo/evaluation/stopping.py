@@ -1,6 +1,6 @@
 """Which evaluation was the best, and whether a run ends before ``num_steps``. No torch here.
 
-All is decided by the lines of ``metrics.jsonl``, so that a resumed run decides as the first one.
+All is decided by the recorded evaluations, so that a resumed run decides as the first one.
 """
 
 from __future__ import annotations
@@ -23,45 +23,33 @@ def scores(num_samples: int) -> list[str]:
     return [ACCURACY, *(f"eval/pass@{k}" for k in passes(num_samples)), *votes]
 
 
-def best_step(records: Sequence[Mapping[str, Any]], metric: str | None) -> int | None:
-    """The step of a run's best checkpoint.
+def best_step(evaluations: Sequence[Mapping[str, Any]], metric: str | None) -> int | None:
+    """The step of a run's best checkpoint, the first one with the highest value of the metric.
 
-    Args:
-        records (Sequence[Mapping[str, Any]]): lines of ``metrics.jsonl``, in order.
-        metric (str | None): of evaluations, the higher the better; None asks for no best.
-
-    Returns:
-        int | None: the first of the steps with the highest value. Step 0 does not count: it is the
-        base, and has no checkpoint.
+    Step 0 does not count: it is the base, and has no checkpoint. Without a metric there is no best.
     """
-    values = [(value, step) for step, value in _evaluations(records, metric) if step > 0]
+    values = [(value, step) for step, value in _values(evaluations, metric) if step > 0]
     return max(values, key=lambda each: each[0])[1] if values else None
 
 
 def should_stop(
-    records: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
     *,
     metric: str | None,
     stop_at: float | None,
     patience: int | None,
 ) -> str | None:
-    """Whether a run ends with the newest evaluation of its record.
+    """Why a run ends with the newest of its evaluations, with the key to change; None = it goes on.
 
-    Args:
-        records (Sequence[Mapping[str, Any]]): lines of ``metrics.jsonl``, in order.
-        metric (str | None): of evaluations; None = the accuracy.
-        stop_at (float | None): it ends if the newest evaluation reaches this.
-        patience (int | None): it ends if so many evaluations in a row are not above the best before
-            them. That of step 0 is one to beat; but no run ends with it.
-
-    Returns:
-        str | None: the reason, with the key to change; None if it goes on.
+    Without a metric, the accuracy decides. A run ends if the newest evaluation reaches ``stop_at``,
+    or if ``patience`` evaluations in a row are not above the best before them. That of step 0 is
+    one to beat; but no run ends with it.
     """
     metric = metric or ACCURACY
-    evaluations = _evaluations(records, metric)
-    if not evaluations or evaluations[-1][0] == 0:
+    found = _values(evaluations, metric)
+    if not found or found[-1][0] == 0:
         return None
-    (step, newest), values = evaluations[-1], [value for _, value in evaluations]
+    (step, newest), values = found[-1], [value for _, value in found]
     if stop_at is not None and newest >= stop_at:
         reached = f"has reached evaluation.stop_at={stop_at}"
         return f"Ends after step {step}: {metric} is {newest:.3f}, and {reached}."
@@ -70,14 +58,14 @@ def should_stop(
     if patience is not None and waited >= patience:
         return (
             f"Ends after step {step}: the last {waited} evaluations were not above the {metric} "
-            f"of {values[best]:.3f} after step {evaluations[best][0]}, and evaluation.patience="
+            f"of {values[best]:.3f} after step {found[best][0]}, and evaluation.patience="
             f"{patience}."
         )
     return None
 
 
-def _evaluations(
-    records: Sequence[Mapping[str, Any]], metric: str | None
+def _values(
+    evaluations: Sequence[Mapping[str, Any]], metric: str | None
 ) -> list[tuple[int, float]]:
     """Step and value of each evaluation."""
-    return [(r["step"], r[metric]) for r in records if metric and r.get(metric) is not None]
+    return [(e["step"], e[metric]) for e in evaluations if metric and e.get(metric) is not None]

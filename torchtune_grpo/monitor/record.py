@@ -1,215 +1,150 @@
-"""What a run tells of itself: files, the metric logger, the terminal, findings and the page."""
+"""A run's record: the events in ``run.jsonl``, one a line, and how to read them. No torch here.
+
+An event has a ``kind``, a ``step`` and
+
+    start       time, command, config, versions, device, ranks, seed
+    step        the metrics by name; prompts: prompt_index, pass_rate and reward of every group
+    evaluation  the metrics by name; prompts: prompt_index, and each prompt's accuracy, pass@1, ...
+    finding     event ("begins" or "ends"), name, since, evidence, key, remedy
+
+The page, the findings, the model card and what ends a run read these lines. ``completions.jsonl``
+beside it holds whole groups of completions.
+"""
 
 from __future__ import annotations
 
-import datetime
+import json
+import logging
 import os
-import platform
-import shlex
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
-from torchtune import utils
+from torchtune_grpo.config.text import plain
 
-from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import describe, plain
-from torchtune_grpo.evaluation.evaluator import Evaluation
-from torchtune_grpo.machine.parallel import rank, world_size
-from torchtune_grpo.monitor.findings import FindingsWatch, Settings
-from torchtune_grpo.monitor.groups import GroupRecorder
-from torchtune_grpo.monitor.metric_logger import make_metric_logger
-from torchtune_grpo.monitor.progress import RunProgress
-from torchtune_grpo.monitor.report import write_page
-from torchtune_grpo.monitor.run_log import METRICS_FILE, RunLog
-from torchtune_grpo.monitor.summary import evaluation_line, summary
-from torchtune_grpo.rewards import RewardScores
-from torchtune_grpo.rollout import Progress
-from torchtune_grpo.trajectory import Trajectory
+log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 
-log = utils.get_logger("INFO")
+RUN_FILE, COMPLETIONS_FILE = "run.jsonl", "completions.jsonl"
+# What completions.jsonl may grow to over a whole run, and what it may take at once.
+_MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
-STARTS_FILE = "starts.jsonl"
-_PAGE_EVERY = 10  # steps
-_PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
-_SECRETS = ("token", "secret", "password", "api_key")  # a key of the config that ends so
+Record = dict[str, Any]
 
 
-class Observer:
-    """Watches a run; the recipe tells it what happens.
+def read(folder: Path, *kinds: str) -> list[Record]:
+    """The events of a run, or those of some kinds, in order; none if there is no record."""
+    path = folder / RUN_FILE
+    return [event for event in read_lines(path) if not kinds or event.get("kind") in kinds]
 
-    Args:
-        cfg (GRPOConfig): the run's config.
-        given (DictConfig): the same as the user gave it.
-        rewards (list[str]): their names.
-        stop_tokens (Sequence[int]): of the tokenizer.
-        device (torch.device): that the run is on.
-    """
 
-    def __init__(
-        self,
-        cfg: GRPOConfig,
-        given: DictConfig,
-        *,
-        rewards: list[str],
-        stop_tokens: Any,
-        device: torch.device,
-    ) -> None:
-        self._cfg, self._given, self._device = cfg, given, device
-        self._folder = Path(cfg.output_dir)
-        self._metric_logger = make_metric_logger(cfg.metric_logger)
-        self._metric_logger.log_config(given)
-        self._log = RunLog(self._folder)
-        self._groups = GroupRecorder(
-            num_groups=cfg.log_groups,
-            group_size=cfg.grpo_samples,
-            accuracy_reward=cfg.evaluation.reward,
-            stop_tokens=stop_tokens,
-            max_generated_tokens=cfg.max_generated_tokens,
-            seed=cfg.seed,
-        )
-        self._accuracy = f"rewards/{cfg.evaluation.reward or rewards[0]}/mean"
-        self._findings = FindingsWatch(Settings.from_config(cfg))
-        self._progress: RunProgress | None = None
+def read_metrics(folder: Path) -> list[Record]:
+    """The step and the metrics of each step and each evaluation, in order."""
+    return [metrics_of(event) for event in read(folder, "step", "evaluation")]
 
-    def resume(self, step: int) -> None:
-        """Forgets what was recorded after the step that the run goes on from."""
-        self._log.keep_until(step)
-        for record in self.records:
-            self._findings.add(record)
+
+def metrics_of(event: Record) -> Record:
+    """An event's step and metrics, without what it says of each prompt."""
+    return {name: value for name, value in event.items() if name not in ("kind", "prompts")}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The events of a run in its folder, by kind."""
+
+    folder: Path
+    starts: list[Record]
+    steps: list[Record]
+    evaluations: list[Record]
+    findings: list[Record]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """Reads a run's record; a ValueError says if the folder is missing or holds none."""
+        if not (folder / RUN_FILE).is_file():
+            what = f"has no {RUN_FILE}" if folder.is_dir() else "is not a folder"
+            raise ValueError(f"{folder} {what}; give the output_dir of a run.")
+        events = read(folder)
+        kinds = ("start", "step", "evaluation", "finding")
+        return cls(folder, *([e for e in events if e.get("kind") == kind] for kind in kinds))
 
     @property
-    def records(self) -> list[dict[str, Any]]:
-        """What ``metrics.jsonl`` says; nothing but on the first rank."""
-        return self._log.read_metrics()
+    def steps_done(self) -> int:
+        """Steps of training."""
+        return self.steps[-1]["step"] if self.steps else 0
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the policy after so many steps was evaluated. Every rank has to ask."""
-        return self._log.has_evaluation(step)
+    @property
+    def config(self) -> Record:
+        """The config of the last start."""
+        return self.starts[-1]["config"] if self.starts else {}
 
-    @contextmanager
-    def shown(self, *, done: int) -> Iterator[None]:
-        """While the run goes on, its line on the terminal; then the page, and a summary.
 
-        Args:
-            done (int): steps that it begins with.
-        """
-        self._log.append(STARTS_FILE, done, [_start(self._given, self._device)])
-        steps = self._cfg.num_steps
-        with RunProgress(steps, done=done, accuracy=self._accuracy) as self._progress:
+def read_lines(path: Path) -> list[Record]:
+    """The lines of a file, if there is one; the log says how many torn ones are left out."""
+    return [record for _, record in _lines(path)] if path.exists() else []
+
+
+def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Record:
+    """Records an event, and returns it as it reads back."""
+    named = {"kind": kind, "step": step}
+    event: Record = plain(named | dict(values) | named)
+    _append(folder / RUN_FILE, _encoded([event]))
+    return event
+
+
+def append_groups(folder: Path, groups: Sequence[Sequence[Record]], *, done: float) -> None:
+    """Records whole groups of completions, in plain values, while there is room for them.
+
+    Of 64 MiB, so much may be filled as of the run is ``done``, from 0 to 1; and 1 MiB more.
+    """
+    path = folder / COMPLETIONS_FILE
+    room = _HEAD_START + done * _MAX_BYTES - (path.stat().st_size if path.exists() else 0)
+    for group in groups:
+        lines = _encoded(group)
+        room -= len(lines)
+        if room < 0:
+            break
+        _append(path, lines)
+
+
+def keep_until(folder: Path, step: int) -> None:
+    """Drops what was recorded after ``step``: a resumed run does those steps again.
+
+    Killed at any moment, it leaves either the old file or the new one, and next time works.
+    """
+    for path in filter(Path.exists, (folder / RUN_FILE, folder / COMPLETIONS_FILE)):
+        beside = path.with_name(f"{path.name}.new")
+        with beside.open("wb") as file:
+            for line, record in _lines(path):
+                if record["step"] <= step:
+                    file.write(line.rstrip(b"\n") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
+    """Each line and what it says, but for those that a kill or a full disk has torn."""
+    left_out = 0
+    with path.open("rb") as file:
+        for line in file:
             try:
-                yield
-            finally:
-                self._write_page()
-        if rank() == 0:
-            for line in summary(self.records, self._findings.current, self._folder):
-                log.info(line)
-
-    def rollout(self, now: Progress) -> None:
-        """How far a rollout is."""
-        if self._progress is not None:
-            self._progress.rollout(now)
-
-    def scored(self, trajectory: Trajectory, scores: RewardScores) -> None:
-        """N rows with advantages, whole groups, and what the rewards say of them."""
-        self._groups.scored(trajectory, scores)
-
-    def trained(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        """The rows of the update, and the trainer's log-probs [N, L] before it."""
-        self._groups.trained(trajectory, logprobs)
-
-    def step(self, step: int, values: Mapping[str, float]) -> dict[str, list[Any]]:
-        """A finished step and its metrics. Every rank has to call it.
-
-        Returns:
-            dict[str, list[Any]]: a line of ``prompts.jsonl``, the same on every rank.
-        """
-        logged = self._metrics(step, values)
-        groups, summary = self._groups.take(step)
-        self._log.groups(step, groups, share=step / self._cfg.num_steps)
-        self._log.append("prompts.jsonl", step, [summary])
-        if self._progress is not None:
-            self._progress.step_done(step, logged)
-        self._tell_findings(step, logged)
-        if step % _PAGE_EVERY == 0:
-            self._write_page()
-        return summary
-
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """What an evaluation says of the policy after so many steps."""
-        logged = self._metrics(step, evaluation.metrics)
-        self._log.append("evaluations.jsonl", step, [evaluation.record])
-        utils.log_rank_zero(log, f"Step {step}: held-out {evaluation_line(logged)}")
-        self._tell_findings(step, logged)
-
-    def _metrics(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        logged = self._log.metrics(step, values)
-        self._metric_logger.log_dict(logged, step=step)
-        return logged
-
-    def _tell_findings(self, step: int, logged: Mapping[str, float]) -> None:
-        """Says each once when it begins and when it ends."""
-        for line in self._findings.add(plain({"step": step, **logged})):
-            self._log.append("findings.jsonl", step, [line])
-            if line["event"] == "ends":
-                utils.log_rank_zero(log, f"Finding {line['name']} has ended.")
-            elif rank() == 0:
-                log.warning(f"Finding {line['name']}: {line['evidence']} {line['remedy']}")
-
-    def _write_page(self) -> None:
-        """A page that cannot be written ends no run."""
-        if rank() > 0 or not (self._folder / METRICS_FILE).exists():
-            return
-        try:
-            write_page(self._folder)
-        except Exception as error:
-            log.warning(f"The run's page is not written: {describe(error)}")
-
-    def close(self) -> None:
-        """Ends the metric logger."""
-        self._metric_logger.close()
+                record = json.loads(line.decode())
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line, record
+            else:
+                left_out += 1
+    if left_out:
+        log.warning(f"{path}: left out {left_out} line(s) that are torn or have no step.")
 
 
-def _start(given: DictConfig, device: torch.device) -> dict[str, Any]:
-    """What a run was started with, and on what."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": _command(),
-        "config": _without_secrets(OmegaConf.to_container(given, resolve=True)),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "device": f"{device.type} {name}".strip(),
-        "ranks": world_size(),
-        "seed": given.get("seed", 0),
-    }
+def _encoded(records: Sequence[Record]) -> bytes:
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return text.encode(errors="backslashreplace")
 
 
-def _command() -> str:
-    """As it was typed, but for the interpreter and the folder of what it runs."""
-    script, *arguments = sys.orig_argv[1:] or [""]
-    return shlex.join([os.path.basename(script), *arguments])
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _without_secrets(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {
-            key: "..." if str(key).lower().endswith(_SECRETS) else _without_secrets(value)
-            for key, value in node.items()
-        }
-    return [*map(_without_secrets, node)] if isinstance(node, list) else node
+def _append(path: Path, lines: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(lines)

@@ -1,25 +1,338 @@
-"""A run as one page that can be mailed: ``torchtune-grpo report OUTPUT_DIR``."""
+"""A run as one page that can be mailed: data, curves, style and script in one file.
 
+The page runs no other script and fetches nothing. All data passes :func:`script_json` on its way.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+from torchtune_grpo.config.text import visible
+from torchtune_grpo.evaluation.statistics import Comparison, scores_of
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
+from torchtune_grpo.monitor.report.panels import (
+    MAX_POINTS,
+    compared_panels,
+    panels,
+    pass_rate_panels,
+    prompt_map,
+)
+from torchtune_grpo.monitor.report.verdict import verdict
+
+_MAX_BYTES = 4_500_000  # of all groups: with bokeh (1.4 MB) and the curves, a page is below 8 MB
+_LONG_TEXT, _SHORT_TEXT = 4000, 600  # characters of a completion; of a column or an extra
+_NUM_GAPS = 20  # completions that count as the largest gaps
+_FILTERS = (
+    ("mixed", "informative", "In groups whose advantages differ: these teach."),
+    ("ill", "right, ill-formed", "The answer is right, the format's reward is not full."),
+    ("wrong", "well-formed, wrong", "The format's reward is full, the answer is wrong."),
+    ("cut", "cut off", "Ended by max_generated_tokens or by the deadline."),
+    ("failed", "failed reward", "A reward raised, timed out or returned no number."),
+    ("gap", "largest gap", "Sampler and trainer disagree most about these."),
+)
+
+Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it is folded
 
 
-def write_page(folder: Path) -> Path:
-    """Writes ``run.html`` into a run's folder, whole or not at all; the old one stays till then.
+def write_page(folder: Path, path: Path | None = None) -> str:
+    """Writes the page of a run, to ``run.html`` in its folder, and returns its headline.
 
-    Args:
-        folder (Path): the run's ``output_dir``; what it does not hold yet is left out.
-
-    Returns:
-        Path: of the page.
-
-    Raises:
-        ValueError: if the folder is missing or holds no run.
-        OSError: if the page cannot be written.
+    A ValueError says if the folder is missing or holds no run.
     """
-    # The plotting library takes half a second to import, which a run spends on its first page only.
-    from torchtune_grpo.monitor.report.page import run_page, write
+    run = RunRecord.read(folder)
+    found, curves = verdict(run), panels(run)
+    every = -(-run.steps_done // MAX_POINTS)
+    data = {
+        "name": _name(run),
+        "verdict": found,
+        "panels": curves + pass_rate_panels(run),
+        "curves": len(curves),
+        "resumes": [start["step"] for start in run.starts if start["step"] > 0],
+        "thinned": f"Drawn is every {every}th step." if every > 1 else "",
+        **_completions(run),
+        "map": prompt_map(run),
+        "setup": _setup(run),
+    }
+    _write(path or folder / "run.html", _name(run), data)
+    return str(found["headline"])
 
-    return write(folder / "run.html", run_page(folder))
+
+def write_comparison(folders: Sequence[Path], path: Path) -> str:
+    """Writes the page that compares several runs, and returns its headline."""
+    runs = [RunRecord.read(folder) for folder in folders]
+    names = [_name(run) for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    curves, headline = compared_panels(runs, names), f"{len(runs)} runs compared"
+    data = {
+        "name": "Comparison",
+        "headline": headline,
+        "comparison": _verdicts(runs, names),
+        "panels": curves,
+        "curves": len(curves),
+        "resumes": [],
+        "thinned": "",
+        "setup": [_differences("Where their configs differ", names, [run.config for run in runs])],
+    }
+    _write(path, headline, data)
+    return headline
 
 
-__all__ = ["write_page"]
+def script_json(value: object) -> str:
+    """JSON as it may stand in a script element: visible texts, without any "<", ">" or "&"."""
+    text = json.dumps(_clean(value), ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _clean(value: Any) -> Any:
+    """Texts without what is invisible, and numbers with five digits."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {visible(str(key)): _clean(item) for key, item in value.items()}
+    return [*map(_clean, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _name(run: RunRecord) -> str:
+    return run.folder.resolve().name
+
+
+# ---- Completions
+
+
+def _completions(run: RunRecord) -> dict[str, Any]:
+    """Groups for the page, how many were recorded, and the filters."""
+    groups: list[list[Record]] = []
+    for row in read_lines(run.folder / COMPLETIONS_FILE):
+        last = groups[-1][-1] if groups else {}
+        same = all(row[key] == last.get(key) for key in ("step", "prompt_index"))
+        if not same or row["sample"] <= last["sample"]:
+            groups.append([])
+        groups[-1].append(row)
+    _mark(groups, decider=run.config.get("evaluation", {}).get("reward"))
+    return {"groups": _fitting(groups), "recorded": len(groups), "filters": _FILTERS}
+
+
+def _mark(groups: list[list[Record]], *, decider: str | None) -> None:
+    """Gives each row ``is``, the names of the filters that find it."""
+    rows = [row for group in groups for row in group]
+    names = [*rows[0]["rewards"]] if rows else []
+    decides = decider if decider in names else next(iter(names), None)
+    form = next((name for name in names if "format" in name and name != decides), None)
+    best = max((row["rewards"].get(form) or 0 for row in rows), default=0)
+    largest = {id(row) for row in sorted(rows, key=_gap)[-_NUM_GAPS:] if _gap(row) > 0}
+    for group in groups:
+        mixed = len({row["advantage"] for row in group}) > 1
+        for row in group:
+            right, formed = row["rewards"].get(decides), row["rewards"].get(form)
+            is_right, is_formed = (right or 0) >= 1, best > 0 and (formed or 0) >= best
+            marks = {
+                "mixed": mixed,
+                "ill": is_right and formed is not None and not is_formed,
+                "wrong": right is not None and not is_right and is_formed,
+                "cut": row["ended"] in ("length", "deadline"),
+                "failed": bool(row["failed"]),
+                "gap": id(row) in largest,
+            }
+            row["is"] = [name for name, holds in marks.items() if holds]
+
+
+def _gap(row: Record) -> float:
+    sampler, trainer = row["sampler_logprob"], row["trainer_logprob"]
+    return 0.0 if sampler is None or trainer is None else abs(sampler - trainer)
+
+
+def _fitting(groups: list[list[Record]]) -> list[Record]:
+    """All groups; or, if they are too many, one of each step, of every second step, and so on."""
+    shown = [_for_page(group) for group in groups]
+    sizes = {id(group): len(script_json(group).encode()) for group in shown}
+    best = {group["step"]: group for group in shown}
+    best |= {group["step"]: group for group in shown if "mixed" in group["rows"][0]["is"]}
+    every = 1
+    while sum(sizes[id(group)] for group in shown) > _MAX_BYTES:
+        shown = [*best.values()][::-1][::every][::-1]
+        every *= 2
+    return shown
+
+
+def _for_page(group: list[Record]) -> Record:
+    first = group[0]
+    kept = ("tokens", "reward", "advantage", "sampler_logprob", "trainer_logprob", "failed", "is")
+    rows = [
+        {
+            **{name: row[name] for name in kept},
+            "text": _shortened(row["completion"], _LONG_TEXT),
+            "ended": row["ended"].replace("_", " "),
+            "rewards": [*row["rewards"].items()],
+            "extra": _texts(row["extra"]),
+        }
+        for row in group
+    ]
+    return {
+        "step": first["step"],
+        "index": first["prompt_index"],
+        "prompt": _shortened(first["prompt"], _LONG_TEXT),
+        "columns": _texts(first["columns"]),
+        "rows": rows,
+    }
+
+
+def _texts(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, _shortened(_as_text(value), _SHORT_TEXT)) for name, value in values.items()]
+
+
+def _shortened(text: str, limit: int) -> str | list[str | int]:
+    """The text; of a longer one its beginning, how many characters are left out, its end."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit * 2 // 3, limit // 3
+    return [text[:head], len(text) - head - tail, text[-tail:]]
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# ---- Tables
+
+
+def _setup(run: RunRecord) -> list[Table]:
+    """Tables: the last start, its versions, what differs between starts, the whole config."""
+    if not run.starts:
+        return []
+    last, configs = run.starts[-1], [start["config"] for start in run.starts]
+    facts = [(key, _as_text(last[key])) for key in ("command", "time", "device", "ranks", "seed")]
+    names = [f"from step {start['step']}" for start in run.starts]
+    return [
+        {"title": "Last start", "rows": facts},
+        {"title": "Versions", "rows": [*last["versions"].items()]},
+        *([_differences("Changed between starts", names, configs)] if len(names) > 1 else []),
+        {"title": "Whole config", "rows": [*_flat(run.config)], "folded": True},
+    ]
+
+
+def _differences(title: str, names: list[str], configs: Sequence[Record]) -> Table:
+    """Keys with several values. The run's own folder is not a difference."""
+    of_each = [
+        {
+            key: text.replace(config.get("output_dir") or "\0", "OUTPUT_DIR")
+            for key, text in _flat(config)
+        }
+        for config in configs
+    ]
+    keys = dict.fromkeys(key for config in of_each for key in config)
+    rows = [[key, *(config.get(key, "") for config in of_each)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return {"title": title, "head": ["key", *names], "rows": differing, "empty": "Nowhere."}
+
+
+def _flat(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each value of a config, under its key as one writes it on the command line."""
+    children: Iterable[tuple[object, object]] = ()
+    if isinstance(node, Mapping):
+        children = node.items()
+    elif isinstance(node, list) and any(isinstance(item, (Mapping, list)) for item in node):
+        children = enumerate(node)
+    if not children:
+        yield prefix, _as_text(node)
+    for key, value in children:
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _verdicts(runs: Sequence[RunRecord], names: list[str]) -> Table:
+    columns = []
+    for run in runs:
+        found = verdict(run)
+        open_findings = [each["name"] for each in found["findings"] if each["until"] is None]
+        columns.append(
+            {
+                "Verdict": f"{found['headline']} {found['why'][0].partition(':')[0].rstrip('.')}.",
+                "Accuracy after": _accuracy(run),
+                f"After, against {names[0]}": "" if run is runs[0] else _against(runs[0], run),
+                "Open findings": ", ".join(open_findings) or "none",
+                **found["facts"],
+            }
+        )
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *(column.get(key, "") for column in columns)] for key in keys]
+    return {"title": "Verdicts", "head": ["", *names], "rows": rows}
+
+
+def _accuracy(run: RunRecord) -> str:
+    return str(scores_of(run.evaluations[-1]).get("accuracy", "")) if run.evaluations else ""
+
+
+def _against(first: RunRecord, run: RunRecord) -> str:
+    """The paired test of the last evaluations, if their problems are the same."""
+    if first.evaluations and run.evaluations:
+        same_data = first.config.get("eval_dataset") == run.config.get("eval_dataset")
+        changes = Comparison(first.evaluations[-1], run.evaluations[-1]).changes
+        if same_data and "accuracy" in changes:
+            return str(changes["accuracy"])
+    return "no test: not evaluated on the same problems"
+
+
+# ---- File
+
+
+def _write(path: Path, title: str, data: Record) -> None:
+    """Writes beside ``path``, then renames: a browser that reloads sees one page or the other."""
+    parts = _parts()
+    allowed = " ".join(_hash(parts[name]) for name in ("bokeh", "bokeh_api", "curves", "script"))
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    filled = {
+        **parts,
+        "policy": policy,
+        "title": html.escape(visible(title)),
+        "data": script_json({**data, "written": written}),
+    }
+    # In one pass: what is put in is not looked at again.
+    text = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], parts["page"])
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@cache
+def _parts() -> dict[str, str]:
+    """The page's own files, and bokeh without its widgets, tables and WebGL."""
+    from bokeh.util.paths import static_path  # half a second, for a run's first page only
+
+    here, there = files("torchtune_grpo.monitor.report"), Path(static_path()) / "js"
+    paths = {
+        "page": here / "page.html",
+        "style": here / "page.css",
+        "script": here / "page.js",
+        "curves": here / "curves.js",
+        "bokeh": there / "bokeh.min.js",
+        "bokeh_api": there / "bokeh-api.min.js",
+    }
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+
+
+def _hash(script: str) -> str:
+    """What the page's policy calls a script that may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -3,96 +3,88 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchtune_grpo.evaluation.statistics import Paired, paired_test
+from torchtune_grpo.evaluation.statistics import Comparison, Paired, scores_of
 from torchtune_grpo.evaluation.stopping import should_stop
-from torchtune_grpo.monitor.report.run import Record, Run, as_text, number
+from torchtune_grpo.monitor.record import RUN_FILE, Record, RunRecord
 
 _SURE = 0.05  # of p: the usual level
-_FEW = 50  # held-out problems: the 95 % interval of 50 % is then 28 points wide
+_FEW = 50  # held-out problems: the 95 % interval of 0.5 is then 0.28 wide
 
 
-class Score(NamedTuple):
-    """One metric of one evaluation, with its 95 % interval where that is known."""
+def verdict(run: RunRecord) -> dict[str, Any]:
+    """The headline, whether to believe it and why, a table, facts about the run, and findings."""
+    compared = Comparison.of_run(run.evaluations)
+    if compared is None:
+        tone, (headline, why) = "unsure", _without_evaluation(run)
+    else:
+        headline = compared.headline
+        tone, why = _judge(compared)
+    shown = {"tone": tone, "headline": headline, "why": why}
+    table = _scores(compared) if compared else []
+    return {**shown, "scores": table, "facts": _facts(run), "findings": findings(run)}
 
-    step: int
-    mean: float
-    low: float | None
-    high: float | None
 
-    def __str__(self) -> str:
-        interval = (
-            f" ({percent(self.low)} to {percent(self.high)})"
-            if self.low is not None and self.high is not None
-            else ""
+def _judge(compared: Comparison) -> tuple[str, list[str]]:
+    """Whether a run is good, bad or unsure, and why."""
+    if compared.before is compared.after:
+        return "unsure", ["The next evaluation will show whether training helps."]
+    test = compared.changes.get("accuracy")
+    if test is None:
+        return "unsure", ["Not tested: the two evaluations are not of the same problems."]
+    tone = "unsure" if test.p >= _SURE else "good" if test.difference > 0 else "bad"
+    return tone, _reasons(compared, test, tone)
+
+
+def _reasons(compared: Comparison, test: Paired, tone: str) -> list[str]:
+    old, new = (each["prompts"]["accuracy"] for each in (compared.before, compared.after))
+    better = sum(after > before for before, after in zip(old, new, strict=True))
+    worse = sum(after < before for before, after in zip(old, new, strict=True))
+    believe = "Do not believe a change yet" if tone == "unsure" else "Believe it"
+    often = "less than once in 1,000 times" if test.p < 0.001 else f"in {test.p:.1%} of cases"
+    reasons = [
+        f"{believe}: of {len(old)} problems that it never trained on, it does better on {better} "
+        f"and worse on {worse} than before.",
+        f"Chance alone would do as much {often} (paired test).",
+    ]
+    if tone == "unsure" or len(old) < _FEW:
+        width = (test.high - test.low) / 2
+        reasons.append(
+            f"{len(old)} problems only show a change of about {width:.2f} or more. Train "
+            "longer, or evaluate on more problems (eval_dataset)."
         )
-        return percent(self.mean) + interval
+    if tone == "bad":
+        reasons.append("Training made the model worse: take an earlier checkpoint.")
+    return reasons
 
 
-def percent(share: float) -> str:
-    """0.0781 -> 7.8 %"""
-    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+def _without_evaluation(run: RunRecord) -> tuple[str, list[str]]:
+    rewards = [each["reward"] for each in run.steps if each.get("reward") is not None]
+    if not rewards:
+        return "No step is done yet.", ["Reload this page when the run has written it anew."]
+    tenth = -(-len(rewards) // 10)
+    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+    return f"The training reward went from {first:.2f} to {last:.2f}.", [
+        "Do not believe in progress yet: no held-out evaluation was recorded, and a reward can "
+        "rise without better answers. Set eval_dataset."
+    ]
 
 
-def changed_by(test: Paired) -> str:
-    """The interval of a change, and how sure it is."""
-    p = "p < 0.001" if test.p < 0.001 else f"p = {test.p:.3f}"
-    return f"{100 * test.low:+.1f} to {100 * test.high:+.1f}, {p}"
-
-
-def scores(run: Run, name: str) -> list[Score]:
-    """A metric at each evaluation that has it, such as ``accuracy``."""
-    found = []
-    for record in run.evaluations:
-        mean, low, high = (number(record.get(f"eval/{name}{end}")) for end in ("", "/low", "/high"))
-        if mean is not None:
-            found.append(Score(record["step"], mean, low, high))
-    return found
-
-
-def tested(before: Run, after: Run, name: str = "accuracy", *, first: int = 0) -> Paired | None:
-    """The paired test between two evaluations of the same prompts, the second one the last.
-
-    Args:
-        before (Run): its evaluation number ``first``.
-        after (Run): its last evaluation.
-        name (str): ``accuracy`` or ``pass@1``; of others None comes back.
-        first (int): 0, or -1 for the last one.
-    """
-    if not before.scores or not after.scores:
-        return None
-    ends = before.scores[first], after.scores[-1]
-    old, new = (_by_prompt(record, name) for record in ends)
-    same = ends[0] is not ends[1] and ends[0].get("prompt_index") == ends[1].get("prompt_index")
-    return paired_test(old, new) if same and old and new else None
-
-
-def _by_prompt(record: Record, name: str) -> list[float]:
-    if name == "accuracy":
-        return record.get("greedy") or []
-    samples = record.get("samples") or [] if name == "pass@1" else []
-    return [sum(each) / len(each) for each in samples]
-
-
-def verdict(run: Run) -> dict[str, Any]:
-    """The headline, whether to believe it and why, a table, and what the run has taken."""
-    tone, headline, why = _judge(run)
+def _scores(compared: Comparison) -> list[Record]:
+    """A row for each held-out number: before, after and the change, with their intervals."""
+    ends = [compared.before] if compared.before is compared.after else []
+    ends = ends or [compared.before, compared.after]
     table = []
-    for name in run.score_names:
-        found, test = scores(run, name), tested(run, run, name)
-        ends = [found[0], found[-1]] if len(found) > 1 else found
-        change = f"{100 * (ends[-1].mean - ends[0].mean):+.1f} points" if len(ends) > 1 else ""
-        table.append(
-            {
-                "label": _label(name),
-                "ends": [{**end._asdict(), "text": str(end)} for end in ends],
-                "change": change,
-                "test": changed_by(test) if test else "",
-            }
-        )
-    shown = {"tone": tone, "headline": headline, "why": why, "scores": table}
-    return {**shown, "facts": _facts(run), "findings": findings(run)}
+    for name in scores_of(compared.after):
+        cells = []
+        for each in ends:
+            if score := scores_of(each).get(name):
+                text, _, interval = str(score).partition(" ")
+                cells.append({**score._asdict(), "text": text, "interval": interval})
+        change, _, test = str(compared.changes.get(name, "")).partition(" ")
+        table.append({"label": _label(name), "ends": cells, "change": change, "test": test})
+    return table
 
 
 def _label(name: str) -> str:
@@ -104,105 +96,51 @@ def _label(name: str) -> str:
     return "pass@1: sampled answers" if k == "1" else f"{name}: one of {k} samples is right"
 
 
-def _judge(run: Run) -> tuple[str, str, list[str]]:
-    accuracy = scores(run, "accuracy")
-    if not accuracy:
-        return "unsure", *_without_evaluation(run)
-    first, last = percent(accuracy[0].mean), percent(accuracy[-1].mean)
-    if len(accuracy) == 1:
-        when = f"after step {accuracy[0].step}" if accuracy[0].step else "before training"
-        why = "The next evaluation will tell whether training helps."
-        return "unsure", f"Held-out accuracy was {first} {when}.", [why]
-    moved = accuracy[-1].mean - accuracy[0].mean
-    change = f"{'rose' if moved > 0 else 'fell'} from {first} to {last}"
-    headline = f"Held-out accuracy {change if moved else f'stayed at {first}'}."
-    test = tested(run, run)
-    if test is None:
-        return "unsure", headline, ["Not tested: evaluations.jsonl does not hold both ends."]
-    tone = "unsure" if test.p >= _SURE else "good" if test.difference > 0 else "bad"
-    return tone, headline, _reasons(run, test, tone)
-
-
-def _reasons(run: Run, test: Paired, tone: str) -> list[str]:
-    old, new = (run.scores[end]["greedy"] for end in (0, -1))
-    better = sum(after > before for before, after in zip(old, new, strict=True))
-    worse = sum(after < before for before, after in zip(old, new, strict=True))
-    believe = "Do not believe a change yet" if tone == "unsure" else "Believe it"
-    often = "less than once in 1,000 times" if test.p < 0.001 else f"in {percent(test.p)} of cases"
-    reasons = [
-        f"{believe}: of {len(old)} problems that it never trained on, it does better on {better} "
-        f"and worse on {worse} than before.",
-        f"Chance alone would do as much {often} (paired test). With 95 % confidence the change is "
-        f"{100 * test.low:+.1f} to {100 * test.high:+.1f} points.",
-    ]
-    if tone == "unsure" or len(old) < _FEW:
-        width = 50 * (test.high - test.low)
-        reasons.append(
-            f"{len(old)} problems only show a change of about {width:.0f} points or more. Train "
-            "longer, or evaluate on more problems (eval_dataset)."
-        )
-    if tone == "bad":
-        reasons.append("Training made the model worse: take an earlier checkpoint.")
-    return reasons
-
-
-def _without_evaluation(run: Run) -> tuple[str, list[str]]:
-    rewards = [r for r in (number(each.get("reward")) for each in run.steps) if r is not None]
-    if not rewards:
-        return "No step is done yet.", ["Reload this page when the run has written it anew."]
-    tenth = -(-len(rewards) // 10)
-    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-    return f"The training reward went from {first:.2f} to {last:.2f}.", [
-        "Do not believe in progress yet: no held-out evaluation was recorded, and a reward can "
-        "rise without better answers. Set eval_dataset."
-    ]
-
-
-def findings(run: Run) -> list[dict[str, Any]]:
+def findings(run: RunRecord) -> list[Record]:
     """Those that are open first, each with the step at which it ended."""
-    found: list[dict[str, Any]] = []
-    for line in run.findings:
-        name = as_text(line.get("name")).replace("_", " ")
-        if line.get("event") == "ends":
+    found: list[Record] = []
+    for event in run.findings:
+        name = event["name"].replace("_", " ")
+        if event["event"] == "ends":
             for each in found:
                 if each["name"] == name and each["until"] is None:
-                    each["until"] = line["step"]
+                    each["until"] = event["step"]
         else:
-            texts = {key: as_text(line.get(key) or "") for key in ("evidence", "key", "remedy")}
-            since = number(line.get("since")) or line["step"]
-            found.append({"name": name, "since": since, "until": None, **texts})
+            found.append({**event, "name": name, "until": None})
     return sorted(found, key=lambda each: (each["until"] is not None, each["since"]))
 
 
-def _facts(run: Run) -> dict[str, str]:
-    total = number(run.config.get("num_steps"))
-    seconds = [
-        sum(number(each.get(key)) or 0 for each in lines)
-        for key, lines in (("step_time", run.steps), ("time/eval", run.evaluations))
+def _facts(run: RunRecord) -> dict[str, str]:
+    total = run.config.get("num_steps")
+    evaluating = sum(each.get("time/eval") or 0 for each in run.evaluations)
+    seconds = evaluating + sum(each.get("step_time") or 0 for each in run.steps)
+    accuracies = [
+        (score.mean, -each["step"])
+        for each in run.evaluations
+        if (score := scores_of(each).get("accuracy"))
     ]
-    tokens = number(run.steps[-1].get("num_tokens")) if run.steps else None
-    best = max(scores(run, "accuracy"), key=lambda score: score.mean, default=None)
     facts = {
         "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
         "State": "finished" if total and run.steps_done >= total else _state(run),
-        "Time": _duration(sum(seconds)),
-        "of it evaluating": _duration(seconds[1]),
-        "Tokens": f"{tokens:,.0f}" if tokens is not None else "",
-        "Best accuracy": f"{percent(best.mean)} after step {best.step}" if best else "",
+        "Time": _duration(seconds),
+        "of it evaluating": _duration(evaluating),
     }
-    return {name: value for name, value in facts.items() if value}
+    if run.steps and run.steps[-1].get("num_tokens") is not None:
+        facts["Tokens"] = f"{run.steps[-1]['num_tokens']:,.0f}"
+    if accuracies:
+        best, step = max(accuracies)
+        facts["Best accuracy"] = f"{best:.3f} after step {-step}"
+    return facts
 
 
-def _state(run: Run) -> str:
-    """Of a run that has not made all its steps."""
+def _state(run: RunRecord) -> str:
+    """The state of a run that has not made all its steps."""
     keys = run.config.get("evaluation", {})
     goals = {key: keys.get(key) for key in ("stop_at", "patience")}
     reason = should_stop(run.evaluations, metric=keys.get("keep_best"), **goals)
     if reason:
         return reason
-    files = [run.folder / f"{name}.jsonl" for name in ("metrics", "starts")]
-    last = max(file.stat().st_mtime for file in files if file.is_file())
-    when = datetime.fromtimestamp(last, UTC)
+    when = datetime.fromtimestamp((run.folder / RUN_FILE).stat().st_mtime, UTC)
     return f"running or interrupted; last record {when:%Y-%m-%d %H:%M} UTC"
 
 

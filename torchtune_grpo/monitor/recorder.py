@@ -1,0 +1,336 @@
+"""Records a run and shows it: the recipe says what happens, the rest reads the record."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import platform
+import random
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torchtune import config, training, utils
+
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import describe, plain
+from torchtune_grpo.evaluation.evaluator import Evaluation
+from torchtune_grpo.evaluation.statistics import in_one_line
+from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
+from torchtune_grpo.monitor.findings import Watch
+from torchtune_grpo.monitor.record import Record, append, append_groups, keep_until, read
+from torchtune_grpo.monitor.report import write_page
+from torchtune_grpo.monitor.terminal import ProgressLine, summary
+from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.rollout import Progress
+from torchtune_grpo.trajectory import Trajectory, length_mask
+
+log = utils.get_logger("INFO")
+
+_STEPS_PER_PAGE = 10
+_LONGEST_COLUMN = 2_000  # characters of a data set's column; the rest is left out
+_PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
+_SECRETS = ("token", "secret", "password", "api_key")  # a key of the config that ends so
+
+
+class Recorder:
+    """Writes a run's record on the first rank; ``given`` is the config as the user gave it."""
+
+    def __init__(
+        self,
+        cfg: GRPOConfig,
+        given: DictConfig,
+        *,
+        rewards: Sequence[str],
+        stop_tokens: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._cfg, self._given, self._device = cfg, given, device
+        self._folder = Path(cfg.output_dir)
+        self.evaluations: list[Record] = []  # the same on every rank
+        self._num_tokens = 0.0
+        self._decider = cfg.evaluation.reward or rewards[0]
+        self._groups = GroupRecorder(cfg, decider=self._decider, stop_tokens=stop_tokens)
+        self._findings = Watch(cfg)
+        self._progress: ProgressLine | None = None
+        if rank() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._metric_logger = make_metric_logger(cfg.metric_logger)
+            self._metric_logger.log_config(given)
+
+    def resume(self, step: int) -> None:
+        """Forgets what was recorded after the step that the run goes on from."""
+        self.evaluations, self._num_tokens = on_first_rank(self._keep_until, step)
+
+    def _keep_until(self, step: int) -> tuple[list[Record], float]:
+        keep_until(self._folder, step)
+        events = read(self._folder, "step", "evaluation")
+        for event in events:
+            self._findings.add(event)
+        num_tokens = max((event.get("num_tokens", 0.0) for event in events), default=0.0)
+        return [event for event in events if event["kind"] == "evaluation"], num_tokens
+
+    @contextmanager
+    def running(self, *, done: int) -> Iterator[None]:
+        """Shows the progress from step ``done`` on; at the end writes the page and a summary."""
+        self._add("start", done, _start(self._given, self._device))
+        accuracy = f"rewards/{self._decider}/mean"
+        with ProgressLine(self._cfg.num_steps, done=done, accuracy=accuracy) as self._progress:
+            try:
+                yield
+            finally:
+                self._write_page()
+        if rank() == 0:
+            for line in summary(self.evaluations, self._findings.current, self._folder):
+                log.info(line)
+
+    def progress(self, now: Progress) -> None:
+        """Shows how far a rollout is."""
+        if self._progress is not None:
+            self._progress.rollout(now)
+
+    def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
+        """Notes N rows with advantages, whole groups, and their rewards."""
+        self._groups.rollout(trajectory, scores)
+
+    def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
+        """Notes the trainer's log-probs [N, L] of the rows of an update, before it."""
+        self._groups.update(trajectory, logprobs)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, list[Any]]:
+        """Records a finished step; every rank has to call it.
+
+        Returns ``prompt_index``, ``pass_rate`` and ``reward`` of all groups of all ranks.
+        """
+        self._num_tokens += metrics["num_tokens"]
+        metrics = {**metrics, "num_tokens": self._num_tokens}
+        groups, prompts = self._groups.take(step)
+        self._add("step", step, {**metrics, "prompts": prompts}, metrics)
+        if rank() == 0:
+            append_groups(self._folder, groups, done=step / self._cfg.num_steps)
+        if self._progress is not None:
+            self._progress.step_done(step, metrics)
+        if step % _STEPS_PER_PAGE == 0:
+            self._write_page()
+        return prompts
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Records an evaluation after so many steps; every rank has to call it."""
+        event = self._add("evaluation", step, evaluation.record, evaluation.metrics)
+        self.evaluations.append(event)
+        utils.log_rank_zero(log, f"Step {step}: held-out {in_one_line(event)}")
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the policy after so many steps was evaluated."""
+        return any(event["step"] == step for event in self.evaluations)
+
+    def close(self) -> None:
+        """Ends the metric logger."""
+        if rank() == 0:
+            self._metric_logger.close()
+
+    def _add(
+        self,
+        kind: str,
+        step: int,
+        values: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Record:
+        """Records an event, and returns what the first rank has written."""
+        return on_first_rank(self._write, kind, step, values, metrics)
+
+    def _write(
+        self, kind: str, step: int, values: Mapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> Record:
+        event = append(self._folder, kind, step, values)
+        if metrics is not None:
+            self._metric_logger.log_dict(metrics, step=step)
+            for finding in self._findings.add(event):
+                append(self._folder, "finding", step, finding)
+                if finding["event"] == "ends":
+                    log.info(f"Finding {finding['name']} has ended.")
+                else:
+                    log.warning(
+                        f"Finding {finding['name']}: {finding['evidence']} {finding['remedy']}"
+                    )
+        return event
+
+    def _write_page(self) -> None:
+        """Writes the page; a run goes on without it."""
+        if rank() > 0:
+            return
+        try:
+            write_page(self._folder)
+        except Exception as error:
+            log.warning(f"The run's page is not written: {describe(error)}")
+
+
+class GroupRecorder:
+    """Chooses groups of each step that are kept whole, informative ones first."""
+
+    def __init__(self, cfg: GRPOConfig, *, decider: str, stop_tokens: Sequence[int]) -> None:
+        self._cfg, self._decider, self._stop_tokens = cfg, decider, stop_tokens
+        self._rollouts: list[tuple[Trajectory, RewardScores]] = []
+        self._trainer_logprobs: dict[tuple[int, ...], float] = {}
+
+    def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
+        """Notes N rows with advantages, whole groups, and their rewards."""
+        self._rollouts.append((trajectory, scores))
+
+    def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
+        """Notes the trainer's log-probs [N, L] of rows, which may be fewer than were sampled."""
+        means = _mean_logprobs(trajectory, logprobs)
+        self._trainer_logprobs |= dict(zip(_identities(trajectory), means, strict=True))
+
+    def take(self, step: int) -> tuple[list[list[Record]], dict[str, list[Any]]]:
+        """Chosen groups and all groups' results, of all ranks, since the last call.
+
+        A chosen group is a record for each completion. The choice among equally informative ones
+        depends on seed, step and prompt alone. Results are ``prompt_index``, ``pass_rate`` and
+        ``reward``, in the order of the step's prompts.
+        """
+        count, size = self._cfg.log_groups, self._cfg.grpo_samples
+        candidates, results = [], []
+        for trajectory, scores in self._rollouts:
+            assert trajectory.advantages is not None
+            informative = (trajectory.advantages.view(-1, size) != 0).any(dim=1).tolist()  # [B]
+            indices = trajectory.prompt_indices[::size].tolist()
+            for group, (teaches, index) in enumerate(zip(informative, indices, strict=True)):
+                chance = random.Random(f"{self._cfg.seed} {step} {index}").random()
+                key = (not teaches, chance, index)
+                candidates.append((key, trajectory, scores, group * size))
+            right = scores.scores[:, scores.names.index(self._decider)].nan_to_num(0.0)
+            means = (values.view(-1, size).mean(dim=1) for values in (right, scores.total))
+            columns = (trajectory.places[::size], trajectory.prompt_indices[::size], *means)
+            results += zip(*map(plain, columns), strict=True)
+        candidates.sort(key=lambda each: each[0])
+        mine = [(key, self._records(*where, step)) for key, *where in candidates[:count]]
+        self._rollouts, self._trainer_logprobs = [], {}
+        kept, found = zip(*gather_over_ranks((mine, results)), strict=True)
+        chosen = sorted(chain.from_iterable(kept), key=lambda each: each[0])[:count]
+        in_order = sorted(chain.from_iterable(found))
+        names = ("prompt_index", "pass_rate", "reward")
+        by_name = {name: [each[i + 1] for each in in_order] for i, name in enumerate(names)}
+        return [records for _, records in chosen], by_name
+
+    def _records(
+        self, trajectory: Trajectory, scores: RewardScores, first: int, step: int
+    ) -> list[Record]:
+        """A record for each completion of the group whose first row is given."""
+        numbers = torch.arange(first, first + self._cfg.grpo_samples)
+        rows = trajectory.select(numbers.to(trajectory.tokens.device))
+        assert rows.advantages is not None
+        ends, sampler = self._ends(rows), _mean_logprobs(rows, rows.sampler_logprobs)
+        records = []
+        for sample, identity in enumerate(_identities(rows)):
+            row = first + sample
+            failed = zip(scores.names, scores.failed[row].tolist(), strict=True)
+            record = {
+                "step": step,
+                "prompt_index": identity[0],
+                "sample": sample,
+                "prompt": rows.prompts[sample],
+                "columns": {name: _shortened(each[sample]) for name, each in rows.columns.items()},
+                "completion": rows.completions[sample],
+                "tokens": rows.response_lengths[sample],
+                "ended": ends[sample],
+                "reward": scores.total[row],
+                "rewards": dict(zip(scores.names, scores.scores[row].tolist(), strict=True)),
+                "failed": [name for name, is_failed in failed if is_failed],
+                "advantage": rows.advantages[sample],
+                "sampler_logprob": sampler[sample],
+                "trainer_logprob": self._trainer_logprobs.get(identity),
+                "extra": {name: values[row] for name, values in scores.extra.items()},
+            }
+            records.append(plain(record))
+        return records
+
+    def _ends(self, rows: Trajectory) -> list[str]:
+        """What ended each response; a stop token behind a stop string counts as the former."""
+        last = (rows.prompt_lengths + rows.response_lengths - 1).clamp(min=0)
+        tokens = rows.tokens.gather(1, last[:, None])[:, 0].tolist()
+        ends = []
+        for truncated, token, length in zip(
+            rows.truncated.tolist(), tokens, rows.response_lengths.tolist(), strict=True
+        ):
+            if truncated:
+                is_full = length >= self._cfg.max_generated_tokens
+                ends.append("length" if is_full else "deadline")
+            else:
+                ends.append("stop_token" if token in self._stop_tokens else "stop_string")
+        return ends
+
+
+def make_metric_logger(node: DictConfig) -> Any:
+    """Constructs the config's metric logger, which belongs to the first rank."""
+    try:
+        with redirect_stdout(io.StringIO()):  # they print where they write
+            return config.instantiate(node)
+    except Exception as error:
+        raise ValueError(
+            f"metric_logger={node._component_}: {error} Correct its arguments, or set "
+            "metric_logger=torchtune.training.metric_logging.DiskLogger."
+        ) from error
+
+
+def make_profiler(node: DictConfig | None) -> Any:
+    """Constructs the config's profiler, or one that does nothing."""
+    if node is None or node.get("enabled") is False:
+        return training.DummyProfiler()
+    return config.instantiate(node)[0]
+
+
+def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """Prompt and tokens of each completion, by which it is found wherever a fork has moved it."""
+    indices = trajectory.prompt_indices.tolist()
+    return [(i, *ids) for i, ids in zip(indices, trajectory.completion_ids, strict=True)]
+
+
+def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
+    """Means over all of a response's tokens, trained on or not: [N, L] -> N numbers."""
+    lengths = trajectory.response_lengths
+    total = logprobs.where(length_mask(lengths, logprobs.shape[1]), 0).sum(dim=1)
+    means: list[float] = (total / lengths.clamp(min=1)).tolist()
+    return means
+
+
+def _shortened(value: Any) -> Any:
+    value = plain(value)
+    return value[:_LONGEST_COLUMN] if isinstance(value, str) else value
+
+
+def _start(given: DictConfig, device: torch.device) -> Record:
+    """What a run was started with, and on what."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    script, *arguments = sys.orig_argv[1:] or [""]  # without the interpreter
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([os.path.basename(script), *arguments]),
+        "config": _without_secrets(OmegaConf.to_container(given, resolve=True)),
+        "versions": versions,
+        "device": f"{device.type} {name}".strip(),
+        "ranks": world_size(),
+        "seed": given.get("seed", 0),
+    }
+
+
+def _without_secrets(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {
+            key: "..." if str(key).lower().endswith(_SECRETS) else _without_secrets(value)
+            for key, value in node.items()
+        }
+    return [*map(_without_secrets, node)] if isinstance(node, list) else node

@@ -1,0 +1,103 @@
+"""What a run shows on a terminal: a line of progress that stays in place, and a summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torchtune import utils
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from torchtune_grpo.evaluation.statistics import Comparison
+from torchtune_grpo.machine.parallel import rank
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
+from torchtune_grpo.rollout import Progress
+
+log = utils.get_logger("INFO")
+
+# tqdm.auto takes this one where ipywidgets are installed; without them there are lines.
+_IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+
+# At 80 columns there is room for all of it in a run of 1,000 steps.
+_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
+_OUTPUTS = {
+    "run.html": "the run's page",
+    "best": "the best checkpoint",
+    RUN_FILE: "its numbers",
+    COMPLETIONS_FILE: "what the policy wrote",
+}
+
+
+def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
+    """A bar on the first rank's terminal or in a notebook; elsewhere it shows nothing."""
+    return tqdm(
+        desc=title and f"{title} ",
+        total=total,
+        initial=done,
+        leave=leave,
+        bar_format=_FORMAT,
+        dynamic_ncols=True,
+        disable=rank() > 0 or (False if _IN_NOTEBOOK else None),
+    )
+
+
+class ProgressLine:
+    """The steps of a run from ``done`` on; a context that keeps the log's lines and the bar apart.
+
+    ``accuracy`` is the metric that is shown as the accuracy.
+    """
+
+    def __init__(self, steps: int, *, done: int, accuracy: str) -> None:
+        self._steps, self._done = steps, done
+        self._shown = {"reward": "reward", accuracy: "accuracy"}
+        self._shown["frac_informative_groups"] = "informative"
+        self._start = time.monotonic()
+        self._bar = make_bar("", total=steps, done=done)
+        self._open = ExitStack()
+
+    def __enter__(self) -> ProgressLine:
+        self._open.enter_context(logging_redirect_tqdm(loggers=[log]))
+        self._open.callback(self._bar.close)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def rollout(self, now: Progress) -> None:
+        """Shows how far the step's rollout is."""
+        self._bar.set_postfix_str(f"rollout {now}")
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a finished step."""
+        parts = [f"{title} {metrics[n]:.2f}" for n, title in self._shown.items() if n in metrics]
+        parts.append(f"{tqdm.format_sizeof(metrics['tokens_per_second'])} tok/s")
+        text = ", ".join(parts)
+        if self._bar.disable:
+            seconds = (time.monotonic() - self._start) / (step - self._done)  # of one step
+            left = tqdm.format_interval(seconds * (self._steps - step))
+            utils.log_rank_zero(log, f"Step {step}/{self._steps}: {text}, {left} left")
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+
+
+def summary(
+    evaluations: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], folder: Path
+) -> list[str]:
+    """Lines for the end of a run: first and last evaluation, open findings, where all is."""
+    lines: list[str] = []
+    if compared := Comparison.of_run(evaluations):
+        ends = [f"step {each['step']}" for each in (compared.before, compared.after)]
+        lines += compared.table("held-out, 95 % interval", ends)
+    for each in findings:
+        since = f"{each['name']} since step {each['since']}"
+        lines.append(f"{since}: {each['evidence']} {each['remedy']}")
+    if not findings:
+        lines.append("findings: none")
+    places = {path: what for name, what in _OUTPUTS.items() if (path := folder / name).exists()}
+    places |= {path: "the last checkpoint" for path in sorted(folder.glob("step_*"))[-1:]}
+    width = max(map(len, map(str, places)), default=0)
+    return lines + [f"{str(path).ljust(width)}  {what}" for path, what in places.items()]
