@@ -22,9 +22,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.monitor.jsonl import read_jsonl
-
 from torchtune_grpo.data import arithmetic_problems
+from torchtune_grpo.monitor.record import read
 
 LEVELS, HELD_OUT = [1, 2, 3, 4, 5], 200
 SAMPLERS = {
@@ -54,12 +53,12 @@ def curves(folder: Path) -> list[dict[str, Any]]:
     """Of each evaluation its step, and pass@1 of each level, of 1 to 3 and of the others."""
     rows = arithmetic_problems(levels=LEVELS, split="test", num_samples=HELD_OUT)
     points = []
-    for record in read_jsonl(folder / "evaluations.jsonl"):
-        found = defaultdict(list)
-        for index, samples in zip(record["prompt_index"], record["samples"], strict=True):
+    for event in read(folder, "evaluation"):
+        found, prompts = defaultdict(list), event["prompts"]
+        for index, share in zip(prompts["prompt_index"], prompts["pass@1"], strict=True):
             for level in (rows[index]["level"], "1 to 3" if rows[index]["level"] < 4 else "4, 5"):
-                found[level].append(statistics.mean(samples))
-        points.append({"step": record["step"], **{k: statistics.mean(found[k]) for k in found}})
+                found[level].append(share)
+        points.append({"step": event["step"], **{k: statistics.mean(found[k]) for k in found}})
     return points
 
 
@@ -67,12 +66,7 @@ def summary(folders: list[Path], goal: float) -> dict[str, Any]:
     """Each seed's number."""
     each = [curves(folder) for folder in folders]
     taught = [
-        [
-            r["frac_informative_groups"]
-            for r in read_jsonl(folder / "metrics.jsonl")
-            if "reward" in r
-        ]
-        for folder in folders
+        [event["frac_informative_groups"] for event in read(folder, "step")] for folder in folders
     ]
     return {
         "by level": {level: [round(run[-1][level], 3) for run in each] for level in LEVELS},

@@ -19,10 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.config.check import read_config
-from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.monitor.findings import FindingsWatch, Settings
-from torchtune_grpo.monitor.jsonl import read_jsonl
+from torchtune_grpo.monitor.record import read
 
 LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=1e-3"]
 
@@ -47,11 +44,7 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
     ]
     sample += ["--config", str(folder / "torchtune_config.yaml")]
     said = subprocess.run(sample, check=True, capture_output=True, text=True).stdout
-    records = read_jsonl(folder / "metrics.jsonl")
-    cfg = read_config(load_config(str(folder / "torchtune_config.yaml")))
-    watch = FindingsWatch(Settings.from_config(cfg))
-    found = [line for record in records for line in watch.add(record)]
-    evaluated = [record for record in records if "eval/pass@1" in record]
+    evaluated = read(folder, "evaluation")
     first, last = evaluated[0], evaluated[-1]
     return {
         "seed": seed,
@@ -60,7 +53,7 @@ def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
         "greedy before": round(first["eval/accuracy"], 3),
         "greedy after": round(last["eval/accuracy"], 3),
         "3 + 4": said.count("<answer>7</answer>"),
-        "findings": [line["name"] for line in found if line["event"] == "begins"],
+        "findings": [e["name"] for e in read(folder, "finding") if e["event"] == "begins"],
         "seconds": round(seconds),
         "CPU seconds": round(usage.ru_utime + usage.ru_stime),
     }

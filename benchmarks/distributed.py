@@ -4,7 +4,7 @@
     python benchmarks/distributed.py bytes --steps 2
 
 ``time`` runs ``tiny_arithmetic_grpo`` for each RANKSxTHREADS of ``--runs`` and each of
-``--sharding``, with the same global batch, and takes medians from ``metrics.jsonl``, without the
+``--sharding``, with the same global batch, and takes medians from ``run.jsonl``, without the
 first step. ``bytes`` counts the tensors of every collective operation that torch dispatches, by the
 stage of the step that the recipe's own timers name. The checkpoint is made once, in ``--work-dir``,
 by a warm-up of about a minute. Prints one JSON line.
@@ -138,8 +138,8 @@ def measure_time(args, model: str, sharding: str) -> dict:
             continue  # one rank shards nothing
         tune = [BIN / "tune", "run", "--nproc_per_node", ranks, RECIPE, "--config", CONFIG]
         how = dict(ranks=ranks, threads=threads, model=model, sharding=sharding)
-        lines = (launch(args, tune, **how) / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines][1:]
+        events = (launch(args, tune, **how) / "run.jsonl").read_text().splitlines()
+        steps = [e for e in map(json.loads, events) if e["kind"] == "step"][1:]
         names = [name for name in steps[0] if name.startswith("time/") and name.count("/") == 1]
         names += ["step_time", "tokens_per_second"]
         results[run] = {n: round(statistics.median(s[n] for s in steps), 3) for n in names}

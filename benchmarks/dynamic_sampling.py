@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo import tiny as _warmup
-from torchtune_grpo.monitor.jsonl import read_jsonl
-
+from torchtune_grpo.monitor.record import read
 from torchtune_grpo.tiny import make_tiny_checkpoint
 
 # Of a warm-up, at its end: share of answers that are guessed.
 MODELS = {"often right": 0.8, "rarely right": 0.985}
 STEPS = {0: 60, 3: 24}  # by max_resamples; about as many completions
-COMMON = ["lr_scheduler=null", "optimizer.lr=3e-4", "report_every_n_steps=null"]
+COMMON = ["lr_scheduler=null", "optimizer.lr=3e-4"]
 COMMON += ["evaluation.every_n_steps=4", "dynamic_sampling.reward=correctness"]
 
 
@@ -49,16 +48,14 @@ def train(model: str, resamples: int, seed: int, work: Path) -> dict[str, Any]:
         command += [f"num_steps={STEPS[resamples]}"]
         command += [f"dynamic_sampling.max_resamples={resamples}"]
         subprocess.run([*map(str, command)], check=True, stdout=sys.stderr)
-    records = read_jsonl(folder / "metrics.jsonl")
-    steps = [record for record in records if "step_time" in record]
-    sampled = [16 * len(p["prompt_index"]) for p in read_jsonl(folder / "prompts.jsonl")]
+    steps = read(folder, "step")
+    sampled = [16 * len(event["prompts"]["prompt_index"]) for event in steps]
     seconds = [0.0, *accumulate(record["step_time"] for record in steps)]
     samples = [0, *accumulate(sampled)]
-    evaluated = [record for record in records if "eval/pass@1" in record]
     names = ("step", "samples", "seconds", "pass@1")
     rows = [
         (s := r["step"], samples[s], round(seconds[s], 1), round(r["eval/pass@1"], 4))
-        for r in evaluated
+        for r in read(folder, "evaluation")
     ]
     kept = [record["frac_informative_groups"] for record in steps]
     return {

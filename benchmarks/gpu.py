@@ -491,7 +491,7 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
             if end.code:
                 said = last_lines(Path(sys.stderr.name).read_text())
                 raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
-        lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+        events = (folder / "out" / "run.jsonl").read_text().splitlines()
         cfg = load_config(str(path))
         cfg.merge_with_dotlist(listed)
         memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
-from torchtune_grpo.monitor.jsonl import read_jsonl
 
 import torchtune_grpo.rollout  # noqa: F401
 from torchtune_grpo.config.files import config_files, recipes_folder
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, read, read_lines
 
 SETTINGS = """
 prepare.warmup_steps=0 num_steps=6 saving.every_n_steps=1 saving.keep_last=2 batch_size=2
@@ -99,19 +99,15 @@ def outcome(output: Path) -> dict[str, Any]:
     """All that a run leaves, but times."""
     folder = output / f"step_{newest(output):06d}"
     state = torch.load(folder / "training_state.pt", weights_only=True)
-    assert read_jsonl(output / "metrics.jsonl")[-1]["grad_norm"] > 0
+    assert read(output, "step")[-1]["grad_norm"] > 0
     return {
         "weights": [path.read_bytes() for path in sorted(folder.glob("model*.safetensors"))],
         "state": dict(leaves(state)),
-        "metrics": [
-            {name: value for name, value in record.items() if not TIMED.search(name)}
-            for record in read_jsonl(output / "metrics.jsonl")
+        "events": [
+            {name: value for name, value in event.items() if not TIMED.search(name)}
+            for event in read(output, "step", "evaluation", "finding")
         ],
-        **{
-            name: read_jsonl(output / f"{name}.jsonl")
-            for name in ("completions", "prompts", "evaluations", "findings")
-            if (output / f"{name}.jsonl").exists()
-        },
+        "completions": read_lines(output / COMPLETIONS_FILE),
     }
 
 

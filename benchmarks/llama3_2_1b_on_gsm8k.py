@@ -89,7 +89,8 @@ def main() -> None:
     start = time.perf_counter()
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     seconds = time.perf_counter() - start
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    events = map(json.loads, (output / "run.jsonl").read_text().splitlines())
+    steps = [event for event in events if event["kind"] == "step"]
     names = ("time/rollout", "time/logprobs", "time/update", "step_time")
     result = {
         "benchmark": "llama3_2_1b_on_gsm8k",

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torchtune_grpo.monitor.jsonl import read_jsonl
+
+from torchtune_grpo.monitor.record import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
@@ -47,7 +48,7 @@ def train(keys: list[str], folder: Path) -> dict[str, Any]:
     process = subprocess.Popen(list(map(str, command + keys)), stdout=sys.stderr)
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, f"{keys} ended with status {status}"
-    records = read_jsonl(folder / "metrics.jsonl")
+    records = read_metrics(folder)
     passes = [(r["step"], r["eval/pass@1"]) for r in records if "eval/pass@1" in r]
     clipped = [r[name] for r in records for name in CLIPPED if name in r]
     return {

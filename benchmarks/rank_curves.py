@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torchtune_grpo.monitor.jsonl import read_jsonl
+
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, read_lines, read_metrics
 
 CONFIG = "tiny_arithmetic_grpo"
 PROMPTS = 16  # of the config: all ranks together
@@ -52,14 +53,14 @@ def train(name: str, args: argparse.Namespace) -> Path:
 
 def series(folder: Path, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, where it was recorded."""
-    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r.get(name) is not None]
+    records = [r for r in read_metrics(folder) if r.get(name) is not None]
     return [record["step"] for record in records], [record[name] for record in records]
 
 
 def completions(folder: Path) -> dict[int, list[tuple[str, str]]]:
     """Prompts and completions by step, in an order that does not depend on the ranks."""
     by_step: dict[int, list[tuple[str, str]]] = {}
-    for record in read_jsonl(folder / "completions.jsonl"):
+    for record in read_lines(folder / COMPLETIONS_FILE):
         by_step.setdefault(record["step"], []).append((record["prompt"], record["completion"]))
     return {step: sorted(texts) for step, texts in by_step.items()}
 

@@ -28,6 +28,8 @@ from runs import (
 )
 from safetensors.torch import load_file
 
+from torchtune_grpo.monitor.record import read
+
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "hf_lora_grpo"
 
@@ -194,9 +196,11 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     for name in VARIANTS[config]:
         out = tmp_path / name / "out"
         assert completions(out) == completions(one / "out"), name
-        prompts = (out / "prompts.jsonl").read_text().splitlines()
-        assert prompts == (one / "out" / "prompts.jsonl").read_text().splitlines()
-        sampled = [record["prompt_index"] for record in map(json.loads, prompts)]
+        prompts, expected_prompts = (
+            [event["prompts"] for event in read(each, "step")] for each in (out, one / "out")
+        )
+        assert prompts == expected_prompts
+        sampled = [each["prompt_index"] for each in prompts]
         assert [len(rows) > 4 for rows in sampled] == 2 * [config == QWEN3]
         assert len(completions(out)) == 4 * sum(map(len, sampled))
         for key, value in weights(out / "step_000002").items():

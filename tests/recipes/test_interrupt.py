@@ -8,7 +8,8 @@ import torch
 from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
 from runs import run as run_script
-from torchtune_grpo.monitor.jsonl import read_jsonl
+
+from torchtune_grpo.monitor.record import read, read_lines
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
@@ -145,9 +146,10 @@ def check_same(out, whole):
     for key, value in left.items():
         is_tensor = isinstance(value, torch.Tensor)
         assert torch.equal(value, right[key]) if is_tensor else value == right[key], key
-    for file in ("metrics.jsonl", "completions.jsonl", "prompts.jsonl"):
-        records = [[untimed(r) for r in read_jsonl(each / file)] for each in (out, whole)]
-        assert records[0] == records[1]
+    events = [[untimed(e) for e in read(each, "step", "evaluation")] for each in (out, whole)]
+    assert events[0] == events[1]
+    completions = [read_lines(each / "completions.jsonl") for each in (out, whole)]
+    assert completions[0] == completions[1]
 
 
 def flat(value, prefix=""):
@@ -216,7 +218,7 @@ def test_a_second_one_leaves_at_once(folder):
 def test_before_the_first_step_there_is_nothing_to_save(folder):
     done = run(folder, moment="setup:1:SIGTERM")
     assert done.code == 143 and said(done)
-    assert not (folder / "out" / "metrics.jsonl").exists()
+    assert not (folder / "out" / "run.jsonl").exists()
 
 
 def test_one_that_comes_at_the_very_end_is_not_told(folder):
@@ -235,7 +237,7 @@ def test_torchrun_hands_it_on(folder):
     launch = ["run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more]
     out = folder / "out"
     with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:
-        assert wait_until(lambda: (out / "metrics.jsonl").exists(), 90)
+        assert wait_until(lambda: metrics(out), 90)
         (launcher,) = done.processes()
         ranks = [*children(of=launcher)]
         os.kill(launcher, signal.SIGTERM)

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from runs import RECIPE, tune
-from torchtune_grpo.monitor.finding_rules import BEGINS_AFTER
-from torchtune_grpo.monitor.jsonl import read_jsonl
 
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.monitor.findings import FindingsWatch, Settings
+from torchtune_grpo.monitor.findings import BEGINS_AFTER, Watch
+from torchtune_grpo.monitor.record import read
 
 PARTS = '''
 import time
@@ -101,12 +100,15 @@ RUNS = {
 
 
 def events(folder: Path) -> list[dict]:
-    """The run's ``findings.jsonl``, and that a watch of its metrics says the same."""
-    cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
-    watch = FindingsWatch(Settings.from_config(cfg))
-    lines = [line for record in read_jsonl(folder / "metrics.jsonl") for line in watch.add(record)]
-    assert read_jsonl(folder / "findings.jsonl") == lines
-    return lines
+    """The findings in the run's record, and that a watch of its other events says the same."""
+    watch = Watch(read_config(OmegaConf.load(folder / "torchtune_config.yaml")))
+    found = [
+        {"kind": "finding", "step": event["step"], **each}
+        for event in read(folder, "step", "evaluation")
+        for each in watch.add(event)
+    ]
+    assert read(folder, "finding") == found
+    return found
 
 
 def start(name: str, folder: Path, *more: str) -> list[dict]:

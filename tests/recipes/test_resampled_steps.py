@@ -8,6 +8,7 @@ from runs import RECIPE, metrics, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
 
 from torchtune_grpo.data import ShuffledSampler
+from torchtune_grpo.monitor.record import read
 
 CONFIG, ROWS, SEED = "llama3_2_1B_lora_grpo", 12, 2
 # In which steps a prompt teaches something: its completions' letters decide, else nothing does.
@@ -88,8 +89,7 @@ def test_steps_take_as_many_prompts_as_they_need(tmp_path):
     )
 
     done = metrics(out)
-    drawn = [map(json.loads, (out / "prompts.jsonl").read_text().splitlines())]
-    drawn = [line["prompt_index"] for line in drawn[0]]
+    drawn = [event["prompts"]["prompt_index"] for event in read(out, "step")]
     assert drawn == [ORDER[:2], ORDER[2:6], ORDER[6:9], ORDER[9:16]]
     names = ("rounds", "kept", "missing")
     assert [[line[f"dynamic_sampling/{name}"] for name in names] for line in done] == [

@@ -82,7 +82,7 @@ def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path, key
     """Rows as GSM8K has them, given to RLDataset; the other data set is fine."""
     component = f"{key}._component_=torchtune_grpo.data.RLDataset"
     done = run_tiny(CONFIG, tmp_path, component, f"{key}.prompt_column=question", check=False)
-    assert done.code != 0 and not (tmp_path / "out/metrics.jsonl").exists()
+    assert done.code != 0 and not metrics(tmp_path / "out")
     said = done.err.strip().splitlines()[-1]
     wrong = "the reward 'correctness' can score no answer to 12 of 12 rows"
     assert f"{key}: {wrong} (counted from 0): row 0: answer='0 + 2 =" in said

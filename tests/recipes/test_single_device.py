@@ -200,7 +200,7 @@ def test_a_new_run_sets_the_previous_one_aside_and_deletes_old_checkpoints(tmp_p
     run_variant(tmp_path, "num_steps=1")
     run_variant(tmp_path, "num_steps=3", "saving.every_n_steps=1", "saving.keep_last=2")
     old = tmp_path / "out" / "previous_runs" / "1"
-    assert (old / "step_000001").is_dir() and (old / "metrics.jsonl").exists()
+    assert (old / "step_000001").is_dir() and (old / "run.jsonl").exists()
     assert len([r for r in metrics(tmp_path / "out") if "reward" in r]) == 3
     names = sorted(p.name for p in (tmp_path / "out").glob("step_*"))
     assert names == ["step_000002", "step_000003"]

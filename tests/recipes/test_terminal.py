@@ -1,9 +1,10 @@
 """What a run prints: one line a step, evaluations, a summary that names the page; nothing else."""
 
-import json
 import re
 
 from runs import RECIPE, run, tiny_overrides, tune
+
+from torchtune_grpo.monitor.record import read
 
 NUMBER = r"-?\d+\.\d+"
 STEP = (
@@ -12,6 +13,8 @@ STEP = (
 )
 EVALUATION = rf"Step {{}}: held-out accuracy {NUMBER} \[{NUMBER}, {NUMBER}\], pass@1 {NUMBER}, .*"
 CELL = rf"{NUMBER} \[{NUMBER}, {NUMBER}\]"
+CHANGE = r"[+-]\d\.\d+ \[[+-]\d\.\d+, [+-]\d\.\d+\] p[=<]\d\.\d+"
+SCORES = ("accuracy", "pass@1", "pass@2", "maj@2")
 
 
 def lines_of(text):
@@ -31,11 +34,12 @@ def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
         STEP.format(2),
         EVALUATION.format(2),
         f"Saved {out / 'step_000002'}",
-        r"held-out, 95 % interval\s+before \(step 0\)\s+after \(step 2\)",
-        *(rf"{name}\s+{CELL}\s+{CELL}" for name in ("accuracy", "pass@1", "pass@2", "maj@2")),
+        r"held-out, 95 % interval\s+step 0\s+step 2\s+change",
+        *(rf"{name}\s+{CELL}\s+{CELL}\s+{CHANGE}" for name in SCORES),
+        *(rf"{name}\s+{NUMBER}\s+{NUMBER}" for name in ("mean_length", "clipped_ratio")),
         "findings: none",
         rf"{out / 'run.html'}\s+the run's page",
-        rf"{out / 'metrics.jsonl'}\s+its numbers",
+        rf"{out / 'run.jsonl'}\s+its numbers",
         rf"{out / 'completions.jsonl'}\s+what the policy wrote",
         rf"{out / 'step_000002'}\s+the last checkpoint",
     ]
@@ -43,9 +47,11 @@ def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
     assert len(said) == len(expected), done.err
     for line, pattern in zip(said, expected, strict=True):
         assert re.fullmatch(pattern, line), line
-    (start,) = map(json.loads, (out / "starts.jsonl").read_text().splitlines())
+    (start,) = read(out, "start")
     assert start["command"].startswith(f"tune run {RECIPE} --config {config} ")
-    assert start["versions"]["torchtune"] == "0.6.1" and start["config"]["eval_samples"] == 2
+    assert (
+        start["versions"]["torchtune"] == "0.6.1" and start["config"]["evaluation"]["samples"] == 2
+    )
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
@@ -55,9 +61,8 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     overrides += ["metric_logger.api_key=hidden"]
     done = tune("run", RECIPE, "--config", "llama3_2_1B_lora_grpo", *overrides, cwd=tmp_path)
     assert "The run's page is not written: " in done.err and "step_000001" in done.err
-    start = (tmp_path / "out/starts.jsonl").read_text()
-    assert "api_key" in start and "hidden" not in json.loads(start)["config"]["metric_logger"]
-    assert json.loads(start)["config"]["metric_logger"]["api_key"] == "..."
+    (start,) = read(tmp_path / "out", "start")
+    assert start["config"]["metric_logger"]["api_key"] == "..."
     assert (
         run("-m", "torchtune_grpo", "report", tmp_path / "no", cwd=tmp_path, check=False).code != 0
     )

@@ -310,7 +310,7 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
     for number in (1, 2):
         complete(out, 5)
         (out / "best").symlink_to("step_000005")
-        (out / "metrics.jsonl").write_text(str(number))
+        (out / "run.jsonl").write_text(str(number))
         for folder in ("nonfinite", "logs"):
             (out / folder).mkdir(exist_ok=True)
         (out / "torchtune_config.yaml").touch()
@@ -318,10 +318,10 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         assert names(out) == ["notes.txt", "previous_runs"]
         archive = out / "previous_runs" / str(number)
         assert names(archive) == [
-            *("best", "logs", "metrics.jsonl", "nonfinite", "step_000005", "torchtune_config.yaml")
+            *("best", "logs", "nonfinite", "run.jsonl", "step_000005", "torchtune_config.yaml")
         ]
         assert (archive / "best" / STATE_FILE).is_file()
-        assert (archive / "metrics.jsonl").read_text() == str(number)
+        assert (archive / "run.jsonl").read_text() == str(number)
         (out / "previous_runs" / "README.txt").touch()  # somebody else's
 
 

@@ -3,10 +3,9 @@
 import pytest
 from browser import CHROMIUM, browser
 from recorded_runs import HOSTILE, write_lines, write_run
-from torchtune_grpo.monitor.jsonl import read_jsonl
-from torchtune_grpo.monitor.report.page import comparison_page, write
 
-from torchtune_grpo.monitor.report import write_page
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read, read_lines
+from torchtune_grpo.monitor.report import write_comparison, write_page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => {
@@ -40,7 +39,8 @@ def chromium(tmp_path_factory):
 
 
 def page_of(folder, text=None):
-    return write_page(write_run(folder, steps=12, text=text))
+    write_page(write_run(folder, steps=12, text=text))
+    return folder / "run.html"
 
 
 def test_it_draws_filters_and_asks_for_nothing(tmp_path, chromium):
@@ -90,18 +90,18 @@ def test_zooming_in_one_curve_zooms_in_all_and_can_be_undone(tmp_path, chromium)
 def test_hostile_texts_run_nothing(tmp_path, chromium):
     """In completions, prompts, columns, names of rewards, findings and the folder's name."""
     folder = write_run(tmp_path / "<img src=x onerror=broken=1>", steps=3, text=HOSTILE)
-    for name, changed in [
-        ("completions", {"prompt": HOSTILE, "columns": {HOSTILE: HOSTILE}, "failed": [HOSTILE]}),
-        ("metrics", {f"rewards/{HOSTILE}/mean": 0.5, "rewards/$$x$$/mean": 0.5}),
-        ("starts", {"command": HOSTILE, "versions": {HOSTILE: HOSTILE}}),
-    ]:
-        rows = read_jsonl(folder / f"{name}.jsonl")
-        write_lines(folder / f"{name}.jsonl", [{**row, **changed} for row in rows])
-    write_lines(
-        folder / "findings.jsonl",
-        [{"step": 1, "event": "begins", **dict.fromkeys(["name", "evidence", "key"], HOSTILE)}],
-    )
-    chromium.open(write_page(folder))
+    rows = [
+        {**row, "prompt": HOSTILE, "columns": {HOSTILE: HOSTILE}, "failed": [HOSTILE]}
+        for row in read_lines(folder / COMPLETIONS_FILE)
+    ]
+    write_lines(folder / COMPLETIONS_FILE, rows)
+    changed = {f"rewards/{HOSTILE}/mean": 0.5, "rewards/$$x$$/mean": 0.5}
+    changed |= {"command": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    finding = dict.fromkeys(["name", "evidence", "key", "remedy"], HOSTILE)
+    finding |= {"kind": "finding", "step": 1, "since": 1, "event": "begins"}
+    write_lines(folder / RUN_FILE, [*({**e, **changed} for e in read(folder)), finding])
+    write_page(folder)
+    chromium.open(folder / "run.html")
     assert chromium.run("typeof broken") == "undefined"
     assert chromium.run("document.querySelectorAll('img, script:not(body > script)').length") == 0
     shown = chromium.run("document.querySelector('.row pre').textContent")
@@ -134,7 +134,8 @@ def test_its_policy_stops_what_escaping_would_have_missed(tmp_path, chromium):
 
 def test_a_comparison_draws_every_run(tmp_path, chromium):
     folders = [write_run(tmp_path / name, steps=12) for name in ("one", "two")]
-    chromium.open(write(tmp_path / "comparison.html", comparison_page(folders)))
+    write_comparison(folders, tmp_path / "comparison.html")
+    chromium.open(tmp_path / "comparison.html")
     drawn = chromium.run(DRAWN)
     assert len(drawn) == 10 and all(drawn)
     assert chromium.run("document.querySelectorAll('section').length") == 3

@@ -85,7 +85,7 @@ def test_ranks_share_the_prompts_and_agree(ranks, monkeypatch):
         monkeypatch.setattr(evaluation, "rank", lambda rank=rank: rank)
         result = make(5)(None, state="state")
     metrics = result.metrics
-    assert metrics.pop("time/eval") >= 0
+    assert result.seconds >= 0
     values = {name: v for name, v in metrics.items() if not name.endswith(("/low", "/high"))}
     # 0, 1, 2, 3, 4 of 4 samples are right. Two of them miss with C(4 - c, 2) of 6 pairs. The vote
     # is right for 3 and 4, and for 2, where both answers have two votes and the right one is first.
@@ -103,20 +103,18 @@ def test_ranks_share_the_prompts_and_agree(ranks, monkeypatch):
     scored = [name for name in values if f"{name}/low" in metrics]
     assert len(metrics) == 7 + 2 * len(scored) and len(scored) == 5
     assert all(metrics[f"{n}/low"] < metrics[n] < metrics[f"{n}/high"] for n in scored)
-    assert result.record == {
-        "reward": "correct",
-        "prompt_index": [0, 1, 2, 3, 4],
-        "greedy": [0, 1, 0, 1, 0],
-        "samples": [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1] * 4],
-    }
+    prompts = result.prompts
+    assert prompts["prompt_index"] == [0, 1, 2, 3, 4]
+    assert prompts["accuracy"] == [0, 1, 0, 1, 0] and prompts["pass@1"] == [0, 0.25, 0.5, 0.75, 1]
+    assert prompts["maj@4"] == [0, 0, 1, 1, 1]
 
 
 def test_without_samples_there_is_the_greedy_answer_alone(monkeypatch):
     monkeypatch.setattr(evaluation, "roll_out", fake_roll_out)
     result = make(5, samples=0)(None, state="state")
     names = {name.removesuffix("/low").removesuffix("/high") for name in result.metrics}
-    assert names == {"eval/accuracy", "eval/mean_length", "eval/clipped_ratio", "time/eval"}
-    assert "samples" not in result.record
+    assert names == {"eval/accuracy", "eval/mean_length", "eval/clipped_ratio"}
+    assert [*result.prompts] == ["prompt_index", "accuracy"]
 
 
 def test_a_reward_that_cannot_do_it_is_refused():

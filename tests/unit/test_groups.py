@@ -1,28 +1,29 @@
 """Which groups of a step are recorded, and that their records are the run's own numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from steps import make_scores, make_trajectory
-from torchtune_grpo.monitor.groups import GroupRecorder, why_ended
 
-from torchtune_grpo.monitor import groups as groups_module
+from torchtune_grpo.monitor import recorder as recorder_module
+from torchtune_grpo.monitor.recorder import GroupRecorder
 from torchtune_grpo.trajectory import Trajectory
 
 
-def make_recorder(num_groups=2, **changes):
-    settings = dict(group_size=2, accuracy_reward=None, stop_tokens=(2,), max_generated_tokens=3)
-    return GroupRecorder(num_groups=num_groups, seed=0, **settings | changes)
+def make_recorder(num_groups=2):
+    cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, max_generated_tokens=3, seed=0)
+    return GroupRecorder(cfg, decider="a", stop_tokens=(1,))
 
 
 def test_a_record_has_the_numbers_of_the_step():
     trajectory, scores = make_trajectory(), make_scores()
     trajectory = replace(trajectory, columns={"gold": ["1", "1", "2", "2" * 3000]})
     recorder = make_recorder()
-    recorder.scored(trajectory, scores)
+    recorder.rollout(trajectory, scores)
     logprobs = trajectory.sampler_logprobs - torch.tensor([0.25, 0.5, 99.0])
-    recorder.trained(trajectory, logprobs)
+    recorder.update(trajectory, logprobs)
     (first, second), summary = recorder.take(5)
     assert summary == {"prompt_index": [7, 3], "pass_rate": [1.5, 2.0], "reward": [2.0, 5.0]}
     assert first[1] == {
@@ -45,7 +46,8 @@ def test_a_record_has_the_numbers_of_the_step():
     assert first[0]["rewards"] == {"a": 1.0, "b": None} and first[0]["failed"] == []
     assert second[1]["rewards"] == {"a": None, "b": 0.5} and second[1]["failed"] == ["a"]
     assert len(second[1]["columns"]["gold"]) == 2000
-    assert recorder.take(6) == ([], {})  # it has forgotten them
+    nothing = {"prompt_index": [], "pass_rate": [], "reward": []}
+    assert recorder.take(6) == ([], nothing)  # it has forgotten them
 
 
 def test_why_a_response_ended():
@@ -54,8 +56,11 @@ def test_why_a_response_ended():
         response_lengths=torch.tensor([1, 2, 3, 2]),
         truncated=torch.tensor([False, False, True, True]),
     )
-    ends = why_ended(trajectory, stop_tokens=(1,), max_generated_tokens=3)
+    recorder = make_recorder()
+    recorder.rollout(trajectory, make_scores())
+    groups, _ = recorder.take(1)
     assert trajectory.tokens[0, 1] == 1
+    ends = [record["ended"] for group in groups for record in group]
     assert ends == ["stop_token", "stop_string", "length", "deadline"]
 
 
@@ -87,12 +92,12 @@ def test_informative_groups_come_first_and_the_choice_is_the_seeds():
     taken = []
     for step in range(40):
         recorder = make_recorder(num_groups=3)
-        recorder.scored(*many(8, informative={2, 5}))
+        recorder.rollout(*many(8, informative={2, 5}))
         taken.append(chosen(recorder, step))
     assert all(set(indices[:2]) == {2, 5} for indices in taken)
     assert {indices[2] for indices in taken} == {0, 1, 3, 4, 6, 7}  # no prompt is favoured
     again = make_recorder(num_groups=3)
-    again.scored(*many(8, informative={2, 5}))
+    again.rollout(*many(8, informative={2, 5}))
     assert chosen(again, 7) == taken[7]
 
 
@@ -100,20 +105,20 @@ def test_ranks_choose_as_one(monkeypatch):
     """Two ranks with half of the groups each record what one rank with all of them records."""
     trajectory, scores = many(8, informative={1, 2, 6})
     whole = make_recorder(num_groups=2)
-    whole.scored(trajectory, scores)
+    whole.rollout(trajectory, scores)
     (one, summary), sent = whole.take(3), []
 
     def gather(value):
         sent.append(value)
         return list(sent)
 
-    monkeypatch.setattr(groups_module, "gather_over_ranks", gather)
+    monkeypatch.setattr(recorder_module, "gather_over_ranks", gather)
     for half in (slice(0, 8), slice(8, 16)):
         recorder = make_recorder(num_groups=2)
         rows = torch.arange(16)[half]
         names = ("scores", "total", "failed")
         part = replace(scores, **{name: getattr(scores, name)[rows] for name in names})
-        recorder.scored(trajectory.select(rows), part)
+        recorder.rollout(trajectory.select(rows), part)
         two = recorder.take(3)
     assert two == (one, summary)
 
@@ -121,10 +126,10 @@ def test_ranks_choose_as_one(monkeypatch):
 def test_rows_that_a_fork_has_moved_or_dropped_are_found_by_their_tokens():
     trajectory, scores = make_trajectory(), make_scores()
     recorder = make_recorder()
-    recorder.scored(trajectory, scores)
+    recorder.rollout(trajectory, scores)
     kept = torch.tensor([3, 0])
     logprobs = torch.tensor([[-3.0] * 3, [-7.0] * 3])
-    recorder.trained(trajectory.select(kept), logprobs)
+    recorder.update(trajectory.select(kept), logprobs)
     groups, _ = recorder.take(1)
     found = {record["completion"]: record["trainer_logprob"] for g in groups for record in g}
     assert found == {"a": -7.0, "b": None, "c": None, "d": -3.0}
@@ -132,6 +137,6 @@ def test_rows_that_a_fork_has_moved_or_dropped_are_found_by_their_tokens():
 
 def test_no_groups_are_kept_but_all_are_counted():
     recorder = make_recorder(num_groups=0)
-    recorder.scored(make_trajectory(), make_scores())
+    recorder.rollout(make_trajectory(), make_scores())
     groups, summary = recorder.take(1)
     assert not groups and summary["prompt_index"] == [7, 3]

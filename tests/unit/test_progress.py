@@ -3,10 +3,10 @@
 import io
 
 import pytest
-from torchtune_grpo.monitor.progress import RunProgress
 from tqdm import tqdm
 
-from torchtune_grpo.monitor import progress
+from torchtune_grpo.monitor import terminal
+from torchtune_grpo.monitor.terminal import ProgressLine
 from torchtune_grpo.rollout import Progress
 
 METRICS = {
@@ -19,13 +19,13 @@ SHOWN = "reward -0.25, accuracy 0.50, informative 0.75, 2.10k tok/s"
 ROLLOUT = f"rollout {Progress(tokens=1_234_567, finished=4000, live=96, rows=4096)}"
 
 
-def make_progress() -> RunProgress:
-    return RunProgress(5, done=3, accuracy="rewards/a/mean")
+def make_progress() -> ProgressLine:
+    return ProgressLine(5, done=3, accuracy="rewards/a/mean")
 
 
 @pytest.mark.parametrize("said", [SHOWN, ROLLOUT])
 def test_a_long_run_fits_80_columns(said):
-    settings = dict(prefix="", bar_format=progress._FORMAT, postfix=said, rate=1 / 3800)
+    settings = dict(prefix="", bar_format=terminal._FORMAT, postfix=said, rate=1 / 3800)
     line = tqdm.format_meter(n=999, total=1000, elapsed=999 * 3800.0, ncols=80, **settings)
     assert len(line) <= 80 and line.endswith(said) and line.startswith("999/1000 ")
     assert "<1:03:20" in line
@@ -34,7 +34,7 @@ def test_a_long_run_fits_80_columns(said):
 def test_without_a_terminal_each_step_is_a_line(capsys, caplog, monkeypatch):
     """The time left is that of the steps since the run was resumed, evaluations included."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     with make_progress() as shown:
         shown.rollout(Progress(tokens=1, finished=0, live=1, rows=1))
         now[0] += 90.0
@@ -54,12 +54,12 @@ def test_on_a_terminal_lines_and_the_bar_do_not_mix(monkeypatch):
         def isatty(self):
             return True
 
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
     with make_progress() as shown:
         shown.step_done(4, METRICS)
-        progress.log.warning("a line")
-    said = terminal.getvalue()
+        terminal.log.warning("a line")
+    said = screen.getvalue()
     assert "4/5 " in said and said.count("\n") == 2 and "reward -0.25" in said
     before, _, after = said.partition("a line\n")
     assert before.endswith("\r") and after.startswith("\r")  # the bar is cleared, and drawn anew

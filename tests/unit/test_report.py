@@ -7,9 +7,10 @@ import sys
 
 import pytest
 from kill_points import disk_of, kill_points
-from recorded_runs import HOSTILE, write_lines, write_run
+from recorded_runs import HOSTILE, evaluation, write_lines, write_run
 
 from torchtune_grpo.cli.report import main
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read
 from torchtune_grpo.monitor.report import write_page
 
 MB = 1_000_000
@@ -23,7 +24,13 @@ def data_of(page):
 
 
 def of_run(folder):
-    return data_of(write_page(folder))
+    write_page(folder)
+    return data_of(folder / "run.html")
+
+
+def of_events(folder, *events):
+    write_lines(folder / RUN_FILE, events)
+    return of_run(folder)
 
 
 def panel(data, title):
@@ -31,53 +38,51 @@ def panel(data, title):
     return found
 
 
-def evaluations(folder, *scores):
-    """Held-out scores before and after three steps, and nothing else."""
-    steps = [0, 3][: len(scores)]
-    folder.mkdir(exist_ok=True)
-    write_lines(
-        folder / "metrics.jsonl",
-        [{"step": s, "eval/accuracy": sum(v) / len(v)} for s, v in zip(steps, scores)],
-    )
-    rows = [
-        {"step": s, "prompt_index": [*range(len(v))], "greedy": v} for s, v in zip(steps, scores)
-    ]
-    write_lines(folder / "evaluations.jsonl", rows)
-    return folder
+def verdict_of(folder, before, after):
+    """Held-out answers before and after three steps, and nothing else."""
+    events = [evaluation(0, accuracy=before), evaluation(3, accuracy=after)]
+    return of_events(folder, *events)["verdict"]
 
 
 @pytest.mark.parametrize(
     "before, after, tone, headline, why",
     [
-        ([0, 0, 1] * 20, [1, 1, 1] * 20, "good", "rose from 33.3 % to 100 %", "better on 40 and"),
-        ([1, 1, 1] * 20, [0, 1, 0] * 20, "bad", "fell from 100 % to 33.3 %", "worse on 40"),
-        ([0, 1] * 30, [0, 1] * 29 + [1, 1], "unsure", "rose from 50 % to 51.7 %", "Do not believe"),
-        ([0, 1] * 30, [0, 1] * 30, "unsure", "stayed at 50 %", "better on 0 and worse on 0"),
+        ([0, 0, 1] * 20, [1, 1, 1] * 20, "good", "rose from 0.333 to 1.000 (", "better on 40 and"),
+        ([1, 1, 1] * 20, [0, 1, 0] * 20, "bad", "fell from 1.000 to 0.333 (", "worse on 40"),
+        (
+            [0, 1] * 30,
+            [0, 1] * 29 + [1, 1],
+            "unsure",
+            "rose from 0.500 to 0.517 (",
+            "Do not believe",
+        ),
+        ([0, 1] * 30, [0, 1] * 30, "unsure", "stayed at 0.500 (", "better on 0 and worse on 0"),
     ],
 )
 def test_the_verdict_says_what_changed_and_whether_to_believe_it(
     tmp_path, before, after, tone, headline, why
 ):
-    verdict = of_run(evaluations(tmp_path, before, after))["verdict"]
+    verdict = verdict_of(tmp_path, before, after)
     assert verdict["tone"] == tone
-    assert verdict["headline"] == f"Held-out accuracy {headline}."
+    assert verdict["headline"].startswith(f"Held-out accuracy {headline}")
     assert why in verdict["why"][0] and f"of {len(before)} problems" in verdict["why"][0]
 
 
 def test_a_change_on_few_problems_comes_with_how_much_they_can_show(tmp_path):
-    verdict = of_run(evaluations(tmp_path, [0] * 8, [1] * 8))["verdict"]
+    verdict = verdict_of(tmp_path, [0] * 8, [1] * 8)
     assert verdict["tone"] == "good"
     assert "8 problems only show a change of about" in verdict["why"][2]
 
 
 def test_evaluations_of_other_prompts_are_not_tested_against_each_other(tmp_path):
-    verdict = of_run(evaluations(tmp_path, [0] * 60, [1] * 61))["verdict"]
+    verdict = verdict_of(tmp_path, [0] * 60, [1] * 61)
+    assert verdict["headline"] == "Held-out accuracy rose from 0.000 to 1.000."
     assert verdict["tone"] == "unsure" and verdict["scores"][0]["test"] == ""
 
 
 def test_a_run_without_evaluation_is_not_believed(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [{"step": s, "reward": s / 10} for s in range(1, 21)])
-    verdict = of_run(tmp_path)["verdict"]
+    steps = [{"kind": "step", "step": s, "reward": s / 10} for s in range(1, 21)]
+    verdict = of_events(tmp_path, *steps)["verdict"]
     assert verdict["headline"] == "The training reward went from 0.15 to 1.95."
     assert "eval_dataset" in verdict["why"][0] and verdict["scores"] == []
 
@@ -85,7 +90,7 @@ def test_a_run_without_evaluation_is_not_believed(tmp_path):
 def test_findings_that_are_open_come_first(tmp_path):
     found = of_run(write_run(tmp_path))["verdict"]["findings"]
     assert [(each["name"], each["since"], each["until"]) for each in found] == [
-        ("stage dominates", 7, None),
+        ("rewards slow", 7, None),
         ("truncated", 3, 9),
     ]
     assert found[0]["key"] == "rewards.0.workers" and found[1]["remedy"].startswith("Set max_")
@@ -93,19 +98,13 @@ def test_findings_that_are_open_come_first(tmp_path):
 
 def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
     """Null is a hole; a band is drawn around the mean; a metric that nothing has, not at all."""
-    lines = [
-        {
-            "step": 1,
-            "reward": 0.5,
-            "reward_std_in_group": 0.25,
-            "time/rollout": 3,
-            "time/update": 2,
-        },
-        {"step": 2, "reward": None, "reward_std_in_group": 0.25, "time/rollout": 1, "kl": None},
-        {"step": 3, "eval/accuracy": 0.5, "eval/accuracy/low": 0.25, "eval/accuracy/high": 0.75},
-    ]
-    write_lines(tmp_path / "metrics.jsonl", lines)
-    data = of_run(tmp_path)
+    known = {"kind": "step", "reward_std_in_group": 0.25}
+    data = of_events(
+        tmp_path,
+        {**known, "step": 1, "reward": 0.5, "time/rollout": 3, "time/update": 2},
+        {**known, "step": 2, "reward": None, "time/rollout": 1, "kl": None},
+        evaluation(3, accuracy=[0, 1]),
+    )
     assert [each["title"] for each in data["panels"]] == [
         "Reward",
         "Held-out accuracy",
@@ -118,7 +117,7 @@ def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
         [0.75, None],
     )
     (accuracy,) = panel(data, "Held-out accuracy")["lines"]
-    assert [accuracy[key] for key in ("steps", "low", "high")] == [[3], [0.25], [0.75]]
+    assert [accuracy[key] for key in ("steps", "low", "high")] == [[3], [0.45], [0.55]]
     rollout, update = panel(data, "Seconds of a step")["lines"]
     assert (rollout["low"], rollout["high"]) == ([0, 0], [3, 1])
     assert (update["low"], update["high"]) == ([3, 1], [5, 1])
@@ -126,11 +125,11 @@ def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
 
 def test_pass_rates_by_prompt_and_over_all(tmp_path):
     """By hand: prompt 7 is seen three times, 2 twice and is harder, 9 once and has no row."""
-    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "reward": 1.0} for step in range(1, 5)])
     seen = [(1, [7, 9], [0.25, 1.0]), (2, [7, 2], [0.5, 0.0]), (4, [7, 2], [1.0, 0.75])]
-    lines = [{"step": s, "prompt_index": p, "pass_rate": r, "reward": r} for s, p, r in seen]
-    write_lines(tmp_path / "prompts.jsonl", lines)
-    data = of_run(tmp_path)
+    results = [(step, {"prompt_index": p, "pass_rate": rates}) for step, p, rates in seen]
+    data = of_events(
+        tmp_path, *({"kind": "step", "step": step, "prompts": found} for step, found in results)
+    )
     assert data["map"] == {
         "prompts": [2, 7],
         "num_repeated": 2,
@@ -152,7 +151,9 @@ def test_pass_rates_by_prompt_and_over_all(tmp_path):
 def completion(sample, correct, formed, **more):
     rewards = {"correctness": correct, "format": formed}
     row = {"step": 1, "prompt_index": 4, "sample": sample, "prompt": "p", "completion": "c"}
-    return {**row, "rewards": rewards, "advantage": 0.5, "ended": "stop_token", **more}
+    row |= {"columns": {}, "tokens": 1, "reward": 1.0, "rewards": rewards, "advantage": 0.5}
+    row |= {"sampler_logprob": None, "trainer_logprob": None, "extra": {}, "failed": []}
+    return {**row, "ended": "stop_token", **more}
 
 
 def test_filters_find_what_they_name(tmp_path):
@@ -165,7 +166,7 @@ def test_filters_find_what_they_name(tmp_path):
         completion(4, None, 1.0, failed=["correctness"], ended="length"),
         completion(0, 0.0, 1.0),  # the same prompt came again
     ]
-    write_lines(tmp_path / "completions.jsonl", rows)
+    write_lines(tmp_path / COMPLETIONS_FILE, rows)
     first, second = of_run(tmp_path)["groups"]
     found = [set(row["is"]) - {"mixed"} for row in first["rows"]]
     assert found == [set(), {"ill"}, {"wrong"}, {"cut", "gap"}, {"cut", "failed"}]
@@ -173,12 +174,11 @@ def test_filters_find_what_they_name(tmp_path):
     assert [row["is"] for row in second["rows"]] == [["wrong"]]
 
 
-@pytest.mark.parametrize("text", ["a <&>語\x1b" * 300, "short"])
+@pytest.mark.parametrize("text", ["a <&>語\x1b" * 600, "short"])
 def test_500_steps_fit_into_8_mb(tmp_path, text):
     """Whole groups, informative ones first, from all parts of the run; nothing cut unsaid."""
-    page = write_page(write_run(tmp_path, steps=500, group_size=4, text=text))
-    assert page.stat().st_size <= 8 * MB
-    data = data_of(page)
+    data = of_run(write_run(tmp_path, steps=500, group_size=4, text=text))
+    assert (tmp_path / "run.html").stat().st_size <= 8 * MB
     assert data["recorded"] == 1000 and len(data["groups"]) >= (1000 if text == "short" else 30)
     assert all(len(group["rows"]) == 4 for group in data["groups"])
     steps = [group["step"] for group in data["groups"]]
@@ -205,41 +205,31 @@ def test_hostile_texts_stay_texts(tmp_path):
     ]
     for number, row in enumerate(rows):
         row |= {"sample": number, "rewards": {HOSTILE: 1.0}, "failed": [HOSTILE], "prompt": HOSTILE}
-    with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({**row, "step": 3}) + "\n" for row in rows)
-    write_lines(folder / "findings.jsonl", [{"step": 1, "event": "begins", "name": HOSTILE}])
-    page = write_page(folder)
-    data = data_of(page)  # read to its end, so nothing in it ended the element
+    texts = dict.fromkeys(("name", "evidence", "key", "remedy"), HOSTILE)
+    with (folder / RUN_FILE).open("a", encoding="utf-8") as file:
+        finding = {"kind": "finding", "step": 1, "event": "begins", "since": 1, **texts}
+        file.write(json.dumps(finding) + "\n")
+    data = of_run(folder)  # read to its end, so nothing in it ended the element
     shown = json.dumps(data, ensure_ascii=False)
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\ud800-\udfff]", shown)
     assert data["groups"][0]["rows"][0]["text"].startswith("</script><script>window.broken=1")
     assert r"\x1b[31mred" in data["groups"][-1]["prompt"] and "😀" in data["groups"][-1]["prompt"]
-    assert "<title>&lt;img src=x" in page.read_text(encoding="utf-8")
+    assert "<title>&lt;img src=x" in (folder / "run.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "missing", ["metrics", "completions", "prompts", "evaluations", "findings", "starts"]
-)
-def test_a_file_that_is_missing_costs_its_part_only(tmp_path, missing):
+@pytest.mark.parametrize("missing", ["step", "evaluation", "finding", "start", "completions"])
+def test_what_is_missing_costs_its_part_only(tmp_path, missing):
     folder = write_run(tmp_path, steps=12)
-    (folder / f"{missing}.jsonl").unlink()
+    write_lines(folder / RUN_FILE, [e for e in read(folder) if e["kind"] != missing])
+    if missing == "completions":
+        (folder / COMPLETIONS_FILE).unlink()
     data = of_run(folder)
     assert bool(data["groups"]) == (missing != "completions")
-    assert bool(data["curves"]) == (missing != "metrics")
-    assert bool(data["map"]) == (missing != "prompts")
-    assert bool(data["setup"]) == (missing != "starts")
+    assert bool(data["map"]) == (missing != "step") and data["curves"]
+    assert bool(data["setup"]) == (missing != "start")
     assert data["verdict"]["headline"]
-
-
-def test_a_run_of_an_older_version_is_shown(tmp_path):
-    """It had neither samples' numbers nor reasons."""
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
-    row = {"step": 1, "completion": "c", "reward": 1.0, "rewards": {"right": 1.0}, "tokens": 3}
-    rows = [{**row, "prompt": p, "truncated": p == "b"} for p in "aab"]
-    write_lines(tmp_path / "completions.jsonl", rows)
-    groups = of_run(tmp_path)["groups"]
-    assert [len(group["rows"]) for group in groups] == [2, 1]
-    assert groups[1]["rows"][0]["ended"] == "length" and "cut" in groups[1]["rows"][0]["is"]
 
 
 def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
@@ -254,10 +244,9 @@ def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
     (differences,) = data["setup"]
     assert differences["rows"] == [["seed", "0", "1"]], "the run's own folder is no difference"
     table = {row[0]: row[1:] for row in data["comparison"]["rows"]}
-    assert table["Accuracy after"][0].startswith("9") and table["Steps"] == ["12 of 12"] * 2
-    assert table["After, against one"][0] == "" and table["After, against one"][1].endswith(
-        ", p < 0.001"
-    )
+    assert table["Accuracy after"][0].startswith("0.9") and table["Steps"] == ["12 of 12"] * 2
+    against = table["After, against one"]
+    assert against[0] == "" and against[1].endswith(" p<0.001")
     for each in data["panels"]:
         assert [(line["label"], line["colour"]) for line in each["lines"]] == [
             ("one", 1),
@@ -265,7 +254,7 @@ def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("name, why", [("nowhere", "is no folder"), (".", "has no metrics.jsonl")])
+@pytest.mark.parametrize("name, why", [("nowhere", "is not a folder"), (".", "has no run.jsonl")])
 def test_a_folder_without_a_run_is_named(tmp_path, monkeypatch, capsys, name, why):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / name)])
     with pytest.raises(SystemExit):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -61,29 +60,30 @@ class Evaluation:
     reward: str  # the one that decides what is right
     seconds: float = 0.0  # that the answers and their scores took
 
-    @cached_property
+    @property
     def record(self) -> dict[str, Any]:
-        """The metrics, and ``prompts``: what each prompt contributes to each mean."""
-        by_prompt = self._by_prompt()
-        metrics: dict[str, Any] = {}
-        for name, values in by_prompt.items():
+        """The metrics, and what each prompt contributes to each mean."""
+        return {**self.metrics, "prompts": self.prompts}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Each mean with its interval, and more; docs/metrics.md says what they are."""
+        metrics: dict[str, float] = {}
+        for name, values in self._by_prompt().items():
             low, high = bootstrap_interval(values)
             mean, name = float(np.mean(values)), f"eval/{name}"
             metrics |= {name: mean, f"{name}/low": low, f"{name}/high": high}
         greedy = [each.greedy for each in self.answered]
         metrics["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
         metrics["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
-        indices = [each.index for each in self.answered]
-        prompts = {"prompt_index": indices, **by_prompt}
-        return metrics | {"time/eval": self.seconds, "prompts": prompts}
+        return metrics
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics alone; docs/metrics.md says what they are."""
-        return {name: value for name, value in self.record.items() if name != "prompts"}
+    def prompts(self) -> dict[str, list[Any]]:
+        """``prompt_index`` and the P values of each mean."""
+        return {"prompt_index": [each.index for each in self.answered], **self._by_prompt()}
 
     def _by_prompt(self) -> dict[str, list[float]]:
-        """Number -> the P values that it is the mean of."""
         reward, answered = self.reward, self.answered
         found = {"accuracy": [each.greedy.scores[reward] for each in answered]}
         samples = [[answer.scores[reward] for answer in each.samples] for each in answered]

@@ -104,7 +104,7 @@ def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
     found = {}
     for low in [name for name in evaluation if name.endswith("/low")]:
         metric = low.removesuffix("/low")
-        values = [evaluation.get(f"{metric}{end}") for end in ("", "/low", "/high")]
+        values: list[Any] = [evaluation.get(f"{metric}{end}") for end in ("", "/low", "/high")]
         if None not in values:
             found[metric.removeprefix("eval/")] = Score(*values)
     return found

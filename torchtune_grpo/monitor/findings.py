@@ -66,8 +66,8 @@ class Watch:
         is_step = event["kind"] == "step"
         signs: dict[str, tuple[str, Advice]] = {}
         for rule in RULES if is_step else (evaluations,):
-            for name, *found in rule(self._run):
-                signs.setdefault(name, found)
+            for name, evidence, advice in rule(self._run):
+                signs.setdefault(name, (evidence, advice))
         names = [name for name in BEGINS_AFTER if (name != "reward_hacking") == is_step]
         changes = []
         for name in names:

@@ -82,7 +82,7 @@ class Recorder:
     @contextmanager
     def running(self, *, done: int) -> Iterator[None]:
         """Shows the progress from step ``done`` on; at the end writes the page and a summary."""
-        self._add("start", done, _start(self._given, self._device))
+        on_first_rank(append, self._folder, "start", done, _start(self._given, self._device))
         accuracy = f"rewards/{self._decider}/mean"
         with ProgressLine(self._cfg.num_steps, done=done, accuracy=accuracy) as self._progress:
             try:
@@ -114,7 +114,7 @@ class Recorder:
         self._num_tokens += metrics["num_tokens"]
         metrics = {**metrics, "num_tokens": self._num_tokens}
         groups, prompts = self._groups.take(step)
-        self._add("step", step, {**metrics, "prompts": prompts}, metrics)
+        on_first_rank(self._write, "step", step, metrics, prompts)
         if rank() == 0:
             append_groups(self._folder, groups, done=step / self._cfg.num_steps)
         if self._progress is not None:
@@ -125,7 +125,8 @@ class Recorder:
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records an evaluation after so many steps; every rank has to call it."""
-        event = self._add("evaluation", step, evaluation.record, evaluation.metrics)
+        metrics = {**evaluation.metrics, "time/eval": evaluation.seconds}
+        event = on_first_rank(self._write, "evaluation", step, metrics, evaluation.prompts)
         self.evaluations.append(event)
         utils.log_rank_zero(log, f"Step {step}: held-out {in_one_line(event)}")
 
@@ -138,30 +139,18 @@ class Recorder:
         if rank() == 0:
             self._metric_logger.close()
 
-    def _add(
-        self,
-        kind: str,
-        step: int,
-        values: Mapping[str, Any],
-        metrics: Mapping[str, float] | None = None,
-    ) -> Record:
-        """Records an event, and returns what the first rank has written."""
-        return on_first_rank(self._write, kind, step, values, metrics)
-
     def _write(
-        self, kind: str, step: int, values: Mapping[str, Any], metrics: Mapping[str, float] | None
+        self, kind: str, step: int, metrics: Mapping[str, float], prompts: Mapping[str, list[Any]]
     ) -> Record:
-        event = append(self._folder, kind, step, values)
-        if metrics is not None:
-            self._metric_logger.log_dict(metrics, step=step)
-            for finding in self._findings.add(event):
-                append(self._folder, "finding", step, finding)
-                if finding["event"] == "ends":
-                    log.info(f"Finding {finding['name']} has ended.")
-                else:
-                    log.warning(
-                        f"Finding {finding['name']}: {finding['evidence']} {finding['remedy']}"
-                    )
+        """Records a step or an evaluation, and the findings that begin or end with it."""
+        event = append(self._folder, kind, step, {**metrics, "prompts": prompts})
+        self._metric_logger.log_dict(metrics, step=step)
+        for finding in self._findings.add(event):
+            append(self._folder, "finding", step, finding)
+            if finding["event"] == "ends":
+                log.info(f"Finding {finding['name']} has ended.")
+            else:
+                log.warning(f"Finding {finding['name']}: {finding['evidence']} {finding['remedy']}")
         return event
 
     def _write_page(self) -> None:
@@ -199,7 +188,8 @@ class GroupRecorder:
         ``reward``, in the order of the step's prompts.
         """
         count, size = self._cfg.log_groups, self._cfg.grpo_samples
-        candidates, results = [], []
+        candidates: list[Any] = []
+        results: list[tuple[Any, ...]] = []
         for trajectory, scores in self._rollouts:
             assert trajectory.advantages is not None
             informative = (trajectory.advantages.view(-1, size) != 0).any(dim=1).tolist()  # [B]
@@ -213,7 +203,7 @@ class GroupRecorder:
             columns = (trajectory.places[::size], trajectory.prompt_indices[::size], *means)
             results += zip(*map(plain, columns), strict=True)
         candidates.sort(key=lambda each: each[0])
-        mine = [(key, self._records(*where, step)) for key, *where in candidates[:count]]
+        mine = [(key, self._records(t, s, row, step)) for key, t, s, row in candidates[:count]]
         self._rollouts, self._trainer_logprobs = [], {}
         kept, found = zip(*gather_over_ranks((mine, results)), strict=True)
         chosen = sorted(chain.from_iterable(kept), key=lambda each: each[0])[:count]

@@ -57,10 +57,7 @@ function bar(ends) {
 
 function scoreRow({ label, ends, change, test }) {
   const cell = (main, below) => el("td", {}, el("strong", {}, main), el("br"), el("small", {}, below));
-  const cells = ends.map(({ text, step }) => {
-    const [mean, interval] = text.split(" (");
-    return cell(mean, interval ? interval.slice(0, -1) : `step ${step}`);
-  });
+  const cells = ends.map(({ text, interval }) => cell(text, interval));
   if (cells.length === 1) cells.push(el("td"));
   return el("tr", {}, el("td", {}, label), ...cells, cell(change, test), el("td", {}, bar(ends)));
 }
