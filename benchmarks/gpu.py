@@ -496,7 +496,7 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
         cfg.merge_with_dotlist(listed)
         memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None
         estimated = estimate(cfg, card=memory, device=bench.device.type)["peak"]
-    steps = [line for line in map(json.loads, lines) if "step_time" in line]
+    steps = [event for event in map(json.loads, events) if event["kind"] == "step"]
     names = ("step_time", "time/rollout", "time/logprobs", "time/update")
     figures: dict[str, Any] = {
         f"{name.removeprefix('time/')}_s": [round(step[name], 2) for step in steps]

@@ -12,17 +12,19 @@ import pytest
 import torch
 from steps import make_scores, make_trajectory
 
+from torchtune_grpo import run
 from torchtune_grpo.config.files import recipes_folder
 from torchtune_grpo.loss import GRPOLoss, LossOutput
 from torchtune_grpo.monitor import metrics as metrics_module
 from torchtune_grpo.monitor.metrics import StepMetrics
 
 NAN = math.nan
+ALL = torch.ones(4, dtype=torch.bool)  # rows that are trained on
 
 
 def test_what_a_rollout_logs():
     metrics = StepMetrics()
-    metrics.add_rollout(make_trajectory(), make_scores(), group_size=2)
+    metrics.add_rollout(make_trajectory(), make_scores(), ALL, group_size=2)
     expected = {
         "reward": 3.5,
         "reward_std": statistics.stdev([1, 3, 5, 5]),
@@ -61,7 +63,7 @@ def test_a_failed_reward_makes_no_group_informative():
     scores = replace(make_scores(), total=torch.tensor([1.0, 1.0, 5.0, 5.0]))
     trajectory = replace(make_trajectory(), advantages=torch.zeros(4))
     metrics = StepMetrics()
-    metrics.add_rollout(trajectory, scores, group_size=2)
+    metrics.add_rollout(trajectory, scores, ALL, group_size=2)
     values = metrics.compute()
     assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
     assert values["reward_std_in_group"] == 0
@@ -71,7 +73,7 @@ def test_a_group_whose_texts_are_all_the_same():
     """The second of two; that another group has its text says nothing."""
     trajectory = replace(make_trajectory(), completions=["a", "b", "a", "a"])
     metrics = StepMetrics()
-    metrics.add_rollout(trajectory, make_scores(), group_size=2)
+    metrics.add_rollout(trajectory, make_scores(), ALL, group_size=2)
     assert metrics.compute()["frac_groups_same_text"] == 0.5
 
 
@@ -79,7 +81,7 @@ def test_groups_are_informative_by_their_advantages():
     """Normalized one by one, two rewards may cancel in the total and still teach."""
     scores = replace(make_scores(), total=torch.tensor([1.0, 1.0, 5.0, 5.0]))
     metrics = StepMetrics()
-    metrics.add_rollout(make_trajectory(), scores, group_size=2)
+    metrics.add_rollout(make_trajectory(), scores, ALL, group_size=2)
     assert metrics.compute()["frac_informative_groups"] == 0.5
 
 
@@ -208,7 +210,7 @@ def trl_names() -> set[str]:
 def test_names_are_trls_where_trl_has_one():
     """A name that is neither TRL's nor listed above is a mistake, and so is one that is missing."""
     metrics, trajectory = StepMetrics(), make_trajectory()
-    metrics.add_rollout(trajectory, make_scores(), group_size=2)
+    metrics.add_rollout(trajectory, make_scores(), ALL, group_size=2)
     metrics.add_sampling_gap(trajectory, trajectory.sampler_logprobs)
     inputs = {name: trajectory.sampler_logprobs for name in ("logprobs", "ref_logprobs", "entropy")}
     mask = trajectory.response_mask
@@ -216,8 +218,9 @@ def test_names_are_trls_where_trl_has_one():
     for surrogate in ("clipped", "cispo"):
         output = GRPOLoss(surrogate=surrogate)(advantages=trajectory.advantages, **inputs)
         metrics.add_update(output, entropy=inputs["entropy"], response_mask=mask)
-    recipe = (recipes_folder() / "grpo_full_finetune.py").read_text()
-    for name in re.findall(r'metrics\.(?:add_\w+|timer)\(\s*"([^"]+)"', recipe):
+    files = (recipes_folder() / "grpo_full_finetune.py", Path(run.__file__))
+    source = "".join(file.read_text() for file in files)
+    for name in re.findall(r'(?:metrics|step)\.(?:add_\w+|timer)\(\s*"([^"]+)"', source):
         metrics.add_max(name, 1.0)
     ours, trls = set(metrics.compute()), trl_names()
     assert ours - trls == set(NOT_TRLS)

@@ -4,7 +4,7 @@ from torchtune_grpo.evaluation.stopping import best_step, passes, scores, should
 
 
 def lines(*values: float, every: int = 5, metric: str = "eval/accuracy") -> list[dict]:
-    """metrics.jsonl of a run that is evaluated every few steps, with lines of steps between."""
+    """The metrics of a run that is evaluated every few steps, with lines of steps between."""
     steps = [{"step": step, "reward": 0.5} for step in range(1, every * len(values))]
     found = [{"step": every * i, metric: value} for i, value in enumerate(values)]
     return sorted([*steps, *found], key=lambda line: line["step"])

@@ -25,7 +25,7 @@ from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.errors import told_in_one_line
 from torchtune_grpo.config.text import plain, visible
-from torchtune_grpo.evaluation.evaluator import Evaluation, comparison_tables, compare_policies
+from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.rewards import (
     Reward,

@@ -24,7 +24,6 @@ from torchtune_grpo.evaluation.stopping import best_step, passes, should_stop
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.monitor.terminal import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
-
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
 
 log = utils.get_logger("INFO")
