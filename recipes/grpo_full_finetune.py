@@ -32,8 +32,7 @@ from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.rollout import roll_out
 from torchtune_grpo.run import Run, parse
-from torchtune_grpo.training import in_order, response_logprobs
-from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training import importance_weights, in_order, response_logprobs
 from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.trajectory import Trajectory

@@ -23,7 +23,7 @@ from torchtune_grpo.advantages import group_advantages, reward_advantages
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.training import attend_in_segments, response_logprobs
-from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training.logprobs import importance_weights
 from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.trajectory import Trajectory, length_mask
 

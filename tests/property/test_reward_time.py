@@ -8,7 +8,7 @@ import pytest
 
 from torchtune_grpo import rewards as shipped
 from torchtune_grpo.rewards import RepetitionPenalty, RewardSet
-from torchtune_grpo.rewards.program import extract_program
+from torchtune_grpo.rewards.code import extract_program
 
 SIZE = 200_000
 BOUND = 0.25  # seconds of this process; none takes 60% of it on an idle core

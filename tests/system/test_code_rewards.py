@@ -14,7 +14,7 @@ from torchtune_grpo.rewards import (
     TrainerState,
     code_format_reward,
 )
-from torchtune_grpo.rewards.program import MAX_BLOCKS, extract_program
+from torchtune_grpo.rewards.code import MAX_BLOCKS, extract_program
 from torchtune_grpo.sandbox import Limits
 
 

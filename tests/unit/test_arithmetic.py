@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from torchtune_grpo.data import arithmetic_dataset
-from torchtune_grpo.data.arithmetic import LEVELS, _split_of, arithmetic_problems
+from torchtune_grpo.data.presets import LEVELS, _split_of, arithmetic_problems
 
 # Level 1 has only a few dozen problems in its test split.
 SIZES = {level: 15 if level == 1 else 300 for level in LEVELS}

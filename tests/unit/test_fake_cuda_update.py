@@ -25,7 +25,7 @@ from torchtune_grpo.training import (
     response_logprobs,
     trajectory_logprobs,
 )
-from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training.logprobs import importance_weights
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.optimizer import total_grad_norm
 from torchtune_grpo.training.reference import AdapterReference

@@ -20,7 +20,7 @@ from torchtune_grpo.loss import (
     probability_change,
     sequence_log_ratio,
 )
-from torchtune_grpo.training.importance import importance_weights
+from torchtune_grpo.training.logprobs import importance_weights
 
 ROWS, WIDTH, LIMIT = 6, 5, 8
 LENGTHS = [3, 5, 1, 0, 4, 2]

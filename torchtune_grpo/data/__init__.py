@@ -1,8 +1,12 @@
 """Data sets that yield prompt tokens plus the columns rewards need, and their collation."""
 
-from torchtune_grpo.data.arithmetic import arithmetic_problems
 from torchtune_grpo.data.dataset import PromptBatch, RLDataset, collate_prompts
-from torchtune_grpo.data.presets import arithmetic_dataset, gsm8k_dataset, humaneval_dataset
+from torchtune_grpo.data.presets import (
+    arithmetic_dataset,
+    arithmetic_problems,
+    gsm8k_dataset,
+    humaneval_dataset,
+)
 from torchtune_grpo.data.samplers import (
     DifficultySampler,
     LevelSampler,

@@ -1,19 +1,190 @@
-"""Known data sets: defaults for an :class:`~torchtune_grpo.data.RLDataset`, and what rows become.
-
-Each takes all other arguments of RLDataset, too.
-"""
+"""Data sets with a name: arithmetic made on the spot, GSM8K and HumanEval."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import operator
+import random
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any, Literal
 
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
-from torchtune_grpo.data.arithmetic import Split, arithmetic_problems
 from torchtune_grpo.data.dataset import RLDataset
+
+Split = Literal["train", "test"]
+Chain = tuple[tuple[str, int], ...]  # (("+", start), (operation, number), ...)
+
+TEST_SHARE = 0.2
+
+_NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
+_ITEMS = ("apples", "coins", "books", "cards", "shells", "pens", "eggs", "stamps")
+_GAINS = ("finds", "buys", "gets", "wins")
+_LOSSES = ("loses", "sells", "gives away", "lends out")
+_HOLDERS = ("bags", "boxes", "jars", "rows")
+
+
+def _one_digit_sum(rng: random.Random) -> Chain:
+    return (("+", rng.randint(0, 9)), ("+", rng.randint(0, 9)))
+
+
+def _two_digit_step(rng: random.Random) -> Chain:
+    return (("+", rng.randint(10, 99)), (rng.choice("+-"), rng.randint(10, 99)))
+
+
+def _steps(rng: random.Random, count: int) -> Chain:
+    return _with_steps((("+", rng.randint(1, 9)),), rng, count, limit=20)
+
+
+def _product_and_step(rng: random.Random) -> Chain:
+    product = (("+", rng.randint(2, 9)), ("*", rng.randint(2, 9)))
+    return _with_steps(product, rng, 1, limit=90)
+
+
+def _product_step_and_share(rng: random.Random) -> Chain:
+    while True:
+        chain = _product_and_step(rng)
+        total = _running_values(chain)[-1]
+        divisors = [n for n in range(2, 10) if total > 0 and total % n == 0]
+        if divisors:
+            return (*chain, ("/", rng.choice(divisors)))
+
+
+def _with_steps(chain: Chain, rng: random.Random, count: int, *, limit: int) -> Chain:
+    """Append one-digit sums and differences whose results stay within 0 and the limit."""
+    for _ in range(count):
+        value = _running_values(chain)[-1]
+        steps = [("+", n) for n in range(1, 10) if value + n <= limit]
+        steps += [("-", n) for n in range(1, 10) if value - n >= 0]
+        chain = (*chain, rng.choice(steps))
+    return chain
+
+
+# Level -> (what draws a chain, whether it is told as a story).
+_LEVELS: dict[int, tuple[Callable[[random.Random], Chain], bool]] = {
+    1: (_one_digit_sum, False),
+    2: (partial(_steps, count=2), False),
+    3: (partial(_steps, count=3), False),
+    4: (_two_digit_step, False),
+    5: (partial(_steps, count=2), True),
+    6: (partial(_steps, count=3), True),
+    7: (_product_and_step, True),
+    8: (_product_step_and_share, True),
+}
+LEVELS = tuple(_LEVELS)
+
+
+def _running_values(chain: Chain) -> list[int]:
+    """The start number and the value after each step. Divisions are exact."""
+    work = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+    values = [chain[0][1]]
+    for operation, number in chain[1:]:
+        values.append(work[operation](values[-1], number))
+    return values
+
+
+def _split_of(chain: Chain) -> Split:
+    """The split of a chain, whatever the order of numbers that may swap places."""
+    start = ("*" if chain[1][0] == "*" else "+", chain[0][1])
+    steps = (start, *chain[1:])
+    runs = groupby(steps, key=lambda step: "+-" if step[0] in "+-" else step[0])
+    canonical = [sorted(f"{operation}{number}" for operation, number in run) for _, run in runs]
+    digest = hashlib.blake2b(repr(canonical).encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
+
+
+def _worked(chain: Chain) -> str:
+    values = _running_values(chain)
+    steps = zip(pairwise(values), chain[1:], strict=True)
+    lines = [f"{a}{operation}{number}={b}" for (a, b), (operation, number) in steps]
+    return "\n".join([*lines, f"#### {values[-1]}"])
+
+
+def _question(chain: Chain, story: bool, rng: random.Random) -> str:
+    if not story:
+        expression = str(chain[0][1]) + "".join(f" {op} {number}" for op, number in chain[1:])
+        return f"What is {expression}?"
+    name, item = rng.choice(_NAMES), rng.choice(_ITEMS)
+    start, steps = f"{chain[0][1]} {item}", chain[1:]
+    if steps[0][0] == "*":
+        start, steps = f"{chain[0][1]} {rng.choice(_HOLDERS)} of {steps[0][1]} {item}", steps[1:]
+    acts = [
+        f"shares them equally among {number} friends"
+        if op == "/"
+        else f"{rng.choice(_GAINS if op == '+' else _LOSSES)} {number}"
+        for op, number in steps
+    ]
+    told = f"{', '.join([f'{name} has {start}', *acts[:-1]])} and {acts[-1]}"
+    asked = "each friend get" if steps[-1][0] == "/" else f"{name} have now"
+    return f"{told}. How many {item} does {asked}?"
+
+
+def arithmetic_problems(
+    *,
+    levels: int | Sequence[int],
+    split: Split,
+    num_samples: int,
+    seed: int = 0,
+) -> list[dict[str, str | int]]:
+    """Arithmetic problems with worked answers; the same arguments give the same problems.
+
+    Levels: 1 one-digit sums; 2 and 3 two and three sums or differences in a row; 4 one sum or
+    difference of two-digit numbers; 5 and 6 like 2 and 3, told as a story; 7 a story of a product
+    and a sum or difference; 8 the same, ending in a division. No value on the way is negative, and
+    none of levels 2, 3, 5 and 6 is above 20.
+
+    Several levels take turns, so that each gets an equal share, until one has no more problems and
+    the others share the rest. All problems are different, and the splits have none in common.
+
+    A row has ``question``, ``solution`` (worked answer that ends in ``#### n``), ``answer`` (the
+    gold ``n`` as text) and ``level``.
+    """
+    chosen = [levels] if isinstance(levels, int) else list(levels)
+    unknown = [level for level in chosen if level not in _LEVELS]
+    if unknown or not chosen:
+        raise ValueError(f"levels={levels!r}: give some of {list(LEVELS)}.")
+    rng = random.Random(f"{seed}/{split}")
+    seen: set[str] = set()
+    rows: list[dict[str, str | int]] = []
+    left = deque(chosen)
+    while len(rows) < num_samples:
+        if not left:
+            raise ValueError(
+                f"num_samples={num_samples} asks for more different {split} problems than levels "
+                f"{chosen} have; {len(rows)} were found. Lower num_samples or add a higher level."
+            )
+        row = _new_problem(left[0], split, rng, seen)
+        if row is None:
+            left.popleft()
+        else:
+            rows.append(row)
+            left.rotate(-1)
+    return rows
+
+
+def _new_problem(
+    level: int, split: Split, rng: random.Random, seen: set[str]
+) -> dict[str, str | int] | None:
+    """Draw a problem that was not seen; None if the level has no more."""
+    draw, story = _LEVELS[level]
+    # Level 1 has a few dozen problems per split; 2,000 misses in a row mean that all were used.
+    for _ in range(2000):
+        chain = draw(rng)
+        if min(_running_values(chain)) < 0 or _split_of(chain) != split:
+            continue
+        question = _question(chain, story, rng)
+        if question not in seen:
+            seen.add(question)
+            answer = str(_running_values(chain)[-1])
+            solution = _worked(chain)
+            return dict(question=question, solution=solution, answer=answer, level=level)
+    return None
+
 
 GSM8K_SYSTEM_PROMPT = (
     "Solve the problem step by step. Put your reasoning between <think> and </think>, and then the "

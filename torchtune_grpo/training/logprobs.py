@@ -1,8 +1,4 @@
-"""Per-token log-probabilities of given tokens, without holding ``[tokens, vocab]`` logits.
-
-Only the hidden states that predict a response token reach the output projection, in the model's own
-forward pass; :mod:`torchtune_grpo.training.softmax` turns them into log-probs.
-"""
+"""Rows to per-token log-probs, and weights for the gap between sampler and trainer."""
 
 from __future__ import annotations
 
@@ -68,3 +64,44 @@ def in_order(values: Sequence[Tensor], micro_batches: Sequence[MicroBatch]) -> T
     """Values [n, L] of each micro-batch -> [N, L] in the trajectory's order."""
     rows = torch.cat([part.rows for part in micro_batches])  # [N] a permutation
     return torch.cat(list(values))[rows.argsort()]
+
+
+CORRECTIONS = (
+    "old_logprobs",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+)
+
+
+def importance_weights(
+    *,
+    trainer_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    mode: str | None,
+    cap: float,
+) -> Tensor | None:
+    """Weights [n, L] of the policy term, without gradient, 0 where masked; None for no weights.
+
+        token_*      w = exp(trainer - behaviour) of each token
+        sequence_*   w = exp(sum over the row's tokens of trainer - behaviour)
+        *_truncate   min(w, cap)
+        *_mask       w where w <= cap, else 0
+        old_logprobs no weights: the loss's own ratio starts from the sampler's log-probs
+
+    The trainer's log-probs are of the policy that sampled, the behaviour's those of the
+    distribution that the tokens were drawn from; cap > 1.
+    """
+    if mode is None or mode == "old_logprobs":
+        return None
+    difference = (trainer_logprobs.detach() - behaviour_logprobs).where(response_mask, 0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
+    weights = difference.exp()
+    if mode.endswith("truncate"):
+        weights = weights.clamp(max=cap)
+    else:
+        weights = weights.where(weights <= cap, 0)
+    return weights.where(response_mask, 0)
