@@ -31,7 +31,7 @@ import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
 
 import torchtune_grpo.rollout  # noqa: F401
-from torchtune_grpo.config.files import config_files, recipes_folder
+from torchtune_grpo.config.command_line import config_files, recipes_folder
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, read, read_lines
 
 SETTINGS = """

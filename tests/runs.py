@@ -21,7 +21,7 @@ from processes import children
 from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
-from torchtune_grpo.config.files import config_files, recipes_folder
+from torchtune_grpo.config.command_line import config_files, recipes_folder
 from torchtune_grpo.monitor.record import read_metrics
 
 TUNE = Path(sys.executable).parent / "tune"

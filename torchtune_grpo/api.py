@@ -18,9 +18,8 @@ from torchtune import utils
 
 from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.errors import ConfigError
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import shortened
+from torchtune_grpo.config.text import ConfigError, shortened
 from torchtune_grpo.data import collate_prompts
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.interrupt import Interrupted

@@ -18,7 +18,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.schema import SETTINGS, Float, Share
 from torchtune_grpo.machine.parallel import gather_over_ranks
 

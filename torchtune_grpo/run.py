@@ -27,11 +27,10 @@ from torchtune_grpo.checkpoint import (
     set_aside_previous_run,
     write_error,
 )
-from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.components import instantiate
-from torchtune_grpo.config.errors import Problems, told_in_one_line
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import Problems, errors_in_one_line
 from torchtune_grpo.data import make_sampler
 from torchtune_grpo.evaluation.evaluator import Course, Evaluator
 from torchtune_grpo.loss import Loss, make_loss
@@ -430,7 +429,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Decorates a recipe's entry point, as ``torchtune.config.parse`` does.
 
     Overrides may also reach into lists, and errors end in one line: see :func:`load_config` and
-    :func:`~torchtune_grpo.config.errors.told_in_one_line`.
+    :func:`~torchtune_grpo.config.text.errors_in_one_line`.
     """
 
     @functools.wraps(recipe_main)
@@ -439,7 +438,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()
         exit_on_signals()
-        with told_in_one_line(keep=write_error):
+        with errors_in_one_line(keep=write_error):
             return recipe_main(load_config(args.config, overrides))
 
     return main

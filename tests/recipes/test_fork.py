@@ -11,7 +11,7 @@ from runs import copy_recipe, metrics, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
 
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.config.files import config_files
+from torchtune_grpo.config.command_line import config_files
 from torchtune_grpo.config.keys import GRPOConfig
 
 LORA = "llama3_2_1B_lora_grpo"

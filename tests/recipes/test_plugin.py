@@ -199,8 +199,7 @@ def test_recipes_are_added_once_beside_those_that_are_there(
     (tmp_path / "configs").mkdir()
     for name in ("configs/c.yaml", "configs/d.yaml", "configs/no_config.txt"):
         (tmp_path / name).touch()
-    monkeypatch.setattr("torchtune_grpo.config.files.recipes_folder", lambda: tmp_path)
-    monkeypatch.setattr(_plugin, "recipes_folder", lambda: tmp_path)
+    monkeypatch.setattr("torchtune_grpo.config.command_line.recipes_folder", lambda: tmp_path)
     theirs = stock.Recipe("theirs", "theirs.py", [], True)
     registry = ModuleType("registry")
     registry.__dict__.update(Config=stock.Config, Recipe=stock.Recipe, _ALL_RECIPES=[theirs])

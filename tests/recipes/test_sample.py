@@ -2,7 +2,7 @@
 
 from runs import Result, run, run_tiny, tiny_overrides
 
-from torchtune_grpo.config.files import config_files
+from torchtune_grpo.config.command_line import config_files
 
 CONFIG = "llama3_2_1B_lora_grpo"
 LENGTH_REWARD = """

@@ -27,7 +27,7 @@ from torchtune_grpo.checkpoint import (
 from torchtune_grpo.checkpoint.checksums import SUMS_FILE, write_sums
 from torchtune_grpo.checkpoint.claim import STAGING, delete
 from torchtune_grpo.checkpoint.folder import STATE_FILE, _publish
-from torchtune_grpo.config.files import hub_name
+from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, call_libc
 from torchtune_grpo.training.optimizer import NonFiniteError
 

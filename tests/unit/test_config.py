@@ -12,9 +12,9 @@ from runs import tiny_overrides
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.errors import ConfigError
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
+from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy import check_model, check_prompts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import DynamicSamplingConfig
 from torchtune_grpo.data import RLDataset, make_sampler
 

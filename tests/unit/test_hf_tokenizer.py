@@ -13,7 +13,7 @@ from hf_tokenizers import FAMILIES, write_tokenizer
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.models import hf_tokenizer

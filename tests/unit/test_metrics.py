@@ -13,7 +13,7 @@ import torch
 from steps import make_scores, make_trajectory
 
 from torchtune_grpo import run
-from torchtune_grpo.config.files import recipes_folder
+from torchtune_grpo.config.command_line import recipes_folder
 from torchtune_grpo.loss import GRPOLoss, LossOutput
 from torchtune_grpo.monitor import metrics as metrics_module
 from torchtune_grpo.monitor.metrics import StepMetrics

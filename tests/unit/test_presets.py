@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import torchtune_grpo.data
-from torchtune_grpo.config.components import check_component
+from torchtune_grpo.config.check import check_component
 from torchtune_grpo.data import RLDataset, arithmetic_dataset, gsm8k_dataset, humaneval_dataset
 from torchtune_grpo.rewards import CodeReward
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 

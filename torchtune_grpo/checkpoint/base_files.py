@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from torchtune_grpo.config.files import REPO_ID_FILE
+from torchtune_grpo.config.command_line import REPO_ID_FILE
 
 _LARGEST = 100 * 2**20  # bytes; what is larger is weights in some format
 # What is about the base's weights, or about how those were made.

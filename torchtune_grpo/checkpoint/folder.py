@@ -32,7 +32,7 @@ from torchtune_grpo.checkpoint.claim import STAGING, delete
 from torchtune_grpo.checkpoint.model_card import model_card
 from torchtune_grpo.checkpoint.run_config import POLICY, changed_keys, refuse_changes, run_config
 from torchtune_grpo.checkpoint.whole_state import full_state, later_bytes, optimizer_state
-from torchtune_grpo.config.files import hub_name
+from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import on_first_rank

@@ -9,10 +9,9 @@ from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.errors import ConfigError, told_in_one_line
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.schema import markdown_tables
-from torchtune_grpo.config.text import visible
+from torchtune_grpo.config.text import ConfigError, errors_in_one_line, visible
 from torchtune_grpo.data import collate_prompts
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.rollout import roll_out
@@ -59,7 +58,7 @@ def config() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
     args = parser.parse_intermixed_args()
-    with told_in_one_line():
+    with errors_in_one_line():
         table = _get_component_from_path(args.table) if args.table else GRPOConfig
         if args.run is None:
             print(markdown_tables(table))
@@ -94,7 +93,7 @@ def sample() -> None:
     parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
     parser.add_argument("--base", action="store_true", help="take the weights before training")
     args = parser.parse_intermixed_args()
-    with told_in_one_line():
+    with errors_in_one_line():
         run = open_run(args)
         run.join()
         _print_samples(run, args)

@@ -23,8 +23,7 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
-from torchtune_grpo.config.errors import told_in_one_line
-from torchtune_grpo.config.text import plain, visible
+from torchtune_grpo.config.text import errors_in_one_line, plain, visible
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.rewards import (
@@ -60,7 +59,7 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
     args = parser.parse_intermixed_args()
-    with told_in_one_line():
+    with errors_in_one_line():
         run = _run(args)
         if args.output is not None:
             args.output.touch()  # what cannot be written fails before an hour of answers

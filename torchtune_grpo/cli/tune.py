@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchtune_grpo.config.files import config_files, recipes_folder
-
 # One file under torchtune's two names; under the second, `tune run` starts torchrun.
 RECIPES = {
     "grpo_full_finetune_single_device": False,
@@ -53,14 +51,17 @@ def add_recipes(registry: ModuleType) -> None:
     Args:
         registry: the module `torchtune._recipe_registry`.
     """
+    from torchtune_grpo.config import command_line
+
     known = {recipe.name for recipe in registry._ALL_RECIPES}
+    configs = command_line.config_files().items()
     for name, supports_distributed in RECIPES.items():
         if name not in known:
             recipe = registry.Recipe(
                 name=name,
                 # torchtune joins its own folder with `file_path`; an absolute path survives that.
-                file_path=str(recipes_folder() / "grpo_full_finetune.py"),
-                configs=[registry.Config(name, str(file)) for name, file in config_files().items()],
+                file_path=str(command_line.recipes_folder() / "grpo_full_finetune.py"),
+                configs=[registry.Config(config, str(file)) for config, file in configs],
                 supports_distributed=supports_distributed,
             )
             registry._ALL_RECIPES.append(recipe)
@@ -78,7 +79,7 @@ def end_torchrun_briefly(run: ModuleType) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from torchtune_grpo.config.errors import TRACEBACK
+    from torchtune_grpo.config.text import TRACEBACK
 
     stock = run.Run._run_distributed
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Self, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.components import parameters
-from torchtune_grpo.config.errors import ConfigError
+from torchtune_grpo.config.text import ConfigError
 
 T = TypeVar("T", bound="Keys")
 
@@ -143,6 +143,18 @@ def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> s
     same = [path for path in known if path.rpartition(".")[2] == name]
     near = same or difflib.get_close_matches(key.replace("eval_", "evaluation."), known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
+    """A component's parameters; None if it cannot be found or does not say."""
+    try:
+        component = _get_component_from_path(dotpath)
+        try:
+            return dict(inspect.signature(component, eval_str=True).parameters)
+        except NameError:  # an annotation that is imported for type checkers alone
+            return dict(inspect.signature(component).parameters)
+    except Exception:  # whatever importing a user's module raises
+        return None
 
 
 def markdown_tables(table: type[Keys]) -> str:

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data.dataset import PromptBatch, collate_prompts
 
 _SEEDS = 1_000_003  # distance between the generator seeds of two seeds of a run

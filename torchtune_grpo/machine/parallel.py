@@ -23,8 +23,8 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.config.errors import FirstRankFailed
 from torchtune_grpo.config.keys import DistributedConfig
+from torchtune_grpo.config.text import FirstRankFailed
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
-from torchtune_grpo.config.errors import ConfigError
-from torchtune_grpo.config.text import read_json
+from torchtune_grpo.config.text import ConfigError, read_json
 from torchtune_grpo.models.layers import pairs_to_halves
 
 # torchtune's name of a linear module in a layer -> Hugging Face's

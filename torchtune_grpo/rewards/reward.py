@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.errors import ConfigError
-from torchtune_grpo.config.files import extend_import_path
+from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.schema import Float, Keys, PositiveFloat, PositiveInt, Text, read
-from torchtune_grpo.config.text import describe
+from torchtune_grpo.config.text import ConfigError, describe
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune import config, utils
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, reduce_gradients, world_size
 from torchtune_grpo.trajectory import Trajectory

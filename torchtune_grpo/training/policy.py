@@ -17,11 +17,10 @@ from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo.config.components import instantiate
-from torchtune_grpo.config.errors import Problems
-from torchtune_grpo.config.files import hub_name
+from torchtune_grpo.config.check import instantiate
+from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import read_json
+from torchtune_grpo.config.text import Problems, read_json
 from torchtune_grpo.machine.device import fits_every_rank
 from torchtune_grpo.machine.parallel import world_size
 from torchtune_grpo.models import (
