@@ -9,40 +9,27 @@ none), and the seconds and the CPU seconds that making the checkpoint and traini
 """
 
 import argparse
-import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from common import BIN, DEMO, report, tune_run
+
 from torchtune_grpo.monitor.record import read
 
 LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=1e-3"]
 
 
-def run(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
+def train(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
     """One demo run in a folder of its own."""
-    command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
-    command += ["--config", "tiny_arithmetic_grpo", f"output_dir={folder}", f"seed={seed}"]
     start = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command + overrides)), stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, f"seed {seed} ended with status {status}"
+    usage = tune_run(DEMO, folder, [f"seed={seed}", *overrides])
     seconds = time.perf_counter() - start
-    sample = [
-        sys.executable,
-        "-m",
-        "torchtune_grpo",
-        "sample",
-        "What is 3 + 4?",
-        "--samples",
-        "16",
-    ]
-    sample += ["--config", str(folder / "torchtune_config.yaml")]
+    sample = [BIN / "torchtune-grpo", "sample", folder, "--prompt", "What is 3 + 4?"]
+    sample += ["--samples", "16"]
     said = subprocess.run(sample, check=True, capture_output=True, text=True).stdout
     evaluated = read(folder, "evaluation")
     first, last = evaluated[0], evaluated[-1]
@@ -66,18 +53,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--lora", action="store_true", help="LoRA instead of full fine-tuning")
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     overrides = (LORA if args.lora else []) + args.overrides
-    with tempfile.TemporaryDirectory() as work:
-
-        def run_seed(seed: int) -> dict[str, Any]:
-            return run(seed, overrides, Path(work) / str(seed))
-
-        with ThreadPoolExecutor(max_workers=args.jobs) as pool:
-            rows = list(pool.map(run_seed, args.seeds))
-    settings = {"jobs": args.jobs, "overrides": overrides}
-    result = {"benchmark": "demo_seeds", **settings}
-    print(json.dumps(result | {"runs": rows}))
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(args.jobs) as pool:
+        runs = pool.map(lambda seed: train(seed, overrides, Path(work) / str(seed)), args.seeds)
+        report("demo_seeds", args, runs=list(runs))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ eight minutes, so that one that fails, hangs or runs out of memory costs no othe
     recipe_lora, recipe_qlora, recipe_full
                   three steps of the shipped configs, and their memory beside the estimate
 
-Writes results.json and table.md to `--output-dir`, anew behind each piece.
+Prints each figure's line when it is known, and writes all of a piece to results.json in
+`--output-dir`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +49,40 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from checkpoints import TINY as TINY_SHAPE  # noqa: E402
 from checkpoints import llama_checkpoint  # noqa: E402
-from launches import GROUP, LLAMA_1B, LORA, counted, loss_of, scored_rows  # noqa: E402
+from common import (  # noqa: E402
+    GROUP,
+    LLAMA_1B,
+    Words,
+    loss_of,
+    random_policy,
+    random_prompts,
+    random_rows,
+    request_of,
+)
+from launches import counted  # noqa: E402
 from llama3_2_1b_on_gsm8k import write_checkpoint  # noqa: E402
 from memory_estimate import estimate  # noqa: E402
-from rollout import build_prompts, make_way  # noqa: E402
+from rollout import make_way  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torchtune.models.llama3_2 import llama3_2, lora_llama3_2  # noqa: E402
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
-from torchtune.modules.peft import get_adapter_params, set_trainable_params  # noqa: E402
-from torchtune.training import set_activation_checkpointing, set_default_dtype  # noqa: E402
+from torchtune.training import set_activation_checkpointing  # noqa: E402
 
 import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
+from torchtune_grpo.data import PromptBatch  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
 from torchtune_grpo.machine.attention import Spans, varlen_attention  # noqa: E402
-from torchtune_grpo.models import standardize  # noqa: E402
+from torchtune_grpo.monitor.record import read  # noqa: E402
 from torchtune_grpo.rollout import (  # noqa: E402
     NativeEngine,
     RolloutConfig,
     RolloutRequest,
     SamplingParams,
-    row_keys,
+    roll_out,
 )
-from torchtune_grpo.training import attend_in_segments, trajectory_logprobs  # noqa: E402
+from torchtune_grpo.training import trajectory_logprobs  # noqa: E402
 from torchtune_grpo.training.mini_batches import micro_batches  # noqa: E402
-from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask  # noqa: E402
 
 GIB = 2**30
 torchtune_grpo.__path__.append(str(ROOT))  # for `recipes`, which only an installed package has
@@ -164,7 +172,7 @@ class Bench:
 
 
 def last_lines(text: str, count: int = 4) -> str:
-    """The end of a traceback, short enough for a table's cell."""
+    """The end of a traceback, short enough for a line."""
     lines = [line.strip() for line in text.splitlines()]
     return " | ".join([line for line in lines if line.strip("^~ ")][-count:])[-600:]
 
@@ -211,73 +219,41 @@ def attention(bench: Bench) -> None:
         bench.measure(name, lambda: both_passes(one_response))
     bench.measure(f"a call for {GROUP} responses", lambda: both_passes(group))
 
-    def error() -> dict[str, Any]:
-        counts, before = [prompt, *lengths[:GROUP]], [0, *[prompt] * len(lengths[:GROUP])]
-        spans = Spans.of(counts, [n + m for n, m in zip(counts, before)], device=bench.device)
-        keys = sum(counts) + sum(before)
-        q, k, v = made(sum(counts), heads), made(keys, kv_heads), made(keys, kv_heads)
-        exact = varlen_attention(q.float(), k.float(), v.float(), spans)
-        return {"largest_error": float((varlen_attention(q, k, v, spans) - exact).abs().max())}
-
-    bench.measure("the same in float32, part by part", error)
-
 
 # --- Decoding -------------------------------------------------------------------------------------
 
 
-def build(bench: Bench, *, dtype: torch.dtype, lora: bool = True) -> TransformerDecoder:
+def build(bench: Bench, *, rank: int | None = 32) -> TransformerDecoder:
     """A policy with random weights, whose samples are about as certain as a real one's."""
-    torch.manual_seed(0)
-    shape = bench.sizes.shape
-    with set_default_dtype(dtype), bench.device:
-        model = lora_llama3_2(**LORA, **shape) if lora else llama3_2(**shape)
-        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
-        torch.nn.init.constant_(model.norm.scale, 4.0)
-        for name, parameter in model.named_parameters():
-            if "lora_b" in name:
-                torch.nn.init.normal_(parameter, std=0.02)
-    if lora:
-        set_trainable_params(model, get_adapter_params(model))
-    standardize(model)
-    attend_in_segments(model)
+    sizes = bench.sizes
+    model = random_policy(sizes.shape, rank=rank, dtype=sizes.dtype, device=bench.device)
+    torch.nn.init.constant_(model.norm.scale, 4.0)
+    for name, parameter in model.named_parameters():
+        if "lora_b" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
     return model.eval()
 
 
-def request_of(bench: Bench, *, rows: int, new_tokens: int) -> RolloutRequest:
-    """Groups of a step: their prompts are of a few lengths, and no row ends early."""
+def prompts_of(bench: Bench, *, rows: int) -> PromptBatch:
+    """A step's prompts, of a few lengths."""
     lengths = bench.sizes.prompt_lengths
-    prompts = build_prompts(
-        [lengths[i % len(lengths)] for i in range(rows // GROUP)], bench.sizes.shape["vocab_size"]
-    )
-    return RolloutRequest(
-        prompts=prompts.tokens,
-        group_size=GROUP,
-        params=SamplingParams(max_generated_tokens=new_tokens),
-        stop_tokens=[],
-        keys=row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=GROUP),
-    )
-
-
-def settings(*, graphs: bool) -> RolloutConfig:
-    """All rows at once, with CUDA graphs or without."""
-    return RolloutConfig(cuda_graphs="auto" if graphs else "never")
+    lengths = [lengths[i % len(lengths)] for i in range(rows // GROUP)]
+    return random_prompts(lengths, bench.sizes.shape["vocab_size"])
 
 
 def decoding(bench: Bench) -> None:
     """Rollouts; what limits a step is the memory that it reads."""
-    ways = ["eager", "graphs"] if bench.is_cuda else ["eager"]
-    rollouts(bench, ways)
-    bench.measure("the same samples in float32", lambda: same_samples(bench, ways))
+    rollouts(bench)
     rows = bench.sizes.rows[len(bench.sizes.rows) > 1]
     bench.measure(f"{rows} rows, transformers", lambda: peer(bench, rows=rows))
 
 
-def rollouts(bench: Bench, ways: Sequence[str]) -> None:
+def rollouts(bench: Bench) -> None:
     """Of one model, whose memory is given back behind them."""
     copy = bench.measure("a copy within the memory", lambda: copy_bandwidth(bench))
-    model = build(bench, dtype=bench.sizes.dtype)
+    model = build(bench)
     for rows in bench.sizes.rows:
-        for way in ways:
+        for way in ("eager", "graphs") if bench.is_cuda else ("eager",):
             work = partial(decode, bench, model, rows=rows, way=way, bandwidth=copy.get("gb_s"))
             bench.measure(f"{rows} rows, {way}", work)
     bench.measure("log-probs of sampler and trainer", lambda: logprob_gap(bench, model))
@@ -295,16 +271,18 @@ def decode(
     bench: Bench, model: TransformerDecoder, *, rows: int, way: str, bandwidth: float | None
 ) -> dict[str, Any]:
     """Tokens a second of three rollouts, and what a step takes."""
-    engine, longest = NativeEngine(model, settings(graphs=way == "graphs")), bench.sizes.new_tokens
+    settings = RolloutConfig(cuda_graphs="auto" if way == "graphs" else "never")
+    engine, longest = NativeEngine(model, settings), bench.sizes.new_tokens
+    prompts = prompts_of(bench, rows=rows)
 
-    def roll_out(new_tokens: int) -> Samples:
-        return engine.generate(request_of(bench, rows=rows, new_tokens=new_tokens))
+    def generate(new_tokens: int) -> None:
+        engine.generate(request_of(prompts, new_tokens=new_tokens))
 
     whole, reserved = [], []
     for _ in range(3):
-        whole.append(bench.seconds(lambda: roll_out(longest)))
+        whole.append(bench.seconds(lambda: generate(longest)))
         reserved.append(torch.cuda.memory_reserved() / GIB if bench.is_cuda else 0.0)
-    prefill = min(bench.seconds(lambda: roll_out(1)) for _ in range(2))
+    prefill = min(bench.seconds(lambda: generate(1)) for _ in range(2))
     step = (min(whole) - prefill) / (longest - 1)
     figures: dict[str, Any] = {
         "tokens_s": round(rows * longest / min(whole)),
@@ -314,10 +292,10 @@ def decode(
         "reserved_gib": [round(value, 2) for value in reserved],
     }
     if bandwidth:
-        read = bytes_a_step(model, request_of(bench, rows=rows, new_tokens=longest))
+        read = bytes_a_step(model, request_of(prompts, new_tokens=longest))
         figures["share_of_bandwidth"] = round(read / step / bandwidth / 1e9, 3)
     if way == "eager":
-        figures["kernels"] = kernels_a_step(bench, roll_out)
+        figures["kernels"] = kernels_a_step(bench, generate)
     if rows == 64:
         figures |= target("share_of_bandwidth", figures, at_least=SHARE_AT_64_ROWS)
     if rows == 256:
@@ -346,10 +324,10 @@ def bytes_a_step(model: TransformerDecoder, request: RolloutRequest) -> float:
     return weights + a_token * tokens
 
 
-def kernels_a_step(bench: Bench, roll_out: Callable[[int], Any]) -> float:
+def kernels_a_step(bench: Bench, generate: Callable[[int], Any]) -> float:
     """Kernels of a decoding step, or, without a GPU, operations that are no views."""
     few, more = 2, 6  # a profile of many steps takes minutes to read
-    counts = [kernels(bench, partial(roll_out, tokens)) for tokens in (few, more)]
+    counts = [kernels(bench, partial(generate, tokens)) for tokens in (few, more)]
     return (counts[1] - counts[0]) / (more - few)
 
 
@@ -366,59 +344,31 @@ def kernels(bench: Bench, work: Callable[[], Any]) -> int:
 
 def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
     """How far the sampler's log-probs are from those that the trainer computes of its tokens."""
-    request = request_of(bench, rows=bench.sizes.rows[0], new_tokens=bench.sizes.new_tokens)
-    samples = NativeEngine(model, settings(graphs=False)).generate(request)
-    tokens, prompt_lengths = join_rows(request.prompts, samples)
-    trajectory = Trajectory(
-        tokens=tokens,
-        prompt_indices=torch.zeros_like(samples.lengths),
-        places=torch.zeros_like(samples.lengths),
-        prompt_lengths=prompt_lengths,
-        response_lengths=samples.lengths,
-        response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
-        truncated=samples.truncated,
-        sampler_logprobs=samples.sampler_logprobs,
-        behaviour_logprobs=samples.behaviour_logprobs,
-        prompts=[],
-        completions=[],
-        columns={},
+    rows = roll_out(
+        NativeEngine(model, RolloutConfig(cuda_graphs="never")),
+        prompts_of(bench, rows=bench.sizes.rows[0]),
+        tokenizer=Words(),
+        group_size=GROUP,
+        params=SamplingParams(max_generated_tokens=bench.sizes.new_tokens),
+        prefill="",
+        seed=0,
+        step=0,
     )
-    parts = micro_batches(trajectory, group_size=GROUP, pack=True, rows=GROUP)
+    parts = micro_batches(rows, group_size=GROUP, pack=True, rows=GROUP)
     trainer = trajectory_logprobs(model, parts, temperature=1.0)
-    gap = (trainer - samples.sampler_logprobs).abs()
+    gap = (trainer - rows.sampler_logprobs).abs()
     figures = {"mean_gap": round(float(gap.mean()), 5), "largest_gap": round(float(gap.max()), 4)}
     return figures | target("mean_gap", figures, at_most=LOGPROB_GAP)
 
 
-def same_samples(bench: Bench, ways: Sequence[str]) -> dict[str, Any]:
-    """Whether samples depend on graphs, or on how many rows are worked on at once."""
-    model = build(bench, dtype=torch.float32)
-    rows = bench.sizes.rows[0]
-    request = request_of(bench, rows=rows, new_tokens=min(64, bench.sizes.new_tokens))
-    expected = NativeEngine(model, settings(graphs=False)).generate(request)
-    others = {f"{way}, fewer rows": way for way in ways} | {way: way for way in ways[1:]}
-    figures = {}
-    for name, way in others.items():
-        choice = settings(graphs=way == "graphs")
-        if name != way:
-            choice = replace(choice, max_rows=rows // 2)
-        got = NativeEngine(model, choice).generate(request)
-        equal = (got.responses == expected.responses).all(dim=1)
-        figures[f"equal_rows ({name})"] = f"{int(equal.sum())} of {rows}"
-    return figures
-
-
 def peer(bench: Bench, *, rows: int) -> dict[str, Any]:
     """transformers' generate with a model of the same shape."""
-    sizes = bench.sizes
-    model = build(bench, dtype=sizes.dtype, lora=False)
-    lengths = [sizes.prompt_lengths[i % len(sizes.prompt_lengths)] for i in range(rows // GROUP)]
-    prompts = build_prompts(lengths, sizes.shape["vocab_size"])
-    args = argparse.Namespace(group_size=GROUP, max_rows=None)
-    way = make_way("transformers", model, prompts, args, new_tokens=sizes.new_tokens)
+    model, new_tokens = build(bench, rank=None), bench.sizes.new_tokens
+    request = request_of(prompts_of(bench, rows=rows), new_tokens=new_tokens)
+    way = make_way("transformers", model, request)
     with torch.no_grad():
         best = min(bench.seconds(way) for _ in range(2))
-    return {"tokens_s": round(rows * sizes.new_tokens / best)}
+    return {"tokens_s": round(rows * new_tokens / best)}
 
 
 # --- The update -----------------------------------------------------------------------------------
@@ -438,22 +388,21 @@ def update(bench: Bench) -> None:
 def update_pass(bench: Bench, *, rows: int, checkpointing: bool) -> dict[str, Any]:
     """The first pass, whose shapes are new, and the second."""
     sizes, loss = bench.sizes, GRPOLoss(kl_coeff=0.04)
-    model = build(bench, dtype=sizes.dtype).train()
+    model = build(bench).train()
     if checkpointing:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    trajectory = scored_rows(
+    rows_of_step = random_rows(
         vocab=sizes.shape["vocab_size"],
-        loss=loss,
         groups=sizes.groups,
         prompt=max(sizes.prompt_lengths),
         shortest=sizes.responses[0],
         longest=sizes.responses[1],
     ).to(bench.device)
-    parts = micro_batches(trajectory, group_size=GROUP, pack=True, rows=rows)
+    parts = micro_batches(rows_of_step, group_size=GROUP, pack=True, rows=rows)
 
     def work() -> None:
         for part in parts:
-            loss_of(model, part, trajectory.select(part.rows), loss).backward()
+            loss_of(model, part, rows_of_step.select(part.rows), loss).backward()
 
     if bench.is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -463,7 +412,7 @@ def update_pass(bench: Bench, *, rows: int, checkpointing: bool) -> dict[str, An
     return {
         "first_s": round(first, 3),
         "again_s": round(second, 3),
-        "trained_tokens_s": round(int(trajectory.response_mask.sum()) / second),
+        "trained_tokens_s": round(int(rows_of_step.response_mask.sum()) / second),
         "reference_s": round(reference, 3),
         "peak_gib": round(peak, 2),
     }
@@ -491,12 +440,10 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
             if end.code:
                 said = last_lines(Path(sys.stderr.name).read_text())
                 raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
-        events = (folder / "out" / "run.jsonl").read_text().splitlines()
-        cfg = load_config(str(path))
-        cfg.merge_with_dotlist(listed)
+        steps = read(folder / "out", "step")
+        cfg = load_config(str(path), listed)
         memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None
         estimated = estimate(cfg, card=memory, device=bench.device.type)["peak"]
-    steps = [event for event in map(json.loads, events) if event["kind"] == "step"]
     names = ("step_time", "time/rollout", "time/logprobs", "time/update")
     figures: dict[str, Any] = {
         f"{name.removeprefix('time/')}_s": [round(step[name], 2) for step in steps]
@@ -524,8 +471,8 @@ def make_inputs(bench: Bench, folder: Path, config: str) -> dict[str, Any]:
         "device": bench.device.type,
         "num_steps": 3,
         "eval_dataset": "null",
-        "eval_every_n_steps": "null",
-        "save_every_n_steps": "null",
+        "evaluation.every_n_steps": "null",
+        "saving.every_n_steps": "null",
         "dataset.source": "json",
         "dataset.data_files": rows,
         "dataset.system_prompt": "null",
@@ -602,34 +549,6 @@ def measure_piece(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def table(result: dict[str, Any]) -> str:
-    """The figures in Markdown: for each piece a table of each kind of entry."""
-    about = [result[key] for key in ("date", "card", "torch", "commit")]
-    lines = [f"{', '.join(map(str, about))}: `python benchmarks/gpu.py`", ""]
-    for name, piece in result["pieces"].items():
-        lines += [f"### {name} ({piece['seconds']} s)", ""]
-        if "error" in piece:
-            lines += [f"**Failed:** {cell(piece['error'])}", ""]
-        for columns, entries in groupby(piece["entries"], key=list):
-            lines += [row(columns), row(["---"] * len(columns))]
-            lines += [row(list(entry.values())) for entry in entries] + [""]
-    return "\n".join(lines)
-
-
-def row(cells: Sequence[Any]) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(map(cell, cells))} |"
-
-
-def cell(value: Any) -> str:
-    """A figure as a table shows it."""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value).replace("|", "/")
-
-
 def commit() -> str:
     """That of the repository, if this is one."""
     done = subprocess.run(
@@ -653,22 +572,20 @@ def main() -> int:
     result: dict[str, Any] = {
         "benchmark": "gpu",
         "date": time.strftime("%Y-%m-%d"),
-        "card": "",
         "torch": f"torch {torch.__version__}",
         "commit": commit(),
         "pieces": {},
     }
     for name in args.pieces:
         piece = result["pieces"][name] = measure_piece(name, args)
-        for entry in piece["entries"]:
-            result["card"] = entry.get("card", result["card"])
         (args.output_dir / "results.json").write_text(json.dumps(result, indent=2) + "\n")
-        (args.output_dir / "table.md").write_text(table(result))
+        for entry in piece["entries"]:
+            print(json.dumps(entry))
         failed = [entry["what"] for entry in piece["entries"] if "error" in entry]
         failed += [piece["error"]] if "error" in piece else []
         said = f"failed: {', '.join(failed)}" if failed else "done"
         print(f"{name}: {said}, {piece['seconds']} s", flush=True)
-    print(f"Wrote {args.output_dir / 'table.md'} and results.json")
+    print(f"Wrote {args.output_dir / 'results.json'}")
     return 0
 
 

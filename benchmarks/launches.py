@@ -22,67 +22,50 @@ JSON line; `copies_in` are copies from the host, each of which makes it wait for
 """
 
 import argparse
-import json
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import (
+    GROUP,
+    LLAMA_1B,
+    PROMPT_LENGTHS,
+    loss_of,
+    random_policy,
+    random_prompts,
+    random_rows,
+    report,
+    request_of,
+)
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup
-from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
-from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trainable_params
-from torchtune.training import set_activation_checkpointing, set_default_dtype
-from training_step import random_batch
+from torchtune.modules.peft import disable_adapter
+from torchtune.training import set_activation_checkpointing
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from fake_cuda import CUDA, backward, fake_cuda, on_cuda  # noqa: E402
 
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.models import standardize
-from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
 from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
-from torchtune_grpo.training import (
-    MicroBatch,
-    attend_in_segments,
-    response_logprobs,
-    trajectory_logprobs,
-)
+from torchtune_grpo.training import MicroBatch, trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.trajectory import Trajectory
 
-LLAMA_1B = dict(
-    vocab_size=128_256,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    embed_dim=2048,
-    intermediate_dim=8192,
-    max_seq_len=4096,
-)
-LORA = dict(
-    lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"],
-    apply_lora_to_mlp=True,
-    lora_rank=32,
-    lora_alpha=64,
-)
 WAYS = ("lora", "merged", "full")
-GROUP = 8
-PROMPT_LENGTHS = (96, 160, 212, 292)
 
 
 class Launches(TorchDispatchMode):
@@ -153,16 +136,8 @@ def counted(work: Callable[[], Any]) -> Launches:
 
 def build(kind: str, shape: dict[str, int]) -> TransformerDecoder:
     """A policy as the recipe has it in bf16, on the meta device; kind is "lora" or "full"."""
-    with set_default_dtype(torch.bfloat16), torch.device("meta"):
-        model = llama3_2(**shape) if kind == "full" else lora_llama3_2(**LORA, **shape)
-    for module in model.modules():
-        if hasattr(module, "rope_init"):
-            module.rope_init()
-    if kind == "lora":
-        set_trainable_params(model, get_adapter_params(model))
-    standardize(model)
-    attend_in_segments(model)
-    return model
+    rank = 32 if kind == "lora" else None
+    return random_policy(shape, rank=rank, dtype=torch.bfloat16, device="meta")
 
 
 def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, Launches]:
@@ -170,14 +145,8 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
     decoder = NativeDecoder(model, merge_adapters=merge, dtype=torch.bfloat16, device=CUDA)
     for linear in decoder.linears():
         linear.refresh()
-    prompts = [[1] * PROMPT_LENGTHS[i % 4] for i in range(rows // GROUP)]
-    request = RolloutRequest(
-        prompts=prompts,
-        group_size=GROUP,
-        params=SamplingParams(max_generated_tokens=512),
-        stop_tokens=[1, 2],
-        keys=row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=GROUP),
-    )
+    lengths = [PROMPT_LENGTHS[i % 4] for i in range(rows // GROUP)]
+    request = request_of(random_prompts(lengths, decoder.vocab), new_tokens=512)
     counts = {}
     for name, graphs in (("eager", None), ("captured", StepGraphs(lambda step: step))):
         cache, buffers = GroupCache(decoder.cache_shape), Buffers(CUDA)
@@ -193,39 +162,6 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
         at.advance()
 
     return counts | {"sampling": counted(sample)}
-
-
-def scored_rows(
-    *, vocab: int, loss: GRPOLoss, groups: int = 1, prompt: int = 292, shortest: int, longest: int
-) -> Trajectory:
-    """Groups of random responses of random lengths, with all that the loss needs."""
-    shape = argparse.Namespace(prompts=groups, group=GROUP, prompt_tokens=prompt, vocab=vocab)
-    shape.lengths, shape.shortest, shape.longest, shape.seed = "varying", shortest, longest, 0
-    rows = random_batch(shape)
-    weights = loss.weights(
-        rows.response_mask,
-        prompt_indices=rows.prompt_indices,
-        num_rows=rows.num_rows,
-        num_tokens=int(rows.response_mask.sum()),
-        max_generated_tokens=longest,
-    )
-    return replace(rows, weights=weights, ref_logprobs=rows.sampler_logprobs)
-
-
-def loss_of(
-    model: TransformerDecoder, part: MicroBatch, rows: Trajectory, loss: GRPOLoss
-) -> Tensor:
-    """The forward pass of a micro-batch, up to its share of the loss."""
-    logprobs, entropy = response_logprobs(model, part.layout, temperature=0.9, with_entropy=True)
-    return loss(
-        logprobs=logprobs,
-        old_logprobs=None,
-        ref_logprobs=rows.ref_logprobs,
-        advantages=rows.advantages,
-        weights=rows.weights,
-        response_mask=rows.response_mask,
-        entropy=entropy,
-    ).loss
 
 
 def training(
@@ -250,7 +186,7 @@ def training(
 def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str, Launches]:
     """All counts of one way: "lora" beside the weights, "merged" or "full"."""
     model, loss = build("full" if way == "full" else "lora", shape), GRPOLoss(kl_coeff=0.04)
-    batch = scored_rows(vocab=shape["vocab_size"], loss=loss, shortest=32, longest=512)
+    batch = random_rows(vocab=shape["vocab_size"], prompt=292, shortest=32, longest=512)
     (part,) = micro_batches(batch, group_size=GROUP, pack=True, rows=GROUP)
     with counting_cuda():
         model.to_empty(device=CUDA)
@@ -270,14 +206,14 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of norms in float32, and of fake tensors that have no address
     start = time.perf_counter()
-    result: dict[str, Any] = {"benchmark": "launches", "rows": args.rows}
+    result: dict[str, Any] = {}
     for way in args.ways:
         counts = count(way, rows=args.rows)
         result[way] = {name: launches.count for name, launches in counts.items()}
         result[way] |= {f"{name}_copies_in": n.copies_in for name, n in counts.items()}
         for name, launches in counts.items() if args.names else ():
             print(way, name, dict(launches.names.most_common()), file=sys.stderr)
-    print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}))
+    report("launches", args, **result, seconds=round(time.perf_counter() - start, 1))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ Prints one JSON line.
 import argparse
 import base64
 import json
-import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
+from common import LLAMA_1B, random_model, report, tune_run
 from safetensors.torch import save_file
 from torchtune.models.convert_weights import tune_to_hf
-from torchtune.models.llama3_2 import llama3_2_1b
-from torchtune.training import set_default_dtype
+
+from torchtune_grpo.monitor.record import read
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,10 +39,7 @@ def write_checkpoint(folder: Path) -> None:
     """Random weights at Llama 3.2 1B's shape, and a byte tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    torch.manual_seed(0)
-    with set_default_dtype(torch.bfloat16):
-        model = llama3_2_1b()
-    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+    model = random_model(LLAMA_1B, dtype=torch.bfloat16)
     state = tune_to_hf(model.state_dict(), num_heads=32, num_kv_heads=8, dim=2048, head_dim=64)
     save_file(
         {name: value.contiguous() for name, value in state.items()},
@@ -65,10 +60,9 @@ def main() -> None:
     checkpoint, output = args.work_dir / "checkpoint", args.work_dir / "output"
     if not checkpoint.exists():
         write_checkpoint(checkpoint)
-    settings = {
+    keys = {
         "checkpointer.checkpoint_dir": checkpoint,
         "tokenizer.path": checkpoint / "tokenizer.model",
-        "output_dir": output,
         "device": "cpu",
         "dtype": "fp32",  # few CPUs multiply bf16 fast
         "dataset.source": "json",
@@ -77,31 +71,23 @@ def main() -> None:
         "dataset.system_prompt": "null",
         "dataset.max_prompt_tokens": 250,
         "eval_dataset": "null",
-        "eval_every_n_steps": "null",
+        "evaluation.every_n_steps": "null",
         "num_steps": 2,
         "batch_size": 1,
         "grpo_samples": 2,
         "forward_batch_size": 2,
         "max_generated_tokens": 16,
     }
-    command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
-    command += ["--config", args.config, *(f"{key}={value}" for key, value in settings.items())]
     start = time.perf_counter()
-    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
-    seconds = time.perf_counter() - start
-    events = map(json.loads, (output / "run.jsonl").read_text().splitlines())
-    steps = [event for event in events if event["kind"] == "step"]
+    usage = tune_run(args.config, output, [f"{key}={value}" for key, value in keys.items()])
     names = ("time/rollout", "time/logprobs", "time/update", "step_time")
-    result = {
-        "benchmark": "llama3_2_1b_on_gsm8k",
-        "config": args.config,
-        "threads": torch.get_num_threads(),
-        "overrides": {key: str(value) for key, value in settings.items() if "/" not in str(value)},
-        "seconds": round(seconds, 1),
-        "peak_memory_gib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
-        "steps": [{name: round(step[name], 2) for name in names} for step in steps],
-    }
-    print(json.dumps(result))
+    report(
+        "llama3_2_1b_on_gsm8k",
+        {"config": args.config, **keys},
+        seconds=round(time.perf_counter() - start, 1),
+        peak_memory_gib=usage.ru_maxrss / 2**20,
+        steps=[{name: round(step[name], 2) for name in names} for step in read(output, "step")],
+    )
 
 
 if __name__ == "__main__":

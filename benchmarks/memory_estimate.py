@@ -36,21 +36,30 @@ what is freed; otherwise the holes in its heap would be measured as well. Prints
 """
 
 import argparse
+import copy
 import json
 import math
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from common import (
+    apart,
+    fill_rotations,
+    forget_peak,
+    loss_of,
+    peak_mb,
+    random_prompts,
+    random_rows,
+    report,
+    request_of,
+    resident_mb,
+)
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,7 +70,6 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import config, modules, training
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
-from training_step import loss_backward, memory_mb
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -75,16 +83,17 @@ from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.engine import MEMORY_SHARE
 from torchtune_grpo.rollout.graphs import StepGraphs, coarse
 from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
-from torchtune_grpo.training.mini_batches import micro_batches
+from torchtune_grpo.training.mini_batches import micro_batches, mini_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
 from torchtune_grpo.training.policy import build_policy, empty_model
 from torchtune_grpo.training.reference import make_reference
 from torchtune_grpo.training.softmax import default_chunk_bytes
-from torchtune_grpo.trajectory import Samples, Trajectory
+from torchtune_grpo.trajectory import Trajectory
 
 GIB = 2**30
 NF4_BYTES = 0.52  # of a parameter, with the scales of its blocks
 CONTEXT_BYTES = 0.5 * GIB
+VOCAB = 1000  # of prompts and responses
 IN_TURN = ("rollout", "gradients", "update", "optimizer")
 EXACT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**26)}
 # Of each model's public config.json, what its size depends on.
@@ -244,14 +253,11 @@ def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float
         node.quantize_base = False
     with default_dtype(cfg), torch.device("meta"):
         model = config.instantiate(node)
+    fill_rotations(model)
     prepare(model, cfg)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = model.to_empty(device="cpu").train()
-    for module in model.modules():
-        if getattr(module, "rope_init", None) is not None:
-            module.rope_init()  # torchtune's llama3 reads numbers to make its table
-    with fake:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, fake.from_tensor(buffer))
@@ -317,39 +323,21 @@ def checkpoint_layers(model: TransformerDecoder, cfg: GRPOConfig) -> None:
 
 def request(cfg: GRPOConfig, *, prompts: int, group: int) -> RolloutRequest:
     """Prompts as long as the config allows, and responses that nothing ends."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, 1000, (prompts, cfg.dataset.max_prompt_tokens), generator=generator)
-    return RolloutRequest(
-        prompts=tokens.tolist(),
-        group_size=group,
-        params=cfg.sampling_params,
-        stop_tokens=[],
-        keys=torch.arange(prompts * group),
+    lengths = [cfg.dataset.max_prompt_tokens] * prompts
+    return request_of(
+        random_prompts(lengths, VOCAB), new_tokens=cfg.max_generated_tokens, group=group
     )
 
 
-def longest_rows(cfg: GRPOConfig, samples: Samples | None = None) -> Trajectory:
+def longest_rows(cfg: GRPOConfig) -> Trajectory:
     """A step's rows, each as long as the config allows."""
-    wanted = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)
-    rows, width = wanted.num_rows, cfg.max_generated_tokens
-    prompts = torch.tensor(wanted.prompts).repeat_interleave(wanted.group_size, dim=0)
-    zeros = torch.zeros(rows, width)
-    responses = torch.ones(rows, width, dtype=torch.long) if samples is None else samples.responses
-    return Trajectory(
-        tokens=torch.cat([prompts, responses], dim=1),
-        prompt_indices=torch.zeros(rows, dtype=torch.long),
-        places=torch.zeros(rows, dtype=torch.long),
-        prompt_lengths=torch.full((rows,), prompts.shape[1]),
-        response_lengths=torch.full((rows,), width),
-        response_mask=torch.ones(rows, width, dtype=torch.bool),
-        truncated=torch.ones(rows, dtype=torch.bool),
-        sampler_logprobs=zeros if samples is None else samples.sampler_logprobs,
-        behaviour_logprobs=zeros if samples is None else samples.behaviour_logprobs,
-        prompts=[],
-        completions=[],
-        columns={},
-        advantages=torch.arange(rows) % 2 - 0.5,
-        weights=torch.full((rows, width), 1 / (rows * width)),
+    return random_rows(
+        vocab=VOCAB,
+        groups=cfg.batch_size,
+        group=cfg.grpo_samples,
+        prompt=cfg.dataset.max_prompt_tokens,
+        shortest=cfg.max_generated_tokens,
+        longest=cfg.max_generated_tokens,
     )
 
 
@@ -382,59 +370,61 @@ def log_probs(
 # --- The measurement ------------------------------------------------------------------------------
 
 
-def measure(node: DictConfig, *, tiny_dir: Path) -> dict[str, float]:
+def measure(name: str, node: DictConfig, tiny: DictConfig) -> dict[str, float]:
     """GiB that two real steps take on this CPU, by stage, beyond what those of a tiny model took.
 
-    Args:
-        node (DictConfig): the config.
-        tiny_dir (Path): with the config.json of a tiny model, whose steps load all libraries.
+    The tiny model's steps load all libraries.
     """
+    run_steps(read_config(tiny), before=0)
+    return run_steps(read_config(node), before=resident_mb())
+
+
+def tiny_like(node: DictConfig, folder: Path) -> DictConfig:
+    """A config of a tiny model that is trained in the same way."""
     cfg = read_config(node)
-    has_adapters = bool(get_adapter_params(empty_model(cfg)))
-    quantized = any(isinstance(p.data, NF4Tensor) for p in empty_model(cfg).parameters())
-    tiny: dict[str, Any] = {
-        "model_dir": str(tiny_dir),
-        "model": {"_component_": "torchtune_grpo.models.hf_model", "model_dir": str(tiny_dir)},
-        "max_generated_tokens": 4,
-    }
-    if has_adapters:
-        tiny["model"]["_component_"] = "torchtune_grpo.models.lora_hf_model"
-        tiny["model"]["quantize_base"] = quantized
-    run_steps(replace(cfg, **{**tiny, "model": OmegaConf.create(tiny["model"])}), before=0)
-    return run_steps(cfg, before=memory_mb("VmRSS"))
+    model = empty_model(cfg)
+    wanted: dict[str, Any] = {"_component_": "torchtune_grpo.models.hf_model"}
+    if get_adapter_params(model):
+        quantized = any(isinstance(p.data, NF4Tensor) for p in model.parameters())
+        wanted = {
+            "_component_": "torchtune_grpo.models.lora_hf_model",
+            "quantize_base": quantized,
+        }
+    tiny = copy.deepcopy(node)
+    tiny.model_dir = str(shape_folder(folder / "tiny", "shape-tiny"))
+    tiny.model = wanted | {"model_dir": tiny.model_dir}
+    tiny.max_generated_tokens = 4
+    return tiny
 
 
 def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
     """Two steps with random weights: GiB by stage, less ``before`` MB."""
-    cpu = torch.device("cpu")
-    model = build_policy(cfg, random_weights(cfg), device=cpu)
+    model = build_policy(cfg, random_weights(cfg), device=torch.device("cpu"))
     loss = make_loss(cfg.loss)
     reference = make_reference(model, cfg) if loss.needs_reference else None
     engine = make_engine(model, cfg.rollout)
     checkpoint_layers(model, cfg)
     optimizer = make_optimizer(cfg.optimizer, model.parameters())
+    wanted, rows = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples), longest_rows(cfg)
     peaks = dict.fromkeys(("rollout", "update", "optimizer"), 0.0)
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        forget_peak()
         yield
-        peaks[name] = max(peaks[name], (memory_mb("VmHWM") - before) * 1e6 / GIB)
+        peaks[name] = max(peaks[name], (peak_mb() - before) * 1e6 / GIB)
 
     for _ in range(2):
         with stage("rollout"):
             model.eval()
-            wanted = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples)
-            rows = longest_rows(cfg, engine.generate(wanted))
+            engine.generate(wanted)
         with stage("update"):
-            parts = cut(cfg, rows)
-            if reference is not None:
-                values = reference.logprobs(parts, temperature=cfg.temperature)
-                rows = replace(rows, ref_logprobs=values)
+            batches = mini_batches(rows, cfg, loss=loss, policy=model, reference=reference)
             model.train()
-            for part in parts:
-                logprobs, entropy = log_probs(model, part, cfg)
-                loss_backward(loss, rows.select(part.rows), logprobs, entropy)
+            for batch in batches:
+                for part in batch.parts:
+                    of_part = batch.trajectory.select(part.rows)
+                    loss_of(model, part, of_part, loss, temperature=cfg.temperature).backward()
         with stage("optimizer"):
             optimizer_step(optimizer)
             optimizer.zero_grad(set_to_none=True)
@@ -456,50 +446,32 @@ def random_weights(cfg: GRPOConfig) -> dict[str, Tensor]:
 # --- Running --------------------------------------------------------------------------------------
 
 
-def measured(arguments: list[str]) -> dict[str, float]:
-    """:func:`measure` in a process of its own, whose C library gives back what is freed."""
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments, "--in-this-process"],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **EXACT_HEAP},
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     """Prints the estimate of one config."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", help="a shipped config's name, or a file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     parser.add_argument("--card", type=float, help="memory of the GPU in GiB; default: all fits")
     parser.add_argument("--measure", action="store_true", help="compare with a CPU's peak")
-    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
-    cfg = load_config(args.config)
-    cfg.merge_with_dotlist(args.overrides)
+    cfg = load_config(args.config, args.overrides)
+    device, result = "cpu" if args.measure else "cuda", {}
     with TemporaryDirectory() as folder:
         name = Path(cfg.get("model_dir") or "").name
         if name in KNOWN and not Path(cfg.model_dir).is_dir():
             cfg.model_dir = str(shape_folder(Path(folder), name))
-        if args.in_this_process:
-            tiny_dir = shape_folder(Path(folder), "shape-tiny")
-            return print(json.dumps(measure(cfg, tiny_dir=tiny_dir)))
-        device = "cpu" if args.measure else "cuda"
-        result: dict[str, Any] = {"benchmark": "memory_estimate", "config": args.config.stem}
-        result |= {"changes": args.overrides, "device": device, "card": args.card}
-        result["estimate"] = estimate(cfg, card=args.card, device=device)
-    if args.measure:
-        result["measured"] = measured(sys.argv[1:])
-        result["ratio"] = result["estimate"]["peak"] / result["measured"]["peak"]
-    print(json.dumps(rounded(result)))
+        estimated = estimate(cfg, card=args.card, device=device)
+        if args.measure:  # in a process whose C library gives back what is freed
+            tiny = tiny_like(cfg, Path(folder))
+            result["measured"] = apart(measure, args.config, cfg, tiny, **EXACT_HEAP)
+            result["ratio"] = estimated["peak"] / result["measured"]["peak"]
+    report("memory_estimate", args, device=device, **rounded({"estimate": estimated} | result))
 
 
 def shape_folder(parent: Path, name: str) -> Path:
     """A model's folder with nothing but the config.json of a known model."""
     folder = parent / name
-    folder.mkdir()
+    folder.mkdir(parents=True)
     shape = dict(zip(KEYS, KNOWN[name], strict=True))
     (folder / "config.json").write_text(json.dumps(shape))
     return folder

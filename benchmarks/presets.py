@@ -2,25 +2,22 @@
 
     python benchmarks/presets.py --model-dir FOLDER --seeds 0
 
-Prints a table on the error stream and one JSON line: per preset and seed the held-out pass@1 before
-and after, the first evaluation with 0.9 or more, the share of tokens that were clipped, and the CPU
-seconds. The folder is made, and the model warmed up, where it is missing.
+Prints one JSON line: per preset and seed the held-out pass@1 before and after, the first evaluation
+with 0.9 or more, the share of tokens that were clipped, and the CPU seconds. The folder is made,
+and the model warmed up, where it is missing.
 """
 
 import argparse
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from common import DEMO, report, tune_run
 
-from torchtune_grpo.monitor.record import read_metrics
+from torchtune_grpo.monitor.record import read
 
 PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
@@ -41,16 +38,13 @@ def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}={value}"
 
 
-def train(keys: list[str], folder: Path) -> dict[str, Any]:
+def train(keys: list[str]) -> dict[str, Any]:
     """One demo run."""
-    command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
-    command += ["--config", "tiny_arithmetic_grpo", f"output_dir={folder}"]
-    process = subprocess.Popen(list(map(str, command + keys)), stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, f"{keys} ended with status {status}"
-    records = read_metrics(folder)
-    passes = [(r["step"], r["eval/pass@1"]) for r in records if "eval/pass@1" in r]
-    clipped = [r[name] for r in records for name in CLIPPED if name in r]
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work, "run")
+        usage = tune_run(DEMO, folder, keys)
+        passes = [(r["step"], r["eval/pass@1"]) for r in read(folder, "evaluation")]
+        clipped = [r[name] for r in read(folder, "step") for name in CLIPPED if name in r]
     return {
         "pass@1 before": round(passes[0][1], 3),
         "pass@1 after": round(passes[-1][1], 3),
@@ -67,16 +61,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(presets()), help="presets' names")
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
-    args = parser.parse_args()
-    runs = []
-    for name in args.only:
-        for seed in args.seeds:
-            keys = [*overrides(presets()[name]), f"model_dir={args.model_dir}", f"seed={seed}"]
-            with tempfile.TemporaryDirectory() as folder:
-                found = train(keys + args.overrides, Path(folder) / "run")
-            runs.append({"preset": name, "seed": seed, **found})
-            print(*map("| {} ".format, runs[-1].values()), "|", file=sys.stderr, flush=True)
-    print(json.dumps({"benchmark": "presets", "overrides": args.overrides, "runs": runs}))
+    args = parser.parse_intermixed_args()
+    common = [f"model_dir={args.model_dir}", *args.overrides]
+    runs = [
+        {"preset": name, "seed": seed}
+        | train([*overrides(presets()[name]), f"seed={seed}", *common])
+        for name in args.only
+        for seed in args.seeds
+    ]
+    report("presets", args, runs=runs)
 
 
 if __name__ == "__main__":

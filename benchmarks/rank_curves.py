@@ -12,43 +12,26 @@ reward, and of a weight at the end.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from common import DEMO, report, train_once
 from safetensors.torch import load_file
 
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, read_lines, read_metrics
 
-CONFIG = "tiny_arithmetic_grpo"
 PROMPTS = 16  # of the config: all ranks together
-SINGLE, DISTRIBUTED = "grpo_full_finetune_single_device", "grpo_full_finetune_distributed"
-TWO_RANKS = ["--nproc_per_node", "2", DISTRIBUTED]
 HALF = f"batch_size={PROMPTS // 2}"
-# name -> arguments of `tune run`, overrides
+# name -> ranks, overrides, look in the picture
 RUNS = {
-    "one rank": ([SINGLE], []),
-    "two ranks, sharded": (TWO_RANKS, [HALF]),
-    "two ranks, replicated": (TWO_RANKS, [HALF, "distributed.sharding=never"]),
+    "one rank": (1, [], {"lw": 4, "alpha": 0.4}),
+    "two ranks, sharded": (2, [HALF, "distributed.sharding=always"], {"lw": 1.5}),
+    "two ranks, replicated": (
+        2,
+        [HALF, "distributed.sharding=never"],
+        {"lw": 1.5, "ls": "--", "color": "black"},
+    ),
 }
-LOOKS = {"lw": 4, "alpha": 0.4}, {"lw": 1.5}, {"lw": 1.5, "ls": "--", "color": "black"}
-
-
-def train(name: str, args: argparse.Namespace) -> Path:
-    """One run in a process of its own, unless it has ended already; returns its folder."""
-    launch, overrides = RUNS[name]
-    folder = args.work_dir / name.replace(" ", "_").replace(",", "")
-    if not any(folder.glob("step_*")):
-        command = [str(Path(sys.executable).parent / "tune"), "run", *launch, "--config", CONFIG]
-        command += [f"output_dir={folder}", f"model_dir={args.work_dir / 'tiny_llama'}"]
-        command += [f"seed={args.seed}", f"log_groups={PROMPTS}", *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
-    return folder
 
 
 def series(folder: Path, name: str) -> tuple[list[int], list[float]]:
@@ -66,14 +49,15 @@ def completions(folder: Path) -> dict[int, list[tuple[str, str]]]:
 
 
 def compare(folder: Path, first: Path) -> dict[str, Any]:
-    """Where a run leaves the first one, and how far it gets from it."""
+    """Where a run ends, where it leaves the first one, and how far it gets from it."""
     said, expected = completions(folder), completions(first)
     rewards = zip(series(folder, "reward")[1], series(first, "reward")[1], strict=True)
     mine, theirs = (
         load_file(next(run.glob("step_*/model*.safetensors"))) for run in (folder, first)
     )
     gaps = ((mine[name] - theirs[name]).abs().max().item() for name in theirs)
-    return {
+    ends = ("reward", "eval/accuracy", "eval/pass@1")
+    return {end: round(series(folder, end)[1][-1], 4) for end in ends} | {
         "first step with another completion": next(
             (step for step in sorted(expected) if said[step] != expected[step]), None
         ),
@@ -84,13 +68,11 @@ def compare(folder: Path, first: Path) -> dict[str, Any]:
 
 def draw(folders: dict[str, Path], picture: Path) -> None:
     """All runs in one picture: training reward, held-out accuracy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for (name, folder), look in zip(folders.items(), LOOKS, strict=True):
+    for name, folder in folders.items():
+        look = RUNS[name][2]
         left.plot(*series(folder, "reward"), label=name, **look)
         right.plot(*series(folder, "eval/pass@1"), marker="o", ms=4, label=name, **look)
     left.set(xlabel="step", title="Training reward")
@@ -105,21 +87,18 @@ def main() -> None:
     """Runs what is missing, compares, draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, default=Path("/tmp/rank_curves"))
-    parser.add_argument("--picture", type=Path, default=Path("two_ranks.png"))
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.work_dir = args.work_dir.resolve()
-    folders = {name: train(name, args) for name in RUNS}
-    draw(folders, args.picture)
-    ends = ("reward", "eval/accuracy", "eval/pass@1")
-    results = {
-        name: {end: round(series(folder, end)[1][-1], 4) for end in ends}
-        | compare(folder, folders["one rank"])
-        for name, folder in folders.items()
-    }
-    settings = {"config": CONFIG, "seed": args.seed, "threads a rank": 1, "runs": RUNS}
-    name = {"benchmark": "rank_curves", "torch": torch.__version__}
-    print(json.dumps({**name, "settings": settings, "results": results}))
+    parser.add_argument("--picture", type=Path, help="PNG to draw; needs matplotlib")
+    parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
+    args = parser.parse_intermixed_args()
+    work = args.work_dir.resolve()
+    folders = {name: work / name.replace(" ", "_").replace(",", "") for name in RUNS}
+    for name, (ranks, overrides, _) in RUNS.items():
+        keys = [f"model_dir={work / 'tiny_llama'}", f"log_groups={PROMPTS}", *overrides]
+        train_once(DEMO, folders[name], [*keys, *args.overrides], ranks=ranks, threads=1)
+    if args.picture:
+        draw(folders, args.picture)
+    first = folders["one rank"]
+    report("rank_curves", args, runs={name: compare(f, first) for name, f in folders.items()})
 
 
 if __name__ == "__main__":

@@ -19,101 +19,72 @@ tokens (a function of its first token). Prints one JSON line.
 """
 
 import argparse
-import json
-import multiprocessing
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import torch
+from common import (
+    LLAMA_1B,
+    PROMPT_LENGTHS,
+    SHAPE_S,
+    apart,
+    random_model,
+    random_prompts,
+    report,
+    request_of,
+)
 from torchtune.generation import generate as stock_generate
 from torchtune.models.convert_weights import tune_to_hf
-from torchtune.models.llama3_2 import llama3_2, llama3_2_1b
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.rollout import (
-    NativeEngine,
-    RolloutConfig,
-    RolloutRequest,
-    SamplingParams,
-    TorchtuneEngine,
-    row_keys,
-)
+from torchtune_grpo.rollout import NativeEngine, RolloutConfig, RolloutRequest, TorchtuneEngine
 from torchtune_grpo.rollout.batch import GroupRollout
 
-SHAPE_S = dict(
-    vocab_size=32_768,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    embed_dim=512,
-    intermediate_dim=1536,
-    max_seq_len=4096,
-)
+SHAPES = {"S": SHAPE_S, "M": LLAMA_1B}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = ("native", "torchtune", "kept")  # allocate as the recipes do; the others as their users do
 WAYS = (*OURS, "stock", "transformers")
-PROMPT_LENGTHS = (96, 160, 212, 292)
-
-
-def build_model(shape: str, dtype: torch.dtype) -> TransformerDecoder:
-    """The policy, with random weights."""
-    torch.manual_seed(0)
-    model = (llama3_2(**SHAPE_S) if shape == "S" else llama3_2_1b()).to(dtype).eval()
-    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
-    return model.requires_grad_(False)
-
-
-def build_prompts(lengths: list[int], vocab: int) -> PromptBatch:
-    """Random prompts."""
-    generator = torch.Generator().manual_seed(1)
-    return PromptBatch(
-        tokens=[torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths],
-        indices=list(range(len(lengths))),
-        prompts=[""] * len(lengths),
-        columns={},
-        uses=[0] * len(lengths),
-        places=[*range(len(lengths))],
-    )
 
 
 def make_way(
-    name: str, model: TransformerDecoder, prompts: PromptBatch, args, *, new_tokens: int
+    name: str,
+    model: TransformerDecoder,
+    request: RolloutRequest,
+    *,
+    max_rows: int | None = None,
+    varying_lengths: bool = False,
 ) -> Callable[[], int]:
     """A function that rolls out once and returns the number of tokens sampled."""
-    group, settings = args.group_size, RolloutConfig(max_rows=args.max_rows)
-    request = RolloutRequest(
-        prompts=prompts.tokens,
-        group_size=group,
-        params=SamplingParams(max_generated_tokens=new_tokens),
-        stop_tokens=[],
-        keys=row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group),
-    )
-    if name in ("native", "kept") and args.varying_lengths:
+    settings = RolloutConfig(max_rows=max_rows)
+    if name in ("native", "kept") and varying_lengths:
         planned = roll_out_planned if name == "native" else roll_out_kept
-        rows = args.max_rows or request.num_rows
+        rows = max_rows or request.num_rows
         return partial(planned, NativeEngine(model, settings), request, max_rows=rows)
     if name in OURS:
         engine = (TorchtuneEngine if name == "torchtune" else NativeEngine)(model, settings)
         return lambda: int(engine.generate(request).lengths.sum())
-    device = next(model.parameters()).device
-    lengths = torch.tensor([len(prompt) for prompt in prompts.tokens], device=device)
-    width = int(lengths.max())
-    padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts.tokens], device=device)
-    padded = padded.repeat_interleave(group, dim=0)
+    device, new_tokens = model.tok_embeddings.weight.device, request.params.max_generated_tokens
+    prompts = [prompt for prompt in request.prompts for _ in range(request.group_size)]
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
     if name == "stock":
         return partial(generate_with_torchtune, model, padded, new_tokens=new_tokens)
-    mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
-    options = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
-    options |= {"eos_token_id": None, "pad_token_id": 0}
-    inputs = {"input_ids": padded, "attention_mask": mask.repeat_interleave(group, dim=0)}
-    peer = partial(to_transformers(model).generate, **inputs, **options)
+    starts = torch.tensor([width - len(p) for p in prompts], device=device)
+    inputs = {
+        "input_ids": padded,
+        "attention_mask": torch.arange(width, device=device) >= starts[:, None],
+        "max_new_tokens": new_tokens,
+        "do_sample": True,
+        "top_k": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    peer = partial(to_transformers(model).generate, **inputs)
     return lambda: len(padded) * (peer().shape[1] - width)
 
 
@@ -207,12 +178,19 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
     """One way in this process: the first run apart, and the median of the others."""
     if name in OURS:
         keep_freed_memory()
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    model = build_model(args.shape, dtype).to(device)
+    model = random_model(SHAPES[args.shape], dtype=DTYPES[args.dtype], device=args.device)
+    model = model.eval().requires_grad_(False)
     lengths = [args.prompt_length or PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
-    prompts = build_prompts(lengths, model.tok_embeddings.num_embeddings)
-    way = make_way(name, model, prompts, args, new_tokens=args.new_tokens)
-    tokens, warm_up, seconds = timed(way, device, repeats=args.repeats)
+    prompts = random_prompts(lengths, model.tok_embeddings.num_embeddings)
+
+    def seconds_of(new_tokens: int) -> tuple[int, float, float]:
+        request = request_of(prompts, new_tokens=new_tokens, group=args.group_size)
+        way = make_way(
+            name, model, request, max_rows=args.max_rows, varying_lengths=args.varying_lengths
+        )
+        return timed(way, torch.device(args.device), repeats=args.repeats)
+
+    tokens, warm_up, seconds = seconds_of(args.new_tokens)
     result = {
         "tokens": tokens,
         "seconds": round(seconds, 3),
@@ -220,18 +198,16 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
         "warm_up_seconds": round(warm_up, 2),
     }
     if not args.varying_lengths:
-        way = make_way(name, model, prompts, args, new_tokens=1)
-        _, _, first = timed(way, device, repeats=args.repeats)
+        _, _, first = seconds_of(1)
         result["ms_per_decode_step"] = round(1000 * (seconds - first) / (args.new_tokens - 1), 1)
     return result
 
 
 def main() -> None:
     """Times every way, one after the other."""
-    dtypes = {"fp32": "float32", "bf16": "bfloat16"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=("S", "M"), default="S")
-    parser.add_argument("--dtype", choices=dtypes, default="fp32")
+    parser.add_argument("--shape", choices=SHAPES, default="S")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--prompts", type=int, default=4, help="of 96 to 292 tokens in turn")
     parser.add_argument("--prompt-length", type=int, help="one length for all prompts")
     parser.add_argument("--group-size", type=int, default=8)
@@ -242,25 +218,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    args.dtype = dtypes[args.dtype]
-    ways = {}
-    for name in args.ways:
-        apart = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=apart) as process:
-            ways[name] = process.submit(time_way, name, args).result()
-        print(name, ways[name], file=sys.stderr, flush=True)
-    speed = {name: way["tokens_per_second"] for name, way in ways.items()}
-    first, *others = args.ways
-    result = {
-        "benchmark": "rollout",
-        "settings": vars(args),
-        "ways": ways,
-        "ratios": {f"{first}/{name}": round(speed[first] / speed[name], 2) for name in others},
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
-    }
-    print(json.dumps(result))
+    ways = {name: apart(time_way, name, args) for name in args.ways}
+    first, *others = (way["tokens_per_second"] for way in ways.values())
+    report(
+        "rollout",
+        args,
+        ways=ways,
+        ratios={
+            f"{args.ways[0]}/{name}": round(first / speed, 2)
+            for name, speed in zip(args.ways[1:], others, strict=True)
+        },
+        threads=torch.get_num_threads(),
+        machine=platform.processor() or platform.machine(),
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ the median of all rounds' ``--repeats`` steps after the ``--warm-up`` ones. Prin
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import tempfile
@@ -28,30 +27,36 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torchtune.models.llama3_2 import lora_llama3_2
-from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.rollout import RolloutConfig, SamplingParams, make_engine, roll_out
-from torchtune_grpo.training import attend_in_segments, response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.reference import AdapterReference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rollout import (  # noqa: E402
+from common import (  # noqa: E402
+    GROUP,
     PROMPT_LENGTHS,
     SHAPE_S,
-    build_model,
-    build_prompts,
-    run_apart,
-    to_transformers,
+    Words,
+    apart,
+    forget_peak,
+    loss_of,
+    peak_mb,
+    random_model,
+    random_policy,
+    random_prompts,
+    report,
+    resident_mb,
+    with_weights,
 )
-from training_step import LORA, loss_backward, memory_mb  # noqa: E402
+from rollout import to_transformers  # noqa: E402
 
-GROUP, BETA, LEARNING_RATE = 8, 0.04, 1e-5
+BETA, LEARNING_RATE, RANK = 0.04, 1e-5, 8
 VOCAB = SHAPE_S["vocab_size"]
+PROMPTS = random_prompts(list(PROMPT_LENGTHS), VOCAB)
 ROWS = len(PROMPT_LENGTHS) * GROUP
 
 
@@ -67,8 +72,8 @@ class Stopwatch:
         self.seconds: list[float] = []
         self._warm_up = warm_up
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind is no step's
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        self._resident = memory_mb("VmRSS")
+        forget_peak()
+        self._resident = resident_mb()
 
     def start(self) -> None:
         self._start = time.perf_counter()
@@ -77,11 +82,11 @@ class Stopwatch:
         self.seconds.append(time.perf_counter() - self._start)
 
     def result(self) -> dict:
-        """What a process prints."""
+        """What a process returns."""
         return {
             "each": self.seconds[self._warm_up :],
             "warm_up_seconds": sum(self.seconds[: self._warm_up]),
-            "extra_mb": round(memory_mb("VmHWM") - self._resident),
+            "extra_mb": round(peak_mb() - self._resident),
         }
 
 
@@ -96,25 +101,13 @@ def summary(rounds: list[dict]) -> dict:
     }
 
 
-class Words:
-    """What the package asks of a tokenizer; no token ends a response."""
-
-    stop_tokens: list[int] = []
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(f"w{token}" for token in tokens)
-
-
 def run_ours(args: argparse.Namespace, way: str) -> dict:
-    """The recipe's ``generate_trajectory`` and ``grpo_step``, without logs and metrics."""
-    model = lora_llama3_2(**SHAPE_S, **LORA)
-    model.load_state_dict(build_model("S", torch.float32).state_dict(), strict=False)
-    set_trainable_params(model, get_adapter_params(model))
-    attend_in_segments(model)
+    """The recipe's rollout and update, without logs and metrics."""
+    model = random_policy(SHAPE_S, rank=RANK)
+    model.load_state_dict(random_model(SHAPE_S).state_dict(), strict=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     engine = make_engine(model, RolloutConfig())
-    prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
     params = SamplingParams(max_generated_tokens=args.new_tokens)
     sampling = {"tokenizer": Words(), "group_size": GROUP, "params": params, "prefill": ""}
     budget = args.token_budget if way == "budget" else None
@@ -124,38 +117,22 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     for step in range(args.warm_up + args.repeats):
         watch.start()
         model.eval()
-        batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
+        batch = roll_out(engine, PROMPTS, **sampling, seed=0, step=step)
         rewards = torch.tensor(score(batch.completion_ids))
         batch = replace(batch, advantages=group_advantages(rewards, group_size=GROUP))
         cut = {"rows": GROUP, "token_budget": budget, "dense": args.attention == "dense"}
         parts = micro_batches(batch, group_size=GROUP, pack=True, **cut)
         batch = replace(batch, ref_logprobs=reference.logprobs(parts, temperature=1.0))
+        batch = with_weights(batch)
         model.train()
-        backward(model, loss, batch, parts, new_tokens=args.new_tokens)
+        for part in parts:
+            loss_of(model, part, batch.select(part.rows), loss, temperature=1.0).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         watch.stop()
         assert int(batch.response_mask.sum()) == ROWS * args.new_tokens
     return watch.result()
-
-
-def backward(model, loss: GRPOLoss, batch, parts, *, new_tokens: int) -> None:
-    """Adds the gradients of the whole batch."""
-    weights = loss.weights(
-        batch.response_mask,
-        prompt_indices=batch.prompt_indices,
-        num_rows=ROWS,
-        num_tokens=int(batch.response_mask.sum()),
-        max_generated_tokens=new_tokens,
-    )
-    batch = replace(batch, weights=weights)
-    for micro_batch in parts:
-        part = batch.select(micro_batch.rows)
-        logprobs, entropy = response_logprobs(
-            model, micro_batch.layout, temperature=1.0, with_entropy=True
-        )
-        loss_backward(loss, part, logprobs, entropy)
 
 
 def word_tokenizer():
@@ -176,10 +153,9 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
     from trl import GRPOConfig, GRPOTrainer
 
     _, rows, *checkpointed = way.split("-")
-    prompts = build_prompts(list(PROMPT_LENGTHS), VOCAB)
-    texts = [Words().decode(tokens) for tokens in prompts.tokens]
+    texts = [Words().decode(tokens) for tokens in PROMPTS.tokens]
     return GRPOTrainer(
-        model=to_transformers(build_model("S", torch.float32)),
+        model=to_transformers(random_model(SHAPE_S)),
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=folder,
@@ -203,8 +179,8 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
         train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=word_tokenizer(),
         peft_config=LoraConfig(
-            r=LORA["lora_rank"],
-            lora_alpha=LORA["lora_alpha"],
+            r=RANK,
+            lora_alpha=2 * RANK,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         ),
@@ -237,6 +213,12 @@ def run_trl(args: argparse.Namespace, way: str) -> dict:
     return watch.result()
 
 
+def run_way(way: str, args: argparse.Namespace) -> dict:
+    """The steps of a way in this process."""
+    torch.set_num_threads(args.threads)
+    return (run_trl if way.startswith("trl") else run_ours)(args, way)
+
+
 def main() -> None:
     """Runs every way in a process of its own, and compares ours with TRL's fastest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -248,15 +230,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.in_this_process:
-        torch.set_num_threads(args.threads)
-        (way,) = args.ways
-        return print(json.dumps((run_trl if way.startswith("trl") else run_ours)(args, way)))
     # TRL looks for the model's name on the hub.
     rounds = [
-        {way: run_apart(way, HF_HUB_OFFLINE="1") for way in args.ways} for _ in range(args.rounds)
+        {way: apart(run_way, way, args, HF_HUB_OFFLINE="1") for way in args.ways}
+        for _ in range(args.rounds)
     ]
     results = {way: summary([each[way] for each in rounds]) for way in args.ways}
     peers = [way for way in results if way.startswith("trl")]
@@ -268,9 +246,7 @@ def main() -> None:
         for way in results
         if best and way not in peers
     }
-    settings = {name: value for name, value in vars(args).items() if name != "in_this_process"}
-    name = {"benchmark": "step_trl", "settings": settings, "torch": torch.__version__}
-    print(json.dumps({**name, "results": results, "best_trl": best, "gains": gains}))
+    report("step_trl", args, results=results, best_trl=best, gains=gains)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,268 @@
+"""What the benchmarks share: random models and rows, memory, processes of their own, runs."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from resource import struct_rusage
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.training import set_default_dtype
+
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.models import standardize
+from torchtune_grpo.rollout import RolloutRequest, SamplingParams, row_keys
+from torchtune_grpo.training import MicroBatch, attend_in_segments, response_logprobs
+from torchtune_grpo.trajectory import Trajectory, length_mask
+
+BIN = Path(sys.executable).parent
+DEMO = "tiny_arithmetic_grpo"
+SHAPE_S = dict(
+    vocab_size=32_768,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    embed_dim=512,
+    intermediate_dim=1536,
+    max_seq_len=4096,
+)
+LLAMA_1B = dict(
+    vocab_size=128_256,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    embed_dim=2048,
+    intermediate_dim=8192,
+    max_seq_len=4096,
+)
+GROUP = 8
+PROMPT_LENGTHS = (96, 160, 212, 292)
+
+
+# --- Models and rows of random numbers ------------------------------------------------------------
+
+
+def random_model(
+    shape: dict[str, int],
+    *,
+    rank: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> TransformerDecoder:
+    """A Llama 3.2, as torchtune has it; with a rank of LoRA on all layers, which alone trains."""
+    torch.manual_seed(0)
+    with set_default_dtype(dtype), torch.device(device):
+        if rank is None:
+            model = llama3_2(**shape)
+        else:
+            projections = ["q_proj", "k_proj", "v_proj", "output_proj"]
+            model = lora_llama3_2(
+                projections, apply_lora_to_mlp=True, lora_rank=rank, lora_alpha=2 * rank, **shape
+            )
+            set_trainable_params(model, get_adapter_params(model))
+    # As models are initialized; torch's default of 1 gives logits that no trained model has.
+    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+    return model
+
+
+def random_policy(shape: dict[str, int], **settings: Any) -> TransformerDecoder:
+    """The same, prepared for the recipe's passes over packed groups."""
+    model = random_model(shape, **settings)
+    fill_rotations(model)
+    standardize(model)
+    attend_in_segments(model)
+    return model
+
+
+def fill_rotations(model: TransformerDecoder) -> None:
+    """Makes the rotations' frequencies, which torchtune leaves out on the meta device."""
+    for module in model.modules():
+        if hasattr(module, "rope_init") and not hasattr(module, "theta"):
+            module.rope_init()
+
+
+def random_prompts(lengths: list[int], vocab: int) -> PromptBatch:
+    """Prompts of these lengths."""
+    draw = random.Random(1)
+    return PromptBatch(
+        tokens=[draw.choices(range(vocab), k=length) for length in lengths],
+        indices=list(range(len(lengths))),
+        prompts=[""] * len(lengths),
+        columns={},
+        uses=[0] * len(lengths),
+        places=list(range(len(lengths))),
+    )
+
+
+def request_of(prompts: PromptBatch, *, new_tokens: int, group: int = GROUP) -> RolloutRequest:
+    """Groups of responses that no token ends."""
+    return RolloutRequest(
+        prompts=prompts.tokens,
+        group_size=group,
+        params=SamplingParams(max_generated_tokens=new_tokens),
+        stop_tokens=[],
+        keys=row_keys(seed=0, step=0, prompt_indices=prompts.indices, group_size=group),
+    )
+
+
+class Words:
+    """What a rollout asks of a tokenizer; no token ends a response."""
+
+    stop_tokens: list[int] = []
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
+def random_rows(
+    *, vocab: int, prompt: int, shortest: int, longest: int, groups: int = 1, group: int = GROUP
+) -> Trajectory:
+    """Groups of random responses, the first as long as any, with all that a loss needs."""
+    generator = torch.Generator().manual_seed(0)
+    rows, width = groups * group, prompt + longest
+    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
+    lengths[0] = longest
+    tokens = torch.randint(vocab, (rows, width), generator=generator)
+    tokens[:, :prompt] = tokens[::group, :prompt].repeat_interleave(group, dim=0)
+    mask = length_mask(lengths, longest)
+    zeros, no_rows = torch.zeros(mask.shape), torch.zeros(rows, dtype=torch.long)
+    return with_weights(
+        Trajectory(
+            tokens=tokens.where(length_mask(lengths + prompt, width), 0),
+            prompt_indices=no_rows,
+            places=no_rows,
+            prompt_lengths=torch.full((rows,), prompt),
+            response_lengths=lengths,
+            response_mask=mask,
+            truncated=torch.zeros(rows, dtype=torch.bool),
+            sampler_logprobs=zeros,
+            behaviour_logprobs=zeros,
+            prompts=[],
+            completions=[],
+            columns={},
+            advantages=torch.randn(rows, generator=generator),
+            ref_logprobs=zeros,
+        )
+    )
+
+
+def with_weights(rows: Trajectory) -> Trajectory:
+    """Each token's share of the default loss, all rows being one optimizer step's."""
+    weights = GRPOLoss().weights(
+        rows.response_mask,
+        prompt_indices=rows.prompt_indices,
+        num_rows=rows.num_rows,
+        num_tokens=int(rows.response_mask.sum()),
+        max_generated_tokens=rows.response_mask.shape[1],
+    )
+    return replace(rows, weights=weights)
+
+
+def loss_of(
+    model: TransformerDecoder,
+    part: MicroBatch,
+    rows: Trajectory,
+    loss: Any,
+    *,
+    temperature: float = 0.9,
+) -> Tensor:
+    """The forward pass of a micro-batch with these rows, up to its share of the loss."""
+    logprobs, entropy = response_logprobs(
+        model,
+        part.layout,
+        temperature=temperature,
+        with_entropy=True,
+        entropy_gradient=loss.needs_entropy_gradient,
+    )
+    return loss(
+        logprobs=logprobs,
+        old_logprobs=None,
+        ref_logprobs=rows.ref_logprobs,
+        advantages=rows.advantages,
+        weights=rows.weights,
+        response_mask=rows.response_mask,
+        entropy=entropy,
+    ).loss
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+def resident_mb() -> float:
+    """Memory that this process holds now."""
+    return _memory_mb("VmRSS")
+
+
+def peak_mb() -> float:
+    """The most that it held since :func:`forget_peak`."""
+    return _memory_mb("VmHWM")
+
+
+def forget_peak() -> None:
+    """Begins to measure a new peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory_mb(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
+    """What some work returns in a process of its own; its first argument is what it is called."""
+    with (
+        patch.dict(os.environ, environment),
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
+    ):
+        result = process.submit(work, *args).result()
+    print(args[0], result, file=sys.stderr, flush=True)
+    return result
+
+
+def run(command: list[Any], *, threads: int | None = None) -> struct_rusage:
+    """Runs a command, and returns what it took of the CPU and of memory."""
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    process = subprocess.Popen([*map(str, command)], stdout=sys.stderr, env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(map(str, command))}: ended with status {status}")
+    return usage
+
+
+def tune_run(
+    config: str, folder: Path, keys: list[str], *, ranks: int = 1, threads: int | None = None
+) -> struct_rusage:
+    """Runs the recipe, as a user does."""
+    recipe = ["grpo_full_finetune_single_device"]
+    if ranks > 1:
+        recipe = ["--nproc_per_node", ranks, "grpo_full_finetune_distributed"]
+    command = [BIN / "tune", "run", *recipe, "--config", config, f"output_dir={folder}", *keys]
+    return run(command, threads=threads)
+
+
+def train_once(config: str, folder: Path, keys: list[str], **settings: Any) -> None:
+    """The same, unless the run has ended in this folder before."""
+    if not any(folder.glob("step_*")):
+        tune_run(config, folder, keys, **settings)
+
+
+def report(benchmark: str, settings: Any = None, **results: Any) -> None:
+    """Prints a benchmark's line of JSON."""
+    line: dict[str, Any] = {"benchmark": benchmark, "torch": torch.__version__}
+    if settings is not None:
+        line["settings"] = settings if isinstance(settings, dict) else vars(settings)
+    print(json.dumps(line | results, default=str))
