@@ -175,7 +175,7 @@ def test_torch_survives_a_broken_wrapt(tmp_path: Path) -> None:
 
 
 def test_hook_imports_nothing_else_than_wrapt(tmp_path: Path) -> None:
-    """So that every `import torch` pays for no more; benchmarks/import_hook.py times it."""
+    """So that every `import torch` pays for no more."""
     code = (
         "import sys; before = set(sys.modules)\n"
         "from torchtune_grpo.cli.tune import autoload; autoload()\n"
