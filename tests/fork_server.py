@@ -216,10 +216,10 @@ if __name__ == "__main__":
     import transformers.models.qwen3  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
-    import torchtune_grpo.cli.tune
+    import torchtune_grpo.config.command_line
     import torchtune_grpo.monitor.report  # noqa: F401
 
-    recipe = torchtune_grpo.cli.tune.recipes_folder() / "grpo_full_finetune.py"
+    recipe = torchtune_grpo.config.command_line.recipes_folder() / "grpo_full_finetune.py"
     runpy.run_path(str(recipe), run_name="imports")
     assert threading.active_count() == 1  # threads do not survive a fork
     gc.collect()
