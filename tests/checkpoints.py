@@ -3,9 +3,11 @@
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from policies import SHAPE, randomize
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,6 +16,8 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2._tokenizer import bytes_to_unicode
+
+from torchtune_grpo.config.keys import SavingConfig
 
 LLAMA_SPECIALS = (
     "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag "
@@ -128,3 +132,15 @@ def peft_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:
 def _specials(folder: Path, names: list[str]) -> None:
     added = [{"id": 256 + i, "content": name} for i, name in enumerate(names)]
     (folder / "special_tokens.json").write_text(json.dumps({"added_tokens": added}))
+
+
+def saving_config(checkpointer: dict[str, Any], folder: Path, **saving: Any) -> SimpleNamespace:
+    """As much of a config as a run's checkpoints need."""
+    return SimpleNamespace(
+        checkpointer=OmegaConf.create(checkpointer),
+        output_dir=str(folder),
+        adapter_dir=None,
+        batch_size=1,
+        saving=SavingConfig(**saving),
+        model_dump=dict,
+    )

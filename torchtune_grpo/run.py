@@ -167,7 +167,7 @@ class Run:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """The run's checkpoints, and the model that it starts from."""
-        return Checkpoints.of_run(self.cfg)
+        return Checkpoints(self.cfg)
 
     @cached_property
     def course(self) -> Course:
@@ -385,7 +385,9 @@ class Run:
             "sampler": self.sampler.state_dict(),
             "torch_rng": parallel.random_states(self.device),
         }
-        folder = self.checkpoints.save(policy, state, step=self.step)
+        folder = self.checkpoints.save(
+            policy, state, step=self.step, evaluations=self.recorder.evaluations
+        )
         utils.log_rank_zero(log, f"Saved {folder}")
 
     def begin(

@@ -18,7 +18,7 @@ from trajectories import make_groups
 from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.checkpoint.whole_state import full_state
+from torchtune_grpo.checkpoint.resume import whole_on_first_rank
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
@@ -52,7 +52,7 @@ def built(cfg, folder):
     cfg.adapter_dir = str(folder)
     settings = read_config(cfg)
     check_model(settings)
-    weights = Checkpoints.of_run(settings).base_weights()
+    weights = Checkpoints(settings).base_weights()
     return build_policy(settings, weights, device=torch.device("cpu")).eval()
 
 
@@ -258,10 +258,12 @@ def test_the_reference_is_the_policy_as_it_was_and_leaves_no_trace(kind, is_shar
         reference.shard(DistributedConfig(), device=torch.device("cpu"))
     for parameter in get_adapter_params(model).values():
         parameter.mul_(1.3)
-    now = {name: value.clone() for name, value in full_state(model).items()}
+    now = {name: value.clone() for name, value in whole_on_first_rank(model.state_dict()).items()}
     after = trajectory_logprobs(model, parts, temperature=0.7)
     assert (after - before).abs().max() > 0.1
     assert reference.logprobs(parts, temperature=0.7).equal(before)
     assert trajectory_logprobs(model, parts, temperature=0.7).equal(after)
     reshard(model)
-    assert all(value.equal(now[name]) for name, value in full_state(model).items())
+    assert all(
+        value.equal(now[name]) for name, value in whole_on_first_rank(model.state_dict()).items()
+    )

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
+from checkpoints import TINY, llama_checkpoint, qwen_checkpoint, saving_config
 from hf_models import MODELS, VOCAB, hf_folder
-from omegaconf import OmegaConf
 from peft import PeftModel
 from policies import LORA, full_logprobs
 from safetensors.torch import load_file, save_file
@@ -116,8 +115,8 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     """The rollout's tokens and the policy's logits, from the merged weights and the adapter."""
     make_folder, build, checkpointer = SAVED[name]
     base = make_folder(tmp_path / name)
-    node = OmegaConf.create(checkpointer | {"checkpoint_dir": str(base)})
-    checkpoints = Checkpoints(node, output_dir=tmp_path / "out")
+    node = checkpointer | {"checkpoint_dir": str(base)}
+    checkpoints = Checkpoints(saving_config(node, tmp_path / "out"))
     model = build(base)
     standardize(model)
     model.load_state_dict(checkpoints.base_weights(), strict=False)

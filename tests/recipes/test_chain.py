@@ -13,7 +13,7 @@ from runs import metrics, run_tiny, tiny_overrides, tune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.checkpoint.checksums import find_damage
+from torchtune_grpo.checkpoint.folder import find_damage
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.training.policy import build_policy
@@ -89,7 +89,7 @@ def policy_logits(base, adapter, *, by_folder):
         overrides = [*tiny_overrides(LORA, base.parent), *ADAPTERS, *weights_of(base)]
     config = "hf_lora_grpo" if by_folder else LORA
     cfg = read_config(load_config(config, [*overrides, f"adapter_dir={adapter}", "dtype=fp32"]))
-    weights = Checkpoints.of_run(cfg).base_weights()
+    weights = Checkpoints(cfg).base_weights()
     return build_policy(cfg, weights, device=torch.device("cpu")).eval()(TOKENS)
 
 

@@ -10,7 +10,7 @@ from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, in_background, metrics, run, tune
 from safetensors.torch import load_file, save_file
 
-from torchtune_grpo.checkpoint.checksums import SUMS_FILE, write_sums
+from torchtune_grpo.checkpoint.folder import publish
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
@@ -82,8 +82,7 @@ def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
     # A tensor is gone, and the sums were made anew.
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, next(newest.glob("model*.safetensors")), {"format": "pt"})
-    (newest / SUMS_FILE).unlink()
-    write_sums(newest)
+    publish(newest.rename(tmp_path / "changed"), newest)
     said = refused(tmp_path)
     assert "=out/step_000002: its weights do not match its config.json: " in said
     assert "model.layers.1.mlp.up_proj.weight is missing (1 differ)" in said
@@ -95,7 +94,7 @@ def test_another_base_model_of_the_same_name_and_size_is_refused(tmp_path):
     tensors = load_file(base)
     save_file({name: value + 1 for name, value in tensors.items()}, base, {"format": "pt"})
     said = refused(tmp_path)
-    assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "started from" in said
+    assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "was made with" in said
 
 
 def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):

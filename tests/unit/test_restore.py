@@ -7,12 +7,7 @@ import torch
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
-from torchtune_grpo.checkpoint.run_config import (
-    FIXED,
-    FULL_DIGEST,
-    changed_keys,
-    run_config,
-)
+from torchtune_grpo.checkpoint.resume import FIXED, check_changes, run_config
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
@@ -37,12 +32,18 @@ def config_of(folder: Path, *changes: str, tokens="abc", base="0" * 9, sft="{}")
     return run_config(settings(folder, *changes), base_files=[folder / "model.safetensors"])
 
 
+def check(old: dict, new: dict) -> list[str]:
+    """As a resume compares them."""
+    step = Path("out/step_000003")
+    return check_changes(old, new, fixed=FIXED, checkpoint=step, remedy="start afresh")
+
+
 def test_what_may_change_is_told_and_moved_files_are_the_same(tmp_path):
     old = config_of(tmp_path / "a")
     changes = ["optimizer.lr=1e-6", "optimizer.betas=[0.9,0.95]", "rewards[0].weight=3"]
     changes += ["num_steps=7", "lr_scheduler.num_warmup_steps=1", "resume_from_checkpoint=true"]
     new = config_of(tmp_path / "b", *changes)
-    told = changed_keys(old, new, checkpoint=Path("step_000003"))
+    told = check(old, new)
     names = [line.split()[0] for line in told]
     assert f"num_steps {old['num_steps']} -> 7" in told and "rewards.0.weight 1.0 -> 3" in told
     assert set(names) == {
@@ -50,15 +51,15 @@ def test_what_may_change_is_told_and_moved_files_are_the_same(tmp_path):
         "rewards.0.weight", "lr_scheduler.num_warmup_steps", "checkpointer.output_dir",
         "metric_logger.log_dir", "profiler.output_dir",
     }  # fmt: skip
-    assert changed_keys(old, old, checkpoint=Path("step_000003")) == []
+    assert check(old, old) == []
 
 
 REFUSED = {
-    "model.lora_alpha=99": "model.lora_alpha=99: .*step_000003 was made with 64, and it says what",
+    "model.lora_alpha=99": "model.lora_alpha=99: .*step_000003 was made with 64",
     "model.lora_attn_modules=[output_proj]": "model.lora_attn_modules.0=output_proj: .*q_proj",
     "model=torchtune.models.llama3_2.llama3_2_1b": "model._component_=.*llama3_2_1b: .*lora_llama",
     "dtype=fp32": "dtype=fp32: .* was made with bf16",
-    "seed=4": "seed=4: .* was made with 0, and it decides the order of the prompts",
+    "seed=4": "seed=4: .* was made with 0",
     "batch_size=3": r"batch_size \* ranks=3: .* was made with 8",
     "dataset.split=test": "dataset.split=test: .* was made with train",
     "checkpointer.model_type=QWEN2": "checkpointer.model_type=QWEN2: .* was made with LLAMA3_2",
@@ -73,39 +74,24 @@ REFUSED = {
 def test_what_must_stay_is_refused_by_key_with_both_values(tmp_path, change):
     old, new = config_of(tmp_path), config_of(tmp_path, change)
     with pytest.raises(ValueError, match=f"{REFUSED[change]}.* Set it back, or start afresh"):
-        changed_keys(old, new, checkpoint=tmp_path / "step_000003")
+        check(old, new)
     if change == "lr_scheduler=null":
         with pytest.raises(ValueError, match="lr_scheduler._component_=torchtune.*with null"):
-            changed_keys(new, old, checkpoint=tmp_path / "step_000003")
+            check(new, old)
 
 
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
         ({"tokens": "abd"}, "tokenizer.path"),
-        ({"base": "1" * 9}, "checkpointer.checkpoint_files.0"),
+        ({"base": "000010000"}, "checkpointer.checkpoint_files.0"),
         ({"sft": "[]"}, "adapter_dir.0"),
     ],
 )
 def test_a_file_with_other_contents_is_another_one(tmp_path, changed, key):
     old, new = config_of(tmp_path), config_of(tmp_path, **changed)
-    with pytest.raises(ValueError, match=rf"{key}=\S+ \([239] bytes, \w+\): .* was made with"):
-        changed_keys(old, new, checkpoint=tmp_path / "step_000003")
-
-
-def test_base_weights_are_compared_whole_on_request(tmp_path, monkeypatch):
-    """A change between what is looked at by default shows if both runs were asked to look."""
-    was, now = "0" * 2**23, "0" * 2**21 + "1" + "0" * (2**23 - 2**21 - 1)
-    runs = []
-    for asked in ("", "1"):
-        monkeypatch.setenv(FULL_DIGEST, asked)
-        runs += [config_of(tmp_path, base=was), config_of(tmp_path, base=now)]
-    old, new, old_whole, new_whole = runs
-    step = tmp_path / "step_000003"
-    for one, other in ((old, new), (old, new_whole), (old_whole, new)):
-        assert changed_keys(one, other, checkpoint=step) == []
-    with pytest.raises(ValueError, match=r"checkpoint_files.0.sha256=\w{64}: .* was made with"):
-        changed_keys(old_whole, new_whole, checkpoint=step)
+    with pytest.raises(ValueError, match=rf"{key}=\S+ \(sha256 \w+\): .* was made with"):
+        check(old, new)
 
 
 def trained(lr: float, *, steps: int, horizon: int, resumed=None, done: int = 0, **more):

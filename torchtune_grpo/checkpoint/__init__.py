@@ -1,18 +1,18 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
-from torchtune_grpo.checkpoint.claim import claim_output_dir, release_output_dir, write_error
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.folder import (
-    RUN_CONFIG_FILE,
     CheckpointError,
-    Checkpoints,
+    claim_output_dir,
+    release_output_dir,
     set_aside_previous_run,
+    write_error,
 )
-from torchtune_grpo.checkpoint.whole_state import optimizer_state, restore_optimizer
+from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
 
 __all__ = [
     "CheckpointError",
     "Checkpoints",
-    "RUN_CONFIG_FILE",
     "claim_output_dir",
     "optimizer_state",
     "release_output_dir",

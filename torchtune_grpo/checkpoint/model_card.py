@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.evaluation.statistics import Comparison
 
 # Of the config, what a reader wants to know; each stands for all keys below it.
 _KEYS = (
-    *("adapter_dir", "model", "dtype", "dataset", "rewards", "eval_dataset", "loss", "advantage"),
+    *("adapter_dir", "model", "dtype", "dataset", "rewards", "eval_dataset", "loss", "objective"),
     *("batch_size * ranks", "grpo_samples", "max_generated_tokens", "temperature", "sampling"),
     *("optimizer", "lr_scheduler", "clip_grad_norm", "ppo_epochs", "num_steps", "seed"),
 )
@@ -60,41 +62,32 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
 def model_card(
     config: Mapping[str, Any],
     evaluations: Sequence[Mapping[str, Any]],
-    *,
-    base: str,
-    is_on_hub: bool,
     step: int,
-    folder: str,
+    base: Path,
+    *,
     has_weights: bool,
     has_adapter: bool,
 ) -> str:
-    """The text of a card.
+    """The text of a card, given a config by dotted key and the evaluations until a step.
 
-    Args:
-        config (Mapping[str, Any]): the run's, by dotted key.
-        evaluations (Sequence[Mapping[str, Any]]): those of the run's record until now, in order.
-        base (str): name or folder of the base model.
-        is_on_hub (bool): it is a name on the hub.
-        step (int): number of finished steps.
-        folder (str): name of the checkpoint.
-        has_weights (bool): the checkpoint has merged weights.
-        has_adapter (bool): it has an adapter in PEFT's format.
+    A checkpoint has merged weights, or an adapter in PEFT's format, or both.
     """
     shown = {
         key: config[key] for name in _KEYS for key in config if f"{key}.".startswith(f"{name}.")
     }
+    name = hub_name(base) or str(base)
     compared = Comparison.of_run(evaluations)
     has_start = any(key.startswith("adapter_dir.") for key in config)
-    more = f"\n`adapter/` holds the same as PEFT's adapter of `{base}`.\n" if has_adapter else ""
+    more = f"\n`adapter/` holds the same as PEFT's adapter of `{name}`.\n"
     return _HEAD.format(
         library="transformers" if has_weights else "peft",
-        base_model=f"base_model: {base}\n" if is_on_hub else "",  # no other is accepted there
-        title=base.rstrip("/").rpartition("/")[2],
-        base=base,
+        base_model=f"base_model: {name}\n" if hub_name(base) else "",  # the hub takes no other
+        title=name.rstrip("/").rpartition("/")[2],
+        base=name,
         step=step,
         start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
         accuracy=compared.headline if compared else "",
-        code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base),
-        more=more if has_weights else "",
+        code=(_WHOLE if has_weights else _ADAPTER).format(folder=f"step_{step:06d}", base=name),
+        more=more if has_weights and has_adapter else "",
         config="\n".join(f"{key}: {value}" for key, value in shown.items()),
     )

@@ -1,0 +1,275 @@
+"""The checkpoints of a run: what they hold, how they are written and read back."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtune import config, utils
+
+from torchtune_grpo.checkpoint import folder as files
+from torchtune_grpo.checkpoint import resume
+from torchtune_grpo.checkpoint.model_card import model_card
+from torchtune_grpo.config.command_line import hub_name
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine.device import only_warnings
+from torchtune_grpo.machine.parallel import on_first_rank
+from torchtune_grpo.models import (
+    adapter_names,
+    load_weights,
+    merged_state,
+    save_adapter,
+    save_weights,
+)
+
+log = utils.get_logger("INFO")
+
+STATE_FILE = "training_state.pt"
+RUN_CONFIG_FILE = "run_config.json"
+_WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?|config\.json")
+# What in the base's folder is about its own weights, or about how those were made
+_OF_THE_BASE = re.compile(
+    r"\..*|readme.*|sha256sums|original_repo_id\.json|run_config\.json|torchtune_config\.yaml"
+    r"|adapter_.*|train(ing|er)_.*|.*\.(index\.json|safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)",
+    re.IGNORECASE,
+)
+_NESTED = ("original/tokenizer.model", "additional_chat_templates/*")  # torchtune reads the first
+_LARGEST_COPY = 100 * 2**20  # bytes; what is larger is weights in some format
+
+
+class Checkpoints:
+    """The checkpoint folders of a run, and the model that it starts from."""
+
+    def __init__(self, cfg: GRPOConfig) -> None:
+        self._cfg, self._node, self._folder = cfg, cfg.checkpointer, Path(cfg.output_dir)
+        self._checkpointer = self._make_checkpointer()
+        self.last_step = 0  # of the checkpoint that the run began with, or wrote last
+        self.best: int | None = None  # the step of the checkpoint that is kept beside the last
+
+    def _make_checkpointer(self, **overrides: Any) -> Any:
+        staging = str(self._folder / files.STAGING)
+        return config.instantiate(self._node, output_dir=staging, **overrides)
+
+    @cached_property
+    def _run_config(self) -> dict[str, Any]:
+        return resume.run_config(self._cfg, base_files=self._checkpointer._checkpoint_paths)
+
+    def base_weights(self) -> dict[str, Any]:
+        """The weights to start from, in torchtune's names and Hugging Face's order of rows."""
+        return load_weights(self._checkpointer, self._node)
+
+    # --- Resuming --------------------------------------------------------------------------------
+
+    def newest(self) -> Path:
+        """The newest undamaged checkpoint; a ValueError if there is none."""
+        return files.newest_checkpoint(self._folder)
+
+    def to_resume(self) -> Path:
+        """The newest undamaged checkpoint, if the run's config may continue it.
+
+        Every rank has to call it.
+        """
+        return on_first_rank(self._to_resume)
+
+    def _to_resume(self) -> Path:
+        checkpoint = self.newest()
+        remedy = "start afresh with resume_from_checkpoint=False"
+        changed = self._check_config(checkpoint, self._run_config, resume.FIXED, remedy)
+        if changed:
+            log.info(f"Changed since {checkpoint}: {', '.join(changed)}.")
+        step, num_steps = files.step_of(checkpoint), self._cfg.num_steps
+        if num_steps < step:
+            raise ValueError(
+                f"num_steps={num_steps}: {checkpoint} has done {step} steps; give {step} or more."
+            )
+        return checkpoint
+
+    def check_policy(self, checkpoint: Path) -> None:
+        """Raise a ValueError if the run's policy is not the one that a checkpoint holds."""
+        remedy = "look at the weights before training with --base"
+        self._check_config(checkpoint, resume.run_config(self._cfg), resume.POLICY, remedy)
+
+    def _check_config(
+        self, checkpoint: Path, new: Mapping[str, Any], fixed: Sequence[str], remedy: str
+    ) -> list[str]:
+        old = json.loads((checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
+        return resume.check_changes(old, new, fixed=fixed, checkpoint=checkpoint, remedy=remedy)
+
+    def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
+        """Load a checkpoint's weights into a freshly built policy; the training's state."""
+        self.last_step = files.step_of(checkpoint)
+        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+        weights = state["adapter"]
+        if not weights:
+            names = sorted(path.name for path in checkpoint.glob("model*.safetensors"))
+            whole = self._make_checkpointer(checkpoint_dir=str(checkpoint), checkpoint_files=names)
+            weights = load_weights(whole, self._node)
+        _check_same(model, weights, checkpoint)
+        model.load_state_dict(weights, strict=False)
+        return state
+
+    def how_to_resume(self) -> str:
+        """A line for the user of a run that was interrupted."""
+        if not self.last_step:
+            return "Interrupted before the first step was done; the same command starts anew."
+        folder = files.checkpoint_folder(self._folder, self.last_step)
+        return (
+            f"Interrupted. To go on from {folder}, repeat the command with "
+            "resume_from_checkpoint=True"
+        )
+
+    # --- Saving: every rank calls these, and the first one writes ---------------------------------
+
+    def save(
+        self,
+        model: nn.Module,
+        training_state: Mapping[str, Any],
+        *,
+        step: int,
+        evaluations: Sequence[Mapping[str, Any]] = (),
+    ) -> Path:
+        """Write ``step_<n>`` beside the others and rename it into place when it is complete.
+
+        ``training_state`` holds tensors and plain values; ``evaluations`` are for the model card.
+        """
+        weights = resume.whole_on_first_rank(model.state_dict())
+        target = files.checkpoint_folder(self._folder, step)
+
+        def write() -> None:
+            remedy = "Earlier checkpoints are as they were; what was half written is deleted."
+            with files.staging(self._folder, failing=str(target), remedy=remedy) as folder:
+                self._write(folder, model, weights, training_state, step, evaluations)
+                files.publish(folder, target)
+            files.link_best(self._folder, self.best)
+            if self._cfg.saving.keep_last is not None:
+                files.delete_older(target, keep=self._cfg.saving.keep_last, best=self.best)
+
+        on_first_rank(write)
+        self.last_step = step
+        return target
+
+    def keep_best(self, step: int | None) -> None:
+        """From now on keep this step's checkpoint, and the link ``best`` to it.
+
+        The checkpoint may be about to be saved; then the link follows.
+        """
+        self.best = step
+        on_first_rank(files.link_best, self._folder, step)
+
+    def rehearse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Write a checkpoint as :meth:`save` does, and delete it: what would fail fails now.
+
+        Also fails if the optimizer's later states would not fit on the disk.
+        """
+        weights = resume.whole_on_first_rank(model.state_dict())
+        training_state = {"optimizer": resume.optimizer_state(optimizer)}
+        later = resume.later_bytes(optimizer)
+
+        def write_on_trial() -> None:
+            base = f"checkpointer.checkpoint_dir={self._node.get('checkpoint_dir')}"
+            failing = f"output_dir={self._folder}: a checkpoint, written there on trial,"
+            remedy = f"Give it room and rights, or name another folder; or mend {base}."
+            with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
+                self._write(folder, model, weights, training_state, 0, ())
+                disk = shutil.disk_usage(folder)
+                if disk.total and disk.free < later:
+                    raise OSError(
+                        f"beside the weights, {disk.free / 2**20:.1f} MiB are free on the disk, "
+                        f"and the optimizer's states will take about {later / 2**20:.1f} MiB"
+                    )
+
+        on_first_rank(write_on_trial)
+
+    def _write(
+        self,
+        folder: Path,
+        model: nn.Module,
+        weights: Mapping[str, Tensor],
+        training_state: Mapping[str, Any],
+        step: int,
+        evaluations: Sequence[Mapping[str, Any]],
+    ) -> None:
+        _check_finite(model, weights)
+        base = Path(self._node.checkpoint_dir)
+        adapter = {name: weights[name].clone() for name in adapter_names(model)}
+        is_whole = not (adapter and self._cfg.saving.adapter_weights_only)
+        if is_whole:
+            merged = merged_state(model, weights) if adapter else dict(weights)
+            self._write_weights(folder, merged)
+        _copy_base_files(base, folder)
+        if adapter and self._node.get("model_type") in ("PHI3_MINI", "PHI4"):
+            log.warning("No adapter in PEFT's format: transformers fuses Phi's projections.")
+        elif adapter:
+            save_adapter(folder / "adapter", model, adapter, base_model=hub_name(base) or str(base))
+        has_adapter = (folder / "adapter").exists()
+        card = model_card(
+            self._run_config, evaluations, step, base, has_weights=is_whole, has_adapter=has_adapter
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        with (folder / STATE_FILE).open("wb") as file:
+            torch.save({**training_state, "adapter": adapter}, file)
+        text = json.dumps(self._run_config, indent=2)
+        (folder / RUN_CONFIG_FILE).write_text(text, encoding="utf-8")
+        for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
+            path.chmod((folder / RUN_CONFIG_FILE).stat().st_mode)
+
+    def _write_weights(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Take weights and their config from the folder that a checkpointer fills."""
+        with only_warnings():
+            save_weights(self._checkpointer, self._node, weights, epoch=0)
+        written = folder / "epoch_0"
+        for path in written.iterdir():
+            if _WEIGHTS.fullmatch(path.name):
+                path.rename(folder / path.name)
+        shutil.rmtree(written)
+
+
+def _copy_base_files(base: Path, folder: Path) -> None:
+    """Copy what a checkpoint needs to stand alone and lacks: settings, tokenizer, licence."""
+    paths = [path for path in base.iterdir() if not _OF_THE_BASE.fullmatch(path.name)]
+    paths += [path for pattern in _NESTED for path in base.glob(pattern)]
+    for path in paths:
+        target = folder / path.relative_to(base)
+        if not (path.is_dir() or target.exists()) and path.stat().st_size <= _LARGEST_COPY:
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def _check_finite(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if one of a model's trained tensors is infinite or NaN."""
+    trained = adapter_names(model) or weights
+    bad = [name for name in trained if not weights[name].isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} trained tensors, {bad[0]} for one, hold an infinity or a NaN; after "
+            "training, resume with a lower optimizer.lr"
+        )
+
+
+def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Raise a ValueError unless weights have the names, shapes and dtypes that a model trains."""
+    saved = {name: _kind(tensor) for name, tensor in weights.items()}
+    wanted = dict.fromkeys(saved.keys() - model.state_dict().keys(), "missing")
+    wanted |= {name: _kind(p) for name, p in model.named_parameters() if p.requires_grad}
+    differing = [
+        f"{name} is {saved.get(name, 'missing')} there and {kind} in the model"
+        for name, kind in wanted.items()
+        if saved.get(name) != kind
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} does not hold what model and dtype train: {'; '.join(differing[:5])} "
+            f"({len(differing)} differ). Set both to what they were, or start afresh with "
+            "resume_from_checkpoint=False."
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,209 @@
+"""What a resumed run takes from its checkpoint, and what from its config.
+
+Tensors are saved whole, and sharded again for the ranks that resume, whose number may be another.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import NF4Tensor
+
+from torchtune_grpo.checkpoint.folder import sha256_of
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
+from torchtune_grpo.models import adapter_files
+from torchtune_grpo.training.optimizer import MASTER, has_masters
+
+# What a checkpoint's policy cannot be loaded or read without
+POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
+# What a resumed run must keep: the policy, what training started from, and the order of prompts.
+# Each name stands for all keys below it.
+FIXED = (
+    *(*POLICY, "checkpointer.checkpoint_files", "adapter_dir", "seed", "dataset", "sampler"),
+    *("batch_size * ranks", "optimizer", "lr_scheduler._component_"),
+)
+# Of an optimizer, a resumed run takes these from its config and not from the checkpoint.
+HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
+_FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
+_FROM_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
+
+# --- Keys of the config --------------------------------------------------------------------------
+
+
+def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str, Any]:
+    """A config as plain values by dotted key; ``base_files`` are the weights it starts from.
+
+    Where a key must stay, a file is given by its name and digest, so that it may move.
+    """
+    values = cfg.model_dump()
+    values["checkpointer"] = {**cfg.checkpointer, "checkpoint_files": [*map(str, base_files)]}
+    if cfg.adapter_dir is not None:
+        values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
+    values["batch_size * ranks"] = cfg.batch_size * world_size()
+    flat = {key: value for key, value in _flat(values) if value is not None}
+    return {key: _identity(value) if _is_fixed(key) else value for key, value in flat.items()}
+
+
+def check_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    fixed: Sequence[str],
+    checkpoint: Path,
+    remedy: str,
+) -> list[str]:
+    """The keys that differ, such as "optimizer.lr 0.0003 -> 0.0001".
+
+    Raises a ValueError with the keys and both values if one of the ``fixed`` ones is among them.
+    """
+    changed, refused = [], []
+    for key in sorted({*old, *new} - {"resume_from_checkpoint"}):
+        was, now = old.get(key, "null"), new.get(key, "null")
+        if was != now:
+            changed.append(f"{key} {was} -> {now}")
+            if _is_fixed(key, fixed):
+                refused.append(f"{key}={now}: {checkpoint} was made with {was}.")
+    if refused:
+        raise ValueError(f"{' '.join(refused)} Set it back, or {remedy}.")
+    return changed
+
+
+def _is_fixed(key: str, fixed: Sequence[str] = FIXED) -> bool:
+    return _is_below(key, fixed) and not _is_below(key, _FREE)
+
+
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value in a nested one, by its dotted key; an empty node is a value."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value)) or []
+    if not isinstance(value, dict) or not value:
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _identity(value: Any) -> Any:
+    """A path's name, with a digest if it is a file; any other value as it is."""
+    if not isinstance(value, str) or not os.path.exists(value):
+        return value
+    path = Path(value)
+    return f"{path.name} (sha256 {sha256_of(path)[:16]})" if path.is_file() else path.name
+
+
+# --- Tensors -------------------------------------------------------------------------------------
+
+
+def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values on the CPU, their sharded tensors whole; empty on all ranks but the first.
+
+    Every rank has to call it.
+    """
+    result = {}
+    for name, value in values.items():
+        if isinstance(value, DTensor):
+            value = _plain(value).full_tensor()  # a collective: in the same order on all ranks
+        if rank() == 0:
+            result[name] = value.cpu() if isinstance(value, Tensor) else value
+    return result
+
+
+def _plain(value: DTensor) -> DTensor:
+    """Dequantized shards, because NF4 weights and low-bit states cannot be put together."""
+    local = value.to_local()
+    if isinstance(local, NF4Tensor):  # in bfloat16, as torchtune's hook gives whole NF4 weights
+        values = local.get_original_weight().bfloat16()
+    elif _is_low_bit(local):
+        values = local.dequantize()
+    else:
+        return value
+    mesh, placements = value.device_mesh, value.placements
+    return DTensor.from_local(values, mesh, placements, shape=value.shape, stride=value.stride())
+
+
+def _is_low_bit(local: Tensor) -> bool:
+    return hasattr(local, "block_size")  # torchao's 8-bit, 4-bit and float8 states
+
+
+# --- The optimizer -------------------------------------------------------------------------------
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with whole tensors; all ranks but the first get no tensors.
+
+    Every rank has to call it.
+    """
+    state = optimizer.state_dict()
+    entries = {index: whole_on_first_rank(entry) for index, entry in state["state"].items()}
+    return {**state, "state": entries}
+
+
+def later_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """About the size of its whole state once it has made a step."""
+    numbers = len(optimizer.defaults.get("betas", ())) or bool(optimizer.defaults.get("momentum"))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if has_masters(optimizer):
+        return sum((numbers + 1) * p.numel() * torch.float32.itemsize for p in parameters)
+    return sum(numbers * p.numel() * p.itemsize for p in parameters)
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], *, steps: int
+) -> None:
+    """Load what :func:`optimizer_state` gave the first rank, however many ranks there were.
+
+    Learning rate and other hyperparameters stay those of the config, as if they had always been:
+    the fresh scheduler (or None) takes all ``steps`` that were taken before.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that the optimizer takes none of these steps
+        for _ in range(steps if scheduler is not None else 0):
+            scheduler.step()
+    groups = [
+        {**old, **{name: new[name] for name in _FROM_CONFIG if name in new}}
+        for old, new in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = {
+        index: {
+            name: _like_parameter(optimizer, name, value, parameters[index])
+            for name, value in entry.items()
+        }
+        for index, entry in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    # That casts to the parameters' dtype, low-bit shards in name only; put all back as they were.
+    for index, entry in entries.items():
+        own: Any = optimizer.state[parameters[index]]
+        tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
+        own.update({name: value.to(own[name].device) for name, value in tensors.items()})
+
+
+def _like_parameter(
+    optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor
+) -> Any:
+    """Shard a whole state tensor like its parameter, and quantize it if the optimizer does."""
+    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
+        return value
+    value = sharded_like(parameter, value)
+    if hasattr(optimizer, "_new_buffer") and name != MASTER:  # torchao's low-bit optimizers
+        buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
+        if _is_low_bit(buffer.to_local()):
+            buffer.to_local().copy_(value.to_local())
+            return buffer
+    return value
