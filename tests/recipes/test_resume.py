@@ -10,7 +10,7 @@ from processes import children, is_alive, wait_until
 from runs import DISTRIBUTED, RECIPE, in_background, metrics, run, tune
 from safetensors.torch import load_file, save_file
 
-from torchtune_grpo.checkpoint.folder import publish
+from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
@@ -82,6 +82,7 @@ def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
     # A tensor is gone, and the sums were made anew.
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, next(newest.glob("model*.safetensors")), {"format": "pt"})
+    (newest / SUMS_FILE).unlink()
     publish(newest.rename(tmp_path / "changed"), newest)
     said = refused(tmp_path)
     assert "=out/step_000002: its weights do not match its config.json: " in said
