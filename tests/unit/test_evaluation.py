@@ -120,7 +120,10 @@ def test_without_samples_there_is_the_greedy_answer_alone(monkeypatch):
 def test_a_reward_that_cannot_do_it_is_refused():
     with pytest.raises(ValueError, match="no reward of this name; rewards has length, correct"):
         make(1, reward="corect")
-    with pytest.raises(ValueError, match="keep_best=eval/maj@4: the reward 'length' cannot say"):
+    with pytest.raises(
+        ValueError,
+        match="keep_best=eval/maj@4: is not measured; give one of eval/acc",
+    ):
         make(1, reward=None, keep_best="eval/maj@4")
     make(1, keep_best="eval/maj@4")
 

@@ -244,7 +244,7 @@ def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
     (differences,) = data["setup"]
     assert differences["rows"] == [["seed", "0", "1"]], "the run's own folder is no difference"
     table = {row[0]: row[1:] for row in data["comparison"]["rows"]}
-    assert table["Accuracy after"][0].startswith("0.9") and table["Steps"] == ["12 of 12"] * 2
+    assert table["Steps"] == ["12 of 12"] * 2
     against = table["After, against one"]
     assert against[0] == "" and against[1].endswith(" p<0.001")
     for each in data["panels"]:

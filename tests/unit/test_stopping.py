@@ -1,6 +1,6 @@
 """When a run ends by its evaluations, and which of them was the best: pure decisions."""
 
-from torchtune_grpo.evaluation.stopping import best_step, passes, scores, should_stop
+from torchtune_grpo.evaluation.stopping import best_step, evaluation_metrics, passes, should_stop
 
 
 def lines(*values: float, every: int = 5, metric: str = "eval/accuracy") -> list[dict]:
@@ -53,6 +53,6 @@ def test_a_run_ends_after_so_many_evaluations_that_were_not_its_best():
 
 def test_the_metrics_of_so_many_samples():
     assert [passes(n) for n in (0, 1, 2, 4, 6)] == [[], [1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
-    assert scores(0) == ["eval/accuracy"]
-    assert scores(1) == ["eval/accuracy", "eval/pass@1"]
-    assert scores(2) == ["eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/maj@2"]
+    assert evaluation_metrics(0) == ["eval/accuracy"]
+    assert evaluation_metrics(1) == ["eval/accuracy", "eval/pass@1"]
+    assert evaluation_metrics(2) == ["eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/maj@2"]

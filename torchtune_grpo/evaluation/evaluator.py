@@ -20,7 +20,7 @@ from torchtune_grpo.evaluation.statistics import (
     majority,
     pass_at_k,
 )
-from torchtune_grpo.evaluation.stopping import best_step, passes, should_stop
+from torchtune_grpo.evaluation.stopping import best_step, evaluation_metrics, passes, should_stop
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.monitor.terminal import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
@@ -166,10 +166,12 @@ class Evaluator:
         self._reward = wanted.reward or rewards.names[0]
         named = {reward.name: reward.answer_of for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
-        if (wanted.keep_best or "").startswith("eval/maj@") and self._reward not in self._stated:
+        votes = self._reward in self._stated
+        known = [name for name in evaluation_metrics(wanted.samples) if votes or "maj@" not in name]
+        if wanted.keep_best not in (None, *known):
             raise ValueError(
-                f"evaluation.keep_best={wanted.keep_best}: the reward {self._reward!r} cannot say "
-                "which answer it sees; give eval/accuracy or eval/pass@1."
+                f"evaluation.keep_best={wanted.keep_best}: is not measured; give one of "
+                f"{', '.join(known)}."
             )
 
     def __call__(self, engine: RolloutEngine, *, state: TrainerState | None = None) -> Evaluation:

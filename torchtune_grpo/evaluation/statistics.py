@@ -132,6 +132,11 @@ class Comparison:
         known = [each for each in evaluations if "accuracy" in scores_of(each)]
         return cls(known[0], known[-1]) if known else None
 
+    @property
+    def ends(self) -> list[Mapping[str, Any]]:
+        """Both evaluations, or the one that stands for both."""
+        return [self.before] if self.before is self.after else [self.before, self.after]
+
     @cached_property
     def changes(self) -> dict[str, Paired]:
         """The paired test of each number; empty where the prompts are not the same."""
@@ -154,15 +159,14 @@ class Comparison:
         moved = "rose" if after.mean > before.mean else "fell"
         return f"Held-out accuracy {moved} from {before.mean:.3f} to {after.mean:.3f}{tested}."
 
-    def table(self, title: str, ends: Sequence[str]) -> list[str]:
-        """Lines with every number, in a column for each of the ``ends``, and the change."""
-        columns = [self.before] if self.before is self.after else [self.before, self.after]
-        rows = [[title, *ends[: len(columns)], "change" if self.changes else ""]]
+    def table(self, title: str, columns: Sequence[str]) -> list[str]:
+        """Lines with every number, in a column for each evaluation, and the change."""
+        rows = [[title, *columns[: len(self.ends)], "change" if self.changes else ""]]
         for name in scores_of(self.after):
-            cells = [str(scores_of(each).get(name, "-")) for each in columns]
+            cells = [str(scores_of(each).get(name, "-")) for each in self.ends]
             rows.append([name, *cells, str(self.changes.get(name, ""))])
         for name in ("mean_length", "clipped_ratio"):
-            rows.append([name, *(f"{each[f'eval/{name}']:.3f}" for each in columns), ""])
+            rows.append([name, *(f"{each[f'eval/{name}']:.3f}" for each in self.ends), ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -17,7 +17,7 @@ def passes(num_samples: int) -> list[int]:
     return [*powers, num_samples] if num_samples else []
 
 
-def scores(num_samples: int) -> list[str]:
+def evaluation_metrics(num_samples: int) -> list[str]:
     """The metrics of an evaluation that can be its best: shares of right answers."""
     votes = [f"eval/maj@{num_samples}"] if num_samples > 1 else []
     return [ACCURACY, *(f"eval/pass@{k}" for k in passes(num_samples)), *votes]

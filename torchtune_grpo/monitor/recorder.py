@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torchtune import config, training, utils
+from torchtune import training, utils
 
+from torchtune_grpo.config.components import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import describe, plain
 from torchtune_grpo.evaluation.evaluator import Evaluation
@@ -64,7 +65,8 @@ class Recorder:
         self._progress: ProgressLine | None = None
         if rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._metric_logger = make_metric_logger(cfg.metric_logger)
+            with redirect_stdout(io.StringIO()):  # loggers print where they write
+                self._metric_logger = instantiate("metric_logger", cfg.metric_logger)
             self._metric_logger.log_config(given)
 
     def resume(self, step: int) -> None:
@@ -260,23 +262,11 @@ class GroupRecorder:
         return ends
 
 
-def make_metric_logger(node: DictConfig) -> Any:
-    """Constructs the config's metric logger, which belongs to the first rank."""
-    try:
-        with redirect_stdout(io.StringIO()):  # they print where they write
-            return config.instantiate(node)
-    except Exception as error:
-        raise ValueError(
-            f"metric_logger={node._component_}: {error} Correct its arguments, or set "
-            "metric_logger=torchtune.training.metric_logging.DiskLogger."
-        ) from error
-
-
 def make_profiler(node: DictConfig | None) -> Any:
     """Constructs the config's profiler, or one that does nothing."""
     if node is None or node.get("enabled") is False:
         return training.DummyProfiler()
-    return config.instantiate(node)[0]
+    return instantiate("profiler", node)[0]
 
 
 def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:

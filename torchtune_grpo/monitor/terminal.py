@@ -90,8 +90,8 @@ def summary(
     """Lines for the end of a run: first and last evaluation, open findings, where all is."""
     lines: list[str] = []
     if compared := Comparison.of_run(evaluations):
-        ends = [f"step {each['step']}" for each in (compared.before, compared.after)]
-        lines += compared.table("held-out, 95 % interval", ends)
+        columns = [f"step {each['step']}" for each in compared.ends]
+        lines += compared.table("held-out, 95 % interval", columns)
     for each in findings:
         since = f"{each['name']} since step {each['since']}"
         lines.append(f"{since}: {each['evidence']} {each['remedy']}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.config.text import visible
-from torchtune_grpo.evaluation.statistics import Comparison, scores_of
+from torchtune_grpo.evaluation.statistics import Comparison
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
 from torchtune_grpo.monitor.report.panels import (
     MAX_POINTS,
@@ -263,7 +263,6 @@ def _verdicts(runs: Sequence[RunRecord], names: list[str]) -> Table:
         columns.append(
             {
                 "Verdict": f"{found['headline']} {found['why'][0].partition(':')[0].rstrip('.')}.",
-                "Accuracy after": _accuracy(run),
                 f"After, against {names[0]}": "" if run is runs[0] else _against(runs[0], run),
                 "Open findings": ", ".join(open_findings) or "none",
                 **found["facts"],
@@ -272,10 +271,6 @@ def _verdicts(runs: Sequence[RunRecord], names: list[str]) -> Table:
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *(column.get(key, "") for column in columns)] for key in keys]
     return {"title": "Verdicts", "head": ["", *names], "rows": rows}
-
-
-def _accuracy(run: RunRecord) -> str:
-    return str(scores_of(run.evaluations[-1]).get("accuracy", "")) if run.evaluations else ""
 
 
 def _against(first: RunRecord, run: RunRecord) -> str:

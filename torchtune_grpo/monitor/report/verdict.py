@@ -73,12 +73,10 @@ def _without_evaluation(run: RunRecord) -> tuple[str, list[str]]:
 
 def _scores(compared: Comparison) -> list[Record]:
     """A row for each held-out number: before, after and the change, with their intervals."""
-    ends = [compared.before] if compared.before is compared.after else []
-    ends = ends or [compared.before, compared.after]
     table = []
     for name in scores_of(compared.after):
         cells = []
-        for each in ends:
+        for each in compared.ends:
             if score := scores_of(each).get(name):
                 text, _, interval = str(score).partition(" ")
                 cells.append({**score._asdict(), "text": text, "interval": interval})
@@ -114,11 +112,6 @@ def _facts(run: RunRecord) -> dict[str, str]:
     total = run.config.get("num_steps")
     evaluating = sum(each.get("time/eval") or 0 for each in run.evaluations)
     seconds = evaluating + sum(each.get("step_time") or 0 for each in run.steps)
-    accuracies = [
-        (score.mean, -each["step"])
-        for each in run.evaluations
-        if (score := scores_of(each).get("accuracy"))
-    ]
     facts = {
         "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
         "State": "finished" if total and run.steps_done >= total else _state(run),
@@ -127,9 +120,6 @@ def _facts(run: RunRecord) -> dict[str, str]:
     }
     if run.steps and run.steps[-1].get("num_tokens") is not None:
         facts["Tokens"] = f"{run.steps[-1]['num_tokens']:,.0f}"
-    if accuracies:
-        best, step = max(accuracies)
-        facts["Best accuracy"] = f"{best:.3f} after step {-step}"
     return facts
 
 
