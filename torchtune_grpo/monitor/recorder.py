@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torchtune import training, utils
 
-from torchtune_grpo.config.components import instantiate
+from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import describe, plain
 from torchtune_grpo.evaluation.evaluator import Evaluation
