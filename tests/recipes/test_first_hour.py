@@ -16,7 +16,7 @@ MISTAKES = {
     "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
     "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
     "batch_size=13": r"batch_size \* ranks = 13 prompts a step, but dataset has only 12",
-    "batch_size": "batch_size: no override; write key=value",
+    "batch_size": "batch_size: not an override; write key=value",
 }
 
 

@@ -24,7 +24,7 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
     """Constructs the component of the config's key ``name``, as torchtune's ``instantiate`` does.
 
     Raises:
-        ValueError: with the component's own message behind the key, whatever it raised.
+        ValueError: with the component's own message behind the key.
     """
     try:
         return config.instantiate(node, *args, **kwargs)

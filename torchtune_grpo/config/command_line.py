@@ -57,13 +57,10 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Reads a config, and changes it as the command line says.
 
     Args:
-        name (str): of a shipped config, or a file's path; its folder becomes importable. Its key
+        name: of a shipped config, or a file's path; its folder becomes importable. Its key
             ``base_config`` names another one, whose keys it changes.
-        overrides (Sequence[str]): ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list;
-            a component's own key sets which it is (``model=my.builder``); ``~key`` removes one.
-
-    Raises:
-        ValueError: if there is no such file, it is no config, or an override cannot be applied.
+        overrides: ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list;
+            ``model=my.builder`` names the component; ``~key`` removes a key.
     """
     cfg = _read(name, folder=Path())
     for override in overrides:
@@ -106,7 +103,7 @@ def apply_override(cfg: DictConfig, override: str) -> None:
     key, is_set, text = override.partition("=")
     removed = key.startswith("~")
     if not key or not (is_set or removed) or key.startswith("-"):
-        raise ValueError(f"{override}: no override; write key=value, or ~key to remove a key.")
+        raise ValueError(f"{override}: not an override; write key=value, or ~key to remove a key.")
     try:
         if removed:
             _remove(cfg, key[1:])
@@ -130,7 +127,7 @@ def _remove(cfg: DictConfig, key: str) -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    """As YAML reads it; but torchtune's ``None`` is null, and ``00004`` a checkpoint's number."""
+    """Reads a value as YAML does, but ``None`` as null and a checkpoint's number as text."""
     if text == "None":
         return None
     if key.endswith("max_filename"):

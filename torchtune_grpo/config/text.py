@@ -49,23 +49,19 @@ def describe(error: BaseException, *, frames: int = 0) -> str:
 
 
 def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
-    """The JSON object in a file of the folder that the config's ``key`` names.
-
-    Raises:
-        ValueError: if it holds none.
-    """
+    """Reads the JSON object in a file of the folder that the config's ``key`` names."""
     try:
         content = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
-        said = type(content).__name__
+        found = type(content).__name__
     except ValueError as error:
-        content, said = None, str(error)
+        content, found = None, str(error)
     if not isinstance(content, dict):
-        raise ValueError(f"{key}={folder}: {name} is no JSON object ({said}). Fetch it again.")
+        raise ValueError(f"{key}={folder}: {name} is not a JSON object ({found}). Fetch it again.")
     return content
 
 
 def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
-    """Any value -> what ``json.dumps`` writes as valid JSON; never fails.
+    """Turns any value into one that ``json.dumps`` writes as valid JSON; never fails.
 
     Sets, tuples, arrays and tensors become lists, keys texts, and numbers that are not finite None.
     Everything else becomes its text: integers beyond 64 bits too (in hexadecimal), and what is
@@ -117,28 +113,28 @@ class ConfigError(ValueError):
 
 
 class FirstRankFailed(RuntimeError):
-    """What the other ranks raise when the first one fails; that one tells why."""
+    """Raised on the other ranks when the first one fails; the first one reports why."""
 
 
 class Problems(list[str]):
-    """Collects what is wrong, so that one run of the checks tells all of it."""
+    """Collects mistakes, so that one run of the checks reports all of them."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes a ValueError of the block, and goes on behind it."""
+        """Collects a ValueError raised in the block instead of letting it through."""
         try:
             yield
         except ValueError as error:
             self += problems_in(error)
 
     def raise_any(self) -> None:
-        """Raises a ConfigError if there are any."""
+        """Raises a ConfigError if mistakes were collected."""
         if self:
             raise ConfigError(self)
 
 
 def problems_in(error: BaseException) -> list[str]:
-    """An error's message; of several mistakes, one each. Control characters are spelled out."""
+    """An error's messages, one for each mistake, on one visible line each."""
     problems = getattr(error, "problems", None) or [str(error) or type(error).__name__]
     return [" ".join(visible(problem).split()) for problem in problems]
 
@@ -147,12 +143,12 @@ def problems_in(error: BaseException) -> list[str]:
 def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) -> Iterator[None]:
     """Ends the process with exit code 1 where the block fails; the last line is ``Error: ...``.
 
-    Config errors and this package's own (a reward that fails too often, a disk that is full) say
-    what to do; of others, the traceback is printed above that line. ``TORCHTUNE_GRPO_TRACEBACK=1``
-    prints all of them. What all ranks know is told once on each machine.
+    Config errors and this package's own errors say what to do; for any other, the traceback is
+    printed above that line. ``TORCHTUNE_GRPO_TRACEBACK=1`` prints every traceback. Errors that all
+    ranks raise are reported once on each machine.
 
     Args:
-        keep: is given the traceback, writes it to a file, and returns the file's path.
+        keep: writes the traceback to a file and returns the file's path.
     """
     try:
         yield
@@ -160,21 +156,21 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
         trace = traceback.format_exc()
         file = keep(trace)
         rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
-        others_tell = isinstance(error, ConfigError) and local_rank != "0"
-        if not (others_tell or isinstance(error, FirstRankFailed)):
-            _tell(error, trace, file, who="Error" if rank == "0" else f"Error on rank {rank}")
+        is_reported = isinstance(error, ConfigError) and local_rank != "0"
+        if not (is_reported or isinstance(error, FirstRankFailed)):
+            _report(error, trace, file, who="Error" if rank == "0" else f"Error on rank {rank}")
         sys.exit(1)
 
 
-def _tell(error: Exception, trace: str, file: str | None, *, who: str) -> None:
+def _report(error: Exception, trace: str, file: str | None, *, who: str) -> None:
     is_ours = type(error).__module__.startswith("torchtune_grpo.")
-    says_it_all = isinstance(error, ValueError) or is_ours
+    is_complete = isinstance(error, ValueError) or is_ours
     lines = [*getattr(error, "__notes__", ())]
-    if os.environ.get(TRACEBACK) or not says_it_all:
+    if os.environ.get(TRACEBACK) or not is_complete:
         lines.append(trace)
     elif file:
         lines.append(f"Traceback: {file}")
-    name = "" if says_it_all else f"{type(error).__name__}: "
+    name = "" if is_complete else f"{type(error).__name__}: "
     lines += [f"{who}: {name}{problem}" for problem in problems_in(error)]
     for bar in list(tqdm._instances):
         bar.close()  # or it would be drawn once more, behind the error
