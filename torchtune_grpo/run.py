@@ -151,7 +151,9 @@ class Run:
     @cached_property
     def evaluator(self) -> Evaluator | None:
         """Evaluates policies on the held-out prompts, if there are any."""
-        return None if self.eval_dataset is None else self.make_evaluator(self.eval_dataset)
+        if self.eval_dataset is None:
+            return None
+        return self.make_evaluator(self.eval_dataset)
 
     def items_of(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
         """Prompts that are not in the data set, as items of it."""
@@ -325,8 +327,9 @@ class Run:
         self, *, evaluate: Callable[[], None], save: Callable[[], None]
     ) -> Iterator[StepMetrics]:
         """Gives each step's metrics to be filled; logs, evaluates and saves when it is done."""
-        keys = self.cfg.evaluation, self.cfg.saving
-        if self._is_due(keys[0].every_n_steps):
+        evaluate_every = self.cfg.evaluation.every_n_steps
+        save_every = self.cfg.saving.every_n_steps
+        if self._is_due(evaluate_every):
             evaluate()
         while not self.is_over:
             self.interrupts.boundary()
@@ -336,9 +339,9 @@ class Run:
             self.step += 1
             self.profiler.step()
             self._log(metrics)
-            if self._is_due(keys[0].every_n_steps):
+            if self._is_due(evaluate_every):
                 evaluate()
-            if self.checkpoints.best == self.step or self._is_due(keys[1].every_n_steps):
+            if self.checkpoints.best == self.step or self._is_due(save_every):
                 save()
 
     @property
