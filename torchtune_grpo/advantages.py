@@ -1,4 +1,4 @@
-"""Rewards -> their total -> group-relative advantages.
+"""Rewards -> their total -> group-relative advantages, for all N = B * G rows of a rank's step.
 
     group           c / (std of the group + 1e-4)       GRPO: Shao et al. 2024, arXiv:2402.03300
     batch           c / (std of all raw rewards + 1e-4) Lite PPO: Liu et al. 2025, arXiv:2508.08221
@@ -11,22 +11,20 @@ with c = r - mean of the group, and every std with ddof=1. MaxRL takes no negati
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from torchtune_grpo.machine.parallel import gather_over_ranks
 
-NORMALIZATIONS = ("group", "batch", "none", "leave_one_out", "max_rl")
-AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-
-# Keeps the quotient finite where all rewards are (nearly) equal.
-STD_EPSILON = 1e-4
+STD_EPSILON = 1e-4  # keeps the quotient finite where all rewards are (nearly) equal
 
 
 def fill_with_group_means(scores: Tensor, missing: Tensor, *, group_size: int) -> Tensor:
-    """Puts the mean of a group's scores [N, R] where some are ``missing`` [N, R]; 0 where all are.
+    """Fill the ``missing`` [N, R] among the scores [N, R] with their group's mean; 0 if all are.
 
-    Scores that are not there are NaN. A group of equal scores is filled with exactly that score.
+    A score that does not exist is NaN. A group of equal scores is filled with exactly that score.
     """
     groups = scores.view(-1, group_size, scores.shape[1])  # [B, G, R]
     means = groups.double().nanmean(dim=1, keepdim=True).nan_to_num(nan=0.0)  # [B, 1, R]
@@ -34,17 +32,10 @@ def fill_with_group_means(scores: Tensor, missing: Tensor, *, group_size: int) -
 
 
 def total_reward(scores: Tensor, failed: Tensor, weights: Tensor, *, group_size: int) -> Tensor:
-    """The weighted sum of R rewards.
+    """The weighted sum [N] of R rewards [N, R], in float64: their order does not matter.
 
-    Args:
-        scores (Tensor): [N, R], NaN where a reward does not apply or failed.
-        failed (Tensor): [N, R] bool; a failed reward counts as the mean of its group, so that
-            nobody is praised or blamed for it. One that does not apply counts as 0.
-        weights (Tensor): [R].
-        group_size (int): G.
-
-    Returns:
-        Tensor: [N] float32; summed in float64, so that the rewards' order does not matter.
+    Scores are NaN where a reward does not apply, which counts as 0, or ``failed`` [N, R], which
+    counts as the mean of its group and so favours no row.
     """
     filled = fill_with_group_means(scores, failed, group_size=group_size)
     return (filled.nan_to_num(nan=0.0).double() * weights).sum(dim=1).float()
@@ -57,20 +48,10 @@ def group_advantages(
     normalization: str = "group",
     filled: Tensor | None = None,
 ) -> Tensor:
-    """Compares each reward with the others of its group; equal rewards give zeros.
+    """Compare each reward [N] with the others of its group; equal rewards give zeros.
 
-    Args:
-        rewards (Tensor): [N] with N = B * G, prompt-major; all of this rank's rows of the step.
-        group_size (int): G, at least 2.
-        normalization (str): see the module's docstring.
-        filled (Tensor | None): [N] bool, the rewards that are their group's mean because they were
-            missing; a group's std is that of the others.
-
-    Returns:
-        Tensor: [N] advantages.
-
-    Raises:
-        ValueError: on every rank, if one has a negative reward under ``max_rl``.
+    ``filled`` [N] bool marks rewards that were missing and are their group's mean; the group's std
+    is that of the others. ``max_rl`` raises on every rank if one has a negative reward.
     """
     groups = rewards.view(-1, group_size)  # [B, G]
     # Subtracting one of the rewards first makes equal rewards exactly zero, whatever they are.
@@ -109,54 +90,32 @@ def reward_advantages(
     aggregation: str = "sum_then_normalize",
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Turns several rewards into one advantage per row.
+    """Turn the rewards' scores [N, R], of which ``total`` [N] is the sum, into advantages [N].
 
     ``sum_then_normalize`` normalizes the weighted sum (GRPO). ``normalize_then_sum`` normalizes
     each reward by itself, sums the results with the weights, and divides by the sums' std over the
     batch, so that a reward with a small spread is not drowned by one with a large spread, and the
     number of rewards does not scale the step (GDPO, arXiv:2601.05242; the sums' mean, which it
-    subtracts, is 0, as that of each group is).
-
-    Args:
-        total (Tensor): [N] the weighted sum.
-        scores (Tensor): [N, R]; NaN, where a reward does not apply or failed, counts as the mean of
-            its group when rewards are normalized one by one, and not in its std.
-        weights (Tensor): [R].
-        group_size (int): G.
-        normalization (str): see :func:`group_advantages`.
-        aggregation (str): the order of normalizing and summing.
-        kept (Tensor | None): [N] bool, whole groups; those that are not are no part of the batch,
-            and their advantages are 0. None = all.
-
-    Returns:
-        Tensor: [N] advantages.
+    subtracts, is 0, as that of each group is). A NaN then counts as the mean of its group, and not
+    in the group's std. Groups that are not ``kept`` [N] bool are not part of the batch, and their
+    advantages are 0; None keeps all.
     """
-    if kept is not None:
-        advantages = torch.zeros_like(total)
-        advantages[kept] = reward_advantages(
-            total[kept],
-            scores[kept],
-            weights,
-            group_size=group_size,
-            normalization=normalization,
-            aggregation=aggregation,
-        )
-        return advantages
+    advantages = torch.zeros_like(total)
+    rows = torch.ones_like(total, dtype=torch.bool) if kept is None else kept
+    normalize = partial(group_advantages, group_size=group_size, normalization=normalization)
     if aggregation == "sum_then_normalize":
-        return group_advantages(total, group_size=group_size, normalization=normalization)
-    missing = scores.isnan()
-    filled = fill_with_group_means(scores, missing, group_size=group_size)
-    normalized = [
-        group_advantages(
-            column, group_size=group_size, normalization=normalization, filled=column_missing
-        )
-        for column, column_missing in zip(filled.unbind(1), missing.unbind(1), strict=True)
-    ]
+        advantages[rows] = normalize(total[rows])
+        return advantages
+    missing = scores[rows].isnan()
+    filled = fill_with_group_means(scores[rows], missing, group_size=group_size)
+    columns = zip(filled.unbind(1), missing.unbind(1), strict=True)
+    normalized = [normalize(column, filled=gaps) for column, gaps in columns]
     combined = (torch.stack(normalized, dim=1) * weights).sum(dim=1)
-    return combined / (_std_over_ranks(combined) + STD_EPSILON)
+    advantages[rows] = combined / (_std_over_ranks(combined) + STD_EPSILON)
+    return advantages
 
 
 def _std_over_ranks(values: Tensor) -> Tensor:
-    """Of all ranks' values; 0 where no group is left."""
+    """The std of all ranks' values; 0 where no group is left."""
     everyone = torch.cat(gather_over_ranks(values))
     return everyone.std() if len(everyone) else everyone.new_zeros(())

@@ -242,8 +242,9 @@ class GRPO:
         items = run.items_of(asked)
         check_prompts(
             run.cfg,
-            longest={"prompts": max(len(item["tokens"]) for item in items)},
-            highest_tokens={"prompts": max(max(item["tokens"], default=0) for item in items)},
+            "prompts",
+            longest=max(len(item["tokens"]) for item in items),
+            highest_token=max(max(item["tokens"], default=0) for item in items),
         )
         params = run.cfg.sampling_params
         if temperature is not None:

@@ -7,7 +7,6 @@ The weights carry the denominator of a whole optimizer step. Micro-batches and r
 up, so that the result does not depend on how the step is split.
 """
 
-import inspect
 from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
@@ -25,15 +24,11 @@ from torchtune_grpo.machine.parallel import gather_over_ranks
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of a micro-batch and the sums behind its metrics.
+    """A micro-batch's share of the step's loss, and the sums behind its metrics."""
 
-    Attributes:
-        loss (Tensor): scalar; the micro-batch's share of the whole step's loss.
-        sums (dict[str, Tensor]): scalars, sums over the trained tokens, without gradient. Each is
-            logged under its name, divided by the step's trained tokens.
-    """
-
-    loss: Tensor
+    loss: Tensor  # scalar
+    # Scalars without gradient, summed over the trained tokens; each is logged under its name,
+    # divided by the step's trained tokens.
     sums: dict[str, Tensor]
 
 
@@ -75,55 +70,37 @@ class Loss(Protocol):
         entropy: Tensor,
         corrections: Tensor | None,
     ) -> LossOutput:
-        """Computes a micro-batch's share of the step's loss.
+        """Compute a micro-batch's share of the step's loss.
 
-        Args:
-            logprobs (Tensor): [n, L] under the current policy, with gradient.
-            old_logprobs (Tensor | None): [n, L] under the sampling policy; None means that it is
-                the current one (ratio 1, plain policy gradient).
-            ref_logprobs (Tensor | None): [n, L]; None unless ``needs_reference``.
-            advantages (Tensor): [n].
-            weights (Tensor): [n, L] from :meth:`weights`.
-            response_mask (Tensor): [n, L] bool. Masked values must never contribute, NaN included.
-            entropy (Tensor): [n, L]; with gradient if ``needs_entropy_gradient``.
-            corrections (Tensor | None): [n, L] importance weights of the policy term for the gap
-                between sampler and trainer; see ``importance.py``.
+        All are [n, L] but the advantages [n]. ``logprobs`` are the current policy's, with gradient,
+        and so is ``entropy`` if ``needs_entropy_gradient``. ``old_logprobs`` are the sampling
+        policy's, None if that is the current one (ratio 1); ``ref_logprobs`` are None unless
+        ``needs_reference``. Masked values must never contribute, NaN included. ``corrections`` are
+        the policy term's importance weights, see
+        :func:`torchtune_grpo.training.importance_weights`.
         """
 
 
 def make_loss(node: DictConfig) -> Loss:
-    """The config's loss.
-
-    Raises:
-        ValueError: if it lacks something that :class:`Loss` has.
-    """
+    """Build the config's loss, and check that it has all that :class:`Loss` has."""
     loss = instantiate("loss", node)
     needed = ("weights", "__call__", "needs_reference", "needs_entropy_gradient", "needs_all_rows")
-    problem = ", ".join(f"it has no {name}" for name in needed if not hasattr(loss, name))
-    for name in needed[:2] if not problem else ():
-        asked = list(inspect.signature(getattr(Loss, name)).parameters.values())[1:]
-        positional = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
-        try:
-            inspect.signature(getattr(loss, name)).bind(
-                *positional, **{p.name: p for p in asked if p not in positional}
-            )
-        except TypeError as error:
-            problem = f"its {name} is called with other arguments: {error}"
-    if problem:
+    if missing := [name for name in needed if not hasattr(loss, name)]:
         raise ValueError(
-            f"loss._component_={node._component_}: {problem}; docs/loss.md says what a loss is."
+            f"loss._component_={node._component_}: it has no {', '.join(missing)}; docs/loss.md "
+            "says what a loss is."
         )
     return loss
 
 
-# The lower and the upper clipping distance of each kind of ratio, in its source.
+# The lower and the upper clipping distance of each kind of ratio, as its source has them.
 EPSILONS = {
     "token": (0.2, 0.2),  # Schulman et al. 2017, arXiv:1707.06347, and GRPO
     "sequence": (3e-4, 4e-4),  # GSPO, arXiv:2507.18071, section 5.1
     "cispo": (1.0, 4.0),  # no lower one; the upper bound is 5: ScaleRL, arXiv:2510.13786
     "dppo": (0.15, 0.15),  # of probabilities: DPPO, arXiv:2602.04879
 }
-# A surrogate -> keys that mean nothing to it, and why.
+# The keys that a surrogate does not use, and why.
 _FOREIGN = {
     "cispo": {
         "dual_clip": "bounds every ratio already; set it to null",
@@ -156,7 +133,7 @@ class GRPOLoss:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """See `kl_penalty`."""
     kl_on_uninformative: bool = True
-    """The KL penalty is also that of rows whose advantage is 0; false spares them their passes."""
+    """Whether rows whose advantage is 0 have a KL penalty, too; false spares them their passes."""
     aggregation: Literal["grpo", "dapo", "dr_grpo", "prompt"] = "grpo"
     """See `loss_weights`."""
     entropy_coeff: Annotated[Float, Field(ge=0)] = 0.0
@@ -189,7 +166,7 @@ class GRPOLoss:
 
     @property
     def needs_all_rows(self) -> bool:
-        """See :class:`Loss`; of a class of one's own with another ``__call__``, nobody knows."""
+        """See :class:`Loss`; assumed of a subclass with its own ``__call__``."""
         has_own = type(self).__call__ is not GRPOLoss.__call__
         has_kl = self.needs_reference and self.kl_on_uninformative
         return has_own or has_kl or self.needs_entropy_gradient
@@ -210,7 +187,7 @@ class GRPOLoss:
         entropy: Tensor | None = None,
         corrections: Tensor | None = None,
     ) -> LossOutput:
-        """See :class:`Loss`; the sums are ``kl`` and, clipped tokens, those of ``_clip_sums``."""
+        """See :class:`Loss`; the sums are ``kl`` and the counts of clipped tokens."""
         old = logprobs.detach() if old_logprobs is None else old_logprobs
         log_ratio = (logprobs - old).where(response_mask, 0)
         if self.importance_sampling_level == "sequence":
@@ -242,11 +219,11 @@ class GRPOLoss:
         return LossOutput(loss=(per_token * weights).where(response_mask, 0).sum(), sums=sums)
 
     def _clip_sums(self, change: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """How many trained tokens are clipped where it stops them, under TRL's names."""
+        """Count the trained tokens that clipping stops, under TRL's names."""
         epsilon_low, epsilon_high = self.epsilons
         low = ((change < -epsilon_low) & (advantage < 0) & mask).sum()
         high = ((change > epsilon_high) & (advantage > 0) & mask).sum()
-        if self.surrogate == "cispo":  # which does not stop them; TRL counts the high ones
+        if self.surrogate == "cispo":  # stops no token; TRL counts the high ones
             return {"cispo_clip_ratio": high}
         names = ("low", "high", "region")
         return {f"clip_ratio/{n}_mean": v for n, v in zip(names, (low, high, low + high))}
@@ -264,27 +241,16 @@ def loss_weights(
     num_tokens: int,
     max_generated_tokens: int,
 ) -> Tensor:
-    """Each token's share of the loss; the denominators are of the whole optimizer step.
+    """Each token's share [N, L] of the loss; denominators are of the whole optimizer step.
 
         grpo       1 / (num_rows * tokens of the row)        Shao et al. 2024, equation 3
         dapo       1 / num_tokens                            Yu et al. 2025, arXiv:2503.14476, eq. 8
         dr_grpo    1 / (num_rows * max_generated_tokens)     Liu et al. 2025, arXiv:2503.20783
         prompt     1 / (prompts * tokens of the prompt)      Khatri et al. 2025, arXiv:2510.13786
 
-    For ``prompt``, every rank has to call it: a prompt's tokens are those of all its rows of the
-    step, on whichever rank.
-
-    Args:
-        response_mask (Tensor): [N, L] bool. A fully masked row counts as 0 in ``grpo``, and a fully
-            masked prompt in ``prompt``.
-        aggregation (str): which of the four.
-        prompt_indices (Tensor): [N] which rows are of one prompt.
-        num_rows (int): rows of the whole step, over all micro-batches and ranks.
-        num_tokens (int): trained tokens of the whole step.
-        max_generated_tokens (int): longest possible response.
-
-    Returns:
-        Tensor: [N, L] float32, 0 where the mask is False.
+    ``num_rows`` and ``num_tokens`` (trained on) are of all ranks and micro-batches. ``prompt`` sums
+    the tokens of a prompt's rows over the ranks, so every rank has to call it. A fully masked row
+    counts as 0 in ``grpo``, a fully masked prompt in ``prompt``.
     """
     if aggregation == "grpo":
         tokens = response_mask.sum(dim=1, keepdim=True).clamp(min=1)  # [N, 1]
@@ -329,17 +295,7 @@ def clipped_surrogate(
     With ``dual_clip`` c the loss of a negative advantage is at most ``-c A``, so that a huge ratio
     cannot blow it up. Sources: Schulman et al. 2017 (arXiv:1707.06347), equation 7; separate
     bounds: Yu et al. 2025 (arXiv:2503.14476), equation 10; dual clip: Ye et al. 2020
-    (arXiv:1912.09729), equation 5.
-
-    Args:
-        log_ratio (Tensor): [n, L] or [n, 1] new - old log-prob.
-        advantages (Tensor): [n, 1].
-        epsilon_low (float): the ratio is clipped below 1 - epsilon_low.
-        epsilon_high (float): the ratio is clipped above 1 + epsilon_high.
-        dual_clip (float | None): c > 1, or None.
-
-    Returns:
-        Tensor: of the shape of ``log_ratio``.
+    (arXiv:1912.09729), equation 5. ``log_ratio`` and the result are [n, L], advantages [n, 1].
     """
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)

@@ -137,8 +137,9 @@ class Run:
         self.rewards.check_data(dataset, key=key)
         check_prompts(
             self.cfg,
-            longest={key: dataset.max_prompt_length},
-            highest_tokens={key: dataset.highest_token},
+            key,
+            longest=dataset.max_prompt_length,
+            highest_token=dataset.highest_token,
         )
 
     @cached_property

@@ -3,15 +3,15 @@
 B prompts, G samples in a group, N = B*G rows (prompt-major: row ``b*G + g``), T the longest
 prompt + response, L the longest response.
 
-A response token has up to four log-probs, all [N, L]; all but behaviour's are of
+A response token has up to four log-probs, all [N, L]; all but behaviour's are under
 ``softmax(logits / temperature)``:
 
     sampler      as the engine reported it
-    behaviour    of what the token was drawn from: the sampler's, unless filters or penalties (the
-                 config's ``sampling``) left another distribution
-    old          of the policy that sampled, to which the loss takes its ratio: recomputed by the
-                 trainer in the first optimizer step, or the sampler's (``sampling_correction``)
-    reference    of the frozen policy in the KL term
+    behaviour    under the distribution that the token was drawn from: the sampler's, unless
+                 filters or penalties (the config's ``sampling``) changed it
+    old          under the policy that sampled, the denominator of the loss's ratio: recomputed by
+                 the trainer in the first optimizer step, or the sampler's (``sampling_correction``)
+    reference    under the frozen policy of the KL term
 """
 
 from __future__ import annotations
@@ -26,27 +26,19 @@ from torch import Tensor
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Marks the first ``lengths[n]`` of ``width`` columns: [N] -> [N, width] bool."""
+    """Mark the first ``lengths[n]`` of ``width`` columns: [N] -> [N, width] bool."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What an engine returns for a batch of prompts: the sampled responses, right-padded.
+    """What an engine returns for a batch of prompts: the sampled responses, right-padded."""
 
-    Attributes:
-        responses (Tensor): [N, L] token ids; what stands behind a response's end is undefined.
-        lengths (Tensor): [N] number of tokens of each response, its stop token included.
-        truncated (Tensor): [N] bool, True where no stop token came in time.
-        sampler_logprobs (Tensor): [N, L].
-        behaviour_logprobs (Tensor): [N, L].
-    """
-
-    responses: Tensor
-    lengths: Tensor
-    truncated: Tensor
-    sampler_logprobs: Tensor
-    behaviour_logprobs: Tensor
+    responses: Tensor  # [N, L] token ids, undefined behind a response's end
+    lengths: Tensor  # [N] tokens of each response, its stop token included
+    truncated: Tensor  # [N] bool, True where no stop token came in time
+    sampler_logprobs: Tensor  # [N, L]
+    behaviour_logprobs: Tensor  # [N, L]
 
     def to(self, device: torch.device) -> Samples:
         """The same samples on another device."""
@@ -55,47 +47,24 @@ class Samples:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """All rows of one optimizer step, from the rollout to the loss.
+    """All rows of one optimizer step, from the rollout to the loss."""
 
-    What a response's length is, and which of its tokens are trained on, are two things: the output
-    of a tool in the middle of a response is part of it, and is not trained on.
-
-    Attributes:
-        tokens (Tensor): [N, T] token ids: each row its prompt, then its response, then padding.
-        prompt_indices (Tensor): [N] the prompts' positions in the data set.
-        places (Tensor): [N] their places among the step's prompts of all ranks; one that comes
-            twice has two.
-        prompt_lengths (Tensor): [N].
-        response_lengths (Tensor): [N].
-        response_mask (Tensor): [N, L] bool, True = this response token is trained on; never behind
-            the response's end.
-        truncated (Tensor): [N] bool, True where no stop token came in time.
-        sampler_logprobs (Tensor): [N, L].
-        behaviour_logprobs (Tensor): [N, L].
-        prompts (list[str]): N texts, as rewards see them.
-        completions (list[str]): N texts, prefill included, as rewards see them.
-        columns (dict[str, list]): the data set's other columns, N values each.
-        advantages (Tensor | None): [N]; None = not scored.
-        ref_logprobs (Tensor | None): [N, L]; None = no KL term.
-        weights (Tensor | None): [N, L] each token's share of the loss; they carry the
-            denominator of the whole step, so that micro-batches simply add up.
-    """
-
-    tokens: Tensor
-    prompt_indices: Tensor
-    places: Tensor
-    prompt_lengths: Tensor
-    response_lengths: Tensor
+    tokens: Tensor  # [N, T] token ids: each row its prompt, then its response, then padding
+    prompt_indices: Tensor  # [N] the prompts' positions in the data set
+    places: Tensor  # [N] their places among the step's prompts of all ranks; a repeated one has two
+    prompt_lengths: Tensor  # [N]
+    response_lengths: Tensor  # [N]
+    # [N, L] bool, True = trained on: not behind the response's end, nor a tool's output within it.
     response_mask: Tensor
-    truncated: Tensor
-    sampler_logprobs: Tensor
-    behaviour_logprobs: Tensor
-    prompts: list[str]
-    completions: list[str]
-    columns: dict[str, list[Any]]
-    advantages: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    weights: Tensor | None = None
+    truncated: Tensor  # [N] bool, True where no stop token came in time
+    sampler_logprobs: Tensor  # [N, L]
+    behaviour_logprobs: Tensor  # [N, L]
+    prompts: list[str]  # N texts, as rewards see them
+    completions: list[str]  # N texts, prefill included, as rewards see them
+    columns: dict[str, list[Any]]  # the data set's other columns, N values each
+    advantages: Tensor | None = None  # [N]; None = not scored
+    ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term
+    weights: Tensor | None = None  # [N, L] each token's share of the loss, see Loss.weights
 
     @property
     def num_rows(self) -> int:
@@ -111,7 +80,7 @@ class Trajectory:
         return [tokens[start : start + length] for tokens, start, length in rows]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors and are there."""
+        """The fields that hold a tensor."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> Trajectory:
@@ -120,16 +89,12 @@ class Trajectory:
         return replace(self, **tensors)
 
     def select(self, rows: Tensor, *, numbers: Sequence[int] | None = None) -> Trajectory:
-        """Some rows; there may be none.
+        """Select the rows with these numbers [n], in this order, or those that are True [N] bool.
 
-        Args:
-            rows (Tensor): [n] their numbers, in the order wanted; or [N] bool, True = keep.
-            numbers (Sequence[int] | None): the same on the host, by which texts and columns are
-                chosen; None = asks the device, for which the host waits.
+        ``numbers`` are the same on the host, for texts and columns; None asks the device and waits.
         """
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
-
         chosen = rows.tolist() if numbers is None else numbers
 
         def of(values: list[Any]) -> list[Any]:
@@ -146,18 +111,8 @@ class Trajectory:
 
     @classmethod
     def join(cls, parts: Sequence[Trajectory]) -> Trajectory:
-        """The rows of one or more trajectories behind each other, padded to common T and L.
-
-        Raises:
-            ValueError: if a field or a column is there in some and not in others.
-        """
+        """Concatenate the rows of trajectories with the same fields, padded to common T and L."""
         first = parts[0]
-        for part in parts:
-            differing = first.tensors().keys() ^ part.tensors().keys()
-            differing |= first.columns.keys() ^ part.columns.keys()
-            if differing:
-                names = ", ".join(sorted(differing))
-                raise ValueError(f"{names}: only some of the trajectories to join have it.")
 
         def padded(name: str) -> Tensor:
             values = [part.tensors()[name] for part in parts]
@@ -180,14 +135,10 @@ class Trajectory:
 
 
 def join_rows(prompts: Sequence[Sequence[int]], samples: Samples) -> tuple[Tensor, Tensor]:
-    """Puts each response right behind its prompt, without padding between them.
+    """Put each response right behind its prompt: tokens [N, T], and prompt lengths by row [N].
 
-    Without a gap and with all padding on the right, plain causal attention with default positions
-    is exact, so that neither a mask nor position ids are needed in training.
-
-    Returns:
-        tuple[Tensor, Tensor]: tokens [N, T], zero behind each row's end, and lengths of the
-        prompts by row [N].
+    With all padding (zeros) on the right, plain causal attention with default positions is exact,
+    so that training needs neither a mask nor position ids.
     """
     device = samples.responses.device
     group = len(samples.lengths) // len(prompts)

@@ -229,10 +229,8 @@ def test_another_base_by_name_is_a_warning(made, tmp_path, caplog, monkeypatch):
         (base / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
         cfg.checkpointer.checkpoint_dir = str(base)
         built(cfg, adapter)
-    (said,) = [line for line in caplog.messages if "was trained on" in line]
-    assert (
-        "was trained on meta-llama/Tiny-Instruct, and" in said and "holds meta-llama/Tiny." in said
-    )
+    (said,) = [line for line in caplog.messages if "trained on" in line]
+    assert "trained on meta-llama/Tiny-Instruct, but" in said and "holds meta-llama/Tiny." in said
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Properties of loss and advantages that hold for any numbers."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,12 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchtune_grpo.advantages import (
-    AGGREGATIONS,
-    NORMALIZATIONS,
     group_advantages,
     reward_advantages,
     total_reward,
 )
+from torchtune_grpo.config.keys import Advantage, RewardAggregation
 from torchtune_grpo.loss import GRPOLoss
 
 RATIOS = {
@@ -140,7 +140,7 @@ def of_any_sign(scores: torch.Tensor, normalization: str) -> torch.Tensor:
 rewards = st.lists(st.floats(-1e6, 1e6), min_size=6, max_size=6)
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("normalization", get_args(Advantage))
 @few
 @given(values=rewards, shuffle=st.randoms())
 def test_order_within_a_group_does_not_matter(normalization, values, shuffle):
@@ -158,8 +158,8 @@ def test_order_within_a_group_does_not_matter(normalization, values, shuffle):
     )
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
+@pytest.mark.parametrize("normalization", get_args(Advantage))
 @few
 @given(
     equal=st.floats(-1e30, 1e30),

@@ -154,18 +154,18 @@ def tiny(folder, *changes):
 
 def test_prompts_must_fit_the_context():
     """Llama 3.2's context is 131,072 tokens, read off the builder without making the weights."""
-    settings, tokens = read_config(load()), {"highest_tokens": {}}
-    check_prompts(settings, longest={"dataset": 131_072 - 512}, **tokens)
-    with pytest.raises(ValueError, match=r"eval_dataset.*context of 131072.*at most 130560"):
-        check_prompts(settings, longest={"dataset": 1, "eval_dataset": 131_072 - 511}, **tokens)
+    settings = read_config(load())
+    check_prompts(settings, "dataset", longest=131_072 - 512, highest_token=0)
+    with pytest.raises(ValueError, match=r"eval_dataset, 130561 tokens.*context of 131072"):
+        check_prompts(settings, "eval_dataset", longest=131_072 - 511, highest_token=0)
 
 
 def test_a_row_must_fit_the_budget():
     """A prompt of 100 and a response of 512, whose last token is not read."""
     settings = read_config(load(forward_batch_size=None, forward_token_budget=611))
-    check_prompts(settings, longest={"dataset": 100}, highest_tokens={})
+    check_prompts(settings, "dataset", longest=100, highest_token=0)
     with pytest.raises(ValueError, match="forward_token_budget=611.*give at least 612"):
-        check_prompts(settings, longest={"dataset": 101}, highest_tokens={})
+        check_prompts(settings, "dataset", longest=101, highest_token=0)
 
 
 def test_evaluation_samples_as_training_does_where_not_told_otherwise():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from steps import make_scores
 from trajectories import make_groups
 
-from torchtune_grpo.advantages import AGGREGATIONS, NORMALIZATIONS, reward_advantages
-from torchtune_grpo.config.keys import DynamicSamplingConfig
+from torchtune_grpo.advantages import reward_advantages
+from torchtune_grpo.config.keys import Advantage, DynamicSamplingConfig, RewardAggregation
 from torchtune_grpo.training.dynamic_sampling import Rounds, passes_filter
 
 NAN = float("nan")
@@ -84,8 +85,8 @@ def test_the_filter(keys, total, first, passes):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
+@pytest.mark.parametrize("normalization", get_args(Advantage))
 def test_advantages_are_those_of_the_groups_that_are_kept(normalization, aggregation):
     """The others are no part of the batch, whose spread may scale; there may be none left."""
     total = torch.tensor([0.0, 1.0, 1.0, 0.0, 5.0, 9.0, 2.0, 2.5])

@@ -466,15 +466,9 @@ class NoInterface:
     def __call__(self, **_): ...
 
 
-class OldInterface:
+class Reinforce:
     needs_reference = needs_entropy_gradient = needs_all_rows = False
 
-    def weights(self, response_mask, *, num_rows): ...
-
-    def __call__(self, **_): ...
-
-
-class Reinforce(OldInterface):
     def weights(self, response_mask, **totals): ...
 
     def __call__(self, *, logprobs, advantages, weights, response_mask, **others): ...
@@ -482,11 +476,8 @@ class Reinforce(OldInterface):
 
 def test_a_loss_that_is_none_is_refused_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_loss", sys.modules[__name__])
-    for name, problem in {
-        "NoInterface": "it has no weights, it has no needs_reference, it has no needs_ent",
-        "OldInterface": "its weights is called with other arguments: .*'prompt_indices'",
-    }.items():
-        with pytest.raises(ValueError, match=rf"my_loss.{name}: {problem}.*docs/loss.md"):
-            make_loss(OmegaConf.create({"_component_": f"my_loss.{name}"}))
+    problem = "my_loss.NoInterface: it has no weights, needs_reference, needs_ent.*docs/loss.md"
+    with pytest.raises(ValueError, match=problem):
+        make_loss(OmegaConf.create({"_component_": "my_loss.NoInterface"}))
     make_loss(OmegaConf.create({"_component_": "my_loss.Reinforce"}))
     make_loss(OmegaConf.create({"_component_": "torchtune_grpo.loss.GRPOLoss"}))

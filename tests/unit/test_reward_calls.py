@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchtune_grpo.advantages import AGGREGATIONS, reward_advantages
+from torchtune_grpo.advantages import reward_advantages
+from torchtune_grpo.config.keys import RewardAggregation
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.rewards import Reward, RewardFailure, RewardSet, TrainerState
 
@@ -342,7 +344,7 @@ def test_all_ranks_judge_failures_alike(tmp_path):
     assert "failed on 4 of 8 completions, first at index 0 of rank 1: SystemExit: 0" in ended
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
 def test_a_failed_score_neither_praises_nor_blames(aggregation):
     """Group 1 has spread, and the failure lies in its middle; in group 2 the others are equal."""
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,14 +115,6 @@ def test_join_pads_to_the_longest():
         assert sorted(joined.prompts) == ["p0", "p0", "p1"]
     wide = replace(left, tokens=torch.tensor([[7, 8, 9, 0]]))
     assert Trajectory.join([left, wide]).tokens.tolist() == [[0, 1, 2, 0], [7, 8, 9, 0]]
-
-
-def test_join_refuses_fields_that_only_some_have():
-    rows = trajectory_of([2], [1], trained_on=[1])
-    with pytest.raises(ValueError, match="advantages: only some"):
-        Trajectory.join([rows, replace(rows, advantages=None)])
-    with pytest.raises(ValueError, match="answer, gold: only some"):
-        Trajectory.join([rows, replace(rows, columns={"gold": ["7"]})])
 
 
 def test_completion_ids_hold_the_whole_response_trained_on_or_not():

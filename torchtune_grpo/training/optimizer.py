@@ -1,9 +1,9 @@
 """Optimizer steps: in float32 whatever the weights' dtype, at the scheduled rate, if finite.
 
-Beside a weight of 0.02, bf16 has no number closer than 6e-5; a step of 1e-6 is rounded away, each
-time anew. So weights in bf16 either have float32 masters, which take the steps and are saved in
-checkpoints, or are rounded at random, up or down with the probability that keeps the mean (Zamirai
-et al. 2020, arXiv:2010.06192), which takes no memory.
+Near a weight of 0.02 the numbers of bf16 are 6e-5 apart, so that every step of 1e-6 would be
+rounded away. Weights in bf16 therefore either have float32 masters, which take the steps and are
+saved in checkpoints, or are rounded at random, up or down with the probability that keeps the mean
+(Zamirai et al. 2020, arXiv:2010.06192), which takes no memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
 
-MASTER = "master"  # of a parameter's state: its value in float32
-_ROUNDED_STEPS = "rounded_steps"  # of the first group, if it rounds: how many have drawn noise
-NONFINITE_FOLDER = "nonfinite"
-MAX_IN_A_ROW = 3  # so many skipped optimizer steps stop the run
+MASTER = "master"  # in a parameter's state: its value in float32
+_ROUNDED_STEPS = "rounded_steps"  # in the first group, if it rounds: how many steps drew noise
+MAX_IN_A_ROW = 3  # skipped optimizer steps that stop the run
 
 
 class PolicyOptimizer:
@@ -46,14 +45,8 @@ class PolicyOptimizer:
     ) -> dict[str, Any]:
         """Sum the ranks' gradients, clip them, and take the step if they and the loss are finite.
 
-        Args:
-            loss: the optimizer step's, a scalar.
-            trajectory: the rows that gave the gradients, written to a file if they are not finite.
-            num_tokens: trained on, over all ranks; without any, weights stay as they are.
-            step: the number of the run's step.
-
-        Returns:
-            Metrics of the step.
+        If they are not, the trajectory that gave them is written to a file. Without a token that
+        was trained on, on any rank, the weights stay as they are. Returns metrics.
         """
         parameters = [*self._policy.parameters()]
         reduce_gradients(self._policy)
@@ -72,13 +65,13 @@ class PolicyOptimizer:
 
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The config's optimizer of the parameters that are trained; call :func:`optimizer_step`.
+    """Build the config's optimizer of the trained parameters; step it with :func:`optimizer_step`.
 
-    Of weights in bf16, ``bf16_stochastic_round: true`` chooses random rounding instead of masters.
-    torchao's own does not work for sharded weights, nor does it round alike on all ranks.
+    For weights in bf16, ``bf16_stochastic_round: true`` chooses random rounding instead of masters.
+    torchao's own rounding neither works for sharded weights nor is it the same on all ranks.
     """
-    # torch warns of what a user cannot change: a first step with nothing to train on, where only
-    # the rate moves on, and torchao's 8-bit optimizers, in their first step.
+    # A user cannot change what these warn of: a first step with nothing to train on, where only the
+    # schedule moves, and the first step of torchao's 8-bit optimizers.
     warnings.filterwarnings("ignore", message=r"Detected call of .lr_scheduler\.step")
     warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -96,7 +89,7 @@ def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torc
 
 
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps a float32 copy of what it trains."""
+    """Whether the optimizer keeps float32 copies of the weights that it trains."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     has_bf16 = any(p.dtype == torch.bfloat16 for p in parameters)
     return has_bf16 and _ROUNDED_STEPS not in optimizer.param_groups[0]
@@ -110,10 +103,10 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     if has_masters(optimizer):
         _step_on_copies(optimizer, trained)
     elif _ROUNDED_STEPS in first:
-        # Of the step's number, so that ranks round alike and a resumed run goes on exactly.
+        # Seeded by the step's number: ranks round alike, and a resumed run repeats it.
         first[_ROUNDED_STEPS] += 1
         noise = torch.Generator(first["params"][0].device).manual_seed(first[_ROUNDED_STEPS])
-        for parameter in trained:  # one by one: the copies are large
+        for parameter in trained:  # one at a time: the copies are large
             _step_on_copies(optimizer, [parameter], noise)
     else:
         optimizer.step()
@@ -122,7 +115,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def _step_on_copies(
     optimizer: torch.optim.Optimizer, parameters: list[Tensor], noise: torch.Generator | None = None
 ) -> None:
-    """A step of some parameters alone, on float32 copies; with noise they are not kept."""
+    """Step some parameters alone, on float32 copies: masters, or with noise temporary ones."""
     groups = [group["params"] for group in optimizer.param_groups]
     copies = {p: _float32_copy(optimizer, p) for p in parameters}
     try:
@@ -159,10 +152,10 @@ def round_at_random(values: Tensor, generator: torch.Generator) -> None:
 
 
 def make_lr_scheduler(cfg: GRPOConfig, optimizer: torch.optim.Optimizer) -> Any:
-    """The config's ``lr_scheduler``, or None.
+    """Build the config's ``lr_scheduler``, if it has one.
 
-    torchtune's warm-up starts at 0, where a step of roll-out and update would change nothing. It is
-    left out, and the schedule is stretched by that one step, so that it does not end at 0 either.
+    torchtune's warm-up starts with a rate of 0, which would waste a rollout. That step is skipped,
+    and the schedule is one step longer, so that it does not end at 0 either.
     """
     if cfg.lr_scheduler is None:
         return None
@@ -175,7 +168,7 @@ def make_lr_scheduler(cfg: GRPOConfig, optimizer: torch.optim.Optimizer) -> Any:
     )
     if starts_at_0:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, that the optimizer has taken no step
+            warnings.simplefilter("ignore")  # torch: the optimizer has not taken a step
             scheduler.step()
     return scheduler
 
@@ -185,24 +178,24 @@ class NonFiniteError(RuntimeError):
 
 
 def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients that there are, a scalar; infinite or NaN if any of them is."""
+    """The norm of all gradients, a scalar; infinite or NaN if any of them is."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class NonFiniteGuard:
-    """Decides about each optimizer step, alike on all ranks, and writes down what was not finite.
+    """Allows or skips each optimizer step, alike on all ranks, and saves batches that were skipped.
 
-    The batch goes to ``nonfinite/step_<n>.pt`` in ``output_dir``, one file a rank.
+    A batch goes to ``nonfinite/step_<n>.pt`` in ``output_dir``, one file a rank.
     """
 
     def __init__(self, output_dir: Path) -> None:
-        self._folder = output_dir / NONFINITE_FOLDER
+        self._folder = output_dir / "nonfinite"
         self._in_a_row = 0
         self.skipped = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The counts, without which a run that fails and is restarted would never end."""
+        """The counts: a run that keeps failing also ends when it is restarted."""
         return {"skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -218,12 +211,11 @@ class NonFiniteGuard:
         trajectory: Trajectory,
         step: int,
     ) -> bool:
-        """Whether loss and gradient norm, scalars, are finite on all ranks.
+        """Whether loss and gradient norm are finite on all ranks; if not, save the batch.
 
-        If not, the trajectory and the names of bad gradients are written to a file, and the third
-        time in a row raises a NonFiniteError.
+        The third time in a row raises a NonFiniteError.
         """
-        # The one place of an optimizer step where a GPU has to be waited for: whether it is taken.
+        # The one place in an optimizer step that waits for the GPU.
         finite = bool(loss.isfinite().all() & grad_norm.isfinite().all())
         if all(gather_over_ranks(finite)):
             self._in_a_row = 0
@@ -233,7 +225,7 @@ class NonFiniteGuard:
         path = self._write(loss, grad_norm, model, trajectory, step)
         message = (
             f"Step {step}: loss {loss.item()} and gradient norm {grad_norm.item()} are not both "
-            f"finite{'' if not finite else ' on another rank'}; the optimizer step is skipped. The "
+            f"finite{' on another rank' if finite else ''}; the optimizer step is skipped. The "
             f"batch is in {path}."
         )
         if self._in_a_row >= MAX_IN_A_ROW:
@@ -251,7 +243,11 @@ class NonFiniteGuard:
             "step": step,
             "loss": loss.item(),
             "grad_norm": grad_norm.item(),
-            "parameters": nonfinite_gradients(model),
+            "parameters": [
+                name
+                for name, p in model.named_parameters()
+                if p.grad is not None and not bool(_local(p.grad).isfinite().all())
+            ],  # whose gradients are not finite
             "prompts": [*map(str, trajectory.prompts)],
             "completions": trajectory.completions,
             "columns": trajectory.columns,
@@ -262,15 +258,6 @@ class NonFiniteGuard:
         path = self._folder / f"step_{step:06d}_{self.skipped}{suffix}.pt"
         torch.save(record, path)
         return path
-
-
-def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient holds an infinity or a NaN."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all())
-    ]
 
 
 def _local(tensor: Tensor) -> Tensor:

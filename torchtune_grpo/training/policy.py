@@ -1,8 +1,7 @@
-"""Building the policy from a config and a checkpoint, and what can be wrong with it before."""
+"""The policy: building it from a config and a checkpoint, and checking both beforehand."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import tempfile
@@ -38,13 +37,10 @@ log = utils.get_logger("INFO")
 
 
 def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
-    """Whether the model is spread over the ranks; the same answer on all of them.
+    """Whether the model is spread over the ranks, alike on all of them; allocates nothing.
 
-    ``distributed.sharding: auto`` shards what is trained as a whole, and a frozen base with
-    adapters where its weights would take more than half of a rank's free memory. One rank alone has
-    nobody to share with.
-
-    Nothing is allocated to find out.
+    ``distributed.sharding: auto`` shards a model whose weights are all trained, and a frozen base
+    with adapters where it would take more than half of a rank's free memory.
     """
     if world_size() == 1:
         return False
@@ -61,11 +57,7 @@ def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
 
 
 def empty_model(cfg: GRPOConfig) -> TransformerDecoder:
-    """``cfg.model`` on the meta device, where its weights take no memory.
-
-    Raises:
-        ValueError: naming the argument, if the builder refuses it.
-    """
+    """``cfg.model`` on the meta device, where its weights take no memory."""
     with torch.device("meta"):
         return instantiate("model", cfg.model)
 
@@ -73,23 +65,12 @@ def empty_model(cfg: GRPOConfig) -> TransformerDecoder:
 def build_policy(
     cfg: GRPOConfig, state_dict: Mapping[str, Any], *, device: torch.device
 ) -> TransformerDecoder:
-    """Builds ``cfg.model`` with the given weights; only adapters are trained where there are some.
+    """Build ``cfg.model`` in ``cfg.dtype`` with the full weights that its checkpoint holds.
 
-    ``cfg.adapter_dir`` is loaded into them, or merged into a model without.
-
-    Args:
-        cfg (GRPOConfig): the config.
-        state_dict (Mapping[str, Any]): full weights, as Checkpoints.base_weights reads them.
-        device (torch.device): where the model is made.
-
-    Returns:
-        TransformerDecoder: in ``cfg.dtype``, with adapters in float32.
-
-    Raises:
-        ValueError: if the weights are not those of the model, or if its attention takes no packed
-            rows.
+    If it has adapters, they are float32 and trained alone; ``cfg.adapter_dir`` is loaded into them,
+    or merged into a model without.
     """
-    # torchtune's RMSNorm means it: float32 inside, whatever the weights are.
+    # torchtune's RMSNorm computes in float32 on purpose, whatever the weights are.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     dtype = training.get_dtype(cfg.dtype, device=device)
     with training.set_default_dtype(dtype), device:
@@ -98,11 +79,14 @@ def build_policy(
     if cfg.pack_groups:
         attend_in_segments(model)
     adapters = get_adapter_params(model)
-    start = _start(cfg) if cfg.adapter_dir is not None else {}
-    if start and not adapters:
-        lora = adapter_settings(str(cfg.adapter_dir))
-        rank, alpha = lora["lora_rank"], lora["lora_alpha"]
-        state_dict = merge_adapter({**state_dict, **start}, rank=rank, alpha=alpha)
+    start: dict[str, Tensor] = {}
+    if cfg.adapter_dir is not None:
+        hf_config = read_json(cfg.checkpointer.checkpoint_dir, "config.json", key="checkpoint_dir")
+        start = read_adapter(cfg.adapter_dir, hf_config=hf_config)
+        if not adapters:
+            lora = adapter_settings(cfg.adapter_dir)
+            rank, alpha = lora["lora_rank"], lora["lora_alpha"]
+            state_dict = merge_adapter({**state_dict, **start}, rank=rank, alpha=alpha)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]
     if missing or unexpected:
@@ -115,33 +99,20 @@ def build_policy(
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
     if adapters:
-        model.load_state_dict(start, strict=False)  # behind the magnitudes' start
+        model.load_state_dict(start, strict=False)  # overwrites the initial magnitudes
         set_trainable_params(model, adapters)
     return model
 
 
-def _start(cfg: GRPOConfig) -> dict[str, Tensor]:
-    file = Path(cfg.checkpointer.checkpoint_dir, "config.json")
-    hf_config = json.loads(file.read_text(encoding="utf-8"))
-    return read_adapter(str(cfg.adapter_dir), hf_config=hf_config)
-
-
-log = utils.get_logger("INFO")
-
-
 def check_model(cfg: GRPOConfig) -> None:
-    """Checks the model's files, the model, its adapter, the optimizer and the schedule.
-
-    Raises:
-        ConfigError: naming each key, if a file is missing or a component cannot be constructed.
-    """
+    """Check the model's files, the model, its adapter, the optimizer and the schedule."""
     problems = Problems()
     with problems.noted():
         _check_files(cfg)
         model = empty_model(cfg)
         _check_architecture(cfg, model)
         if cfg.adapter_dir is not None:
-            _check_start(cfg, model)
+            _check_adapter_dir(cfg, model)
     with problems.noted():
         optimizer = instantiate("optimizer", cfg.optimizer, [nn.Parameter(torch.zeros(2, 2))])
         make_lr_scheduler(cfg, optimizer)
@@ -165,7 +136,7 @@ def _check_files(cfg: GRPOConfig) -> None:
 
 
 def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
-    """Compares the model with the checkpoint's ``config.json``."""
+    """Compare the model with the checkpoint's ``config.json``."""
     folder, component = cfg.checkpointer.checkpoint_dir, cfg.model._component_
     if not isinstance(model, TransformerDecoder):
         raise ValueError(
@@ -207,8 +178,8 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
         )
 
 
-def _check_start(cfg: GRPOConfig, model: nn.Module) -> None:
-    """Checks that ``adapter_dir`` fits the model, and warns if it was trained on another base."""
+def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
+    """Check that ``adapter_dir`` fits the model, and warn if it was trained on another base."""
     adapter_dir, base = str(cfg.adapter_dir), Path(cfg.checkpointer.checkpoint_dir).resolve()
     if cfg.objective.reference == "base" and not get_adapter_params(model):
         raise ValueError(
@@ -222,50 +193,37 @@ def _check_start(cfg: GRPOConfig, model: nn.Module) -> None:
             "this adapter already; set it to null, or give the base that it was trained on."
         )
     check_adapter(adapter_dir, model)
-    trained_on = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    settings = read_json(file.parent, file.name, key="adapter_dir")
+    trained_on = settings.get("base_model_name_or_path")
     here = hub_name(base)
     if trained_on and here and trained_on != here and not Path(trained_on).exists():
-        message = (
-            f"adapter_dir={adapter_dir}: was trained on {trained_on}, and {base} holds {here}."
-        )
+        message = f"adapter_dir={adapter_dir}: trained on {trained_on}, but {base} holds {here}."
         utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
-def check_prompts(
-    cfg: GRPOConfig, *, longest: Mapping[str, int], highest_tokens: Mapping[str, int]
-) -> None:
-    """Checks that prompts and responses fit the model's context and vocabulary, and the budget.
+def check_prompts(cfg: GRPOConfig, key: str, *, longest: int, highest_token: int) -> None:
+    """Check that prompts and responses fit the model's context and vocabulary, and the budget.
 
-    Args:
-        cfg: the config.
-        longest: each data set's longest prompt in tokens, by its key.
-        highest_tokens: each data set's highest token id, by its key.
+    ``longest`` is the number of tokens of the longest prompt of the data set with that key.
     """
     model: Any = empty_model(cfg)
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
     response = cfg.max_generated_tokens
-    for name, length in longest.items():
-        if length + response > context:
-            fits = {
-                "give at most": context - length,
-                f"set {name}.max_prompt_tokens to at most": context - response,
-            }
-            advice = ", or ".join(f"{do} {limit}" for do, limit in fits.items() if limit > 0)
-            raise ValueError(
-                f"max_generated_tokens={response}: with the longest prompt of {name}, {length} "
-                f"tokens, it exceeds the model's context of {context}; {advice}."
-            )
-    row = longest.get("dataset", 0) + response - 1  # the last token is not read
-    if cfg.forward_token_budget is not None and row > cfg.forward_token_budget:
+    if longest + response > context:
+        raise ValueError(
+            f"max_generated_tokens={response}: with the longest prompt of {key}, {longest} tokens, "
+            f"it exceeds the model's context of {context}; lower it, or {key}.max_prompt_tokens."
+        )
+    row = longest + response - 1  # the last token is not read
+    if key == "dataset" and cfg.forward_token_budget is not None and row > cfg.forward_token_budget:
         raise ValueError(
             f"forward_token_budget={cfg.forward_token_budget}: the longest prompt and response "
             f"make a row of {row} tokens; give at least {row}, or lower dataset.max_prompt_tokens "
             "or max_generated_tokens."
         )
-    for name, highest in highest_tokens.items():
-        if highest >= size:
-            raise ValueError(
-                f"tokenizer: prompts of {name} have the token {highest}, but the model's "
-                f"vocabulary has {size} tokens. Give the model's own tokenizer, or resize the "
-                "model's embeddings with transformers (resize_token_embeddings)."
-            )
+    if highest_token >= size:
+        raise ValueError(
+            f"tokenizer: prompts of {key} have the token {highest_token}, but the model's "
+            f"vocabulary has {size} tokens. Give the model's own tokenizer, or resize the model's "
+            "embeddings with transformers (resize_token_embeddings)."
+        )
