@@ -32,7 +32,8 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import Problems, errors_in_one_line
 from torchtune_grpo.data import make_sampler
-from torchtune_grpo.evaluation.evaluator import Course, Evaluator
+from torchtune_grpo.evaluation.evaluator import Evaluator
+from torchtune_grpo.evaluation.stopping import best_step, should_stop
 from torchtune_grpo.loss import Loss, make_loss
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.device import (
@@ -87,6 +88,7 @@ class Run:
         if rewards is not None:
             self.rewards = rewards
         self.step = 0  # finished steps
+        self._is_stopped = False  # by an evaluation
         self.interrupts = Interrupts()
 
     # --- Before weights are read -----------------------------------------------------------------
@@ -173,11 +175,6 @@ class Run:
         return Checkpoints(self.cfg)
 
     @cached_property
-    def course(self) -> Course:
-        """Which checkpoint is the best, and whether the run is over."""
-        return Course(self.cfg, self.checkpoints)
-
-    @cached_property
     def recorder(self) -> Recorder:
         """Records the run."""
         return Recorder(
@@ -242,7 +239,7 @@ class Run:
         set_seed(self.cfg.seed)
         self.join()
         checkpoint = self.checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
-        for part in ("is_sharded", "course", "loss", "dataset", "evaluator", "sampler"):
+        for part in ("is_sharded", "checkpoints", "loss", "dataset", "evaluator", "sampler"):
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
@@ -348,7 +345,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether all steps are done, or an evaluation has ended the run."""
-        return self.step >= self.cfg.num_steps or self.course.is_over
+        return self.step >= self.cfg.num_steps or self._is_stopped
 
     def rounds(self) -> Rounds:
         """The prompts of a step, in rounds; without dynamic sampling there is one."""
@@ -376,7 +373,18 @@ class Run:
         self.interrupts.boundary()
         evaluation = self.evaluator(engine, state=self.trainer_state)
         self.recorder.evaluation(self.step, evaluation)
-        self.course.judge(self.recorder.evaluations)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Keep the best checkpoint and stop the run, as the evaluations so far say."""
+        keys, evaluations = self.cfg.evaluation, self.recorder.evaluations
+        reason = should_stop(
+            evaluations, metric=keys.keep_best, stop_at=keys.stop_at, patience=keys.patience
+        )
+        if reason is not None:
+            utils.log_rank_zero(log, reason)
+        self._is_stopped = reason is not None
+        self.checkpoints.keep_best(best_step(evaluations, keys.keep_best))
 
     # --- Checkpoints -----------------------------------------------------------------------------
 
@@ -416,7 +424,7 @@ class Run:
         parallel.restore_random_state(state["torch_rng"], self.device)
         self.recorder.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
-        self.course.judge(self.recorder.evaluations)
+        self._judge()
 
     def say_how_to_resume(self) -> None:
         """Logs how to go on after an interrupt."""

@@ -29,9 +29,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune.utils import get_logger
 
 from torchtune_grpo.data import arithmetic_dataset, arithmetic_problems
-from torchtune_grpo.machine.device import keep_freed_memory, limit_threads
+from torchtune_grpo.machine.device import keep_freed_memory, limit_threads, make_bar
 from torchtune_grpo.models import hf_model, hf_state, hf_tokenizer
-from torchtune_grpo.monitor.terminal import make_bar
 
 # For QLoRA each weight has to be a multiple of 64 * 256 numbers: NF4's blocks, and their scales'.
 _CONFIG: dict[str, Any] = {

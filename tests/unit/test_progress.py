@@ -5,6 +5,7 @@ import io
 import pytest
 from tqdm import tqdm
 
+from torchtune_grpo.machine.device import BAR_FORMAT
 from torchtune_grpo.monitor import terminal
 from torchtune_grpo.monitor.terminal import ProgressLine
 from torchtune_grpo.rollout import Progress
@@ -25,7 +26,7 @@ def make_progress() -> ProgressLine:
 
 @pytest.mark.parametrize("said", [SHOWN, ROLLOUT])
 def test_a_long_run_fits_80_columns(said):
-    settings = dict(prefix="", bar_format=terminal._FORMAT, postfix=said, rate=1 / 3800)
+    settings = dict(prefix="", bar_format=BAR_FORMAT, postfix=said, rate=1 / 3800)
     line = tqdm.format_meter(n=999, total=1000, elapsed=999 * 3800.0, ncols=80, **settings)
     assert len(line) <= 80 and line.endswith(said) and line.startswith("999/1000 ")
     assert "<1:03:20" in line

@@ -98,7 +98,7 @@ class RolloutConfig(Keys):
     max_rows: PositiveInt | None = None
     """Most responses generated at once; null = as many as memory allows."""
     merge_adapters: Literal["auto", "always", "never"] = "auto"
-    """Add adapters to a copy of the weights for a rollout; auto = where exact and memory allows."""
+    """Merge LoRA into copied weights for rollouts (DoRA always is); auto = if exact and it fits."""
     cuda_graphs: Literal["auto", "never"] = "auto"
     """Record decoding steps and replay them, which spares their launches; auto = on CUDA."""
     deadline: PositiveFloat | None = None

@@ -9,9 +9,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from torchtune import utils
 
-from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.evaluation.statistics import (
@@ -20,13 +18,11 @@ from torchtune_grpo.evaluation.statistics import (
     majority,
     pass_at_k,
 )
-from torchtune_grpo.evaluation.stopping import best_step, evaluation_metrics, passes, should_stop
+from torchtune_grpo.evaluation.stopping import evaluation_metrics, passes
+from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
-from torchtune_grpo.monitor.terminal import make_bar
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
-
-log = utils.get_logger("INFO")
 
 
 @dataclass(frozen=True)
@@ -244,22 +240,3 @@ class Evaluator:
             )
         ]
         return [answers[i : i + samples] for i in range(0, len(answers), samples)]
-
-
-class Course:
-    """Ends a run and keeps its best checkpoint, as ``keep_best``, ``stop_at``, ``patience`` say."""
-
-    def __init__(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> None:
-        self._keys, self._checkpoints = cfg.evaluation, checkpoints
-        self.is_over = False
-
-    def judge(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Decides by the evaluations so far, the same on every rank; every rank has to call it."""
-        keys = self._keys
-        reason = should_stop(
-            evaluations, metric=keys.keep_best, stop_at=keys.stop_at, patience=keys.patience
-        )
-        if reason is not None:
-            utils.log_rank_zero(log, reason)
-        self.is_over = reason is not None
-        self._checkpoints.keep_best(best_step(evaluations, keys.keep_best))

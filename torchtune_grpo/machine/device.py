@@ -1,4 +1,4 @@
-"""The device of this process: its memory, its threads, its random numbers."""
+"""What this process runs on: its device, memory, threads, random numbers and terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training, utils
+from tqdm.auto import tqdm
 
-from torchtune_grpo.machine.parallel import sum_over_ranks
+from torchtune_grpo.machine.parallel import rank, sum_over_ranks
 
 _NF4_BITS = 4.5  # with the scales of its blocks
 # Below this many parameters a second thread gains next to nothing, and waits: beside another busy
@@ -26,6 +28,11 @@ _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
 _DEFAULT_PAD = 128 * 2**10
 HEAP_BYTES = 448 * 2**20
 MAPPED_BYTES = 2**20
+
+# tqdm.auto takes this one where ipywidgets are installed; without them there are lines.
+_IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+# At 80 columns there is room for all of it in a run of 1,000 steps.
+BAR_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 
 
 def find_device(name: str) -> torch.device:
@@ -143,3 +150,16 @@ def keep_freed_memory() -> None:
     free(malloc(_LARGEST_LIMIT - 2**16))
     mallopt(_M_TOP_PAD, _DEFAULT_PAD)
     mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
+    """Make a bar on the first rank's terminal or in a notebook; elsewhere it shows nothing."""
+    return tqdm(
+        desc=title and f"{title} ",
+        total=total,
+        initial=done,
+        leave=leave,
+        bar_format=BAR_FORMAT,
+        dynamic_ncols=True,
+        disable=rank() > 0 or (False if _IN_NOTEBOOK else None),
+    )

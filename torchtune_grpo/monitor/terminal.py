@@ -13,36 +13,18 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_grpo.evaluation.statistics import Comparison
-from torchtune_grpo.machine.parallel import rank
+from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
 from torchtune_grpo.rollout import Progress
 
 log = utils.get_logger("INFO")
 
-# tqdm.auto takes this one where ipywidgets are installed; without them there are lines.
-_IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
-
-# At 80 columns there is room for all of it in a run of 1,000 steps.
-_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 _OUTPUTS = {
     "run.html": "the run's page",
     "best": "the best checkpoint",
     RUN_FILE: "its numbers",
     COMPLETIONS_FILE: "what the policy wrote",
 }
-
-
-def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
-    """A bar on the first rank's terminal or in a notebook; elsewhere it shows nothing."""
-    return tqdm(
-        desc=title and f"{title} ",
-        total=total,
-        initial=done,
-        leave=leave,
-        bar_format=_FORMAT,
-        dynamic_ncols=True,
-        disable=rank() > 0 or (False if _IN_NOTEBOOK else None),
-    )
 
 
 class ProgressLine:
