@@ -413,7 +413,7 @@ def test_a_short_run_that_begins_badly_has_no_finding():
 
 
 VALUES = st.one_of(
-    st.none(), st.floats(), st.sampled_from([0.0, 1.0, 1e308, -1e308]), st.text(), st.booleans()
+    st.none(), st.floats(), st.sampled_from([0.0, 1e308, -1e308, 10**400]), st.text(), st.booleans()
 )
 NAMES = [*HEALTHY, "eval/accuracy", "eval/accuracy/low", "eval/accuracy/high"]
 CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), max_size=4)
@@ -424,14 +424,6 @@ CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), 
 def test_no_record_raises(changes, common, repeat):
     """Missing, null, infinite, huge or foreign values."""
     run([common | change for change in changes] * repeat)
-
-
-@pytest.mark.parametrize(
-    "value", [math.inf, -math.inf, math.nan, 1e308, 10**400, None, "x", True], ids=range(8)
-)
-def test_values_that_are_no_numbers(value):
-    """In all metrics at first, and again later."""
-    run([dict.fromkeys(NAMES, value)] * 4 + [HEALTHY] * 30 + [dict.fromkeys(NAMES, value)] * 4)
 
 
 def test_every_finding_is_tested_here_and_in_the_docs():
