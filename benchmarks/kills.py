@@ -76,11 +76,7 @@ def newest(output: Path) -> int:
 
 
 def kill_or_end(child: int, output: Path, *, seconds: float, saving: bool) -> bool:
-    """Kills a run after some seconds, or, if ``saving``, at its next save after them.
-
-    Returns:
-        bool: whether it was killed; False if it has ended before.
-    """
+    """Kill a run after some seconds, or at its next save after them; False if it ended before."""
     due = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -123,11 +119,10 @@ def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
 
 def killed_run(output: Path, model: list[str], *, kills: int, seconds: float) -> dict[str, int]:
     """One run, killed at most so often; ``seconds`` is what it takes without."""
-    counts = {"kills": 0, "while_saving": 0, "resumes": 0, "lost": 0}
+    counts = dict.fromkeys(("kills", "while_saving", "resumes", "lost"), 0)
     while True:
         step = newest(output)
-        resume = [f"resume_from_checkpoint={step > 0}"]
-        child = start(output, *model, *resume)
+        child = start(output, *model, f"resume_from_checkpoint={step > 0}")
         saving = random.random() < 0.5
         wait = random.uniform(0, 0.7 * seconds) if counts["kills"] < kills else 1e9
         killed = kill_or_end(child, output, seconds=wait / 2 if saving else wait, saving=saving)
@@ -150,8 +145,8 @@ def main() -> None:
     args = parser.parse_args()
     random.seed(args.seed)
     begin = time.monotonic()
-    totals = {"runs": 0, "bit_equal": 0, "kills": 0, "while_saving": 0, "resumes": 0, "lost": 0}
-    differing: list[str] = []
+    names = ("runs", "bit_equal", "kills", "while_saving", "resumes", "lost")
+    totals, differing = dict.fromkeys(names, 0), []
     with tempfile.TemporaryDirectory() as work:
         whole = {}
         while not totals["runs"] or time.monotonic() - begin < 60 * args.minutes:
@@ -169,9 +164,8 @@ def main() -> None:
             differing += [f"run {totals['runs']}: {what}" for what in gaps]
             counts |= {"runs": 1, "bit_equal": not gaps}
             totals = {key: totals[key] + counts[key] for key in totals}
-    name = {"benchmark": "kills", "torch": torch.__version__}
-    settings = {"minutes": args.minutes, "kills": args.kills, "seed": args.seed}
-    print(json.dumps({**name, "settings": settings, "results": totals, "differing": differing}))
+    run = {"benchmark": "kills", "torch": torch.__version__, "settings": vars(args)}
+    print(json.dumps({**run, "results": totals, "differing": differing}))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ _LARGEST_COPY = 100 * 2**20  # bytes; what is larger is weights in some format
 
 
 class Checkpoints:
-    """The checkpoint folders of a run, and the model that it starts from."""
+    """The checkpoint folders of a run, and the model that it starts from.
+
+    Every rank has to call the methods that resume, save and keep; the first one reads and writes.
+    """
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self._cfg, self._node, self._folder = cfg, cfg.checkpointer, Path(cfg.output_dir)
@@ -65,25 +68,22 @@ class Checkpoints:
         """The weights to start from, in torchtune's names and Hugging Face's order of rows."""
         return load_weights(self._checkpointer, self._node)
 
-    # --- Resuming --------------------------------------------------------------------------------
-
     def newest(self) -> Path:
         """The newest undamaged checkpoint; a ValueError if there is none."""
         return files.newest_checkpoint(self._folder)
 
     def to_resume(self) -> Path:
-        """The newest undamaged checkpoint, if the run's config may continue it.
-
-        Every rank has to call it.
-        """
+        """The newest undamaged checkpoint, if the run's config may continue it."""
         return on_first_rank(self._to_resume)
 
     def _to_resume(self) -> Path:
         checkpoint = self.newest()
+        old, new = _config_of(checkpoint), self._run_config
         remedy = "start afresh with resume_from_checkpoint=False"
-        changed = self._check_config(checkpoint, self._run_config, resume.FIXED, remedy)
-        if changed:
-            log.info(f"Changed since {checkpoint}: {', '.join(changed)}.")
+        resume.refuse_changes(old, new, resume.FIXED, checkpoint=checkpoint, remedy=remedy)
+        if changed := resume.changed_keys(old, new):
+            lines = [f"{key} {was} -> {now}" for key, (was, now) in changed.items()]
+            log.info(f"Changed since {checkpoint}: {', '.join(lines)}.")
         step, num_steps = files.step_of(checkpoint), self._cfg.num_steps
         if num_steps < step:
             raise ValueError(
@@ -93,14 +93,9 @@ class Checkpoints:
 
     def check_policy(self, checkpoint: Path) -> None:
         """Raise a ValueError if the run's policy is not the one that a checkpoint holds."""
+        old, new = _config_of(checkpoint), resume.run_config(self._cfg)
         remedy = "look at the weights before training with --base"
-        self._check_config(checkpoint, resume.run_config(self._cfg), resume.POLICY, remedy)
-
-    def _check_config(
-        self, checkpoint: Path, new: Mapping[str, Any], fixed: Sequence[str], remedy: str
-    ) -> list[str]:
-        old = json.loads((checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
-        return resume.check_changes(old, new, fixed=fixed, checkpoint=checkpoint, remedy=remedy)
+        resume.refuse_changes(old, new, resume.POLICY, checkpoint=checkpoint, remedy=remedy)
 
     def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
         """Load a checkpoint's weights into a freshly built policy; the training's state."""
@@ -120,12 +115,7 @@ class Checkpoints:
         if not self.last_step:
             return "Interrupted before the first step was done; the same command starts anew."
         folder = files.checkpoint_folder(self._folder, self.last_step)
-        return (
-            f"Interrupted. To go on from {folder}, repeat the command with "
-            "resume_from_checkpoint=True"
-        )
-
-    # --- Saving: every rank calls these, and the first one writes ---------------------------------
+        return f"Interrupted. To go on from {folder}, add resume_from_checkpoint=True."
 
     def save(
         self,
@@ -273,3 +263,8 @@ def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Pat
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _config_of(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
+    return config

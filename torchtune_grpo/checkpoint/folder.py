@@ -36,9 +36,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or all existing ones are damaged."""
 
 
-# --- One run at a time --------------------------------------------------------------------------
-
-
 def claim_output_dir(folder: Path) -> None:
     """Lock a folder until this process ends, and clear what a killed run left half done there."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,9 +106,6 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     log.info(f"Moved the previous run's files from {output_dir} to {target}.")
 
 
-# --- Checkpoints by step -------------------------------------------------------------------------
-
-
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is or would be."""
     return output_dir / f"step_{step:06d}"
@@ -129,24 +123,24 @@ def all_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def newest_checkpoint(output_dir: Path) -> Path:
-    """The newest undamaged checkpoint; logs a warning about newer ones that are damaged.
+    """The newest undamaged checkpoint, with a warning about newer ones that are damaged.
 
     Raises a ValueError if there is no checkpoint, and a CheckpointError if all are damaged.
     """
-    folders = all_checkpoints(output_dir)[::-1]
-    for folder in folders:
+    folders = all_checkpoints(output_dir)
+    if not folders:
+        raise ValueError(
+            f"resume_from_checkpoint=True: output_dir={output_dir} holds no complete checkpoint; "
+            "set it to False to start afresh, or name the interrupted run's output_dir."
+        )
+    for folder in reversed(folders):
         damage = find_damage(folder)
         if damage is None:
             return folder
         log.warning(f"{folder} cannot be used: {damage}.")
-    if folders:
-        raise CheckpointError(
-            f"output_dir={output_dir}: all of its checkpoints are damaged. Restore one, or start "
-            "afresh with resume_from_checkpoint=False."
-        )
-    raise ValueError(
-        f"resume_from_checkpoint=True: output_dir={output_dir} holds no complete checkpoint; set "
-        "it to False to start afresh, or name the interrupted run's output_dir."
+    raise CheckpointError(
+        f"output_dir={output_dir}: all of its checkpoints are damaged. Restore one, or start "
+        "afresh with resume_from_checkpoint=False."
     )
 
 
@@ -163,9 +157,6 @@ def link_best(output_dir: Path, step: int | None) -> None:
             beside.replace(link)
         except OSError as error:
             log.warning(f"{link}: could not link it to {target.name}, the best: {error}.")
-
-
-# --- Writing and deleting ------------------------------------------------------------------------
 
 
 @contextmanager

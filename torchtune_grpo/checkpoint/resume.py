@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
 _FROM_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
 
-# --- Keys of the config --------------------------------------------------------------------------
-
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str, Any]:
     """A config as plain values by dotted key; ``base_files`` are the weights it starts from.
@@ -49,35 +47,38 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     if cfg.adapter_dir is not None:
         values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
     values["batch_size * ranks"] = cfg.batch_size * world_size()
-    flat = {key: value for key, value in _flat(values) if value is not None}
-    return {key: _identity(value) if _is_fixed(key) else value for key, value in flat.items()}
+    return {
+        key: _identity(value) if _is_fixed(key, FIXED) else value
+        for key, value in _flat(values).items()
+    }
 
 
-def check_changes(
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys that differ between two configs, with the old and the new value."""
+    keys = sorted({*old, *new} - {"resume_from_checkpoint"})
+    values = {key: (old.get(key, "null"), new.get(key, "null")) for key in keys}
+    return {key: (was, now) for key, (was, now) in values.items() if was != now}
+
+
+def refuse_changes(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
-    *,
     fixed: Sequence[str],
+    *,
     checkpoint: Path,
     remedy: str,
-) -> list[str]:
-    """The keys that differ, such as "optimizer.lr 0.0003 -> 0.0001".
-
-    Raises a ValueError with the keys and both values if one of the ``fixed`` ones is among them.
-    """
-    changed, refused = [], []
-    for key in sorted({*old, *new} - {"resume_from_checkpoint"}):
-        was, now = old.get(key, "null"), new.get(key, "null")
-        if was != now:
-            changed.append(f"{key} {was} -> {now}")
-            if _is_fixed(key, fixed):
-                refused.append(f"{key}={now}: {checkpoint} was made with {was}.")
+) -> None:
+    """Raise a ValueError with the ``fixed`` keys that differ, and both values."""
+    refused = [
+        f"{key}={now}: {checkpoint} was made with {was}."
+        for key, (was, now) in changed_keys(old, new).items()
+        if _is_fixed(key, fixed)
+    ]
     if refused:
         raise ValueError(f"{' '.join(refused)} Set it back, or {remedy}.")
-    return changed
 
 
-def _is_fixed(key: str, fixed: Sequence[str] = FIXED) -> bool:
+def _is_fixed(key: str, fixed: Sequence[str]) -> bool:
     return _is_below(key, fixed) and not _is_below(key, _FREE)
 
 
@@ -85,17 +86,15 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value in a nested one, by its dotted key; an empty node is a value."""
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The plain values of a nested one, by dotted key."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value)
     if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value)) or []
-    if not isinstance(value, dict) or not value:
-        yield prefix, value
-        return
-    for name, inner in value.items():
-        yield from _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {} if value is None else {prefix.removesuffix("."): value}
+    return {k: v for name in value for k, v in _flat(value[name], f"{prefix}{name}.").items()}
 
 
 def _identity(value: Any) -> Any:
@@ -104,9 +103,6 @@ def _identity(value: Any) -> Any:
         return value
     path = Path(value)
     return f"{path.name} (sha256 {sha256_of(path)[:16]})" if path.is_file() else path.name
-
-
-# --- Tensors -------------------------------------------------------------------------------------
 
 
 def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,9 +136,6 @@ def _is_low_bit(local: Tensor) -> bool:
     return hasattr(local, "block_size")  # torchao's 8-bit, 4-bit and float8 states
 
 
-# --- The optimizer -------------------------------------------------------------------------------
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state with whole tensors; all ranks but the first get no tensors.
 
@@ -155,11 +148,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def later_bytes(optimizer: torch.optim.Optimizer) -> int:
     """About the size of its whole state once it has made a step."""
-    numbers = len(optimizer.defaults.get("betas", ())) or bool(optimizer.defaults.get("momentum"))
+    settings, masters = optimizer.defaults, has_masters(optimizer)
+    numbers = masters + (len(settings.get("betas", ())) or bool(settings.get("momentum")))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if has_masters(optimizer):
-        return sum((numbers + 1) * p.numel() * torch.float32.itemsize for p in parameters)
-    return sum(numbers * p.numel() * p.itemsize for p in parameters)
+    return sum(numbers * p.numel() * (4 if masters else p.itemsize) for p in parameters)
 
 
 def restore_optimizer(
