@@ -87,17 +87,15 @@ def make_tiny_checkpoint(
     output_dir: str | Path,
     *,
     seed: int = 0,
-    levels: int | Sequence[int] = (1, 2, 3),
+    levels: Sequence[int] = (1, 2, 3),
     warmup_steps: int = 3000,
 ) -> Path:
     """Make the tiny model, warm-start it, and write its checkpoint folder in one move.
 
-    An earlier tiny checkpoint in the folder is replaced. ``levels`` are those of the problems of
-    the warm-up, see :func:`~torchtune_grpo.data.arithmetic_problems`; 0 steps of it leave the
-    weights random.
+    An earlier tiny checkpoint in the folder is replaced. The warm-up's problems have these levels
+    of :func:`~torchtune_grpo.data.arithmetic_problems`; 0 steps leave the weights random.
     """
-    levels = [levels] if isinstance(levels, int) else list(levels)
-    settings = {"seed": seed, "levels": levels, "warmup_steps": warmup_steps}
+    settings = {"seed": seed, "levels": list(levels), "warmup_steps": warmup_steps}
     target = Path(output_dir).absolute()
     if target.exists() and (others := {path.name for path in target.iterdir()} - set(_FILES)):
         raise ValueError(
@@ -105,7 +103,6 @@ def make_tiny_checkpoint(
             "Name a new folder."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Short enough for 80 columns behind the logger's prefix.
     _log.info("Making a tiny Llama that can add: 1 or 2 minutes.")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
@@ -117,7 +114,7 @@ def make_tiny_checkpoint(
         tokenizer = hf_tokenizer(str(folder))
         warm_up(model, tokenizer, seed=seed, levels=levels, steps=warmup_steps)
         weights = hf_state(model.state_dict(), folder)
-        # Not save_file, whose files are readable by their owner only.
+        # Not save_file, whose files only their owner can read.
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
         if target.exists():
             shutil.rmtree(target)
@@ -127,10 +124,9 @@ def make_tiny_checkpoint(
 
 
 def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
-    """Make the tiny checkpoint unless it is there; several processes may call this at once.
+    """Make the tiny checkpoint unless it exists; several processes may call this at once.
 
-    The settings are those of :func:`make_tiny_checkpoint`. A folder made with other ones is an
-    error.
+    The settings are those of :func:`make_tiny_checkpoint`; one made with others is an error.
     """
     folder = Path(checkpoint_dir).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -151,8 +147,8 @@ def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
 def _write_tokenizer(folder: Path) -> dict[str, int | None]:
     """Train a byte-level BPE tokenizer and write its files; return the ids of its named tokens.
 
-    Reserved special tokens fill up the vocabulary, as in Llama 3, so that each of the model's
-    output rows stands for a token.
+    Reserved special tokens fill up the vocabulary, as in Llama 3, so that the model cannot sample
+    an id without a token.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -181,7 +177,7 @@ def _write_tokenizer(folder: Path) -> dict[str, int | None]:
 
 
 def _texts() -> Iterator[str]:
-    """Texts of all levels, always of seed 0: the vocabulary does not depend on the settings."""
+    """Texts of all levels with a fixed seed, so that no setting changes the vocabulary."""
     rows = arithmetic_problems(levels=range(1, 9), split="train", num_samples=560)
     yield from (f"{row['question']}\n\n<think>{worked_completion(row)}" for row in rows)
     yield from map(guessed_completion, rows[:70])
@@ -198,7 +194,7 @@ def _random_model(folder: Path, seed: int) -> TransformerDecoder:
         model = hf_model(str(folder))
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
-                # torchtune's N(0, 1) embeddings would, being tied, start with huge logits.
+                # torchtune's N(0, 1) embeddings are tied and would start with huge logits.
                 std = 0.02 if name.startswith("tok_embeddings") else weight.shape[1] ** -0.5
                 torch.nn.init.normal_(weight, std=std)
     return model
@@ -207,17 +203,17 @@ def _random_model(folder: Path, seed: int) -> TransformerDecoder:
 Example = tuple[list[int], list[int]]  # tokens of a prompt, tokens of its completion
 Pair = tuple[Example, Example]  # a problem worked out, and guessed
 
+# All found by trial.
 NUM_PROBLEMS, BATCH_SIZE = 8000, 16
-# Found by trial.
-LR, LR_STEPS_UP = 2e-3, 50
-GUESSES, GUESSES_FROM = 0.8, 0.75  # their share at the end; the part of the steps they start after
-LEVEL_RATIO = 2  # how often a level comes against the one before: it holds more facts, rarer ones
+LR, LR_WARMUP_STEPS = 2e-3, 50
+GUESSES, GUESSES_FROM = 0.8, 0.75  # their final share; the share of steps before the first
+LEVEL_RATIO = 2  # frequency of a level relative to the one below, which has fewer facts to learn
 
 
 def warm_up(
     model: TransformerDecoder, tokenizer: Any, *, seed: int, levels: Sequence[int], steps: int
 ) -> None:
-    """Train a model with random weights in place; the seed is that of problems and their order."""
+    """Train a model with random weights in place; the seed decides the problems and their order."""
     if steps == 0:
         return
     keep_freed_memory()
@@ -230,7 +226,7 @@ def warm_up(
         for step in range(steps):
             done = step / steps
             decay = min(1.0, 2 * (1 - done))
-            optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / LR_STEPS_UP) * decay
+            optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / LR_WARMUP_STEPS) * decay
             guesses = GUESSES * max(0.0, (done - GUESSES_FROM) / (1 - GUESSES_FROM))
             pairs = map(rng.choice, rng.choices(by_level, shares, k=BATCH_SIZE))
             batch = [pair[rng.random() < guesses] for pair in pairs]

@@ -1,4 +1,4 @@
-"""Attention and products that have a kernel of their own on CUDA, and their form for all else."""
+"""Attention over parts of sequences, and float32 products: CUDA's own kernels, and the others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# A mask's rows begin at multiples of so many numbers: memory-efficient attention loads 16 bytes at
-# once, and fails on an address that is not a multiple of that.
+# A mask's rows begin at multiples of this: memory-efficient attention needs 16-byte addresses.
 _MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # of flash attention
-_PART = 1024  # rows of a weight that are widened at once
+_PART = 1024  # rows of a weight that are converted at once
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -34,7 +33,7 @@ class Spans:
 
     @classmethod
     def of(cls, queries: Iterable[int], keys: Iterable[int], *, device: torch.device) -> Spans:
-        """Build them once for many calls; this is where they are copied to the device."""
+        """Copy the counts and ends to the device, once for many calls."""
         queries, keys = tuple(queries), tuple(keys)
         assert all(n <= m for n, m in zip(queries, keys, strict=True)), "a query without a key"
         query_ends, key_ends = (
@@ -49,9 +48,8 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention of each part to its own keys; a part's last query sees all of them.
 
-    q is [Tq, heads, hd], and so is the result; k and v are [Tk, kv_heads, hd]. On CUDA in bf16 or
-    fp16 it is one kernel for all parts, on cards since Ampere. Elsewhere, in float32 and with
-    dropout, there is a call for each part.
+    q and the result are [Tq, heads, hd]; k and v are [Tk, kv_heads, hd]. Since Ampere, CUDA has one
+    kernel for all parts in bf16 or fp16. Elsewhere, and with dropout, each part is a call.
     """
     if dropout == 0 and has_varlen_kernel(q):
         call, takes_gqa = _varlen_attn()
@@ -79,16 +77,13 @@ def has_varlen_kernel(q: Tensor) -> bool:
 def _is_since_ampere(device: torch.device) -> bool:
     if torch.version.hip is not None:
         return False
-    # Without any card the tensor is a fake one, of a test: then the kernel is what is tested.
+    # Without a GPU it is a test's fake tensor, and the kernel is under test.
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
 def _varlen_attn() -> tuple[Any, bool]:
-    """torch's function, and whether it takes fewer heads of keys than of queries.
-
-    Imported where it is called, since it brings torch's compiler along, which takes a second.
-    """
+    """torch's function, whose import takes a second, and whether it supports grouped queries."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -96,7 +91,7 @@ def _varlen_attn() -> tuple[Any, bool]:
 
 def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float) -> Tensor:
     out = []
-    # cuDNN makes a plan for each new shape, and here nearly all are new: up to a second each.
+    # cuDNN plans each new shape for up to a second, and here nearly all are new.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
         parts = (_split(q, spans.queries), _split(k, spans.keys), _split(v, spans.keys))
         for q_i, k_i, v_i in zip(*parts, strict=True):
@@ -114,7 +109,7 @@ def _split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
-    """Copy keys or values [_, kv_heads, ...] for the heads that share them: [_, heads, ...]."""
+    """Repeat keys or values [_, kv_heads, ...] for the heads that share them: [_, heads, ...]."""
     count = heads // x.shape[1]
     return x if count == 1 else x.repeat_interleave(count, dim=1)
 
@@ -126,22 +121,21 @@ def _causal_mask(queries: int, keys: int, *, like: Tensor) -> Tensor:
 
 
 def aligned(width: int) -> int:
-    """The number of columns to allocate for a mask of so many; the others are sliced off."""
+    """The number of columns to allocate for a mask of this width, to be sliced off again."""
     return -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
 
 
 def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``x weight^T`` [K, V] in float32, of x [K, D] and weight [V, D]; without gradient.
+    """``x weight^T`` [K, V] without gradient, of x [K, D] and weight [V, D].
 
-    Where the factors are bf16, the product is not rounded to that first.
+    It is float32 and not rounded to bf16 first where the factors are bf16.
     """
     x, weight = x.detach(), weight.detach()
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        if out is None:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        options = {} if out is None else {"out": out}
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, **options)
     if out is not None or weight.dtype == torch.float32:
         return torch.mm(x.float(), weight.float().t(), out=out)
-    # Widened in parts that stay in a CPU's cache.
+    # Converted in parts that stay in a CPU's cache.
     wide = x.float()
     return torch.cat([torch.mm(wide, part.float().t()) for part in weight.split(_PART)], dim=1)

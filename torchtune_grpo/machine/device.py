@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 from torchtune_grpo.machine.parallel import rank, sum_over_ranks
 
 _NF4_BITS = 4.5  # with the scales of its blocks
-# Below this many parameters a second thread gains next to nothing, and waits: beside another busy
-# process a step takes many times as long, because each operation ends when its last thread does.
+# Below this many parameters a second thread gains next to nothing, and beside another busy process
+# it makes a step many times as long, because each operation waits for its last thread.
 MANY_PARAMETERS = 1_000_000
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -54,20 +54,20 @@ def find_device(name: str) -> torch.device:
                 f"device={name}: torch finds {count} GPUs, numbered from 0, and this rank needs "
                 f"number {number}; give another number, or lower --nproc_per_node."
             )
-        # It makes a plan for each new shape, which takes 0.05 to 1 s, and each step has new ones.
+        # cuDNN plans each new shape for 0.05 to 1 s, and each step has new ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return utils.get_device(device=name)
 
 
 def set_seed(seed: int) -> int:
-    """Seed all of torch's generators, on each rank differently; the rank's seed."""
+    """Seed all of torch's generators, on each rank differently, and return the rank's seed."""
     with only_warnings():
         return training.set_seed(seed=seed)
 
 
 @contextmanager
 def only_warnings() -> Iterator[None]:
-    """Silence torchtune's log, which is ours too, but for warnings."""
+    """Silence torchtune's log, which is also ours, except for warnings."""
     log = utils.get_logger()
     level = log.level
     log.setLevel(logging.WARNING)
@@ -78,10 +78,9 @@ def only_warnings() -> Iterator[None]:
 
 
 def limit_threads(model: nn.Module) -> None:
-    """Let torch use one CPU thread for a model that is too small for more, in this process.
+    """Let torch use one CPU thread for a small model; it may be on the meta device.
 
-    Whoever sets ``OMP_NUM_THREADS`` (torchrun does where there are several ranks) or
-    ``MKL_NUM_THREADS`` has chosen, and nothing changes. The model may be on the meta device.
+    ``OMP_NUM_THREADS``, which torchrun sets for several ranks, and ``MKL_NUM_THREADS`` overrule it.
     """
     if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return
@@ -90,10 +89,9 @@ def limit_threads(model: nn.Module) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, or a rank's part of what the system can still give on a CPU.
+    """Free memory of a CUDA device, or on a CPU a rank's share of the system's available memory.
 
-    What torch's allocator holds ready counts as free. Where the system does not say, it is a large
-    number: choices are then made as if memory were plenty.
+    What torch's allocator keeps for reuse counts as free. A system without /proc has no limit.
     """
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -117,25 +115,20 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
-    """Whether a model's weights fit into half of every rank's free memory.
-
-    Every rank has to call it, with the device that it computes on; all get the same answer.
-    """
+    """Whether a model's weights fit into half of every rank's free memory; all ranks call it."""
     fits = weight_bytes(model) <= free_bytes(device) / 2
     return sum_over_ranks(int(not fits)) == 0
 
 
 def keep_freed_memory() -> None:
-    """Give glibc a heap of 448 MiB that stays, and map what is large and does not fit by itself.
+    """Give glibc a lasting heap of 448 MiB, outside of which each large tensor is mapped alone.
 
-    By default glibc returns freed memory to the system again and again, to be mapped and zeroed
-    page by page when decoding goes on to the next token. A heap that only grows has another fault:
-    in training, short-lived tensors lie in it between those that autograd keeps, and leave holes
-    into which the next tensor of the same size does not fit, because torch asks for aligned memory;
-    it becomes about twice as large as what lives in it. So tensors of 1 MiB and more do not make
-    the heap grow (a lower limit costs page faults, a higher one leaves holes); a small model's
-    step fits into it as it is. Pages that were never written take no memory. Where there is no
-    glibc, nothing happens.
+    By default glibc keeps returning freed memory to the system, and each decoded token maps and
+    zeroes it again, page by page. A heap that only grows has another fault: in training,
+    short-lived tensors lie between those that autograd keeps, and the holes that they leave are too
+    small for torch's aligned memory, so that it gets about twice as large as its contents. So
+    tensors of 1 MiB and more do not make it grow (a lower limit costs page faults, a higher one
+    leaves holes). Pages that were never written take no memory. Without glibc nothing happens.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -1,12 +1,11 @@
 """Ctrl-C and SIGTERM end a run soon and with a checkpoint, on all ranks at the same point.
 
-A signal sets a flag. A rollout looks at it between two tokens and then stops; a reward, which may
-hang, is broken off by the signal itself. Afterwards the ranks ask each other whether one of them
-has to end. What was dropped is done again when the run is resumed, with the same samples. Updates
-and saves are not broken off.
+A signal sets a flag. A rollout checks it between two tokens and stops; a reward, which may hang, is
+broken off by the signal itself. The ranks then agree whether to end. A resumed run repeats what was
+dropped, with the same samples. Updates and saves are never broken off.
 
-torchrun hands a signal on to all of its ranks. If only one rank gets it, all end together, too, but
-the others finish what they are at, so a reward that hangs there keeps them.
+torchrun passes a signal on to all of its ranks. If only one rank gets it, all end together, but a
+reward that hangs on another rank delays them.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from torchtune_grpo.machine.parallel import gather_over_ranks, rank
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# torchrun and a scheduler may both hand on the same signal, one after the other.
-ECHO_SECONDS = 1.0
+ECHO_SECONDS = 1.0  # torchrun and a scheduler may both pass on the same signal
 
-_active: Interrupts | None = None  # signals, too, are the whole process's
+_active: Interrupts | None = None  # of the process, as signal handlers are
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to end. As a KeyboardInterrupt, it is not a failure of a reward."""
+    """The run was asked to end; not an Exception, so that no reward counts as failed."""
 
 
 def exit_on_signals() -> None:
@@ -45,11 +43,11 @@ def exit_on_signals() -> None:
         raise SystemExit(128 + number)
 
     _install(leave)
-    atexit.register(_install, signal.SIG_DFL)  # an exit is only a traceback by then
+    atexit.register(_install, signal.SIG_DFL)  # SystemExit would only print a traceback by then
 
 
 def is_interrupted() -> bool:
-    """Whether this rank was asked to end: what a rollout still makes would be dropped."""
+    """Whether this rank was asked to end, so that a rollout would be dropped."""
     return _active is not None and _active.signal is not None
 
 
@@ -64,14 +62,14 @@ def check() -> None:
 
 
 def breakable(function: Callable[[], T]) -> T:
-    """Call a function that a signal breaks off, then :func:`check`.
+    """Call a function that a signal may break off, then :func:`check`.
 
-    It must not speak to other ranks.
+    The function must not communicate with other ranks.
     """
     if _active is None:
         return function()
     result: Any = None
-    with suppress(Interrupted):  # until all ranks know
+    with suppress(Interrupted):  # check() raises it on all ranks
         try:
             _active.breaks = True
             if _active.signal is None:
@@ -83,13 +81,12 @@ def breakable(function: Callable[[], T]) -> T:
 
 
 class Interrupts:
-    """What signals do to a run; ``signal`` is the first that came."""
+    """A run's reaction to signals; ``signal`` is the first that arrived."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
-        # What a second Ctrl-C does.
-        self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)
+        self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)  # 2nd Ctrl-C
         self._since = 0.0
         self._ended = False
         self._random_state = torch.get_rng_state()
@@ -101,9 +98,9 @@ class Interrupts:
 
     @contextmanager
     def handled(self, stop: Callable[[], None]) -> Iterator[None]:
-        """End the block on a signal, at the next point where it may end, then call ``stop``.
+        """On a signal, end the block where it may end, then call ``stop`` on all ranks.
 
-        ``stop`` runs on all ranks, with torch's random state as at the last :meth:`boundary`.
+        torch's random state is then that of the last :meth:`boundary`.
         """
         global _active
         self.signal, self._ended, _active = None, False, self
@@ -120,7 +117,7 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def boundary(self) -> None:
-        """Mark where what follows, up to the next update, may be dropped; then :func:`check`."""
+        """Mark the point that a resumed run continues from, then :func:`check`."""
         self._random_state = torch.get_rng_state()
         check()
 
@@ -131,7 +128,7 @@ class Interrupts:
                 name = signal.Signals(number).name
                 _say(f"{name}: ends soon, with a checkpoint. Ctrl-C again: at once, without one.")
         elif time.monotonic() - self._since > ECHO_SECONDS:
-            # torchrun hands a second Ctrl-C on as SIGTERM; a scheduler may repeat its own.
+            # torchrun passes a second Ctrl-C on as SIGTERM; a scheduler may repeat its SIGTERM.
             if signal.SIGINT in (number, self.signal):
                 _say("")
                 self.leave(number)
@@ -141,10 +138,9 @@ class Interrupts:
 
 
 def _install(handler: Any) -> dict[int, Any]:
-    """Set the signals' handler and return those that it replaces.
+    """Set the signals' handler and return those that it replaces; only the main thread can.
 
-    Off the main thread there cannot be one. What is ignored stays so: a shell's background jobs
-    ignore Ctrl-C, which is meant for others.
+    Ignored signals stay ignored: a shell's background jobs ignore Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -156,6 +152,6 @@ def _install(handler: Any) -> dict[int, Any]:
 
 
 def _say(text: str) -> None:
-    """A line below a progress bar, past Python's buffers, which may be locked now."""
+    """Write a line below a progress bar, without Python's buffers, which may be locked now."""
     begin = "\n" if sys.stderr.isatty() else ""
     os.write(2, f"{begin}{text}\n".encode() if text else begin.encode())

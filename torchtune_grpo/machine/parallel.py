@@ -1,7 +1,7 @@
-"""What the recipes need from several ranks. In a world of one, nothing here does anything.
+"""Communication between ranks, and sharding; with a single rank nothing here does anything.
 
-Two ways to spread a model: *replicated*, every rank holds it whole and gradients are summed once a
-step; and *sharded* (FSDP2), every rank holds a part of every layer, gathered while it is computed.
+A model is either *replicated*: every rank holds all of it, and gradients are summed once a step; or
+*sharded* (FSDP2): every rank holds a part of every layer, gathered while the layer is computed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torchtune_grpo.config.text import FirstRankFailed
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 does not cut through it
+_NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 cannot divide it
 
 
 def init_process_group(device: torch.device) -> None:
-    """Join the ranks that torchrun has started, if it has; ``device`` is this rank's.
+    """Join the ranks that torchrun has started, if any; ``device`` is this rank's.
 
-    The kernel kills a rank whose torchrun is gone (Linux): nothing else would end it.
+    On Linux the kernel kills a rank whose torchrun is gone, which nothing else would end.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         launcher = os.getppid()
@@ -64,7 +64,7 @@ def rank() -> int:
 
 
 def on_first_rank(function: Callable[..., T], *args: Any) -> T:
-    """Call a function on the first rank, while the others wait; all get its result.
+    """Call a function on the first rank and return its result on all.
 
     If it raises, the other ranks raise a FirstRankFailed.
     """
@@ -96,7 +96,7 @@ def sum_over_ranks(value: int) -> int:
 
 
 def broadcast_trained_parameters(model: nn.Module) -> None:
-    """Give every rank the first one's trained parameters: fresh adapters are random."""
+    """Give every rank the first one's trained parameters: new adapters are random."""
     if _is_distributed():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -104,11 +104,9 @@ def broadcast_trained_parameters(model: nn.Module) -> None:
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Sum every rank's gradients, in place.
+    """Sum every rank's gradients in place; the loss's weights hold the denominator of all ranks.
 
-    The loss's weights carry the denominator of the whole step over all ranks, so gradients add up.
-    Replicated ones are sent as one buffer. Sharded ones were averaged by FSDP2 in the backward pass
-    and only need the factor.
+    Replicated ones are sent as one buffer; sharded ones FSDP2 has averaged in the backward pass.
     """
     if not _is_distributed():
         return
@@ -116,7 +114,7 @@ def reduce_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None:  # a rank without a row that is trained on
+        if parameter.grad is None:  # this rank has no row to train on
             parameter.grad = torch.zeros_like(parameter)
         if isinstance(parameter.grad, DTensor):
             parameter.grad.mul_(world_size())
@@ -137,28 +135,26 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
     nf4 = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
     if any(p.numel() // _NF4_BLOCK % world_size() for p in nf4):
         raise ValueError(
-            f"distributed.sharding: {world_size()} ranks cannot share the model's weights in 4 "
-            "bits; set it to never, or model.quantize_base to false, or take another number of "
-            "ranks."
+            f"distributed.sharding: {world_size()} ranks cannot share the model's 4-bit weights; "
+            "set it to never, or model.quantize_base to false, or change the number of ranks."
         )
     mesh = init_device_mesh(device.type, (world_size(),))
     policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
-    # Embedding, norm and output stay gathered from the forward to the backward pass, which both
-    # begin or end with them.
+    # Embedding, norm and output end one pass and begin the next, so they stay gathered.
     fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a pass through a sharded model has left gathered."""
+    """Free the weights that a pass through a sharded model has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor, the same on all ranks, sharded if the parameter is."""
+    """Shard a tensor, whole and the same on all ranks, if the parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -166,7 +162,7 @@ def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def random_states(device: torch.device) -> list[dict[str, Tensor]]:
-    """Every rank's states of torch's generators, of the CPU and of its device, by device type."""
+    """Every rank's states of torch's generators for its CPU and device, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -174,7 +170,7 @@ def random_states(device: torch.device) -> list[dict[str, Tensor]]:
 
 
 def restore_random_state(states: Sequence[dict[str, Tensor]], device: torch.device) -> None:
-    """Set this rank's of :func:`random_states`; a generator that was not there keeps its own."""
+    """Set this rank's part of :func:`random_states`; generators without one stay as they are."""
     own = states[rank()] if rank() < len(states) else {}
     if "cpu" in own:
         torch.set_rng_state(own["cpu"])

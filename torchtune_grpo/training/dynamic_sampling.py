@@ -1,9 +1,8 @@
-"""Dynamic sampling: groups that teach nothing are replaced, in rounds.
+"""Dynamic sampling: uninformative groups are replaced by those of further prompts, in rounds.
 
-Source: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2). A step rolls out its prompts and
-scores them. Groups that fail the filter are replaced by as many of the next prompts, of which some
-may fail, and so on, until no group is missing or ``max_resamples`` rounds were made. Which prompts
-come depends on the scores alone, so that it is the same on any number of ranks.
+Source: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2). A step rolls out and scores its
+prompts, then as many further ones as groups failed the filter, and so on, until no group is missing
+or ``max_resamples`` rounds were added. The prompts are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torchtune_grpo.trajectory import Trajectory
 def passes_filter(
     scores: RewardScores, settings: DynamicSamplingConfig, *, group_size: int
 ) -> Tensor:
-    """Whether the rewards of each group differ, and their mean is within the bounds: [B] bool.
+    """Whether each group's rewards differ, and their mean is within the bounds: [B] bool.
 
-    The rewards are the weighted sum, or those named by ``settings.reward`` where it applies.
+    A row's reward is the weighted sum, or the one named ``settings.reward``, NaN left out.
     """
     values = scores.total.view(-1, group_size)
     if settings.reward is not None:
@@ -44,24 +43,20 @@ def passes_filter(
 
 
 class Rounds:
-    """The rounds of one step's rollout: iterate over the prompts, and :meth:`add` what they gave.
+    """The rounds of one step's rollout: iterate over the prompts, and :meth:`add` their results.
 
-    Without dynamic sampling there is one round, and all of its groups are kept. Every rank has to
-    make all rounds: one that has no prompt in a round is given one whose rows are not kept.
-
-    Args:
-        cfg: the run's config.
-        dataset: holds the prompts.
-        next_rows: ``next_rows(count, skip=n)`` gives the next rows behind the step's first n.
+    Without dynamic sampling there is one round, and all of its groups are kept. Every rank takes
+    part in all rounds; one without a prompt gets one whose rows are not kept.
+    ``next_rows(count, skip=n)`` gives rows of the data set, after the step's first n.
     """
 
     def __init__(
         self, cfg: GRPOConfig, dataset: Sequence[Any], next_rows: Callable[..., list[int]]
     ) -> None:
         self._cfg, self._dataset, self._next_rows = cfg, dataset, next_rows
-        self._rows: list[int] = []  # of the data set, of all ranks
+        self._rows: list[int] = []  # the data set's rows so far, of all ranks
         self._parts: list[tuple[Trajectory, RewardScores, Tensor]] = []
-        self._own = 0  # groups of this rank in the round
+        self._own = 0  # this rank's groups in the round
         self.missing = cfg.batch_size * world_size()
         self.count = 0
 
@@ -76,7 +71,7 @@ class Rounds:
             yield batch
 
     def add(self, trajectory: Trajectory, scores: RewardScores) -> None:
-        """Takes a round's rows [n*G] and their scores."""
+        """Add a round's rows [n*G] and their scores."""
         size, settings = self._cfg.grpo_samples, self._cfg.dynamic_sampling
         kept = torch.ones(self._own, dtype=torch.bool)
         if settings.max_resamples:
@@ -86,13 +81,13 @@ class Rounds:
         self.missing -= sum_over_ranks(int(kept.sum()))
 
     def result(self) -> tuple[Trajectory, RewardScores, Tensor]:
-        """All rows [N] that were sampled, their scores, and which of them are kept, [N] bool."""
+        """All N rows that were sampled, their scores, and whether each is kept, [N] bool."""
         trajectories, scores, kept = zip(*self._parts, strict=True)
         mask = torch.cat(kept).repeat_interleave(self._cfg.grpo_samples)
         return Trajectory.join(trajectories), RewardScores.join(scores), mask
 
     def metrics(self) -> dict[str, float]:
-        """Rounds of further prompts, the share of groups that were kept, and groups missing."""
+        """The number of added rounds, the share of groups kept, and the groups still missing."""
         if not self._cfg.dynamic_sampling.max_resamples:
             return {}
         full = self._cfg.batch_size * world_size()

@@ -24,8 +24,7 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy [n, L] of the response tokens of n rows, float32; 0 where masked.
 
-    ``temperature`` is what the rows were sampled with; ``chunk_bytes`` are those of the float32
-    logits that exist at once (None = the device's default).
+    For ``chunk_bytes`` see :func:`projection_logprobs`.
     """
 
     def unembed(h: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def response_logprobs(
 def trajectory_logprobs(
     model: TransformerDecoder, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> Tensor:
-    """Log-probs [N, L] of all of a trajectory's rows, in its order, without gradient."""
+    """Log-probs [N, L] of a trajectory's rows, in its order, without gradient."""
     parts = [
         response_logprobs(model, part.layout, temperature=temperature)[0] for part in micro_batches
     ]
@@ -61,18 +60,9 @@ def trajectory_logprobs(
 
 
 def in_order(values: Sequence[Tensor], micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Values [n, L] of each micro-batch -> [N, L] in the trajectory's order."""
+    """Join each micro-batch's values [n, L] to [N, L] in the trajectory's order."""
     rows = torch.cat([part.rows for part in micro_batches])  # [N] a permutation
     return torch.cat(list(values))[rows.argsort()]
-
-
-CORRECTIONS = (
-    "old_logprobs",
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-)
 
 
 def importance_weights(
@@ -83,16 +73,15 @@ def importance_weights(
     mode: str | None,
     cap: float,
 ) -> Tensor | None:
-    """Weights [n, L] of the policy term, without gradient, 0 where masked; None for no weights.
+    """Weights [n, L] of the policy term, without gradient, 0 where masked; None = unweighted.
 
         token_*      w = exp(trainer - behaviour) of each token
         sequence_*   w = exp(sum over the row's tokens of trainer - behaviour)
         *_truncate   min(w, cap)
         *_mask       w where w <= cap, else 0
-        old_logprobs no weights: the loss's own ratio starts from the sampler's log-probs
+        old_logprobs unweighted: the loss's own ratio starts from the sampler's log-probs
 
-    The trainer's log-probs are of the policy that sampled, the behaviour's those of the
-    distribution that the tokens were drawn from; cap > 1.
+    The trainer's log-probs are those of the policy that sampled.
     """
     if mode is None or mode == "old_logprobs":
         return None

@@ -1,8 +1,8 @@
 """A step's rows -> mini-batches, one per optimizer step, each cut into micro-batches.
 
-A micro-batch is what shares a forward pass: a fixed number of rows, or as many as a token budget
-holds. Micro-batches and their layouts are made once a step, for the reference, the old log-probs
-and the optimizer steps of every epoch alike.
+The rows of a micro-batch share a forward pass: a fixed number of them, or as many as a token budget
+allows. Micro-batches and their layouts are made once a step, and serve the reference, the old
+log-probs and the optimizer steps of every epoch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torchtune_grpo.trajectory import Trajectory, length_mask
 
 @dataclass
 class MiniBatch:
-    """The rows of one optimizer step, of this rank."""
+    """This rank's rows of one optimizer step."""
 
     trajectory: Trajectory  # the rows that get a pass, with weights
     parts: list[MicroBatch]
-    num_tokens: int  # trained on, of all ranks; those of rows without a pass, too
+    num_tokens: int  # trained on, over all ranks, rows without a pass included
     old_logprobs: Tensor | None = None  # [N, L]; None: the policy is the one that sampled
 
 
@@ -47,16 +47,13 @@ def mini_batches(
     policy: TransformerDecoder,
     reference: Reference | None,
 ) -> list[MiniBatch]:
-    """Deal out a step's scored groups to the ``num_minibatches`` optimizer steps of an epoch.
-
-    Every rank has to call it: the weights' denominators are of one optimizer step and all ranks.
-    """
+    """Deal out a step's scored groups to an epoch's optimizer steps; every rank has to call it."""
     dealt = _deal(trajectory, count=cfg.num_minibatches)
     batches = [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
     if cfg.objective.sampling_correction == "old_logprobs":
         for batch in batches:
             batch.old_logprobs = batch.trajectory.sampler_logprobs
-    else:  # the first update's own pass gives those of the first
+    else:  # the first update's own pass yields its old log-probs
         policy.eval()
         with torch.no_grad():
             for batch in batches[1:]:
@@ -67,10 +64,9 @@ def mini_batches(
 
 
 def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
-    """The k-th group for the k-th optimizer step, and so on in turn.
+    """Deal the groups to the optimizer steps in turn, alike on any number of ranks.
 
-    Each step has the same groups on any number of ranks. Their order is the sampler's, which is
-    random already. Some may get no row.
+    The sampler's order is random already. A step may get no rows on a rank.
     """
     if count == 1:
         return [trajectory]
@@ -94,7 +90,7 @@ def _mini_batch(
         max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
-    if not loss.needs_all_rows:  # the others count in the denominators alone
+    if not loss.needs_all_rows:  # those left out only count in the denominators
         assert trajectory.advantages is not None
         trajectory = trajectory.select(trajectory.advantages != 0)
     parts = micro_batches(
@@ -120,16 +116,14 @@ def micro_batches(
     token_budget: int | None = None,
     dense: bool = False,
 ) -> list[MicroBatch]:
-    """Cut N rows, those of a prompt after each other, into micro-batches.
+    """Cut N rows, grouped by prompt, into micro-batches.
 
-    One has at most ``rows`` rows or, under a budget, ``token_budget`` tokens with padding: groups
-    that do not fit are split, and what is of similar length shares a pass. ``pack`` lays out rows
-    with the same prompt as one, ``dense`` with a dense mask.
+    Each has at most ``rows`` rows or, under a budget, ``token_budget`` tokens with padding: groups
+    that do not fit are split, and rows of similar length share a pass. ``pack`` lays out rows with
+    the same prompt as one, ``dense`` with a dense mask.
 
-    All ranks get equally many, at least one, as ranks that shard the model need it: where a rank
-    runs out of rows, some are empty. The largest comes first. If it fits, all do; and what it
-    leaves to the allocator has room for the others, while small ones first leave holes that a
-    larger one cannot use.
+    All ranks get equally many, at least one, as a sharded model requires; some may be empty. The
+    largest comes first: its memory can be reused for the others.
     """
     if token_budget is None:
         plan = _within_rows(trajectory, most=min(rows, group_size) if pack else 1, rows=rows)
@@ -143,7 +137,7 @@ def micro_batches(
 
 
 def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool) -> MicroBatch:
-    """packs: the rows of each packed row."""
+    """Lay out the rows of each packed row."""
     numbers = tuple(chain.from_iterable(packs))
     rows = torch.tensor(numbers, dtype=torch.long, device=trajectory.tokens.device)
     if not packs:
@@ -157,7 +151,7 @@ def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool)
 
 
 def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
-    """Rows after each other that have the same prompt, at most ``most`` together."""
+    """Split the rows into runs with the same prompt, of at most ``most`` rows each."""
     is_prompt = length_mask(trajectory.prompt_lengths, trajectory.tokens.shape[1])
     prompts = trajectory.tokens.where(is_prompt, -1)
     same = (prompts[1:] == prompts[:-1]).all(dim=1).tolist()
@@ -171,7 +165,7 @@ def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
 
 
 def _within_rows(trajectory: Trajectory, *, most: int, rows: int) -> list[list[list[int]]]:
-    """As many packed rows, of at most ``most`` rows each, as fit into a micro-batch."""
+    """Fill each micro-batch with packed rows, of at most ``most`` rows each."""
     plan: list[list[list[int]]] = []
     free = 0
     for group in _groups(trajectory, most=most):
@@ -184,7 +178,7 @@ def _within_rows(trajectory: Trajectory, *, most: int, rows: int) -> list[list[l
 
 
 def _within_budget(trajectory: Trajectory, *, most: int, budget: int) -> list[list[list[int]]]:
-    """First each group into as few packed rows as fit, then similar ones into micro-batches."""
+    """Pack each group into as few rows as fit, then similar ones into micro-batches."""
     prompts = trajectory.prompt_lengths.tolist()
     inputs = response_inputs(trajectory).tolist()
     packs: list[list[int]] = []

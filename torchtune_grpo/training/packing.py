@@ -1,10 +1,10 @@
-"""How rows are laid out for a forward pass: one row each, or those with the same prompt in one.
+"""Layouts of rows for a forward pass: one row each, or those with the same prompt packed in one.
 
-A group's rows begin with the same prompt. Laid out as ``[prompt, response 1, ..., response G]``,
-the prompt is computed once instead of G times, and padding between responses of different lengths
-disappears. The prompt then attends to itself and a response to the prompt and itself, causally, in
-one of two forms. By segments, the hidden scores are never computed, and on CUDA one kernel does all
-of them; compiled layers, which would be compiled anew for each step's lengths, take a dense mask.
+Packed as ``[prompt, response 1, ..., response G]``, a group's prompt is computed once instead of G
+times, and needs no padding between responses of different lengths. The prompt attends to itself and
+a response to the prompt and itself, causally. Attention by segments never computes the hidden
+scores, and on CUDA is one kernel; compiled layers, which would be compiled anew for each step's
+lengths, take a dense mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchtune_grpo.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Layout:
-    """Inputs of a forward pass over n rows, and where the hidden states to read are."""
+    """Inputs of a forward pass over n rows, and the places of the hidden states to read."""
 
     tokens: Tensor  # [b, S]
     positions: Tensor | None  # [b, S] for the rotary embedding; None = 0, 1, 2, ...
@@ -35,15 +35,12 @@ class Layout:
     column: Tensor  # [K] at which position
     targets: Tensor  # [K] the response tokens, in the order of response_mask
     response_mask: Tensor  # [n, L] bool
-    # [K] where each response token is among the mask's n * L; found here, since a GPU would be
-    # waited for in each pass that looks for it.
+    # [K] each response token's index in the flat mask [n * L]: finding it in a pass would make the
+    # host wait for the GPU.
     place: Tensor
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | Segments | None:
-        """The model's argument ``mask``, for queries of a dtype; None = causal.
-
-        The dense masks [b, S, S] of a whole step would be large, so each is made when needed.
-        """
+        """The model's argument ``mask``; dense ones [b, S, S] are large and so made when needed."""
         if isinstance(self.attention, Tensor):
             return dense_mask(self.attention, dtype)
         return self.attention
@@ -53,13 +50,13 @@ class Layout:
 class MicroBatch:
     """The rows of one forward pass, of which there may be none."""
 
-    numbers: tuple[int, ...]  # [n] rows of the trajectory
-    rows: Tensor  # [n] the same on the device
+    numbers: tuple[int, ...]  # [n] the trajectory's rows, on the host
+    rows: Tensor  # [n] and on the device
     layout: Layout
 
 
 def row_layout(batch: Trajectory) -> Layout:
-    """Each row by itself; with all padding on the right, plain causal attention is exact."""
+    """Lay out each row by itself; with all padding on the right, causal attention is exact."""
     longest = int((batch.prompt_lengths + response_inputs(batch)).max())
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
     column = batch.prompt_lengths[row] - 1 + offset  # the token before predicts
@@ -70,10 +67,7 @@ def row_layout(batch: Trajectory) -> Layout:
 
 
 def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
-    """Several rows with the same prompt in one; ``dense``: attend with a dense mask.
-
-    packs: [n] the packed row that each row belongs to: 0, ..., 0, 1, ..., b - 1.
-    """
+    """Pack rows with the same prompt; ``packs`` [n] is each one's packed row: 0, ..., 0, 1, ..."""
     device = batch.tokens.device
     counts = packs.bincount()  # [b]
     first = counts.cumsum(0) - counts  # [b] each pack's first row
@@ -84,7 +78,7 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
     total = int((begin + inputs).max())  # S
     column = torch.arange(total, device=device).expand(len(first), total).contiguous()  # [b, S]
 
-    # Segment 0 is the prompt, k the k-th response; behind the end the last one goes on, unread.
+    # Segment 0 is the prompt, k the k-th response; padding counts to the last one and is not read.
     starts = torch.full((len(first), int(counts.max())), total, device=device)
     starts[packs, torch.arange(len(packs), device=device) - first[packs]] = begin
     segments = torch.searchsorted(starts, column, right=True)  # [b, S]
@@ -108,7 +102,7 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
 
 
 def empty_layout(batch: Trajectory) -> Layout:
-    """A pass over no row, of which nothing is read: for a rank that only has to take part."""
+    """A pass over one padding token, for a rank that only has to take part."""
     nothing = batch.tokens.new_empty(0)
     mask = batch.response_mask[:0]
     return Layout(
@@ -117,16 +111,13 @@ def empty_layout(batch: Trajectory) -> Layout:
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
-    """[n] tokens of each response that are read: those before the last one that is trained on."""
+    """[n] input tokens of each response: those before the last one that is trained on."""
     number = torch.arange(batch.response_mask.shape[1], device=batch.tokens.device)
     return (batch.response_mask * number).amax(dim=1)
 
 
 def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores [b, S, S], 0 or -inf, of the packed rows' segments [b, S].
-
-    A boolean mask would be converted, and kept, in every layer.
-    """
+    """The mask [b, S, S] of segments [b, S], 0 or -inf: every layer would convert a bool one."""
     query, key = segments[:, :, None], segments[:, None, :]
     hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
     b, width = segments.shape
@@ -136,10 +127,10 @@ def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """The parts of b packed rows of S tokens, where torchtune's modules take a mask.
+    """The parts of b packed rows of S tokens, passed as the mask of torchtune's modules.
 
-    A dense mask takes S * S scores, of which most are hidden: with G responses of n tokens to a
-    prompt of P, S is P + G * n, but only G * n * (P + n) are of use.
+    With a dense mask most of the S * S scores are hidden: with G responses of n tokens to a prompt
+    of P, S is P + G * n, but only G * n * (P + n) are used.
     """
 
     # The prompt, each response behind the prompt's keys, and the padding, of all packed rows.
@@ -148,10 +139,7 @@ class Segments:
 
     @classmethod
     def of(cls, sizes: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Segments:
-        """Build them once for all layers and passes.
-
-        sizes: [b] of [P, n_1, ..., n_G], the parts of each packed row; width: S.
-        """
+        """Build them once for all layers and passes, from [P, n_1, ..., n_G] of each packed row."""
         parts: list[tuple[Tensor, Tensor]] = []  # the keys before the queries, and their own
         for row, (prompt, *responses) in enumerate(sizes):
             tokens = torch.arange(row * width, (row + 1) * width)
@@ -165,11 +153,11 @@ class Segments:
 
 
 def attend_in_segments(model: TransformerDecoder) -> None:
-    """Let the model's attention take :class:`Segments` for a mask; other masks work as before.
+    """Let the model's attention take :class:`Segments` as a mask; other masks work as before.
 
-    ``_attention_call`` is where torchtune's attention decides between its kernels, after the heads
-    were made and before they are joined. Other classes are refused: Gemma 2's sliding window, say,
-    would count the positions of the packed row.
+    ``_attention_call`` is where torchtune's attention picks its kernel, between splitting and
+    joining the heads. Other classes are refused: a sliding window, say, would count packed
+    positions.
     """
     known = (MultiHeadAttention, NormFirstAttention)
     kinds = {type(layer.attn).__name__ for layer in model.layers if type(layer.attn) not in known}
@@ -200,13 +188,13 @@ def _attend(
 ) -> Tensor:
     """q, k and v [b, heads, S, hd] -> [b, heads, S, hd]; ``group`` heads share keys and values.
 
-    Where there is a call for each response, the responses' copies of the prompt's keys and values
-    are not kept for the backward pass, but made again.
+    Without the kernel, each response needs a copy of the prompt's keys and values; the backward
+    pass makes them again.
     """
     if not isinstance(mask, Segments):
         return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
     attend = partial(segment_attention, segments=mask, dropout=dropout_p)
-    k, v = k[:, ::group], v[:, ::group]  # torchtune has copied them for each head
+    k, v = k[:, ::group], v[:, ::group]  # torchtune has repeated them for each head
     if not torch.is_grad_enabled() or (dropout_p == 0 and has_varlen_kernel(q)):
         return attend(q, k, v)
     return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
@@ -217,8 +205,7 @@ def segment_attention(
 ) -> Tensor:
     """Attention of the prompt to itself, and of each response to the prompt and itself.
 
-    q is [b, heads, S, hd], and so is the result; k and v are [b, kv_heads, S, hd]. Padding at a
-    row's end attends to itself, and is not read.
+    q and the result are [b, heads, S, hd]; k and v are [b, kv_heads, S, hd].
     """
     b, _, width, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))

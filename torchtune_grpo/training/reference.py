@@ -18,7 +18,7 @@ from torchtune_grpo.training.packing import MicroBatch
 
 
 class AdapterReference:
-    """The policy itself without adapters, or with those of now: no second copy of the weights."""
+    """The policy without adapters, or with the present ones: no second copy of the weights."""
 
     def __init__(self, policy: TransformerDecoder, *, keep_start: bool = False) -> None:
         self._policy = policy
@@ -31,13 +31,13 @@ class AdapterReference:
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
     def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
-        """Shard the copied adapters like the policy's; the other weights are the policy's own."""
+        """Shard the copied adapters like the policy's."""
         if self._start is not None:
             pairs = zip(self._start, self._parameters(), strict=True)
             self._start = [sharded_like(parameter, value) for value, parameter in pairs]
 
     def _parameters(self) -> list[Tensor]:
-        reshard(self._policy)  # what a pass has gathered is not what is trained
+        reshard(self._policy)  # the weights that a pass has gathered are not the trained ones
         return list(get_adapter_params(self._policy).values())
 
     def _copy(self) -> list[Tensor]:
@@ -78,11 +78,7 @@ Reference = AdapterReference | FrozenReference
 
 
 def make_reference(policy: TransformerDecoder, cfg: GRPOConfig) -> Reference:
-    """Pick the cheapest exact reference for a policy that was just loaded.
-
-    It is the policy with adapters off, or as ``cfg.adapter_dir`` has them, if there are some; else
-    a frozen copy.
-    """
+    """Pick the cheapest exact reference for a policy that was just loaded."""
     if get_adapter_params(policy):
         keep_start = cfg.adapter_dir is not None and cfg.objective.reference == "start"
         return AdapterReference(policy, keep_start=keep_start)

@@ -34,7 +34,7 @@ _LEAST_COLUMNS = 1024  # narrower blocks cost more in sums over blocks than they
 
 
 def default_chunk_bytes(device: torch.device, *, tokens: int) -> int:
-    """Bytes of float32 logits that exist at once, where the caller does not say."""
+    """The default number of bytes of float32 logits that exist at once."""
     bytes_at_once = _CPU_CHUNK_BYTES if device.type == "cpu" else _GPU_CHUNK_BYTES
     return max(bytes_at_once, 4 * tokens * _LEAST_COLUMNS)
 
@@ -61,20 +61,10 @@ def projection_logprobs(
     entropy_gradient: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets, and the entropy, under ``softmax(output(h) / temperature)``.
+    """Log-probs of the targets and entropy in nats under ``softmax(output(h) / temperature)``.
 
-    Args:
-        output (nn.Module): the output projection, D -> V.
-        h (Tensor): [K, D], normed.
-        targets (Tensor): [K] token ids.
-        temperature (float): > 0.
-        with_entropy (bool): False returns zeros for the entropy.
-        entropy_gradient (bool): whether the entropy is differentiated.
-        chunk_bytes (int | None): bytes of float32 logits that exist at once; None = the device's
-            default.
-
-    Returns:
-        tuple[Tensor, Tensor]: log-probs [K] and entropy in nats [K], float32.
+    h is [K, D] and normed; the targets and both results, float32, are [K]. Without ``with_entropy``
+    the entropy is 0. ``chunk_bytes`` of float32 logits exist at once; None = the device's default.
     """
     chunk_bytes = chunk_bytes or default_chunk_bytes(h.device, tokens=len(h))
     weight = plain_weight(output)
@@ -148,7 +138,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         moment = torch.zeros_like(peak)  # sum of exp(l - peak) l
         picked = torch.zeros_like(peak)  # the target's logit
         mean = torch.zeros_like(h, dtype=torch.float32) if keep_slope else None  # [K, D]
-        # Reused by all blocks: what is freed and asked for anew in turn ends as holes in the heap.
+        # Shared by all blocks: allocating for each would fragment the heap.
         size = len(h) * min(block, len(weight))
         kept_logits, kept_shares = peak.new_empty(size), peak.new_empty(size)
         for start, w in _blocks(weight, block):
@@ -231,7 +221,7 @@ def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> T
 def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
     """``total += left w`` in float32, the product in w's dtype."""
     if w.dtype == total.dtype:
-        total.addmm_(left, w)  # without a tensor of total's size for each block
+        total.addmm_(left, w)  # saves a tensor of total's size for each block
     else:
         total += left.to(w.dtype) @ w
 
