@@ -314,12 +314,6 @@ class GRPOConfig(Keys):
         return self.forward_batch_size or self.rows_per_step
 
 
-def evaluation_metrics(samples: int) -> list[str]:
-    """Metrics by which checkpoints can be compared, for a number of samples a prompt."""
-    metrics = ["eval/accuracy", "eval/reward"]
-    return metrics + [f"eval/{name}" for name in ("pass@1", f"pass@{samples}") if samples]
-
-
 def contradictions(cfg: GRPOConfig) -> Iterator[str]:
     """A sentence for each pair of keys that contradict each other, with the remedy."""
     output_dir = Path(cfg.output_dir).resolve()
