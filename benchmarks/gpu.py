@@ -1,4 +1,4 @@
-"""What a GPU does with this package, measured: attention, decoding, the update and real steps.
+"""What a GPU does with this package, measured: decoding, the update and real steps.
 
     python benchmarks/gpu.py                          # all pieces: 10 to 20 minutes on an H100
     python benchmarks/gpu.py --pieces decoding update
@@ -8,8 +8,6 @@ The model has the shape of Llama 3.2 1B and random weights; nothing is downloade
 need not be installed, if what it needs is. Each piece runs in a process of its own for at most
 eight minutes, so that one that fails, hangs or runs out of memory costs no other:
 
-    attention     40 shapes that were not seen before, forward and backward: a call a response, with
-                  cuDNN and without, and one call for all
     decoding      32 to 256 rows, eagerly and as CUDA graphs; transformers' generate beside it
     update        forward and backward of 64 rows, 8 and 32 at a time, with activation checkpointing
                   and without
@@ -28,7 +26,6 @@ import json
 import multiprocessing
 import os
 import platform
-import random
 import runpy
 import subprocess
 import sys
@@ -63,8 +60,6 @@ from launches import counted  # noqa: E402
 from llama3_2_1b_on_gsm8k import write_checkpoint  # noqa: E402
 from memory_estimate import estimate  # noqa: E402
 from rollout import make_way  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
 from torchtune.training import set_activation_checkpointing  # noqa: E402
 
@@ -72,7 +67,6 @@ import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.data import PromptBatch  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
-from torchtune_grpo.machine.attention import Spans, varlen_attention  # noqa: E402
 from torchtune_grpo.monitor.record import read  # noqa: E402
 from torchtune_grpo.rollout import (  # noqa: E402
     NativeEngine,
@@ -101,7 +95,6 @@ class Sizes:
     shape: dict[str, int]
     dtype: torch.dtype
     copied_bytes: int
-    shapes: int  # of attention
     rows: Sequence[int]  # of decoding
     prompt_lengths: Sequence[int]
     new_tokens: int
@@ -114,7 +107,6 @@ REAL = Sizes(
     shape=LLAMA_1B,
     dtype=torch.bfloat16,
     copied_bytes=2 * GIB,
-    shapes=40,
     rows=(32, 64, 128, 256),
     prompt_lengths=(96, 160, 212, 292),
     new_tokens=256,
@@ -126,7 +118,6 @@ TINY = Sizes(
     shape=TINY_SHAPE,
     dtype=torch.float32,
     copied_bytes=2**20,
-    shapes=3,
     rows=(8,),
     prompt_lengths=(5, 9),
     new_tokens=6,
@@ -175,49 +166,6 @@ def last_lines(text: str, count: int = 4) -> str:
     """The end of a traceback, short enough for a line."""
     lines = [line.strip() for line in text.splitlines()]
     return " | ".join([line for line in lines if line.strip("^~ ")][-count:])[-600:]
-
-
-# --- Attention ------------------------------------------------------------------------------------
-
-
-def attention(bench: Bench) -> None:
-    """Shapes that were not seen before, as each response of an update is one."""
-    sizes = bench.sizes
-    heads, kv_heads = sizes.shape["num_heads"], sizes.shape["num_kv_heads"]
-    head_dim = sizes.shape["embed_dim"] // heads
-    shortest, longest = sizes.responses
-    lengths = random.Random(0).sample(range(shortest, longest + 1), sizes.shapes)
-    prompt = max(sizes.prompt_lengths)
-
-    def made(*size: int) -> Tensor:
-        x = torch.randn(*size, head_dim, device=bench.device, dtype=sizes.dtype)
-        return x.requires_grad_()
-
-    def one_response(n: int) -> None:
-        q, k, v = (made(1, heads, prompt + n) for _ in range(3))
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-    def group(n: int) -> None:
-        queries = [prompt, *(n - i % 2 for i in range(GROUP))]
-        keys = [prompt, *(prompt + count for count in queries[1:])]
-        spans = Spans.of(queries, keys, device=bench.device)
-        q, k, v = made(sum(queries), heads), *(made(sum(keys), kv_heads) for _ in range(2))
-        varlen_attention(q, k, v, spans).sum().backward()
-
-    def both_passes(call: Callable[[int], None]) -> dict[str, Any]:
-        first, second = ([bench.seconds(partial(call, n)) for n in lengths] for _ in range(2))
-        return {
-            "shapes": len(lengths),
-            "first_ms": round(1000 * sum(first) / len(first), 2),
-            "worst_ms": round(1000 * max(first), 1),
-            "again_ms": round(1000 * sum(second) / len(second), 2),
-        }
-
-    for uses_cudnn in (True, False):
-        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
-        name = f"a call a response, cuDNN {'on' if uses_cudnn else 'off'}"
-        bench.measure(name, lambda: both_passes(one_response))
-    bench.measure(f"a call for {GROUP} responses", lambda: both_passes(group))
 
 
 # --- Decoding -------------------------------------------------------------------------------------
@@ -500,7 +448,6 @@ def make_inputs(bench: Bench, folder: Path, config: str) -> dict[str, Any]:
 # --- Running --------------------------------------------------------------------------------------
 
 RUN = {
-    "attention": attention,
     "decoding": decoding,
     "update": update,
     "recipe_lora": partial(recipe, config="llama3_2_1B_lora_grpo"),

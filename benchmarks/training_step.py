@@ -3,7 +3,6 @@
     python benchmarks/training_step.py head            # log-probs + backward of the projection
     python benchmarks/training_step.py update          # reference and policy pass of a LoRA step
     python benchmarks/training_step.py update --shortest 128
-    python benchmarks/training_step.py sweep           # peak memory against G, L and V
 
 Every way runs in a process of its own, because freed memory is kept. Its extra memory is the peak
 resident memory of the first run minus what was resident before it; its time is the best of
@@ -176,23 +175,10 @@ def compare_update(args: Namespace) -> dict[str, Any]:
     return {"full": full, **ours, "best_full_micro_batch": best, "gains": gains}
 
 
-def sweep(args: Namespace) -> dict[str, Any]:
-    """Extra memory of one packed group of equally long responses against G, L and V."""
-    group, longest, vocab = args.group, args.longest, args.vocab
-    points = [{"group": n} for n in (group // 2, group, 2 * group)]
-    points += [{"longest": n} for n in (longest // 2, 2 * longest)] + [{"vocab": vocab // 4}]
-    rows = []
-    for point in points:
-        way = {"way": "packed", "prompts": 1, "repeats": 1, **point}
-        way["shortest"] = point.get("longest", longest)
-        rows.append(point | {"extra_mb": apart(measured, way, args)["extra_mb"]})
-    return {"base": {"group": group, "longest": longest, "vocab": vocab}, "points": rows}
-
-
 def main() -> None:
     """Runs one benchmark; the defaults are the shape that docs/performance.md reports."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("benchmark", choices=["head", "update", "sweep"])
+    p.add_argument("benchmark", choices=["head", "update"])
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeats", type=int, default=2)
     p.add_argument("--vocab", type=int, default=128_256)
@@ -210,8 +196,8 @@ def main() -> None:
     p.add_argument("--ways", nargs="+", default=["rows", "packed", "budget"])
     p.add_argument("--full-micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 32])
     args = p.parse_args()
-    result = {"head": compare_head, "update": compare_update, "sweep": sweep}[args.benchmark](args)
-    report("training_step", args, **result)
+    compare = compare_head if args.benchmark == "head" else compare_update
+    report("training_step", args, **compare(args))
 
 
 if __name__ == "__main__":

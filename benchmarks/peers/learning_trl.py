@@ -13,26 +13,30 @@ those in ``OURS`` (``num_steps`` is the number of rollouts of both), ``--trl`` a
 
 A process each. Counted are the clock's seconds and the CPU's, from the first rollout on, without
 evaluations, imports and loading. A run that has ended in ``--work-dir`` is not repeated. Prints one
-JSON line: for each run its settings and points, and for each way the median over the seeds of
-samples and seconds to the levels, and where it ends.
+JSON line: for each way its points, and the median over the seeds of samples and seconds to the
+levels, and where it ends.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 
-CONFIG = Path(__file__).parents[2] / "recipes/configs/tiny_arithmetic_grpo.yaml"
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.rewards import math_correctness_reward, math_format_reward
+from torchtune_grpo.run import Run
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import DEMO, apart, report  # noqa: E402
+
 LEVELS = (0.9, 0.95)
 # Found by trial on seed 0: of the rates that end at 0.97 or more, the one that gets to 0.95 first.
 OURS = ["optimizer.lr=7e-4", "num_steps=12"]
@@ -45,61 +49,50 @@ TRL = {
 COLUMNS = ("samples", "seconds", "cpu_seconds", "pass@1")
 
 
-class Clock:
-    """Seconds so far, of the clock and of the CPU, without what lies between two laps."""
+class Watch:
+    """Writes a point at each evaluation: seconds so far, of clock and CPU, without evaluations."""
 
-    def __init__(self) -> None:
-        self.seconds, self.cpu_seconds = 0.0, 0.0
+    def __init__(self, file: Path, rows: int) -> None:
+        self._file, self._rows = file, rows
+        self._spent = [0.0, 0.0]
         self.start()
 
     def start(self) -> None:
         self._begun = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
-        self.seconds += time.perf_counter() - self._begun[0]
-        self.cpu_seconds += time.process_time() - self._begun[1]
+        now = time.perf_counter(), time.process_time()
+        self._spent = [s + b - a for s, a, b in zip(self._spent, self._begun, now, strict=True)]
+
+    def point(self, rollouts: int, pass_at_1: float) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps([rollouts * self._rows, *self._spent, pass_at_1]) + "\n")
 
 
-class Watch:
-    """A metric logger of the recipe: an evaluation's line ends with the clock set anew."""
-
-    def __init__(self, file: str, samples: int) -> None:
-        self._file, self._samples, self._clock = Path(file), samples, Clock()
-
-    def log_config(self, config: Any) -> None: ...
-
-    def log_dict(self, payload: dict[str, float], step: int) -> None:
-        if "eval/pass@1" in payload:
-            point = step * self._samples, self._clock.seconds, self._clock.cpu_seconds
-            with self._file.open("a") as file:
-                file.write(json.dumps([*point, payload["eval/pass@1"]]) + "\n")
-        else:
-            self._clock.stop()
-        self._clock.start()
-
-    def close(self) -> None: ...
-
-
-def load_config(args: argparse.Namespace) -> Any:
-    """The demo's, with the changed keys."""
-    folder = f"model_dir={args.work_dir / 'tiny_llama'}"
-    mine = OmegaConf.from_dotlist([folder, *OURS, *args.ours])
-    return OmegaConf.merge(OmegaConf.load(CONFIG), mine)
+def make_run(args: argparse.Namespace, seed: int, file: Path, *more: str) -> Run:
+    """The demo, with the changed keys."""
+    keys = [f"output_dir={file.with_suffix('')}", f"model_dir={args.work_dir / 'tiny_llama'}"]
+    keys += [f"seed={seed}", "prepare.seed=0", f"evaluation.every_n_steps={args.every}"]
+    return Run(load_config(DEMO, [*keys, *OURS, *args.ours, *more]))
 
 
 def run_ours(args: argparse.Namespace, seed: int, file: Path) -> None:
-    """The recipe, by ``tune``."""
-    cfg = load_config(args)
-    folder = file.with_suffix("")
-    keys = [f"output_dir={folder}", f"model_dir={cfg.model_dir}", f"seed={seed}", "prepare.seed=0"]
-    keys += [f"evaluation.every_n_steps={args.every}", *OURS, *args.ours]
-    keys += ["metric_logger._component_=learning_trl.Watch", "~metric_logger.log_dir"]
-    keys += [f"metric_logger.file={file}"]
-    keys += [f"metric_logger.samples={cfg.batch_size * cfg.grpo_samples}"]
-    command = [Path(sys.executable).parent / "tune", "run", "grpo_full_finetune_single_device"]
-    command += ["--config", CONFIG, *keys]
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])}
-    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env=os.environ | path)
+    """The recipe, whose evaluations are not counted."""
+    run = make_run(args, seed, file)
+    recipe = GRPOFullFinetuneRecipe(run.given, run)
+    recipe.setup(run.given)
+    watch, evaluate = Watch(file, run.cfg.batch_size * run.cfg.grpo_samples), run.evaluate
+
+    def evaluate_and_note(engine: Any) -> None:
+        watch.stop()
+        evaluate(engine)
+        watch.point(run.step, run.observer.records[-1]["eval/pass@1"])
+        watch.start()
+
+    run.evaluate = evaluate_and_note
+    watch.start()
+    recipe.train()
+    recipe.cleanup()
 
 
 def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
@@ -108,37 +101,27 @@ def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from torchtune_grpo.rewards import math_correctness_reward, math_format_reward
-    from torchtune_grpo.run import Run
-
-    given = load_config(args)
-    given.seed, given.output_dir, given.prepare.seed = seed, str(file.with_suffix("")), 0
-    run = Run(given)
-    cfg, tokenizer, dataset = run.cfg, run.tokenizer, run.dataset
+    run = make_run(args, seed, file)
+    run.join()
+    cfg, dataset, every = run.cfg, run.dataset, args.every
     items = [dataset[i] for i in range(len(dataset))]
     words = AutoTokenizer.from_pretrained(cfg.model_dir)
     prompts = [words.decode(item["tokens"]) for item in items]
     assert words(prompts[0])["input_ids"] == items[0]["tokens"]
     rows = cfg.batch_size * cfg.grpo_samples
 
-    def completed(reward: Any) -> Any:
-        def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-            texts = [dataset.prefill + text for text in completions]
-            return reward(prompts=prompts, completions=texts, **columns)
-
-        score.__name__ = reward.__name__
-        return score
-
     settings: dict[str, Any] = {**TRL, **OmegaConf.to_container(OmegaConf.from_dotlist(args.trl))}
     updates = rows // settings["per_device_train_batch_size"]
     settings.setdefault("gradient_accumulation_steps", updates)
-    model = AutoModelForCausalLM.from_pretrained(cfg.model_dir, dtype="float32")
     # A step of theirs is an optimizer step; several of them share a rollout.
     steps_per_rollout = settings["num_iterations"] * updates
     steps_per_rollout //= settings["gradient_accumulation_steps"]
     trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=[completed(math_correctness_reward), completed(math_format_reward)],
+        model=AutoModelForCausalLM.from_pretrained(cfg.model_dir, dtype="float32"),
+        reward_funcs=[
+            with_prefill(reward, dataset.prefill)
+            for reward in (math_correctness_reward, math_format_reward)
+        ],
         args=GRPOConfig(
             output_dir=str(file.with_suffix("")),
             reward_weights=[1.0, 0.1],
@@ -168,65 +151,65 @@ def run_trl(args: argparse.Namespace, seed: int, file: Path) -> None:
         ),
         processing_class=words,
     )
-    clock = Clock()
+    watch = Watch(file, rows)
 
     def evaluate(rollouts: int) -> None:
-        value = held_out(cfg, run.eval_dataset, tokenizer, trainer.model)
-        point = rollouts * rows, clock.seconds, clock.cpu_seconds, value
-        with file.open("a") as out:
-            out.write(json.dumps(point) + "\n")
+        watch.point(rollouts, held_out(args, seed, file, trainer.model))
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            clock.start()
+            watch.start()
 
         def on_step_end(self, settings: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-            clock.stop()
+            watch.stop()
             rollouts, rest = divmod(state.global_step, steps_per_rollout)
             if not rest and (rollouts % every == 0 or rollouts == cfg.num_steps):
                 evaluate(rollouts)
 
-    every = args.every
     trainer.add_callback(Steps())
     evaluate(0)
     trainer.train()
 
 
-def held_out(cfg: Any, dataset: Any, tokenizer: Any, model: Any) -> float:
+def with_prefill(reward: Callable[..., list[float]], prefill: str) -> Callable[..., list[float]]:
+    """A reward of whole answers, for TRL, which gives what follows the prefill."""
+
+    def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        texts = [prefill + text for text in completions]
+        return reward(prompts=prompts, completions=texts, **columns)
+
+    score.__name__ = reward.__name__
+    return score
+
+
+def held_out(args: argparse.Namespace, seed: int, file: Path, model: Any) -> float:
     """pass@1 of a transformers model, as the recipe's evaluations measure it."""
-    import torch
-
-    from torchtune_grpo.evaluation.evaluator import Evaluator
-    from torchtune_grpo.models import HFCheckpointer, hf_model
-    from torchtune_grpo.rewards import RewardSet
-    from torchtune_grpo.rollout import make_engine
-
-    folder = Path(cfg.output_dir) / "policy"
-    shutil.copytree(cfg.model_dir, folder, dirs_exist_ok=True)
+    folder = file.with_suffix("") / "policy"
+    shutil.copytree(args.work_dir / "tiny_llama", folder, dirs_exist_ok=True)
     model.save_pretrained(folder)
-    checkpointer = HFCheckpointer(checkpoint_dir=str(folder), output_dir=str(folder) + "_out")
-    policy = hf_model(str(folder))
-    policy.load_state_dict(checkpointer.load_checkpoint()["model"])
-    rewards = RewardSet.from_config(cfg.rewards)
-    evaluator = Evaluator(cfg, dataset, tokenizer=tokenizer, rewards=rewards)
-    with torch.no_grad():
-        return evaluator(make_engine(policy.eval(), cfg.rollout)).metrics["eval/pass@1"]
+    run = make_run(args, seed, file, f"model_dir={folder}")
+    assert run.evaluator is not None
+    value = run.evaluator(run.make_engine(run.build_policy().eval())).metrics["eval/pass@1"]
+    run.close()
+    return value
 
 
 RUN = {"ours": run_ours, "trl": run_trl}
 
 
+def train(name: str, way: str, seed: int, args: argparse.Namespace) -> None:
+    """A run in this process."""
+    RUN[way](args, seed, args.work_dir / f"{name}.jsonl")
+
+
 def points(way: str, seed: int, args: argparse.Namespace) -> list[list[float]]:
     """A run in a process of its own, unless it has ended already."""
-    file = args.work_dir / f"{way}_{seed}.jsonl"
-    ended = file.with_suffix(".ended")
+    name = f"{way}_{seed}"
+    file, ended = (args.work_dir / f"{name}.{kind}" for kind in ("jsonl", "ended"))
     if not ended.exists():
         file.unlink(missing_ok=True)
-        command = [sys.executable, *sys.argv, "--in-this-process", "--ways", way]
         # TRL looks for the model's name on the hub.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command += ["--seeds", str(seed)]
-        subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+        apart(train, name, way, seed, args, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
         ended.touch()
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -248,9 +231,6 @@ def summary(runs: list[list[list[float]]]) -> dict[str, Any]:
 
 def draw(results: dict[str, list[list[list[float]]]], picture: Path) -> None:
     """Held-out pass@1 against samples, and against CPU seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
@@ -280,19 +260,15 @@ def main() -> None:
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--trl", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.work_dir = args.work_dir.resolve()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    if args.in_this_process:
-        (way,), (seed,) = args.ways, args.seeds
-        return RUN[way](args, seed, args.work_dir / f"{way}_{seed}.jsonl")
     results = {way: [points(way, seed, args) for seed in args.seeds] for way in args.ways}
     if args.picture:
         draw(results, args.picture)
-    settings = {"seeds": args.seeds, "ours": OURS + args.ours, "trl": TRL, "trl_more": args.trl}
     ways = {way: summary(runs) | {"points": runs} for way, runs in results.items()}
-    print(json.dumps({"benchmark": "learning_trl", "settings": settings, "results": ways}))
+    settings = {"seeds": args.seeds, "ours": OURS + args.ours, "trl": TRL, "trl_more": args.trl}
+    report("learning_trl", settings, results=ways)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def test_all_pieces_run_and_are_written_down(tmp_path):
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
     def measure_piece(work, *, seconds=60.0):
-        monkeypatch.setitem(gpu.RUN, "attention", work)
+        monkeypatch.setitem(gpu.RUN, "update", work)
         args = {"device": "cpu", "tiny": True, "seconds": seconds, "output_dir": tmp_path}
-        return gpu.measure_piece("attention", Namespace(**args))
+        return gpu.measure_piece("update", Namespace(**args))
 
     return measure_piece
 
