@@ -226,7 +226,9 @@ def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
     """What some work returns in a process of its own; its first argument is what it is called."""
     with (
         patch.dict(os.environ, environment),
-        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
+        ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=os.dup2, initargs=(2, 1)
+        ) as process,
     ):
         result = process.submit(work, *args).result()
     print(args[0], result, file=sys.stderr, flush=True)

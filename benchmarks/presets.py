@@ -49,7 +49,7 @@ def train(keys: list[str]) -> dict[str, Any]:
         "pass@1 before": round(passes[0][1], 3),
         "pass@1 after": round(passes[-1][1], 3),
         "0.9 after steps": next((step for step, value in passes if value >= 0.9), None),
-        "clipped": round(sum(clipped) / len(clipped), 4),
+        "clipped": round(sum(clipped) / max(len(clipped), 1), 4),
         "CPU seconds": round(usage.ru_utime + usage.ru_stime),
     }
 

@@ -86,7 +86,7 @@ def run_ours(args: argparse.Namespace, seed: int, file: Path) -> None:
     def evaluate_and_note(engine: Any) -> None:
         watch.stop()
         evaluate(engine)
-        watch.point(run.step, run.observer.records[-1]["eval/pass@1"])
+        watch.point(run.step, run.recorder.evaluations[-1]["eval/pass@1"])
         watch.start()
 
     run.evaluate = evaluate_and_note
