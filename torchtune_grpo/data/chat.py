@@ -88,8 +88,7 @@ class PromptEncoder:
     and may hold control tokens. SentencePiece models may have user-defined symbols that the
     tokenizer does not list in ``special_tokens``; these are not found.
 
-    ``prefill`` is what graders see in front of the sampled text: the one given, behind the think
-    block that the chat template opens, if it does.
+    ``prefill`` is as in :class:`RLDataset`.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class PromptEncoder:
         return tokens[: len(tokens) - self._num_closing] + self._prefill_tokens
 
     def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages that a prompt stands for, the system's first if there is one."""
+        """Return the messages that a prompt stands for, with the system prompt if there is one."""
         turns = [message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
         if self._system_prompt and turns[0]["role"] != "system":
             turns.insert(0, message("system", self._system_prompt))
@@ -149,16 +148,15 @@ class PromptEncoder:
         return tokens
 
     def _template_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What the model's chat template writes, with cuts in the data's control tokens."""
-        return self._tokenizer.chat_text(
-            [
-                turn if self._is_own(turn) else self._marked(turn) | {"role": turn["role"]}
-                for turn in messages
-            ]
-        )
+        """Apply the model's chat template, with cuts in the data's control tokens."""
+        turns = [
+            turn if self._is_own(turn) else self._marked(turn) | {"role": turn["role"]}
+            for turn in messages
+        ]
+        return self._tokenizer.chat_text(turns)
 
     def _marked(self, value: Any) -> Any:
-        """A value with cuts in all of its texts: messages may hold calls of tools."""
+        """Cut all texts of a value: messages may hold calls of tools."""
         if isinstance(value, str):
             return HFTokenizer.CUT.join(self._pieces(value))
         if isinstance(value, Mapping):
@@ -166,7 +164,7 @@ class PromptEncoder:
         return [*map(self._marked, value)] if isinstance(value, list) else value
 
     def _dialogue_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
-        """What a torchtune tokenizer makes of a dialogue that ends in the assistant's reply."""
+        """Encode a dialogue that ends in the assistant's reply with a torchtune tokenizer."""
         turns = []
         for turn in messages:
             text = turn["content"]

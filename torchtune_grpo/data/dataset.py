@@ -32,9 +32,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A usable row: its number in the data as read, and what became of it."""
+    """A usable row."""
 
-    number: int
+    number: int  # in the data as read
     prompt: str | list[dict[str, Any]]
     tokens: array[int]  # machine integers: lists of Python ones take nine times the memory
     columns: dict[str, Any]
@@ -45,38 +45,13 @@ class RLDataset(Dataset[dict[str, Any]]):
 
     An item is ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``:
     its position, the prompt's tokens (prefill included), the prompt's text, which knows the
-    messages that it stands for, and the other columns. A prompt is a text, or a list of messages
-    ``{"role": ..., "content": ...}``, of which the last is to be answered.
+    messages that it stands for, and the other columns. docs/data.md describes the arguments.
 
     All prompts are tokenized when the data set is made: rows that cannot be used are left out and
     reported in the log before training.
 
-    Example in a config::
-
-        dataset:
-          _component_: torchtune_grpo.data.RLDataset
-          source: problems.jsonl
-          prompt_column: problem
-          columns: {answer: final_answer}
-
-    Args:
-        source: a local file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt); a folder written
-            by ``save_to_disk``; a data set on the Hugging Face hub; or a format (json, csv,
-            parquet, arrow, text) together with ``data_files``.
-        rows: the rows themselves, such as a list or a ``datasets.Dataset``, instead of ``source``.
-        transform: makes each row into the one that is used; its ValueErrors leave rows out.
-        columns: reward's name of a column -> its name in the data. Other columns keep theirs; one
-            whose name is taken by a renamed column is left out, as is the prompt's.
-        system_prompt: of prompts without a system message of their own.
-        prompt_template: text of the user message: ``{prompt}`` for the prompt column, any other
-            column by its name; ``{{`` and ``}}`` for literal braces. Not for lists of messages.
-        chat: whether to write the model's chat format, or plain text for a base model.
-        prefill: text that every response begins with. The attribute is what graders see in front
-            of what was sampled: it includes a think block that the chat template opens.
-        num_samples: how many rows to use, the first usable ones.
-        split: may be a slice such as ``train[:100]``.
-        data_files: paths, or split -> paths.
-        **load_dataset_kwargs: for ``datasets.load_dataset``: ``name``, ``revision`` and so on.
+    The attribute ``prefill`` is what graders see in front of the sampled text: the one given,
+    behind a think block that the chat template opens.
     """
 
     def __init__(
@@ -84,18 +59,18 @@ class RLDataset(Dataset[dict[str, Any]]):
         tokenizer: ModelTokenizer,
         *,
         source: str | None = None,
-        rows: Iterable[Row] | None = None,
-        transform: Callable[[Row], Row] | None = None,
+        rows: Iterable[Row] | None = None,  # instead of a source
+        transform: Callable[[Row], Row] | None = None,  # its ValueErrors leave rows out
         prompt_column: str = "prompt",
-        columns: Mapping[str, str] | None = None,
+        columns: Mapping[str, str] | None = None,  # reward's name of a column -> name in the data
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
-        chat: bool = True,
+        chat: bool = True,  # False: plain text, for a base model
         prefill: str | None = "",
         max_prompt_tokens: int | None = None,
-        num_samples: int | None = None,
+        num_samples: int | None = None,  # the first usable rows
         split: str = "train",
-        data_files: Any = None,
+        data_files: Any = None,  # paths, or split -> paths
         **load_dataset_kwargs: Any,
     ) -> None:
         if num_samples is not None and num_samples < 1:
@@ -150,13 +125,13 @@ class RLDataset(Dataset[dict[str, Any]]):
         self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
 
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
-        """A data set of other rows, in the form of these."""
+        """Make a data set of other rows with the same settings."""
         other = copy.copy(self)
         other._entries = self._read(*_load(source, rows))
         return other
 
     def encode(self, prompt: str) -> list[int]:
-        """Tokens of a prompt that is not in the data, in the form of those that are."""
+        """Return the tokens of a prompt that is not in the data."""
         try:
             return self._encoder(self._fill({self._prompt_column: prompt}, 0))
         except KeyError as error:
@@ -206,7 +181,7 @@ class RLDataset(Dataset[dict[str, Any]]):
             raise BadRow(shortened(str(error), 200)) from error
 
     def _column_sources(self, row: Row) -> dict[str, str]:
-        """Reward's name of each column -> its name in the data, once the keys fit a row."""
+        """Check the config's keys against a row; map rewards' names of columns to the data's."""
         for key, used in {
             "prompt_column": {self._prompt_column} if "prompt" in self._fields else set(),
             "prompt_template": self._fields - {"prompt"},
@@ -224,7 +199,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         return sources
 
     def _fill(self, row: Row, number: int) -> str | list[dict[str, Any]]:
-        """The prompt of a row: the template filled in, or messages as they are."""
+        """Fill in the template, or return a row's messages as they are."""
         if "prompt" in self._fields:
             prompt = row[self._prompt_column]
             if isinstance(prompt, (list, tuple)):
@@ -245,7 +220,7 @@ class RLDataset(Dataset[dict[str, Any]]):
 def _load(
     source: str | None, rows: Iterable[Row] | None, *, split: str = "train", **options: Any
 ) -> tuple[Iterable[Row], str]:
-    """The rows of a source, or those given, and the words for where they come from."""
+    """Return the rows of a source, or those given, and the name of their origin."""
     given = {key: value for key, value in options.items() if value is not None}
     if source is not None and rows is None:
         return load_rows(source, split=split, **given), origin(source, options.get("data_files"))
@@ -278,7 +253,7 @@ def _check_spelling(options: Mapping[str, Any]) -> None:
 
 
 def _report(left_out: Mapping[str, Sequence[int]], used: int, where: str) -> None:
-    """Report the rows that are left out; raise an error if none remains."""
+    """Log which rows are left out and why; raise an error if none remains."""
     count = sum(map(len, left_out.values()))
     reasons = [
         f"{why} (row {rows[0]})" if len(rows) == 1 else f"{why} ({len(rows)} rows, first {rows[0]})"
@@ -311,11 +286,7 @@ def collate_prompts(
     uses: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
 ) -> PromptBatch:
-    """One batch of B items of an :class:`RLDataset`, in their order.
-
-    ``uses`` and ``places`` are those of :class:`PromptBatch`; None: each prompt comes for the first
-    time, and no other rank has any.
-    """
+    """Collate B items of an :class:`RLDataset`; by default this rank has all of the step's."""
     names = items[0]["columns"].keys()
     return PromptBatch(
         tokens=[item["tokens"] for item in items],

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
-from datasets import Dataset, ReadInstruction, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    ReadInstruction,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    load_dataset,
+    load_from_disk,
+)
 
 from torchtune_grpo.config.text import describe, shortened
 
@@ -28,10 +36,7 @@ _FORMATS = {
 def load_rows(
     source: str, *, split: str = "train", data_files: Any = None, **options: Any
 ) -> Iterable[Any]:
-    """Load the rows of one split; :class:`RLDataset` says what a ``source`` may be.
-
-    Files without named splits are the split that is asked for, whatever its name.
-    """
+    """Load the rows of one split; files without named splits are that split, whatever its name."""
     try:
         return _load(source, split, data_files, options)
     except Exception as error:  # of parsers, the file system or the network
@@ -40,7 +45,7 @@ def load_rows(
 
 
 def origin(source: str, data_files: Any) -> str:
-    """Where rows come from, in the words of the config."""
+    """Name where rows come from, as the config does."""
     return f"source={source!r}" + ("" if data_files is None else f", data_files={data_files!r}")
 
 
@@ -64,21 +69,27 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
         options.setdefault("keep_default_na", False)  # True would read the text "None" as null
         if ".tsv" in str(files):
             options.setdefault("sep", "\t")
-    return load_dataset(file_format, split=split, data_files=files, **options)
+    is_quiet = are_progress_bars_disabled()
+    disable_progress_bars()  # local files are read in no time
+    try:
+        return load_dataset(file_format, split=split, data_files=files, **options)
+    finally:
+        if not is_quiet:
+            enable_progress_bars()
 
 
 def _select(tables: Mapping[str, Iterable[Any]], split: str) -> Iterable[Any]:
-    """The rows of a split, or of slices and sums of splits such as ``train[:90%]+test``."""
+    """Select the rows of a split, or of slices and sums of splits: ``train[:90%]+test``."""
     lengths = {name: len(table) for name, table in tables.items()}  # type: ignore[arg-type]
     parts = ReadInstruction.from_spec(split).to_absolute(lengths)
     return chain.from_iterable(islice(tables[p.splitname], p.from_, p.to) for p in parts)
 
 
 def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = None) -> list[Any]:
-    """The rows of files of JSON lines, or of one JSON list, which may stand in a ``field``.
+    """Read files of JSON lines, or of one JSON list, which may be a ``field`` of the file.
 
-    Python reads them, because `datasets` would turn a text such as "2024-01-02" into a time, and
-    integers beside floats into floats. Columns that a row lacks are None.
+    `datasets` would turn a text such as "2024-01-02" into a time, and integers beside floats into
+    floats. Columns that a row lacks are None.
     """
     rows: list[Any] = []
     for opened in fsspec.open_files(paths, "rt", compression="infer", encoding=encoding):

@@ -56,7 +56,7 @@ def _product_step_and_share(rng: random.Random) -> Chain:
 
 
 def _with_steps(chain: Chain, rng: random.Random, count: int, *, limit: int) -> Chain:
-    """Append one-digit sums and differences whose results stay within 0 and the limit."""
+    """Append one-digit sums and differences whose results are from 0 to the limit."""
     for _ in range(count):
         value = _running_values(chain)[-1]
         steps = [("+", n) for n in range(1, 10) if value + n <= limit]
@@ -65,7 +65,7 @@ def _with_steps(chain: Chain, rng: random.Random, count: int, *, limit: int) -> 
     return chain
 
 
-# Level -> (what draws a chain, whether it is told as a story).
+# Level -> (what draws a chain, whether the question is a story).
 _LEVELS: dict[int, tuple[Callable[[random.Random], Chain], bool]] = {
     1: (_one_digit_sum, False),
     2: (partial(_steps, count=2), False),
@@ -80,7 +80,7 @@ LEVELS = tuple(_LEVELS)
 
 
 def _running_values(chain: Chain) -> list[int]:
-    """The start number and the value after each step. Divisions are exact."""
+    """Return the start number and the value after each step. Divisions are exact."""
     work = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
     values = [chain[0][1]]
     for operation, number in chain[1:]:
@@ -89,7 +89,7 @@ def _running_values(chain: Chain) -> list[int]:
 
 
 def _split_of(chain: Chain) -> Split:
-    """The split of a chain, whatever the order of numbers that may swap places."""
+    """Return a chain's split, which does not depend on the order of terms and factors."""
     start = ("*" if chain[1][0] == "*" else "+", chain[0][1])
     steps = (start, *chain[1:])
     runs = groupby(steps, key=lambda step: "+-" if step[0] in "+-" else step[0])
@@ -131,18 +131,16 @@ def arithmetic_problems(
     num_samples: int,
     seed: int = 0,
 ) -> list[dict[str, str | int]]:
-    """Arithmetic problems with worked answers; the same arguments give the same problems.
+    """Make arithmetic problems with worked answers; the same arguments give the same problems.
 
     Levels: 1 one-digit sums; 2 and 3 two and three sums or differences in a row; 4 one sum or
-    difference of two-digit numbers; 5 and 6 like 2 and 3, told as a story; 7 a story of a product
-    and a sum or difference; 8 the same, ending in a division. No value on the way is negative, and
-    none of levels 2, 3, 5 and 6 is above 20.
+    difference of two-digit numbers; 5 and 6 like 2 and 3, as a story; 7 a story of a product and a
+    sum or difference; 8 the same, ending in a division. No intermediate value is negative, and none
+    of levels 2, 3, 5 and 6 is above 20.
 
-    Several levels take turns, so that each gets an equal share, until one has no more problems and
-    the others share the rest. All problems are different, and the splits have none in common.
-
-    A row has ``question``, ``solution`` (worked answer that ends in ``#### n``), ``answer`` (the
-    gold ``n`` as text) and ``level``.
+    Levels have equal shares, as far as each has enough problems. All problems are different, and
+    the splits have none in common. A row has ``question``, ``solution`` (a worked answer that ends
+    in ``#### n``), ``answer`` (the gold ``n`` as text) and ``level``.
     """
     chosen = [levels] if isinstance(levels, int) else list(levels)
     unknown = [level for level in chosen if level not in _LEVELS]
@@ -175,14 +173,13 @@ def _new_problem(
     # Level 1 has a few dozen problems per split; 2,000 misses in a row mean that all were used.
     for _ in range(2000):
         chain = draw(rng)
-        if min(_running_values(chain)) < 0 or _split_of(chain) != split:
+        values = _running_values(chain)
+        if min(values) < 0 or _split_of(chain) != split:
             continue
-        question = _question(chain, story, rng)
+        question, answer = _question(chain, story, rng), str(values[-1])
         if question not in seen:
             seen.add(question)
-            answer = str(_running_values(chain)[-1])
-            solution = _worked(chain)
-            return dict(question=question, solution=solution, answer=answer, level=level)
+            return dict(question=question, solution=_worked(chain), answer=answer, level=level)
     return None
 
 
@@ -199,7 +196,7 @@ _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
 def _shows_options(preset: Callable[..., RLDataset]) -> Callable[..., RLDataset]:
-    """Put RLDataset's arguments into a preset's signature, against which configs are checked."""
+    """Add RLDataset's arguments to a preset's signature, by which configs are checked."""
     own = inspect.signature(preset, eval_str=True)
     shown = {**inspect.signature(RLDataset, eval_str=True).parameters, **own.parameters}
     del shown["options"]
@@ -218,9 +215,8 @@ def gsm8k_dataset(
 ) -> RLDataset:
     """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade school problems with worked answers.
 
-    The splits are ``train`` (7,473 problems) and ``test`` (1,319). The prompt is the question; the
-    columns are ``question``, ``answer`` (the gold number as text) and ``solution`` (the worked
-    answer, without calculator notes).
+    There are 7,473 in the split ``train`` and 1,319 in ``test``. The columns are ``question``,
+    ``answer`` (the gold number as text) and ``solution`` (without calculator notes).
     """
     if source == "openai/gsm8k":
         options.setdefault("name", "main")
@@ -248,10 +244,9 @@ def humaneval_dataset(
 ) -> RLDataset:
     """HumanEval (Chen et al. 2021, arXiv:2107.03374): 164 functions to write, with unit tests.
 
-    There is only the split ``test``. To train on some of the problems and evaluate on others, give
-    slices, such as ``test[:132]`` and ``test[132:]``. The prompt is the function's head with its
-    docstring; the columns are ``setup`` (the prompt as code), ``test``, ``entry_point`` and
-    ``task_id``.
+    There is only the split ``test``; slices such as ``test[:132]`` and ``test[132:]`` part training
+    from evaluation. The prompt is the function's head with its docstring; the columns are ``setup``
+    (the prompt as code), ``test``, ``entry_point`` and ``task_id``.
     """
     options |= {"source": source, "split": split, "system_prompt": system_prompt}
     return RLDataset(tokenizer, transform=_humaneval_row, **options)
@@ -273,9 +268,6 @@ def arithmetic_dataset(
     seed: int = 0,
     **options: Any,
 ) -> RLDataset:
-    """:func:`~torchtune_grpo.data.arithmetic_problems` as a data set.
-
-    The columns are ``solution``, ``answer`` and ``level``.
-    """
+    """:func:`arithmetic_problems` with the columns ``solution``, ``answer`` and ``level``."""
     rows = arithmetic_problems(levels=levels, split=split, num_samples=num_samples, seed=seed)
     return RLDataset(tokenizer, rows=rows, prompt_column="question", **options)

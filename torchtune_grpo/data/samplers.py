@@ -86,7 +86,7 @@ class WeightedSampler(ShuffledSampler):
         raise NotImplementedError
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
-        """See :meth:`ShuffledSampler.next`. Source: Efraimidis and Spirakis 2006 (A-Res)."""
+        """As in :class:`ShuffledSampler`. Source: Efraimidis and Spirakis 2006 (A-Res)."""
         super().next(count)  # raises if there are too few
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + self._drawn)
         weights = self.weights().double()
@@ -217,17 +217,10 @@ def prompts_of_rank(
     world_size: int,
     before: Sequence[int] = (),
 ) -> tuple[PromptBatch, int]:
-    """One rank's share of a round's prompts, and its size.
+    """Return one rank's share of a round's ``rows``, and its size.
 
-    A rank whose share is empty gets the first prompt, whose responses are dropped: a sharded model
-    needs every rank.
-
-    Args:
-        dataset: holds them.
-        rows: the round's rows for all ranks, whose shares lie behind each other.
-        rank: whose share.
-        world_size: number of ranks.
-        before: the rows of the step's earlier rounds.
+    ``before`` are the rows of the step's earlier rounds. A rank whose share is empty gets the first
+    prompt, whose responses are dropped: a sharded model needs every rank.
     """
     all_rows = [*before, *rows]
     own = range(rank * len(rows) // world_size, (rank + 1) * len(rows) // world_size)
