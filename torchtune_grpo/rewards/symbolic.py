@@ -27,7 +27,6 @@ _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?
 _FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split())
 _FUNCTIONS |= set("sqrt pi min max gcd lcm mod infty frac".split())
 _LONGEST = 400  # characters of an answer; what is longer is there to keep sympy busy
-_UNREADABLE_GOLD = -1.0  # as in sandbox/symbolic.py, which only the workers import
 
 
 class SymbolicMathReward:
@@ -51,7 +50,7 @@ class SymbolicMathReward:
     def __call__(
         self, prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
     ) -> list[float | Exception]:
-        """Returns 1.0 or 0.0 for each, or an exception: an unreadable gold, a lost worker."""
+        """Return 1.0 or 0.0 for each, or an exception: an unreadable gold, a lost worker."""
         scores: list[float | Exception] = [0.0] * len(completions)
         asked: dict[int, list[tuple[str, str]]] = {}
         for row, (text, gold) in enumerate(zip(completions, answer, strict=True)):
@@ -68,10 +67,7 @@ class SymbolicMathReward:
 
     @staticmethod
     def check_row(*, answer: object) -> str | None:
-        """What keeps every answer from being right with a gold, or None; without math-verify.
-
-        Only a gold of words alone is refused; words and more may be a list or have a unit.
-        """
+        """Say why no answer can equal a gold: it is words alone. Does not ask math-verify."""
         fault = math_gold_fault(answer=answer)
         if fault is None or not isinstance(answer, str) or "#### " in answer:
             return fault
@@ -83,29 +79,29 @@ class SymbolicMathReward:
 
     @staticmethod
     def answer_of(text: str) -> str | None:
-        """The located answer, for votes among samples."""
+        """Return the located answer, for votes among samples."""
         return stated_answer(text) or stated_expression(text)
 
     def close(self) -> None:
-        """Ends the workers; a later call starts new ones."""
+        """End the workers; a later call starts new ones."""
         self._pool.close()
 
 
 def _equal(worker: FunctionWorker, pair: tuple[str, str]) -> float | Exception:
     given, gold = pair
     try:
-        equal: float = worker(given=given, gold=gold)
+        equal = worker(given=given, gold=gold)
     except WorkerLost as error:
         return error
     except (RuntimeError, TimeoutError):  # it took too much memory or time
         return 0.0
-    return ValueError(f"cannot read the answer {gold!r}") if equal == _UNREADABLE_GOLD else equal
+    return ValueError(f"cannot read the answer {gold!r}") if equal is None else float(equal)
 
 
 def _sides(expression: str, gold: str) -> list[str]:
-    """What must equal a gold: of a chain of equations all sides but a name before the first "=".
+    """Split a chain of equations into the sides that must equal the gold: all but a leading name.
 
-    With a gold that is an equation itself, or where a comma parts the answer: all of it.
+    A gold that is an equation itself, and a list with commas, are compared with the whole answer.
     """
     if _EQUALS.search(gold) or "," in _BRACKETED.sub("", expression):
         return [expression]
@@ -114,7 +110,7 @@ def _sides(expression: str, gold: str) -> list[str]:
 
 
 def stated_expression(text: str) -> str | None:
-    """A text's located answer as LaTeX without delimiters, or None unless it is one expression."""
+    """Return the located answer as LaTeX without delimiters; None unless it is one expression."""
     answers = located_answers(text)
     if len(answers) != 1:
         return None

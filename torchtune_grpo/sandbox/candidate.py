@@ -1,7 +1,7 @@
-"""The process that runs a completion. It knows the completion and the calls made to it, only.
+"""The process that runs a completion. It knows only the completion and the calls made to it.
 
-Whatever the completion does to this process, all that leaves it is an answer to a call, which the
-checker rebuilds as plain data and compares with what it expects.
+Whatever the completion does to this process, only answers to calls leave it, which the checker
+rebuilds as plain data.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def _load_function(code: str, entry_point: str) -> Any:
 
 
 def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
-    """Call the function. The answer is its value or its error, what it printed, and what it made
-    of those arguments, by position, that it changed."""
+    """Call the function: its value or error, what it printed, and its changed arguments."""
     printed = io.StringIO()
     sent = [*call["args"], *call["kwargs"].values()]
     try:
@@ -91,7 +90,7 @@ def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> list[Any]:
-    """The name of the nearest builtin exception, the message, and the arguments as plain data."""
+    """Return the nearest builtin exception's name, the message, and the arguments."""
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     message, arguments = "", None
     with contextlib.suppress(BaseException):

@@ -1,8 +1,7 @@
 """The process that runs a test. It never runs a line of the completion.
 
-The test's function is a stand-in that sends its arguments to the candidate's process and gets plain
-data back. So the expected values, the checker, its interpreter and the socket for its verdict are
-all where the completion is not.
+The test calls a stand-in, which sends its arguments to the candidate's process and gets plain data
+back. So the completion reaches neither expected values nor the interpreter that compares them.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ MAX_ANSWER = 2**20  # bytes
 def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     """Fork a candidate, run a test on a stand-in for its function, and send the verdict.
 
-    From ``judge`` come ``program`` (see :func:`run_candidate`), ``setup`` and ``test`` (source
-    code), and ``limits``. Either a verdict goes back, or a ``fault``: why the completion was not
-    even begun.
+    ``judge`` sends ``program`` (see :func:`run_candidate`), ``setup``, ``test`` and ``limits``. It
+    gets a verdict, or a ``fault``: why the completion was not even begun.
     """
     kernel.refuse_debuggers()
     calls, theirs = socket.socketpair()
@@ -62,7 +60,7 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
 
 
 class _NoAnswer(BaseException):
-    """No answer will come. No ``except Exception`` of a test catches it."""
+    """No answer will come; a test's ``except Exception`` does not catch it."""
 
 
 class _StandIn:
@@ -122,13 +120,13 @@ class _StandIn:
         return answer
 
     def _exception(self, name: str, message: str, arguments: Any) -> Exception:
-        """The builtin exception of that name, with the arguments if they give the message."""
+        """Make the builtin exception of that name, with the arguments if they fit its message."""
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             self._break(f"{name}: {message}")
         raised: Exception = RuntimeError(f"the function raised {name}: {message}")
         if kind in (StopIteration, StopAsyncIteration):
-            # As generators do it: a loop of the test's must not end as if it had been through.
+            # As generators do: the test's own loop must not take it for the end.
             return raised
         with contextlib.suppress(Exception):  # it may want other arguments
             raised = kind(message)
@@ -143,7 +141,7 @@ class _StandIn:
 
 
 def _refill(argument: Any, changed: Any) -> None:
-    """Make a list, dict or set that was passed what the function has made of it."""
+    """Change a list, dict or set that was passed as the function has changed it."""
     if type(changed) not in (list, dict, set) or not isinstance(argument, type(changed)):
         raise NotPlain("malformed")
     argument.clear()
@@ -151,8 +149,7 @@ def _refill(argument: Any, changed: Any) -> None:
 
 
 def _examine(exam: dict[str, Any], function: _StandIn) -> dict[str, Any]:
-    """Run the test. What fails before the first answer is the test's fault, and no completion can
-    cause it; what fails later is the completion's."""
+    """Run the test. Failures before the first answer are its own, later ones the completion's."""
     why = ""
     try:
         _run_test(exam, function)

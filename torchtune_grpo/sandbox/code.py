@@ -27,18 +27,11 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a completion may use.
+    """What a completion may use. Time in which others keep the CPUs busy does not count."""
 
-    Args:
-        seconds (float): of its processes and its test, running or asleep; waiting for a CPU that
-            others keep busy does not count. Then all its processes are killed.
-        megabytes (int): of memory in each process, and of files in all.
-        processes (int): at once, threads included.
-    """
-
-    seconds: float = 5.0
-    megabytes: int = 512
-    processes: int = 16
+    seconds: float = 5.0  # of its processes and its test, running or asleep
+    megabytes: int = 512  # of memory in each process, and of files in all
+    processes: int = 16  # at once, threads included
 
     def for_completion(self) -> dict[str, int]:
         """Resource limits of the completion's processes."""
@@ -64,49 +57,39 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a test says of a completion."""
+    """A test's result for a completion."""
 
     passed: bool
     why: str = ""  # it did not pass
     calls: int = 0  # of the function, that the completion answered
-    test_failed: bool = False  # the test failed by itself, so that it says nothing
+    test_failed: bool = False  # by itself, so that it says nothing about the completion
 
 
 @dataclass
 class CodeSandbox:
-    """Judges one completion at a time. Starts its process when it first needs it.
-
-    Args:
-        limits (Limits): what a completion may use.
-        namespaces (bool): False does without them, as where the kernel refuses them.
-        unfenced (bool): whether to go on where the kernel cannot filter system calls, or can
-            neither hide this machine's files and processes from a completion nor keep its
-            signals from them.
-    """
+    """Judges one completion at a time. Starts its process when it first needs it."""
 
     limits: Limits = field(default_factory=Limits)
-    namespaces: bool = True
+    namespaces: bool = True  # False: do without them, as where the kernel refuses them
+    # Go on where the kernel cannot filter system calls, or offers neither namespaces nor Landlock.
     unfenced: bool = False
     _server: ServerProcess | None = None
     _refusal: str = "they are turned off"  # why there are no namespaces
-    _worked: bool = False  # so that what is missing now was there
+    _worked: bool = False  # once; what is missing now was there
 
     def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
         """Run a test on a completion's function.
 
         ``test`` defines ``check(candidate)``, or calls the function by its name; ``setup`` is what
-        it may use besides: the prompt's imports and helpers. When the verdict is there, no process
-        and no file of the completion is left. A SandboxError says that no verdict can be had, for
-        reasons other than the completion.
+        it may use besides: the prompt's imports and helpers. Afterwards no process and no file of
+        the completion is left. A SandboxError means that the completion is not to blame.
         """
         self._start()
         return self._judge(code, setup, test, entry_point)
 
     def confinement(self) -> str:
-        """What fences a completion in, and what does not, in words."""
-        self._start()
-        assert self._server is not None
-        facts = self._server.facts
+        """Describe what a completion can reach and what not."""
+        facts = self._start().facts
         loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
         if os.geteuid() == 0 and not facts["users"]:
             loose += " They run as root without rights, whose NUMBER OF PROCESSES HAS NO LIMIT."
@@ -129,7 +112,7 @@ class CodeSandbox:
         )
 
     def kill(self) -> None:
-        """Make a judgement that another thread waits for end at once."""
+        """Make a ``judge`` that another thread waits for end at once."""
         if self._server is not None:
             self._server.kill()
 
@@ -139,23 +122,25 @@ class CodeSandbox:
             self._server.close()
             self._server = None
 
-    def _start(self) -> None:
+    def _start(self) -> ServerProcess:
+        """Start and try the server, if there is none, with namespaces if possible."""
         if self._server is not None:
-            return
+            return self._server
         try:
             self._server = ServerProcess("code" if self.namespaces else "code_without_namespaces")
             self._check_fences(self._server.facts)
             # Or else a sandbox that does not work here would look like a model that cannot code.
             verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
-            if not verdict.passed:
+            if not verdict.passed or self._server is None:
                 raise SandboxError(f"it does not work here: {verdict.why}")
         except (ServerLost, OSError, SandboxError) as error:
             self.close()
             if self._worked or not self.namespaces:
                 raise SandboxError(f"the sandbox did not start: {error}") from error
             self.namespaces, self._refusal = False, str(error)
-            self._start()
+            return self._start()
         self._worked = True
+        return self._server
 
     def _check_fences(self, facts: dict[str, Any]) -> None:
         """Refuse to start without a filter, or with neither namespaces nor enough of Landlock."""
@@ -211,7 +196,7 @@ class CodeSandbox:
         return Verdict(not report["why"], **report)
 
     def _await_verdict(self, sock: socket.socket, server: int, exam: dict[str, Any]) -> Any:
-        """What the checker reports, or a failure in its place."""
+        """Return the checker's report, or a failure in its place."""
         limit, start, answered = self.limits.seconds, time.monotonic(), False
         left, at_once = limit, min(os.cpu_count() or 1, self.limits.processes + 1)
         waiter = select.poll()

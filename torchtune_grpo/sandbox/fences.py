@@ -15,7 +15,7 @@
     memory, processes, ...  in both: resource limits (kernel.set_limits); code.py watches the time
 
 Landlock stands in kernel.py. The test and other completions are not in a completion's memory,
-because it is forked before its server and its checker are told anything.
+because it is forked before its server and its checker receive them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ _LIBRARY = sysconfig.get_paths()["stdlib"]
 LIBRARY_FD = 1002  # of _open_library; above all descriptors of programs
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _ZONES, _LOCALE = "/usr/share/zoneinfo", "/usr/lib/locale/C.utf8"
-# What no completion needs, and what tells of this machine; of zones, what is there twice.
+# What no completion needs, and what describes this machine; of zones, duplicates.
 _LEFT_OUT = re.compile(
     "test|idlelib|lib2to3|turtledemo|tkinter|ensurepip|distutils|config-.*|.*-packages|posix|right"
 )
 _FOR_ENDING_THREADS = "libgcc_s.so.1"  # libc loads it when the first thread ends
 
-# Users that completions alone run as: the first of them (a container may not know large numbers),
-# and how many they are.
+# Users of completions alone: the first one (a container may not know large numbers), and how many.
 _FIRST_UIDS, _UIDS = (10**9, 20_000), 40_000
 _MAX_FILES = 4096  # of one completion, in memory
 
@@ -104,11 +103,10 @@ class Fences:
         return os.fork()
 
     def leave_machine(self, folder: str, *, megabytes: int) -> int | None:
-        """Take all files from this process but those that a completion may have.
+        """Take all files from this process but the library and ``folder``, of limited size.
 
-        It may write to ``folder``: that many megabytes, where these are in memory. Returns the user
-        to become, whom no other completion is, so that the limit on processes counts this one's
-        alone; None = the same as now.
+        Returns the user to become (None: the same as now). No other completion is this user, so
+        that the limit on processes counts this one's alone.
         """
         uid = self._first_uid and self._first_uid + secrets.randbelow(_UIDS)
         kernel.refuse_privileges()
@@ -156,10 +154,8 @@ def _load_shared_libraries() -> None:
 
 
 def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Path and content of all files at and below some paths.
-
-    From then on all are in memory, so that it tells nothing which ones a completion has read.
-    """
+    """Read all files at and below some paths, after which all are in the page cache: else it would
+    show which ones a completion has read."""
     for path in paths:
         below = os.walk(path) if os.path.isdir(path) else [(os.path.dirname(path), [], [path])]
         for folder, _, names in below:
@@ -181,8 +177,8 @@ def _enter_namespaces() -> None:
 
 
 def _hide_files(readable: list[str]) -> None:
-    """Make copies in memory of the readable paths, three devices and an empty /tmp all the files
-    that there are, read-only. Only for a mount namespace of its own."""
+    """Replace this mount namespace's files by read-only copies in memory of the readable paths,
+    three devices and an empty /tmp."""
     root = "/proc"  # the new root is built there: a folder that exists and that nothing else needs
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
     for path, content in _files_at(readable):

@@ -118,10 +118,10 @@ def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
 
 
 def restrict_with_landlock(paths: list[tuple[int, int]], *, writable: str) -> None:
-    """Give up all files but the opened ``paths`` and plain files in the folder ``writable``.
+    """Give up, for children too, all files but the opened ``paths`` and those in ``writable``.
 
-    With them go TCP (version 4) and signals to processes outside (version 6). It holds for all
-    children, too. Where the kernel has no Landlock, nothing happens.
+    Also TCP (version 4) and signals to processes outside (version 6). Without Landlock it does
+    nothing.
     """
     version = landlock_version()
     if not version:

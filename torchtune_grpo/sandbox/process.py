@@ -44,7 +44,7 @@ class ServerLost(Exception):
 
 
 def _rankless_environment() -> dict[str, str]:
-    """This process's environment without its rank and its GPUs."""
+    """Copy this process's environment without its rank and its GPUs."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -54,9 +54,7 @@ def _rankless_environment() -> dict[str, str]:
 
 
 class ServerProcess:
-    """A process that runs :func:`torchtune_grpo.sandbox.server.main` in a ``role``; ``facts`` is
-    what it says about itself.
-    """
+    """A process that runs :func:`torchtune_grpo.sandbox.server.main`, and the ``facts`` it sent."""
 
     def __init__(self, role: str) -> None:
         ours, theirs = socket.socketpair()
@@ -81,30 +79,24 @@ class ServerProcess:
         return self._process.pid
 
     def start(self, sock: socket.socket) -> None:
-        """Forks a task there, which talks to whoever has the other end of the socket.
-
-        What it is asked is never in the server's memory. Raises ServerLost if the server is gone.
-        """
+        """Fork a task there, which talks to the socket's other end without the server."""
         with self._talking(_STOP_SECONDS):
             socket.send_fds(self._control, [b"+"], [sock.fileno()])
 
     def stop(self) -> None:
-        """Ends all tasks there, and returns when no process of theirs is left.
-
-        Raises ServerLost if that cannot be confirmed; everything is killed then all the same.
-        """
+        """End all tasks there, and return when no process of theirs is left."""
         with self._talking(_STOP_SECONDS):
             self._control.send(b"-")
             if not self._control.recv(1):
                 raise PeerGone("ended")
 
     def kill(self) -> None:
-        """Has the server end itself and all tasks, while another thread may wait for one."""
+        """Have the server end itself and all tasks, while another thread may wait for one."""
         with contextlib.suppress(OSError):  # closed already
             self._control.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the server and all tasks, and leaves no zombie."""
+        """End the server and all tasks, and leave no zombie."""
         self._control.close()  # the server kills its tasks and ends
         try:
             self._process.wait(timeout=_STOP_SECONDS)

@@ -1,8 +1,8 @@
 """A small process that forks tasks on demand, and ends them with all that they started.
 
-It reads one byte at a time from its socket. One that comes with an open socket forks a task, which
-talks to the server's owner there; one without kills every descendant and is answered when none is
-left. When the socket closes, because its owner closed it or died, the server kills them and ends.
+It reads single bytes from its socket. One with an open socket forks a task, which talks to the
+server's owner there; one without kills every descendant and is answered when none is left. When its
+socket closes, because the owner closed it or died, the server kills them and ends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ Task = Callable[[socket.socket], None]
 
 
 def main(role: str, fd: int) -> None:
-    """What a server's process runs: serves the owner of the other end of the socket ``fd``.
-
-    Its tasks are ``function`` (a worker that calls one), ``code`` or ``code_without_namespaces``.
-    """
+    """Serve the other end of the socket ``fd`` with tasks of one role: ``function`` (a worker that
+    calls one), ``code`` or ``code_without_namespaces``."""
     control = socket.socket(fileno=fd)
     task: Task
     if role == "function":

@@ -1,7 +1,7 @@
-"""What processes exchange that need not trust each other: messages, and values as plain data.
+"""Messages and plain values between processes that do not trust each other.
 
-A message is four bytes of length, then that many bytes, mostly of JSON. The socket's own timeout
-holds; when it has passed, there is a ``TimeoutError``.
+A message is four bytes of length, then that many bytes, mostly of JSON. After the socket's own
+timeout a ``TimeoutError`` is raised.
 
 A Python value crosses as data that JSON can hold, and only exact builtin types are rebuilt from
 data. So an object with an ``__eq__`` of its own never gets across, and a subclass (a Counter, a
@@ -19,10 +19,7 @@ from itertools import chain, islice
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-
-# Far above what a test or a completion needs; a peer that announces more is not read.
-MAX_BYTES = 64 * 2**20
-
+MAX_BYTES = 64 * 2**20  # of a message
 MAX_DEPTH = 100  # of a value
 MAX_ITEMS = 100_000  # of an iterator
 _PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
@@ -47,7 +44,7 @@ def _talking() -> Iterator[None]:
 
 
 def send_bytes(sock: socket.socket, data: bytes) -> None:
-    """Send one message; raises PeerGone if nobody is there to read it."""
+    """Send one message; raises PeerGone if the other side has ended."""
     with _talking():
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -88,9 +85,8 @@ def _read(sock: socket.socket, count: int) -> bytes:
 def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Write a value as plain data.
 
-    Raises:
-        NotPlain: for anything but None, bools, numbers, text, bytes, and lists, tuples, dicts,
-            sets, frozensets and iterators of such, nested at most ``depth`` deep.
+    Raises NotPlain for anything but None, bools, numbers, text, bytes, and lists, tuples, dicts,
+    sets, frozensets and iterators of such, nested at most ``depth`` deep.
     """
     if value is None or value is True or value is False:
         return value
@@ -110,11 +106,7 @@ def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def load(data: Any, depth: int = MAX_DEPTH) -> Any:
-    """Rebuild the value that :func:`dump` wrote, from data that anyone may have sent.
-
-    Raises:
-        NotPlain: if ``dump`` did not write it.
-    """
+    """Rebuild what :func:`dump` wrote; raises NotPlain for data that it did not write."""
     if data is None or type(data) in (bool, int, float, str):
         return data
     if type(data) is not list or not data or type(data[0]) is not str or depth == 0:
@@ -133,7 +125,7 @@ def _items(iterator: Iterator[Any]) -> list[Any]:
     return items
 
 
-# What the values of a type are made of, and how they are made of it.
+# The parts of a value of each type, and how it is rebuilt from them.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     complex: lambda value: (value.real, value.imag),
     bytes: lambda value: (bytes.hex(value),),

@@ -17,17 +17,15 @@ from typing import Any
 
 from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
 
-# The descriptor of the owner's requests; those below are the usual three.
-_REQUESTS = 3
+_REQUESTS = 3  # the descriptor of the owner's requests, behind the usual three
 
 
 def run_worker(requests: socket.socket) -> None:
-    """Loads a function and calls it for each request, until the socket closes.
+    """Load a function and call it for each request, until the socket closes.
 
-    The first message says which: ``path`` is its dotpath; ``arguments`` are bound to it, or, if it
-    ``makes`` the function as a class does, given to it; ``import_path`` and ``folder`` are the
-    owner's. Then come pickles of keyword arguments: they may hold anything, and their sender owns
-    this process. Answers are JSON.
+    The first message holds the ``path``, ``arguments`` and ``makes`` of a ``FunctionWorker``, and
+    the owner's ``import_path`` and ``folder``. Then come pickles of keyword arguments; the owner is
+    trusted. Answers are JSON.
     """
     os.dup2(requests.detach(), _REQUESTS)
     os.closerange(_REQUESTS + 1, 65536)
@@ -74,7 +72,7 @@ def _answer(function: Any, arguments: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot hold -> what it can, or its text."""
+    """Convert what JSON cannot hold, at least to its text."""
     if hasattr(value, "tolist"):  # tensors, arrays and their numbers
         return value.tolist()
     if isinstance(value, (set, frozenset)):
