@@ -1,4 +1,4 @@
-"""Calling rewards: arguments of their own, what they return and report, and failures one by one."""
+"""Calls of rewards: their arguments, what they return and report, and the failures of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.chat import Prompt, message
@@ -17,8 +17,7 @@ from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool
 
-# What the run itself logs of a reward ends in these.
-MEASURED = ("mean", "std", "errors", "none")
+MEASURED = ("mean", "std", "errors", "none")  # the run's own metrics of a reward end in these
 _LARGEST = 3.4028234663852886e38  # of float32
 _NOT_FINITE = "returned NaN or a number beyond float32; return a finite number, or None"
 _ASYNC_CALLS = 32  # at once, of an async reward that is called on each completion by itself
@@ -29,7 +28,7 @@ Score = float | None | BaseException
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is, under the names of transformers' ``TrainerState``."""
+    """The run's progress, under the names of transformers' ``TrainerState``."""
 
     global_step: int  # finished optimizer steps
     max_steps: int  # of the whole run
@@ -38,7 +37,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step's rewards are called with: N values each; None = not given."""
+    """The arguments of a step's rewards, N values each."""
 
     prompts: Sequence[str]
     completions: Sequence[str]
@@ -47,14 +46,19 @@ class Batch:
     trainer_state: TrainerState | None
 
     def arguments(self, reward: Reward, rows: range, outcome: Outcome) -> dict[str, Any]:
-        """Lists of the call's own, so that a reward which changes them changes no other's."""
+        """Copy the arguments of some rows, so that a reward may change its own."""
         given = {n: values for n, values in self.columns.items() if n not in reward.fixed}
         given |= {"prompts": self.prompts, "completions": self.completions}
         own: dict[str, Any] = {n: [values[row] for row in rows] for n, values in given.items()}
         if self.completion_ids is not None:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
         if reward.chat:
-            own["prompts"] = [_messages(prompt) for prompt in own["prompts"]]
+            own["prompts"] = [
+                copy.deepcopy(prompt.messages)
+                if isinstance(prompt, Prompt)
+                else [message("user", prompt)]
+                for prompt in own["prompts"]
+            ]
             own["completions"] = [[message("assistant", text)] for text in own["completions"]]
         else:
             own["prompts"] = [*map(str, own["prompts"])]
@@ -64,26 +68,20 @@ class Batch:
         return own
 
 
-def _messages(prompt: str) -> list[dict[str, Any]]:
-    if isinstance(prompt, Prompt):
-        return copy.deepcopy(prompt.messages)
-    return [message("user", prompt)]
-
-
 @dataclass
 class Outcome:
-    """What one reward returns and reports for ``count`` completions."""
+    """A reward's scores and reports for ``count`` completions."""
 
     count: int
     scores: list[Score] = field(default_factory=list)
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
-    raised: bool = False  # whether it gave an exception instead of scores
+    raised: bool = False  # an exception instead of scores
     broken: ContractError | None = None
     seconds: float = 0.0
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keeps one value per completion, whatever it is."""
+        """Record one value of any kind per completion."""
         column, values = str(column), list(values)
         if len(values) != self.count:
             raise ContractError(
@@ -93,7 +91,7 @@ class Outcome:
         self.extra[column] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keeps a number."""
+        """Record a number."""
         name = str(name)
         if name.rpartition("/")[2] in MEASURED:
             raise ContractError(
@@ -103,8 +101,7 @@ class Outcome:
         self.metrics.append((name, float(value)))
 
     def failures(self) -> tuple[int, int, str, str]:
-        """How many completions there are and how many failed; the first error and where it was
-        raised."""
+        """Count completions and failures; describe the first one and where it was raised."""
         errors = [(i, s) for i, s in enumerate(self.scores) if isinstance(s, BaseException)]
         if not errors:
             return self.count, 0, "", ""
@@ -115,7 +112,7 @@ class Outcome:
 
     @classmethod
     def join(cls, parts: Sequence[Outcome]) -> Outcome:
-        """One reward's outcomes of several calls as one."""
+        """Join one reward's outcomes of several calls."""
         whole = cls(sum(part.count for part in parts))
         for part in parts:
             for name, values in part.extra.items():
@@ -127,7 +124,7 @@ class Outcome:
 
 
 def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
-    """Calls each async reward in a thread of its own, and meanwhile the others in turn."""
+    """Call each async reward in a thread of its own, and meanwhile the others in turn."""
     outcomes: dict[str, Outcome] = {}
 
     def call(reward: Reward) -> None:
@@ -146,7 +143,7 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
 
 
 def _call_reward(reward: Reward, batch: Batch) -> Outcome:
-    """Calls a reward on all completions; in workers, or if it raises, on each by itself."""
+    """Call a reward on all completions; in workers, or if it raises, on each by itself."""
     start, count = time.perf_counter(), len(batch.completions)
     single = [range(row, row + 1) for row in range(count)]
 
@@ -186,8 +183,8 @@ def _call(function: RewardFunction, reward: Reward, batch: Batch, rows: range) -
 
 
 def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
-    """The ``count`` scores that a reward returned in a list, a tuple, a tensor or an array."""
-    if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
+    """Check the ``count`` scores that a reward returned in a list, tuple, tensor or array."""
+    if hasattr(returned, "tolist"):
         returned = returned.tolist()
     is_list = isinstance(returned, (list, tuple))
     if not is_list or len(returned) != count:
@@ -198,9 +195,9 @@ def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
         )
     scores: list[Score] = []
     for index, value in enumerate(returned):
-        number: Any = value
         if isinstance(value, Real):
-            is_finite = abs(number) <= _LARGEST  # else it was computed, but nothing can be learned
+            number = cast(float, value)
+            is_finite = abs(number) <= _LARGEST
             scores.append(float(number) if is_finite else ValueError(_NOT_FINITE))
         elif value is None or isinstance(value, BaseException):
             scores.append(value)

@@ -22,10 +22,8 @@ from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
-# More than anybody writes for one function; far below what would slow a message down.
-LONGEST_COMPLETION = 100_000
-# Why completions did not pass, in a word.
-FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash")
+_LONGEST = 100_000  # characters of a completion
+_FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash")
 _MAX_TRIED = 500  # rows, in five seconds
 _RAISES = "def {}(*_, **__):\n    raise Exception('always')"
 
@@ -51,16 +49,7 @@ def code_format_reward(
 
 
 class CodeReward:
-    """Rewards a function that passes its unit test: 1.0, and 0.0 for whatever else happens.
-
-    Args:
-        timeout (float): seconds for one completion and its test.
-        workers (int): completions at once.
-        memory_mb (int): megabytes of memory for each of a completion's processes.
-        processes (int): how many of these it may have at once, threads included.
-        unfenced (bool): whether to run where the kernel offers no filter of system calls, or
-            neither namespaces nor Landlock.
-    """
+    """Rewards a function that passes its unit test: 1.0, and 0.0 for whatever else happens."""
 
     __name__ = "code_reward"
     decides = True
@@ -68,11 +57,11 @@ class CodeReward:
     def __init__(
         self,
         *,
-        timeout: float = 5.0,
-        workers: int = 2,
-        memory_mb: int = 512,
-        processes: int = 16,
-        unfenced: bool = False,
+        timeout: float = 5.0,  # seconds for one completion and its test
+        workers: int = 2,  # completions at once
+        memory_mb: int = 512,  # of each of a completion's processes
+        processes: int = 16,  # of a completion at once, threads included
+        unfenced: bool = False,  # as in CodeSandbox
     ) -> None:
         settings = {"timeout": timeout, "workers": workers, "memory_mb": memory_mb}
         for name, value in {**settings, "processes": processes}.items():
@@ -111,7 +100,7 @@ class CodeReward:
         if log_metric is not None:
             why = [v.why for v in verdicts if isinstance(v, Verdict) and not v.test_failed]
             kinds = Counter(map(_failure_kind, filter(None, why)))
-            for kind in FAILURE_KINDS:
+            for kind in _FAILURE_KINDS:
                 log_metric(kind, kinds[kind] / max(len(why), 1))
         return scores
 
@@ -119,7 +108,7 @@ class CodeReward:
     def check_row(
         *, test: object, entry_point: object, setup: object = "", solution: object = ""
     ) -> str | None:
-        """What makes a row unusable whatever its test does, or None; runs nothing."""
+        """Say what makes a row unusable, or None; runs nothing."""
         for name, code in (("test", test), ("setup", setup), ("solution", solution)):
             if not isinstance(code, str):
                 return f"{name}={shortened(repr(code))} is not text"
@@ -145,14 +134,16 @@ class CodeReward:
         columns = {"test": test, "entry_point": entry_point, "setup": setup or [""] * count}
         chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
         programs = [_RAISES.format(name) for name in chosen["entry_point"]]
-        faults = [_trial_fault(verdict) for verdict in self.judge(programs, **chosen)]
+        faults: dict[int, str | None] = {}
+        for row, verdict in zip(tried, self.judge(programs, **chosen), strict=True):
+            faults[row] = _trial_fault(verdict)
         if solution is not None:
             verdicts = self.judge([solution[row] for row in tried], **chosen)
-            pairs = zip(faults, verdicts, strict=True)
-            faults = [fault or _solution_fault(verdict) for fault, verdict in pairs]
+            for row, verdict in zip(tried, verdicts, strict=True):
+                faults[row] = faults[row] or _solution_fault(verdict)
         return {
             row: fault and f"test={shortened(repr(test[row]))}: {fault}"
-            for row, fault in zip(tried, faults, strict=True)
+            for row, fault in faults.items()
         }
 
     def judge(
@@ -163,7 +154,7 @@ class CodeReward:
         entry_point: Sequence[str],
         setup: Sequence[str],
     ) -> list[Verdict | Exception]:
-        """As a call, with the reasons. Equal programs with equal tests run once."""
+        """Return verdicts in place of scores. Equal programs with equal tests run once."""
         jobs = list(zip(completions, test, entry_point, setup, strict=True))
         distinct = list(dict.fromkeys(jobs))
         if not self._logged:
@@ -178,8 +169,8 @@ class CodeReward:
 
     def _judge(self, sandbox: CodeSandbox, job: tuple[str, str, str, str]) -> Verdict | Exception:
         text, test, entry_point, setup = job
-        if len(text) > LONGEST_COMPLETION:
-            return Verdict(False, f"longer than {LONGEST_COMPLETION} characters")
+        if len(text) > _LONGEST:
+            return Verdict(False, f"longer than {_LONGEST} characters")
         code = extract_program(text, setup=setup, entry_point=entry_point)
         try:
             return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
@@ -194,7 +185,7 @@ def _score(verdict: Verdict | Exception) -> float | Exception:
 
 
 def _trial_fault(verdict: Verdict | Exception) -> str | None:
-    """What is wrong with a test, by its verdict on a function that raises in every call."""
+    """Say what is wrong with a test, by its verdict on a function that raises in every call."""
     if isinstance(verdict, Exception):
         raise verdict
     if verdict.passed:
@@ -209,7 +200,7 @@ def _solution_fault(verdict: Verdict | Exception) -> str | None:
 
 
 def _failure_kind(why: str) -> str:
-    """The one of ``FAILURE_KINDS`` that a verdict's reason belongs to."""
+    """Sort a verdict's reason into one of ``_FAILURE_KINDS``."""
     name = why.partition(":")[0]
     if name == "AssertionError":
         return "wrong"
@@ -223,7 +214,7 @@ def _failure_kind(why: str) -> str:
 _LANGUAGE = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
 _PYTHON = ("", "python", "python3", "py")
 MAX_BLOCKS = 1000  # of more, none counts
-# How a line at the left margin looks in a block that only defines things.
+# A line at the left margin of a block that only defines things.
 _DEFINING = re.compile(r"(?:async |def |class |import |from |@|#|[)\]}]|[A-Za-z_]\w* = [^(]*$)")
 
 
@@ -234,13 +225,8 @@ class Block(NamedTuple):
     closed: bool
 
 
-def behind_thinking(text: str) -> str:
-    """What stands behind the last ``</think>``."""
-    return text.rpartition("</think>")[2]
-
-
 def code_blocks(text: str) -> list[Block]:
-    """The fenced blocks of Python (or of no named language) behind a text's thinking.
+    """Find the fenced blocks of Python (or of no named language) behind a text's thinking.
 
     A fence is a line that begins with three or more backticks or tildes, however far it is
     indented. A line of at least as many ends the block, unless a triple-quoted string is open; the
@@ -248,7 +234,7 @@ def code_blocks(text: str) -> list[Block]:
     """
     blocks: list[Block] = []
     fence, lines, indent, is_python, quoted = "", [""], 0, False, False
-    for line in behind_thinking(text).replace("\r\n", "\n").split("\n"):
+    for line in text.rpartition("</think>")[2].replace("\r\n", "\n").split("\n"):
         bare = line.strip(" \t")
         mark = bare[0] if bare.startswith(("```", "~~~")) else ""
         if fence and bare.startswith(fence) and not bare.strip(mark) and not quoted:
@@ -258,18 +244,18 @@ def code_blocks(text: str) -> list[Block]:
         elif fence:
             lines.append(line[indent:] if line[:indent].isspace() else line)
             quoted ^= is_python and (line.count('"""') + line.count("'''")) % 2 == 1
-        elif mark and mark not in (told := bare.lstrip(mark)):
+        elif mark and mark not in (info := bare.lstrip(mark)):
             if len(blocks) == MAX_BLOCKS:
                 return []
-            fence, lines, quoted = bare[: len(bare) - len(told)], [], False
+            fence, lines, quoted = bare[: len(bare) - len(info)], [], False
             indent = len(line) - len(line.lstrip(" \t"))
-            language = _LANGUAGE.match(told)
+            language = _LANGUAGE.match(info)
             is_python = language is not None and language.group(1).lower() in _PYTHON
     return blocks + [Block("\n".join([*lines, ""]), closed=False)] * bool(fence and is_python)
 
 
 def definition_of(name: str) -> re.Pattern[str]:
-    """Finds a line at the left margin that defines a function (or class) of that name."""
+    """Return a pattern for a line at the left margin that defines a function or class."""
     name = re.escape(name)
     return re.compile(
         rf"^(?:(?:(?:async[ ]+)?def|class)[ ]+{name}\b|{name}[ ]*(?::[^=\n]*)?=(?!=))", re.MULTILINE
@@ -277,17 +263,12 @@ def definition_of(name: str) -> re.Pattern[str]:
 
 
 def extract_program(text: str, *, setup: str, entry_point: str) -> str:
-    """The program that a completion stands for.
+    """Extract the program from a text: prefill and completion.
 
-    It is ``setup``, the last fenced block that defines the function, and the blocks around it that
-    define other things and do nothing else. Without any such block the text behind the thinking is
-    the program, or, if it does not define the function, the continuation of ``setup``, as a base
-    model writes it. It need not be valid code.
-
-    Args:
-        text (str): prefill and completion.
-        setup (str): the prompt's code: imports, helpers, and the function's head.
-        entry_point (str): the function's name.
+    It is ``setup`` (the prompt's code), the last fenced block that defines the function, and the
+    blocks around it that define other things and do nothing else. Without any such block the text
+    behind the thinking is the program, or, if it does not define the function, the continuation of
+    ``setup``, as a base model writes it. It need not be valid code.
     """
     defines = definition_of(entry_point).search
     blocks = [block.code for block in code_blocks(text)]
@@ -296,7 +277,7 @@ def extract_program(text: str, *, setup: str, entry_point: str) -> str:
         others = {index for index, code in enumerate(blocks) if _only_defines(code)} - found
         kept = [blocks[index] for index in sorted({max(found), *others})]
         return "\n\n".join([setup, *kept]) + "\n"
-    tail = behind_thinking(text)
+    tail = text.rpartition("</think>")[2]
     return f"{setup}\n\n{tail}\n" if defines(tail) else f"{setup}{tail}\n"
 
 

@@ -1,8 +1,7 @@
 """Rewards for maths problems whose answer is one number.
 
 An answer is located in a text (prefill and completion), and is right if it holds exactly one number
-and that is the gold; words around the number do not matter. Whatever the text, grading takes linear
-time, executes nothing, raises nothing and works in any thread.
+and that is the gold. Whatever the text, grading takes linear time, executes and raises nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def math_format_holds(text: str) -> bool:
 
 
 def located_answers(text: str, *, strict: bool = False) -> set[str]:
-    """Where a text states its answer behind its thinking; several places must agree.
+    """Find the answers that a text states behind its thinking; several must agree.
 
     These are the answer blocks; without an answer tag, each ``\\boxed{}``, else what follows the
     last ``####``, else what follows the last "the (final) answer is". ``strict``: blocks alone.
@@ -121,7 +120,7 @@ def located_answers(text: str, *, strict: bool = False) -> set[str]:
 
 
 def stated_value(content: str) -> Fraction | None:
-    """The one number that an answer holds, or the last side of an equation that holds, else None.
+    """Read the one number that an answer holds, or the last side of a true equation, else None.
 
     It may have a sign, a currency, groups of three digits, decimals, an exponent, ``%`` and a unit,
     be a fraction or a mixed number, and be wrapped as in Markdown and LaTeX.
@@ -144,7 +143,7 @@ def _rewrite(text: str, steps: list[tuple[str, str]]) -> str:
 
 
 def _last_side(shape: str, numbers: Iterator[Fraction]) -> Fraction | None:
-    """The value of what stands behind the last "=", if all sides are equal."""
+    """Evaluate the last side of an equation if all sides are equal, else return None."""
     *sides, last = (side.strip() for side in shape.split("="))
     stated = _VALUE.fullmatch(last)
     if stated is None or "w(" in shape:  # f(12) is not 12
@@ -158,7 +157,7 @@ def _last_side(shape: str, numbers: Iterator[Fraction]) -> Fraction | None:
 
 
 def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
-    """The exact value of one side by Python's grammar: + - * / and brackets, and nothing else."""
+    """Evaluate one side exactly by Python's grammar: + - * / and brackets, and nothing else."""
     if not set(side) <= set("n +-*/()") or len(side) > _LONGEST_SIDE:
         raise SyntaxError
 
@@ -176,7 +175,7 @@ def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
 
 
 def located_value(text: str, *, strict: bool = False) -> Fraction | None:
-    """The number that all located answers of a text state, else None."""
+    """Return the number that all located answers of a text state, else None."""
     answers = located_answers(text, strict=strict)
     if not 0 < len(answers) <= _MOST_ANSWERS:
         return None
@@ -185,7 +184,7 @@ def located_value(text: str, *, strict: bool = False) -> Fraction | None:
 
 
 def stated_answer(text: str) -> str | None:
-    """The located number, each value in one spelling, for votes among samples."""
+    """Return the located number, each value in one spelling, for votes among samples."""
     value = located_value(text)
     return None if value is None else str(value)
 
@@ -197,7 +196,7 @@ def grade_math_answer(text: str, gold: str | int | float, *, strict: bool = Fals
 
 
 def _gold_value(gold: object) -> Fraction | None:
-    """A gold's value, or None if it states none; a float is the decimal that it is written as."""
+    """Return a gold's value, or None if it states none; a float counts as the decimal it prints."""
     if isinstance(gold, str):
         return stated_value(gold)
     if isinstance(gold, bool) or not isinstance(gold, (int, float)):
@@ -209,7 +208,7 @@ def _gold_value(gold: object) -> Fraction | None:
 
 
 def math_gold_fault(*, answer: object) -> str | None:
-    """What keeps every answer from being right with a gold, or None if one can be."""
+    """Say why no answer can equal a gold, or return None if one can."""
     try:
         if _gold_value(answer) is not None:
             return None
@@ -223,7 +222,7 @@ def math_gold_fault(*, answer: object) -> str | None:
 
 @declares(reward_range=(0.0, 1.0))
 def math_format_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Rewards the form of an answer, whatever it says, with 1."""
+    """Score 1.0 for the form of an answer, whatever it says."""
     return [float(math_format_holds(text)) for text in completions]
 
 
@@ -236,13 +235,13 @@ def math_correctness_reward(
     strict: bool = False,
     **columns: Any,
 ) -> list[float]:
-    """Rewards a right answer with 1; ``strict`` reads answer blocks alone."""
+    """Score 1.0 for a right answer; ``strict`` reads answer blocks alone."""
     pairs = zip(completions, answer, strict=True)
     return [float(grade_math_answer(text, gold, strict=strict)) for text, gold in pairs]
 
 
 def _last_number(text: str) -> str:
-    """The last number as an answer block; a minus behind a letter, digit or bracket subtracts."""
+    """Put the last number into an answer block; a minus behind a letter or digit subtracts."""
     number = next(reversed(_ANY_NUMBER.findall(text)), "")
     return f"<answer>{number.rstrip(',')}</answer>"
 
@@ -255,10 +254,6 @@ def _last_number(text: str) -> str:
 def last_number_reward(
     prompts: list[str], completions: list[str], *, answer: list[str | int | float], **columns: Any
 ) -> list[float]:
-    """Rewards a text whose last number, wherever it stands, is the gold: a lenient grader.
-
-    Beside ``math_correctness_reward`` it tells what a model knows from whether it keeps the form.
-    Not one to train on: of an answer that lists numbers, the last one counts.
-    """
+    """Score 1.0 for a text whose last number is the gold: a lenient grader, not one to train on."""
     numbers = [_last_number(text) for text in completions]
     return math_correctness_reward(prompts, numbers, answer=answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -20,9 +20,8 @@ from torchtune_grpo.config.text import ConfigError, describe
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
 
-# reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None], the
-# interface of TRL's trainer; None says that the reward does not apply to a completion. It may be
-# async.
+# reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None], as
+# for TRL's trainer; None says that the reward does not apply to a completion. It may be async.
 RewardFunction = Callable[..., Any]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,51 +29,43 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(eq=False)
 class Reward:
-    """A reward function, its weight in the total, and what it declares of itself.
-
-    A reward of weight 0 is only watched. With ``chat``, prompts and completions are lists of
-    messages and not texts. With ``workers`` it runs in these processes, one completion at a time,
-    and ``function`` (there the class, if it is one) only has its signature read. The other fields
-    are what the function has as attributes of the same names.
-    """
+    """A reward function, its weight in the total, and the attributes that the function declares."""
 
     name: str
     function: RewardFunction
-    weight: float = 1.0
-    chat: bool = False
-    workers: WorkerPool[FunctionWorker] | None = None
-    # Whether it tells right answers from wrong ones, and how much more it gives these at least.
-    decides: bool = field(default=False, init=False)
-    reward_gap: float = field(default=1.0, init=False)
-    # Its lowest and its highest value.
-    reward_range: tuple[float, float] | None = field(default=None, init=False)
-    # One row's columns -> what is wrong with them; columns of rows -> the same by position.
-    check_row: Callable[..., str | None] | None = field(default=None, init=False)
-    check_rows: Callable[..., dict[int, str | None]] | None = field(default=None, init=False)
-    # A text -> the answer that it sees there, for votes among samples.
-    answer_of: Callable[[str], str | None] | None = field(default=None, init=False)
+    weight: float = 1.0  # 0: only logged
+    chat: bool = False  # prompts and completions are lists of messages
+    workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # of a partial
-        for name in ("decides", "reward_gap", "reward_range", "check_row", "answer_of"):
-            setattr(self, name, getattr(declared, name, getattr(self, name)))
+        # Whether it tells right answers from wrong ones, and how much more it gives these at least.
+        self.decides: bool = getattr(declared, "decides", False)
+        self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
+        # Its lowest and its highest value.
+        self.reward_range: tuple[float, float] | None = getattr(declared, "reward_range", None)
+        # One row's columns -> what is wrong with them; columns of rows -> the same by position.
+        self.check_row: Callable[..., str | None] | None = getattr(declared, "check_row", None)
+        self.check_rows: Callable[..., dict[int, str | None]] | None = None
         if self.workers is None:  # or its object is elsewhere
             self.check_rows = getattr(declared, "check_rows", None)
+        # A text -> the answer that it sees there, for votes among samples.
+        self.answer_of: Callable[[str], str | None] | None = getattr(declared, "answer_of", None)
 
     @property
     def is_async(self) -> bool:
-        """Whether a call in this process gives something to await."""
+        """Whether a call in this process has to be awaited."""
         method = getattr(type(self.function), "__call__", None)  # noqa: B004
         functions = (self.function, method)
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The arguments that the config has fixed; a column of that name is not passed."""
+        """The arguments that the config sets; columns of these names are not passed."""
         return self.function.keywords if isinstance(self.function, partial) else {}
 
     def check(self, key: str) -> None:
-        """Raises a ValueError unless the weight is finite and the function takes any column."""
+        """Check that the weight is finite and that the function takes any column."""
         where = f"{key} ({self.name})"
         if not math.isfinite(self.weight):
             raise ValueError(f"{where}: weight={self.weight}; give a finite number.")
@@ -87,7 +78,7 @@ class Reward:
             raise ValueError(f"{where} takes only {signature}, not further columns; {remedy}")
 
     def check_columns(self, columns: Iterable[str], *, data: str = "dataset") -> None:
-        """Raises a ValueError if ``data``, a key of the config, lacks a column that it needs."""
+        """Check that ``data``, a key of the config, has the columns that the reward needs."""
         present = sorted(columns)
         for name, required in _keywords(_call_signature(self.function)).items():
             if required and name not in present:
@@ -98,18 +89,17 @@ class Reward:
                 )
 
     def row_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """What ``check_row`` says of rows with the same columns: position -> what is wrong."""
+        """Apply ``check_row`` to rows with the same columns: position -> what is wrong."""
         if self.check_row is None:
             return {}
         signature = inspect.signature(self.check_row)
-        names = {*rows[0], *self.fixed}
-        if not _takes_any_keyword(signature):
-            names &= signature.parameters.keys()
+        takes_all, known = _takes_any_keyword(signature), signature.parameters
         faults: dict[int, str] = {}
         for position, row in enumerate(rows):
-            values = {**row, **self.fixed}
+            given = {**row, **self.fixed}
+            values = {n: v for n, v in given.items() if takes_all or n in known}
             try:
-                fault = self.check_row(**{name: values[name] for name in names})
+                fault = self.check_row(**values)
             except Exception as error:  # as in json.loads(answer)
                 fault = describe(error)
             if fault is not None:
@@ -117,21 +107,21 @@ class Reward:
         return faults
 
     def tried_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
-        """What ``check_rows`` says of rows: position of each that was tried -> what is wrong."""
+        """Apply ``check_rows`` to rows: position of each that was tried -> what is wrong."""
         if self.check_rows is None:
             return {}
         names = inspect.signature(self.check_rows).parameters.keys() & rows[0].keys()
         return self.check_rows(**{name: [row[name] for row in rows] for name in names})
 
     def close(self) -> None:
-        """Ends its processes, if it has some; the next call starts new ones."""
+        """End its processes, if it has some; the next call starts new ones."""
         close = getattr(self.workers or self.function, "close", None)
         if callable(close):
             close()
 
 
 def declares(**attributes: Any) -> Callable[[F], F]:
-    """Declares on a function what :class:`Reward` reads from it."""
+    """Set attributes on a function that :class:`Reward` reads."""
 
     def declare(function: F) -> F:
         vars(function).update(attributes)
@@ -150,14 +140,14 @@ class _Keys(Keys):
 
 
 class _IsolatedKeys(_Keys):
-    """What ``isolation: process`` adds; without it they are the component's own arguments."""
+    """The keys that ``isolation: process`` adds; else they are the component's arguments."""
 
     timeout: PositiveFloat = 10.0
     workers: PositiveInt = 2
 
 
 def rewards_from_config(cfg: Sequence[Mapping[str, Any]]) -> list[Reward]:
-    """Builds the rewards that a config's key ``rewards`` lists."""
+    """Build the rewards that a config lists."""
     nodes: Any = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
     return [_reward(node, f"rewards[{index}]") for index, node in enumerate(nodes)]
 
@@ -203,7 +193,7 @@ def _reward(node: Mapping[str, Any], key: str) -> Reward:
 def _check_arguments(
     component: Callable[..., Any], arguments: Mapping[str, Any], key: str, own: list[str]
 ) -> None:
-    """Refuses a misspelt key, which a reward's ``**columns`` would swallow."""
+    """Refuse a misspelt key, which a reward's ``**columns`` would swallow."""
     signature = inspect.signature(component)
     if inspect.isclass(component) and _takes_any_keyword(signature):
         return
@@ -219,13 +209,13 @@ def _check_arguments(
 
 
 def _call_signature(function: RewardFunction) -> inspect.Signature:
-    """The signature of a reward's call; of a class, that of its objects."""
+    """Return the signature of a reward's call; of a class, that of its objects."""
     call: Any = function
     return inspect.signature(partial(call.__call__, None) if inspect.isclass(call) else call)
 
 
 def _keywords(signature: inspect.Signature) -> dict[str, bool]:
-    """The parameters that a column or a config can fill by name: name -> required."""
+    """List the parameters that a column or a config can fill: name -> whether it is required."""
     return {
         p.name: p.default is p.empty
         for p in signature.parameters.values()
@@ -239,6 +229,6 @@ def _takes_any_keyword(signature: inspect.Signature) -> bool:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the known word that ``word`` was perhaps meant to be, or nothing."""
+    """Hint at the known word that ``word`` may have been meant to be, if any."""
     matches = get_close_matches(word, list(known), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

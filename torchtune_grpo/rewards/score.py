@@ -24,8 +24,6 @@ from torchtune_grpo.rewards.workers import ContractError
 
 log = get_logger("INFO")
 
-_SHOWN_ROWS = 3  # of many bad ones
-
 
 class RewardFailure(RuntimeError):
     """A reward failed on more completions than the config allows."""
@@ -33,7 +31,7 @@ class RewardFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What R rewards say about N completions, in float32."""
+    """Scores of N completions by R rewards, in float32."""
 
     names: list[str]
     scores: Tensor  # [N, R] unweighted; nan where a reward does not apply or failed
@@ -41,12 +39,12 @@ class RewardScores:
     total: Tensor  # [N] the weighted sum; see torchtune_grpo.advantages.total_reward
     seconds: list[float]  # that each of the R rewards took
     failed: Tensor  # [N, R] bool: it raised, did not answer in time, or gave no finite number
-    # What rewards gave to log_extra, N values each; where several gave one name, with the reward's.
+    # N values each, from log_extra; a name that several rewards use is preceded by the reward's.
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
 
     def select(self, rows: Tensor) -> RewardScores:
-        """The scores of some rows [n]."""
+        """Select the scores of some rows [n]."""
         extra = {name: [values[row] for row in rows] for name, values in self.extra.items()}
         return replace(
             self,
@@ -58,7 +56,7 @@ class RewardScores:
 
     @classmethod
     def join(cls, parts: Sequence[RewardScores]) -> RewardScores:
-        """The scores of several calls behind each other."""
+        """Concatenate the scores of several calls."""
         names = {name for part in parts for name in part.extra}
         return replace(
             parts[0],
@@ -87,8 +85,8 @@ class RewardSet:
         for index, reward in enumerate(self.rewards):
             if reward.name in self.names[:index]:
                 raise ValueError(
-                    f"rewards[{index}].name is {reward.name!r}, as another's is; give each reward "
-                    "a name of its own."
+                    f"rewards[{index}].name={reward.name!r}: used twice; give each reward a name "
+                    "of its own."
                 )
             reward.check(f"rewards[{index}]")
         _check_shaping(self.rewards)
@@ -97,7 +95,7 @@ class RewardSet:
     def from_config(
         cls, cfg: Sequence[Mapping[str, Any]], *, max_failure_share: float = 0.0
     ) -> RewardSet:
-        """Builds the set that the config's list ``rewards`` describes; see docs/rewards.md."""
+        """Build the set that the config's list ``rewards`` describes; see docs/rewards.md."""
         return cls(rewards_from_config(cfg), max_failure_share=max_failure_share)
 
     @property
@@ -106,11 +104,10 @@ class RewardSet:
         return [reward.name for reward in self.rewards]
 
     def check_data(self, dataset: Any, *, key: str) -> None:
-        """Leaves out the rows of the data set ``key`` that a reward cannot score any answer to.
+        """Leave out the rows of the data set ``key`` that a reward cannot score any answer to.
 
         No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank. Raises a
-        ValueError naming the first rows if more than half would have to be left out, or some, and
-        the data set has no ``leave_out``.
+        ValueError if more than half would have to be left out.
         """
         for reward in self.rewards:
             rows = _columns(dataset)
@@ -131,13 +128,12 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
     ) -> RewardScores:
-        """Scores N completions, ``group_size`` after each other of one prompt; N may be 0.
+        """Score N completions, ``group_size`` in a row of each prompt; N may be 0.
 
         Completions begin with the prefill, their ``completion_ids`` do not. Without
-        ``trainer_state``, rewards get neither it nor ``log_extra`` and ``log_metric``. On several
-        ranks each calls it with its own completions, and what stops one rank here stops all: a
-        reward that returns anything but N numbers or Nones (ValueError), too many failures
-        (RewardFailure), or a signal (Interrupted).
+        ``trainer_state``, rewards get neither it nor ``log_extra`` and ``log_metric``. Each rank
+        calls it with its own completions, and what stops one rank here stops all: a broken reward
+        (ContractError), too many failures (RewardFailure), or a signal (Interrupted).
         """
         for reward in self.rewards:
             reward.check_columns(columns)
@@ -147,12 +143,12 @@ class RewardSet:
         return self._scores(outcomes, group_size)
 
     def close(self) -> None:
-        """Ends the processes of rewards that have some; the set can be used again."""
+        """End the processes of rewards that have some; the set can be used again."""
         for reward in self.rewards:
             reward.close()
 
     def _check_failures(self, outcomes: Sequence[Outcome]) -> None:
-        """Raises on every rank if one has a broken reward, or if there are too many failures."""
+        """Raise on every rank if one has a broken reward, or if there are too many failures."""
         broken = next((visible(str(o.broken)) for o in outcomes if o.broken), None)
         ranks = gather_over_ranks((broken, [outcome.failures() for outcome in outcomes]))
         for text, _ in ranks:
@@ -202,7 +198,7 @@ class RewardSet:
 
 
 def _check_shaping(rewards: Sequence[Reward]) -> None:
-    """Raises a ValueError if shaping could pay a wrong answer as much as a right one.
+    """Check that shaping cannot give a wrong answer as much as a right one.
 
     A reward that ``decides`` gives a right answer at least its ``reward_gap`` more than a wrong
     one; one with a ``reward_range`` can favour a wrong answer by at most the width of that range.
@@ -228,15 +224,16 @@ def _columns(dataset: Any) -> list[dict[str, Any]]:
 def _leave_out(
     dataset: Any, faults: Mapping[int, str], checked: int, *, key: str, name: str
 ) -> None:
-    """Leaves out the rows with faults; see :meth:`RewardSet.check_data`."""
+    """Leave out the rows with faults; see :meth:`RewardSet.check_data`."""
     if not faults:
         return
     numbers = getattr(dataset, "row_numbers", range(len(dataset)))
-    first = [f"row {numbers[i]}: {shortened(fault, 200)}" for i, fault in faults.items()]
+    shown = [f"row {numbers[i]}: {shortened(fault, 200)}" for i, fault in faults.items()]
+    if len(shown) > 3:
+        shown[3:] = ["..."]
     text = (
         f"{key}: the reward {name!r} can score no answer to {len(faults)} of "
-        f"{checked} rows (counted from 0): {'; '.join(first[:_SHOWN_ROWS])}"
-        f"{'; ...' if len(first) > _SHOWN_ROWS else ''}."
+        f"{checked} rows (counted from 0): {'; '.join(shown)}."
     )
     if 2 * len(faults) > checked or not hasattr(dataset, "leave_out"):
         raise ValueError(

@@ -1,12 +1,11 @@
-"""One pool of worker processes, for rewards that may hang or crash or that run foreign code.
+"""A pool of worker processes, for rewards that may hang or crash or that run foreign code.
 
     pool = WorkerPool([FunctionWorker("my_module.function", timeout=5.0) for _ in range(2)])
     results = pool.map(lambda worker, task: worker(**task), tasks)
 
-A task is whatever the function given to ``map`` asks a worker to do. To add a kind of task, write a
-worker for it: an object that starts its process when it is first needed, keeps its own time limit
-and starts another process after a loss. It has two methods: ``close()`` ends the process, and
-``kill()`` makes a task that another thread waits for fail at once.
+A worker starts its process when it is first needed, keeps its own time limit and starts another
+process after a loss. Its ``close()`` ends the process, and its ``kill()`` makes a task that another
+thread waits for fail at once.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ R = TypeVar("R")
 
 
 class ContractError(ValueError):
-    """A reward that cannot be loaded, or that returned what no reward may: a bug, not a failure."""
+    """A bug in a reward: it cannot be loaded, or it returned something other than scores."""
 
 
 class WorkerLost(RuntimeError):
@@ -47,10 +46,9 @@ class WorkerPool(Generic[W]):
         self._workers: Sequence[Any] = workers
 
     def map(self, ask: Callable[[W, T], R], tasks: Sequence[T]) -> list[R]:
-        """``ask(worker, task)`` of each task, in order.
+        """Return ``ask(worker, task)`` for each task, in order.
 
-        The first exception drops the tasks that still wait, and is raised. Ctrl-C ends the workers,
-        also one that has just become idle and may have been killed all the same.
+        The first exception drops the tasks that still wait, and is raised. Ctrl-C ends all workers.
         """
         waiting, errors = deque(enumerate(tasks)), deque[BaseException]()
         results: list[Any] = [None] * len(tasks)
@@ -85,7 +83,7 @@ class WorkerPool(Generic[W]):
         return results
 
     def close(self) -> None:
-        """Ends all workers; the next task starts new ones."""
+        """End all workers; the next task starts new ones."""
         for worker in self._workers:
             worker.close()
 
@@ -93,10 +91,9 @@ class WorkerPool(Generic[W]):
 class FunctionWorker:
     """Calls a function in a process of its own, with a time limit per call.
 
-    After ``timeout`` seconds the process is killed with all that it started. This needs no signals,
-    so it works in any thread. The process sees neither GPUs nor the rank of this one, and imports
-    the function itself by its dotpath; if it ``makes`` the function, as a class does, ``arguments``
-    are for that, else for each call.
+    After ``timeout`` seconds the process is killed with all that it started. It sees neither GPUs
+    nor this process's rank, and imports ``path``. If that ``makes`` the function, as a class does,
+    ``arguments`` are for that, else for each call.
     """
 
     def __init__(
@@ -113,12 +110,7 @@ class FunctionWorker:
         self._socket: socket.socket | None = None
 
     def __call__(self, **arguments: Any) -> Any:
-        """What the function returns, as plain data.
-
-        Raises:
-            TimeoutError, WorkerLost, RuntimeError: the last with the function's own exception.
-            ContractError: if it cannot be loaded.
-        """
+        """Return what the function returns, as plain data; its exceptions are RuntimeErrors."""
         log_extra, log_metric = arguments.pop("log_extra", None), arguments.pop("log_metric", None)
         if "trainer_state" in arguments:  # importing its class would import torch
             arguments["trainer_state"] = SimpleNamespace(**vars(arguments["trainer_state"]))
@@ -145,12 +137,12 @@ class FunctionWorker:
         return answer["returned"]
 
     def kill(self) -> None:
-        """Makes a call that another thread waits for fail at once."""
+        """Make a call that another thread waits for fail at once."""
         if (server := self._server) is not None:
             server.kill()
 
     def close(self) -> None:
-        """Ends the process and all that it started; the next call starts a new one."""
+        """End the process and all that it started; the next call starts a new one."""
         if self._socket is not None:
             self._socket.close()
         if self._server is not None:
