@@ -193,7 +193,7 @@ def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str,
         with torch.no_grad():
             counts = decoding(model, merge=way == "merged", rows=rows)
         if way != "merged":
-            counts |= training(model, on_cuda(part), batch.to(CUDA), loss)
+            counts |= training(model, on_cuda(part), on_cuda(batch), loss)
     return counts
 
 

@@ -85,8 +85,7 @@ from torchtune_grpo.rollout.graphs import StepGraphs, coarse
 from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches, mini_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
-from torchtune_grpo.training.policy import build_policy, empty_model
-from torchtune_grpo.training.reference import make_reference
+from torchtune_grpo.training.policy import build_policy, empty_model, make_reference
 from torchtune_grpo.training.softmax import default_chunk_bytes
 from torchtune_grpo.trajectory import Trajectory
 

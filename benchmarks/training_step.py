@@ -39,7 +39,7 @@ from torchtune.modules.peft import disable_adapter
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.policy import AdapterReference
 from torchtune_grpo.training.softmax import projection_logprobs
 from torchtune_grpo.trajectory import Trajectory
 

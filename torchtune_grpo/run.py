@@ -50,13 +50,14 @@ from torchtune_grpo.rollout import RolloutEngine, make_engine
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.policy import (
+    Reference,
     build_policy,
     check_model,
     check_prompts,
     empty_model,
+    make_reference,
     should_shard,
 )
-from torchtune_grpo.training.reference import Reference, make_reference
 
 log = utils.get_logger("INFO")
 

@@ -40,10 +40,6 @@ class Samples:
     sampler_logprobs: Tensor  # [N, L]
     behaviour_logprobs: Tensor  # [N, L]
 
-    def to(self, device: torch.device) -> Samples:
-        """The same samples on another device."""
-        return Samples(**{name: value.to(device) for name, value in vars(self).items()})
-
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -82,11 +78,6 @@ class Trajectory:
     def tensors(self) -> dict[str, Tensor]:
         """The fields that hold a tensor."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def to(self, device: torch.device) -> Trajectory:
-        """The same trajectory on another device."""
-        tensors: dict[str, Any] = {n: value.to(device) for n, value in self.tensors().items()}
-        return replace(self, **tensors)
 
     def select(self, rows: Tensor, *, numbers: Sequence[int] | None = None) -> Trajectory:
         """Select the rows with these numbers [n], in this order, or those that are True [N] bool.

@@ -33,7 +33,7 @@ from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.rollout import RolloutConfig, SamplingParams, make_engine, roll_out
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.policy import AdapterReference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import (  # noqa: E402

@@ -28,8 +28,7 @@ from torchtune_grpo.models import (
 )
 from torchtune_grpo.training import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.policy import build_policy, check_model
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.policy import AdapterReference, build_policy, check_model
 
 LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"
 TARGETS = {
@@ -99,7 +98,7 @@ def test_a_model_from_its_folder_begins_as_peft_has_it(tmp_path, name, config):
     overrides = [f"model_dir={base}", f"adapter_dir={adapter}", "device=cpu", "dtype=fp32"]
     settings = read_config(load_config(config, overrides))
     check_model(settings)
-    weights = Checkpoints.of_run(settings).base_weights()
+    weights = Checkpoints(settings).base_weights()
     policy = build_policy(settings, weights, device=torch.device("cpu")).eval()
     torch.testing.assert_close(policy(TOKENS), expected, atol=1e-4, rtol=1e-4)
 

@@ -17,7 +17,6 @@ from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine import device
 from torchtune_grpo.machine.parallel import random_states, restore_random_state, shard
 from torchtune_grpo.training import policy
-from torchtune_grpo.training.policy import should_shard
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")
@@ -71,12 +70,12 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
 @pytest.mark.parametrize(("gigabytes", "sharded"), [(5.2, False), (4.8, True)])
 def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sharded):
     """Llama 3.2 1B and its adapters take 2.5 GB in bf16, twice of which has to be free."""
-    monkeypatch.setattr(device, "free_bytes", lambda device: int(gigabytes * 1e9))
+    monkeypatch.setattr(policy, "free_bytes", lambda device: int(gigabytes * 1e9))
 
     def shards(name: str, sharding: str = "auto") -> bool:
         cfg = load_config(name)
         cfg.distributed = {"sharding": sharding}
-        return should_shard(read_config(cfg), device=CPU)
+        return policy.should_shard(read_config(cfg), device=CPU)
 
     assert not shards("llama3_2_1B_full_grpo", "always")  # one rank alone
     monkeypatch.setattr(policy, "world_size", lambda: 2)

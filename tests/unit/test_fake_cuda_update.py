@@ -28,7 +28,7 @@ from torchtune_grpo.training import (
 from torchtune_grpo.training.logprobs import importance_weights
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.optimizer import total_grad_norm
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.policy import AdapterReference
 from torchtune_grpo.trajectory import Trajectory
 
 PROMPTS, RESPONSES = [6, 9], [5, 3, 1, 7]
@@ -71,7 +71,7 @@ def rollout(*, rows: int) -> tuple[Trajectory, list[MicroBatch]]:
         columns={"gold": texts},
     )
     with fake_cuda():
-        return trajectory.to(CUDA), [on_cuda(part) for part in parts]
+        return on_cuda(trajectory), [on_cuda(part) for part in parts]
 
 
 @pytest.mark.parametrize(

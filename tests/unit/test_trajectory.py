@@ -122,14 +122,6 @@ def test_completion_ids_hold_the_whole_response_trained_on_or_not():
     assert rows.completion_ids == [[2], [5, 6, 7]]
 
 
-def test_to_moves_every_tensor_and_keeps_the_rest():
-    rows = trajectory_of([2, 1], [1, 3], trained_on=[1, 3])
-    moved = rows.to(torch.device("meta"))
-    assert moved.tensors().keys() == rows.tensors().keys()
-    assert {value.device.type for value in moved.tensors().values()} == {"meta"}
-    assert (moved.completions, moved.columns) == (rows.completions, rows.columns)
-
-
 def test_roll_out_joins_samples_prompts_texts_and_columns():
     """By hand: the second response has its stop token, the first was cut."""
     samples = replace(

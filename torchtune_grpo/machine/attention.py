@@ -97,7 +97,9 @@ def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: flo
         for q_i, k_i, v_i in zip(*parts, strict=True):
             n, m = q_i.shape[2], k_i.shape[2]
             k_i, v_i = (_for_each_head(x, q.shape[1]) for x in (k_i, v_i))
-            mask = _causal_mask(n, m, like=q) if m > n > 1 else None
+            mask = None
+            if m > n > 1:  # [n, m] 0 or -inf, where the last query sees all keys
+                mask = q.new_full((n, aligned(m)), -torch.inf).triu_(m - n + 1)[:, :m]
             attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=m == n)
             out.append(attend(q_i, k_i, v_i, attn_mask=mask) if n else q_i)
     return torch.cat(out, dim=2)[0].transpose(0, 1)
@@ -112,12 +114,6 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
     """Repeat keys or values [_, kv_heads, ...] for the heads that share them: [_, heads, ...]."""
     count = heads // x.shape[1]
     return x if count == 1 else x.repeat_interleave(count, dim=1)
-
-
-def _causal_mask(queries: int, keys: int, *, like: Tensor) -> Tensor:
-    """The scores' mask [queries, keys], 0 or -inf, where the last query sees all keys."""
-    mask = like.new_full((queries, aligned(keys)), -torch.inf).triu_(keys - queries + 1)
-    return mask[:, :keys]
 
 
 def aligned(width: int) -> int:

@@ -16,7 +16,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training, utils
 from tqdm.auto import tqdm
 
-from torchtune_grpo.machine.parallel import rank, sum_over_ranks
+from torchtune_grpo.machine.parallel import rank
 
 _NF4_BITS = 4.5  # with the scales of its blocks
 # Below this many parameters a second thread gains next to nothing, and beside another busy process
@@ -112,12 +112,6 @@ def weight_bytes(model: nn.Module) -> int:
         for p in model.parameters()
     )
     return round(sum(bits) / 8)
-
-
-def fits_every_rank(model: nn.Module, *, device: torch.device) -> bool:
-    """Whether a model's weights fit into half of every rank's free memory; all ranks call it."""
-    fits = weight_bytes(model) <= free_bytes(device) / 2
-    return sum_over_ranks(int(not fits)) == 0
 
 
 def keep_freed_memory() -> None:

@@ -25,7 +25,7 @@ from torchtune_grpo.training.packing import (
     response_inputs,
     row_layout,
 )
-from torchtune_grpo.training.reference import Reference
+from torchtune_grpo.training.policy import Reference
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 

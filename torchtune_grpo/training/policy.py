@@ -1,12 +1,14 @@
-"""The policy: building it from a config and a checkpoint, and checking both beforehand."""
+"""The policy, built from a config and a checkpoint; the checks of both; and its reference."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,20 @@ import torch
 from torch import Tensor, nn
 from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
-from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trainable_params
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.command_line import hub_name
-from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.keys import DistributedConfig, GRPOConfig
 from torchtune_grpo.config.text import Problems, read_json
-from torchtune_grpo.machine.device import fits_every_rank
-from torchtune_grpo.machine.parallel import world_size
+from torchtune_grpo.machine.device import free_bytes, weight_bytes
+from torchtune_grpo.machine.parallel import (
+    gather_over_ranks,
+    reshard,
+    shard,
+    sharded_like,
+    world_size,
+)
 from torchtune_grpo.models import (
     adapter_files,
     adapter_settings,
@@ -30,8 +38,9 @@ from torchtune_grpo.models import (
     read_adapter,
     standardize,
 )
-from torchtune_grpo.training import attend_in_segments
+from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.optimizer import make_lr_scheduler
+from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
 
 log = utils.get_logger("INFO")
 
@@ -50,7 +59,8 @@ def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
         model = empty_model(cfg)
     if not get_adapter_params(model):
         return True
-    if fits_every_rank(model, device=device):
+    fits = weight_bytes(model) <= free_bytes(device) / 2
+    if all(gather_over_ranks(fits)):
         return False
     utils.log_rank_zero(log, "A rank's memory does not hold the whole model: it is sharded.")
     return True
@@ -102,6 +112,74 @@ def build_policy(
         model.load_state_dict(start, strict=False)  # overwrites the initial magnitudes
         set_trainable_params(model, adapters)
     return model
+
+
+class AdapterReference:
+    """The policy without adapters, or with the present ones: no second copy of the weights."""
+
+    def __init__(self, policy: TransformerDecoder, *, keep_start: bool = False) -> None:
+        self._policy = policy
+        self._start = self._copy() if keep_start else None
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
+        """Log-probs [N, L]; see :func:`trajectory_logprobs`."""
+        adapters = disable_adapter(self._policy) if self._start is None else self._as_at_start()
+        with adapters:
+            return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
+
+    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
+        """Shard the copied adapters like the policy's."""
+        if self._start is not None:
+            pairs = zip(self._start, self._parameters(), strict=True)
+            self._start = [sharded_like(parameter, value) for value, parameter in pairs]
+
+    def _parameters(self) -> list[Tensor]:
+        reshard(self._policy)  # the weights that a pass has gathered are not the trained ones
+        return list(get_adapter_params(self._policy).values())
+
+    def _copy(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters()]
+
+    @contextmanager
+    def _as_at_start(self) -> Iterator[None]:
+        assert self._start is not None
+        now = self._copy()
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    @torch.no_grad()
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+class FrozenReference:
+    """A frozen copy of the policy as it is now, for full fine-tuning."""
+
+    def __init__(self, policy: TransformerDecoder) -> None:
+        self._model = copy.deepcopy(policy).requires_grad_(False).eval()
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
+        """Log-probs [N, L]; see :func:`trajectory_logprobs`."""
+        return trajectory_logprobs(self._model, micro_batches, temperature=temperature)
+
+    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
+        """Shard the copy; see :func:`torchtune_grpo.machine.parallel.shard`."""
+        shard(self._model, settings, device=device)
+
+
+Reference = AdapterReference | FrozenReference
+
+
+def make_reference(policy: TransformerDecoder, cfg: GRPOConfig) -> Reference:
+    """Pick the cheapest exact reference for a policy that was just loaded."""
+    if get_adapter_params(policy):
+        keep_start = cfg.adapter_dir is not None and cfg.objective.reference == "start"
+        return AdapterReference(policy, keep_start=keep_start)
+    return FrozenReference(policy)
 
 
 def check_model(cfg: GRPOConfig) -> None:
