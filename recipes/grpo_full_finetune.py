@@ -98,7 +98,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         rows = replace(rows, advantages=advantages, response_mask=mask)
         step.add_rollout(rows, scores, kept, group_size=self.cfg.grpo_samples)
         step.add_numbers(rounds.metrics())
-        self.run.recorder.rollout(rows, scores)
+        self.run.recorder.groups.rollout(rows, scores)
         return rows.select(kept.nonzero()[:, 0])
 
     def roll_out(self, prompts: PromptBatch) -> Trajectory:
@@ -176,7 +176,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             batch.old_logprobs = found
         if step.updates == 1:
             step.add_sampling_gap(batch.trajectory, found)
-            self.run.recorder.update(batch.trajectory, found)
+            self.run.recorder.groups.update(batch.trajectory, found)
 
     def loss_of(
         self, part: Trajectory, *, logprobs: Tensor, old: Tensor | None, entropy: Tensor

@@ -97,14 +97,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluates a run's policy before and after training; every rank has to call it.
 
-    Args:
-        run: its ``eval_dataset`` holds the prompts.
-        base: only before training.
-        checkpoint: name of a folder in ``output_dir``; None = the newest, if any.
-        by: a column; its values part the prompts.
-
-    Returns:
-        What ``--output`` writes; docs/evaluation.md says what is in it.
+    ``base``: only before training. ``checkpoint``: a folder in ``output_dir``; None = the newest.
+    Prompts are grouped by their values in the column ``by``. docs/evaluation.md describes the
+    report that is returned.
     """
     run.join()
     cfg, weights = run.cfg, _weights(run, base=base, checkpoint=checkpoint)

@@ -1,4 +1,4 @@
-"""What a policy is worth on a held-out split: accuracy, pass@k and maj@k, with intervals."""
+"""A policy's quality on a held-out split: accuracy, pass@k and maj@k, with intervals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Each mean with its interval, and more; docs/metrics.md says what they are."""
+        """Each mean with its interval, and more; docs/metrics.md describes them."""
         metrics: dict[str, float] = {}
         for name, values in self._by_prompt().items():
             low, high = bootstrap_interval(values)
@@ -174,7 +174,7 @@ class Evaluator:
         """Evaluates the engine's policy; every rank has to call it. Rewards get the ``state``."""
         begun = time.perf_counter()
         mine = range(rank(), len(self._dataset), world_size())
-        # A rank without a prompt answers one for nothing: a sharded model needs every rank.
+        # A rank without a prompt answers one in vain: a sharded model needs every rank.
         items = [self._dataset[index] for index in mine or (0,)]
         k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
         with make_bar("Evaluation ", total=len(items) * (1 + k), leave=False) as bar:

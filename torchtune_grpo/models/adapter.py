@@ -42,6 +42,7 @@ CONFIG_FILE = "adapter_config.json"
 _TORCHTUNES = "adapter_model.pt"
 _WEIGHT_FILES = (_TORCHTUNES, "adapter_model.safetensors", "adapter_model.bin")
 # PEFT's settings that are read, and those that do not change what an adapter computes
+_REQUIRED = (("peft_type", "LORA"), ("bias", "none"))
 _READ = {"r", "lora_alpha", "use_rslora", "use_dora"}
 _WITHOUT_EFFECT = {
     *("target_modules", "exclude_modules", "lora_dropout", "task_type", "inference_mode"),
@@ -189,23 +190,17 @@ def _model_settings(model: nn.Module) -> dict[str, Any]:
 
 def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
     for key, value in given.items():
-        if not _is_supported(key, value):
+        if key == "init_lora_weights":
+            is_supported = not _CHANGES_BASE.match(str(value))
+        else:
+            is_known = key in _READ or key in _WITHOUT_EFFECT
+            is_supported = not value or is_known or (key, value) in _REQUIRED
+        if not is_supported:
             raise ValueError(
                 f"adapter_dir={folder}: {CONFIG_FILE} says {key}={value!r}, which is not "
                 "supported; merge the adapter into the base with PEFT (merge_and_unload), and "
                 "begin from the result."
             )
-
-
-def _is_supported(key: str, value: Any) -> bool:
-    match key:
-        case "peft_type":
-            return value == "LORA"
-        case "bias":
-            return value == "none"
-        case "init_lora_weights":
-            return not _CHANGES_BASE.match(str(value))
-    return not value or key in _READ or key in _WITHOUT_EFFECT
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says of its layers.
+"""A model's layers, as its ``config.json`` describes them.
 
 A key that changes the computation and is not implemented here is refused by name. Keys that
 transformers' implementation of the model does not read are ignored, as there.
@@ -107,7 +107,7 @@ def context_length(hf: Any) -> int:
 
 
 def layer_rotations(hf: Any) -> list[Rotation]:
-    """The rotation of each layer; layers of the same kind share one."""
+    """The rotation of each layer; layers of one kind share it."""
     kinds = _layer_kinds(hf)
     rotations = {name: _rotation(hf, name) for name in set(kinds)}
     return [rotations[name] for name in kinds]

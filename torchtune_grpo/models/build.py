@@ -71,10 +71,9 @@ def lora_hf_model(
 ) -> TransformerDecoder:
     """The same with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
 
-    What is None is taken from the adapter in ``adapter_dir``; without one, it is LoRA of rank 32
-    and alpha 64 on all linear layers but the output projection. The weights in ``adapter_dir`` are
-    loaded by the config's key of this name. ``quantize_base`` has all but embeddings and output
-    projection in 4 bits (NF4).
+    None is the setting of the adapter in ``adapter_dir``; without one, LoRA of rank 32 and alpha 64
+    on all linear layers but the output projection. The adapter's weights are loaded by the config's
+    key ``adapter_dir``. ``quantize_base`` keeps all but embeddings and output projection in NF4.
     """
     given = {
         "lora_attn_modules": lora_attn_modules,

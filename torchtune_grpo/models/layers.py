@@ -48,8 +48,8 @@ def standardize(model: nn.Module) -> None:
 class HalfRotation(nn.Module):
     """Rotates the first half of each head against the second, as Hugging Face's models do.
 
-    Angles are float32; cosines and sines take the heads' dtype. There is no table of them, which
-    for a context of 131,072 tokens would take 128 MiB.
+    Angles are float32; cosines and sines take the heads' dtype. They are not tabulated: a table for
+    131,072 tokens would take 128 MiB.
     """
 
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
@@ -171,11 +171,9 @@ def unembed_with(
 ) -> Iterator[None]:
     """Let ``model(...)`` return ``function(h)`` of the last layer's output h [b, s, D].
 
-    torchtune has no other place to reach the hidden states from: its forward ends in
-    ``self.unembed(h)``, which is shadowed here, so that hooks on the model (FSDP's, say) still run
-    around it and find the output projection gathered. It accepts rows of ``width`` tokens: several
-    responses packed together may be longer than the model's context, though none of their
-    positions is.
+    torchtune's forward ends in ``self.unembed(h)``, which is shadowed here, so that hooks on the
+    model (FSDP's, say) still run around it. Rows of ``width`` tokens are accepted: packed responses
+    may together be longer than the model's context.
     """
     context = model.max_seq_len
     model.unembed = function

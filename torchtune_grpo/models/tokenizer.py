@@ -39,7 +39,7 @@ def hf_tokenizer(
 
 
 class HFTokenizer:
-    """See :func:`hf_tokenizer`, which makes one."""
+    """What :func:`hf_tokenizer` returns."""
 
     # Marks a place in a text that no token may span; it is encoded as nothing.
     CUT = "\ue000\ue001"
@@ -202,7 +202,7 @@ def _load(model_dir: str) -> Any:
 
 
 def _end_ids(model_dir: str) -> list[int]:
-    """What generation_config.json, or else config.json, says ends a text."""
+    """The ids that end a text, of generation_config.json or else config.json."""
     for name in ("generation_config.json", "config.json"):
         if Path(model_dir, name).is_file():
             ids = read_json(model_dir, name, key="model_dir").get("eos_token_id")

@@ -1,10 +1,10 @@
 """What is wrong with a run, and what to change.
 
-A rule looks at a run's record so far and at its config, and yields the findings that it sees signs
-of. A finding begins when its signs were there in some steps in a row, and ends when they were not
-in ``ENDS_AFTER``. A resumed run that reads its record again finds the same.
+A rule reads a run's record so far and its config, and yields signs of findings. A finding begins
+after its signs in several steps in a row, and ends after ``ENDS_AFTER`` steps without them. A
+resumed run that reads its record again finds the same.
 
-A false alarm is worse than silence. What success looks like too, such as a low entropy, is a sign
+A false alarm is worse than silence: what also comes with success, such as a low entropy, is a sign
 only below ``SOLVED``. Each threshold has its reason beside it.
 """
 
@@ -47,7 +47,7 @@ Signs = Iterator[tuple[str, str, Advice]]  # name of the finding, a sentence of 
 
 
 class Watch:
-    """Reads a run's record event by event, and says which findings begin and end."""
+    """Reads a run's record event by event; finds what begins and ends."""
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self._run, self._batch_size = Run(cfg), cfg.batch_size
@@ -57,7 +57,7 @@ class Watch:
 
     @property
     def current(self) -> list[dict[str, Any]]:
-        """Those that have begun and not ended: name, since, evidence, key, remedy."""
+        """Open findings: name, since, evidence, key, remedy."""
         return [*self._current.values()]
 
     def add(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ class Evaluation(NamedTuple):
 
 
 class Run:
-    """What the rules look at. A metric that is missing, null or not finite is NaN."""
+    """A run as rules read it. A metric that is missing, null or not finite is NaN."""
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self.rewards: list[dict[str, Any]] = [

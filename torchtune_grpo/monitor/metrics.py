@@ -1,4 +1,4 @@
-"""Statistics of a step -> one flat dict of named numbers. Names are TRL's where TRL has one."""
+"""A step's statistics as one flat dict of named numbers. Names are TRL's where TRL has one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OF_NOTHING = -math.inf  # the largest of no values
 class StepMetrics:
     """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly.
 
-    What is added stays on its device until :meth:`compute`, and adding it does not wait for a GPU.
+    Values stay on their device until :meth:`compute`; adding them does not wait for a GPU.
     """
 
     def __init__(self) -> None:
         # name -> [3] sum, sum of squares, count
         self._sums: dict[str, Tensor] = {}
-        self._largest: dict[str, Tensor] = {}  # name -> [1]
+        self._largest: dict[str, Tensor] = {}  # name -> scalar
         self._seconds: dict[str, float] = defaultdict(float)
         self.updates = 0  # optimizer steps
 
@@ -50,7 +50,7 @@ class StepMetrics:
 
     def add_max(self, name: str, value: Tensor | float) -> None:
         """Keeps the largest value, a scalar."""
-        value = torch.as_tensor(value).detach().double().reshape(1)
+        value = torch.as_tensor(value).detach().double()
         known = self._largest.get(name, value)
         self._largest[name] = torch.maximum(known, value)
 
@@ -75,9 +75,9 @@ class StepMetrics:
     def add_rollout(
         self, trajectory: Trajectory, scores: RewardScores, kept: Tensor, *, group_size: int
     ) -> None:
-        """Adds what the rewards and the completions of N rows with advantages say.
+        """Adds the rewards and the completions of N rows with advantages.
 
-        Those that are not ``kept`` [N] were sampled and are not trained on.
+        Rows that are not ``kept`` [N] were sampled and are not trained on.
         """
         if not kept.all():
             dropped = trajectory.response_lengths[~kept.to(trajectory.response_lengths.device)]
@@ -125,7 +125,7 @@ class StepMetrics:
             self.add_max("sampling/sampling_logp_difference/max", largest)
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
-        """Adds what the loss of n rows says, and their entropy [n, L]."""
+        """Adds the loss's statistics of n rows, and their entropy [n, L]."""
         self.add_values("entropy", entropy.where(response_mask, math.nan))
         count = response_mask.sum()
         for name, total in output.sums.items():
@@ -137,9 +137,8 @@ class StepMetrics:
         Over all ranks: sums and counts are added before they are divided; times are the slowest
         rank's.
         """
-        found = _on_host([*self._sums.values(), *self._largest.values()])
-        own = dict(zip(self._sums, found, strict=False))
-        largest = {name: v[0] for name, v in zip(self._largest, found[len(own) :], strict=True)}
+        own = {name: sums.tolist() for name, sums in self._sums.items()}
+        largest = {name: value.item() for name, value in self._largest.items()}
         sums, maxima = _merged(gather_over_ranks((own, largest | self._seconds)))
         result = {}
         for name, (total, squares, count) in sums.items():
@@ -173,16 +172,6 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
-
-
-def _on_host(vectors: Sequence[Tensor]) -> list[list[float]]:
-    """Their numbers, with one wait for each device that they are on."""
-    found: dict[int, list[float]] = {}
-    for device in {vector.device for vector in vectors}:
-        own = {i: vector for i, vector in enumerate(vectors) if vector.device == device}
-        parts = torch.cat([*own.values()]).cpu().split([len(vector) for vector in own.values()])
-        found |= {i: part.tolist() for i, part in zip(own, parts, strict=True)}
-    return [found[i] for i in range(len(vectors))]
 
 
 def _merged(

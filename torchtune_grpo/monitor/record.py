@@ -40,12 +40,8 @@ def read(folder: Path, *kinds: str) -> list[Record]:
 
 def read_metrics(folder: Path) -> list[Record]:
     """The step and the metrics of each step and each evaluation, in order."""
-    return [metrics_of(event) for event in read(folder, "step", "evaluation")]
-
-
-def metrics_of(event: Record) -> Record:
-    """An event's step and metrics, without what it says of each prompt."""
-    return {name: value for name, value in event.items() if name not in ("kind", "prompts")}
+    events = read(folder, "step", "evaluation")
+    return [{k: v for k, v in event.items() if k not in ("kind", "prompts")} for event in events]
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
-        """Reads a run's record; a ValueError says if the folder is missing or holds none."""
+        """Read a run's record; a ValueError if the folder holds none."""
         if not (folder / RUN_FILE).is_file():
             what = f"has no {RUN_FILE}" if folder.is_dir() else "is not a folder"
             raise ValueError(f"{folder} {what}; give the output_dir of a run.")
@@ -80,7 +76,7 @@ class RunRecord:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """The lines of a file, if there is one; the log says how many torn ones are left out."""
+    """The lines of a file, if there is one; torn lines are counted in the log."""
     return [record for _, record in _lines(path)] if path.exists() else []
 
 
@@ -95,7 +91,7 @@ def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Rec
 def append_groups(folder: Path, groups: Sequence[Sequence[Record]], *, done: float) -> None:
     """Records whole groups of completions, in plain values, while there is room for them.
 
-    Of 64 MiB, so much may be filled as of the run is ``done``, from 0 to 1; and 1 MiB more.
+    ``done`` is the share of the run that is over: 1 MiB and that share of 64 MiB may be filled.
     """
     path = folder / COMPLETIONS_FILE
     room = _HEAD_START + done * _MAX_BYTES - (path.stat().st_size if path.exists() else 0)
@@ -124,7 +120,7 @@ def keep_until(folder: Path, step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """Each line and what it says, but for those that a kill or a full disk has torn."""
+    """Each line and its content, without lines that a kill or a full disk has torn."""
     left_out = 0
     with path.open("rb") as file:
         for line in file:

@@ -60,7 +60,7 @@ class Recorder:
         self.evaluations: list[Record] = []  # the same on every rank
         self._num_tokens = 0.0
         self._decider = cfg.evaluation.reward or rewards[0]
-        self._groups = GroupRecorder(cfg, decider=self._decider, stop_tokens=stop_tokens)
+        self.groups = GroupRecorder(cfg, decider=self._decider, stop_tokens=stop_tokens)
         self._findings = Watch(cfg)
         self._progress: ProgressLine | None = None
         if rank() == 0:
@@ -100,14 +100,6 @@ class Recorder:
         if self._progress is not None:
             self._progress.rollout(now)
 
-    def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
-        """Notes N rows with advantages, whole groups, and their rewards."""
-        self._groups.rollout(trajectory, scores)
-
-    def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        """Notes the trainer's log-probs [N, L] of the rows of an update, before it."""
-        self._groups.update(trajectory, logprobs)
-
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, list[Any]]:
         """Records a finished step; every rank has to call it.
 
@@ -115,7 +107,7 @@ class Recorder:
         """
         self._num_tokens += metrics["num_tokens"]
         metrics = {**metrics, "num_tokens": self._num_tokens}
-        groups, prompts = self._groups.take(step)
+        groups, prompts = self.groups.take(step)
         on_first_rank(self._write, "step", step, metrics, prompts)
         if rank() == 0:
             append_groups(self._folder, groups, done=step / self._cfg.num_steps)
@@ -178,7 +170,7 @@ class GroupRecorder:
         self._rollouts.append((trajectory, scores))
 
     def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        """Notes the trainer's log-probs [N, L] of rows, which may be fewer than were sampled."""
+        """Notes the trainer's log-probs [N, L] of an update's rows, before it."""
         means = _mean_logprobs(trajectory, logprobs)
         self._trainer_logprobs |= dict(zip(_identities(trajectory), means, strict=True))
 
@@ -221,7 +213,7 @@ class GroupRecorder:
         numbers = torch.arange(first, first + self._cfg.grpo_samples)
         rows = trajectory.select(numbers.to(trajectory.tokens.device))
         assert rows.advantages is not None
-        ends, sampler = self._ends(rows), _mean_logprobs(rows, rows.sampler_logprobs)
+        truncated, sampler = rows.truncated.tolist(), _mean_logprobs(rows, rows.sampler_logprobs)
         records = []
         for sample, identity in enumerate(_identities(rows)):
             row = first + sample
@@ -234,7 +226,7 @@ class GroupRecorder:
                 "columns": {name: _shortened(each[sample]) for name, each in rows.columns.items()},
                 "completion": rows.completions[sample],
                 "tokens": rows.response_lengths[sample],
-                "ended": ends[sample],
+                "ended": self._end(identity[1:], truncated=truncated[sample]),
                 "reward": scores.total[row],
                 "rewards": dict(zip(scores.names, scores.scores[row].tolist(), strict=True)),
                 "failed": [name for name, is_failed in failed if is_failed],
@@ -246,20 +238,11 @@ class GroupRecorder:
             records.append(plain(record))
         return records
 
-    def _ends(self, rows: Trajectory) -> list[str]:
-        """What ended each response; a stop token behind a stop string counts as the former."""
-        last = (rows.prompt_lengths + rows.response_lengths - 1).clamp(min=0)
-        tokens = rows.tokens.gather(1, last[:, None])[:, 0].tolist()
-        ends = []
-        for truncated, token, length in zip(
-            rows.truncated.tolist(), tokens, rows.response_lengths.tolist(), strict=True
-        ):
-            if truncated:
-                is_full = length >= self._cfg.max_generated_tokens
-                ends.append("length" if is_full else "deadline")
-            else:
-                ends.append("stop_token" if token in self._stop_tokens else "stop_string")
-        return ends
+    def _end(self, tokens: Sequence[int], *, truncated: bool) -> str:
+        """What ended a response; a stop token behind a stop string counts as the former."""
+        if truncated:
+            return "length" if len(tokens) >= self._cfg.max_generated_tokens else "deadline"
+        return "stop_token" if tokens[-1] in self._stop_tokens else "stop_string"
 
 
 def make_profiler(node: DictConfig | None) -> Any:
@@ -270,13 +253,13 @@ def make_profiler(node: DictConfig | None) -> Any:
 
 
 def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Prompt and tokens of each completion, by which it is found wherever a fork has moved it."""
+    """Prompt and tokens of each completion, which identify it after rows were moved."""
     indices = trajectory.prompt_indices.tolist()
     return [(i, *ids) for i, ids in zip(indices, trajectory.completion_ids, strict=True)]
 
 
 def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
-    """Means over all of a response's tokens, trained on or not: [N, L] -> N numbers."""
+    """Means over all tokens of each response, trained on or not: [N, L] -> N numbers."""
     lengths = trajectory.response_lengths
     total = logprobs.where(length_mask(lengths, logprobs.shape[1]), 0).sum(dim=1)
     means: list[float] = (total / lengths.clamp(min=1)).tolist()

@@ -1,7 +1,6 @@
 """Sampling a group of completions for each prompt: the generation engine."""
 
-from torchtune_grpo.config.keys import RolloutConfig, SamplingConfig, SamplingParams
-from torchtune_grpo.rollout.decoder import unsupported_reason
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine, make_engine
 from torchtune_grpo.rollout.request import (
     Progress,
@@ -20,7 +19,6 @@ __all__ = [
     "RolloutEngine",
     "RolloutRequest",
     "Sampler",
-    "SamplingConfig",
     "SamplingParams",
     "TorchtuneEngine",
     "decode_responses",
@@ -29,5 +27,4 @@ __all__ = [
     "make_engine",
     "roll_out",
     "row_keys",
-    "unsupported_reason",
 ]

@@ -23,20 +23,20 @@ from torchtune_grpo.rollout.request import Progress, RolloutRequest, StopStrings
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
 from torchtune_grpo.trajectory import Samples
 
-# Prompts that are prefilled side by side have at most so many tokens; a longer one is alone.
+# Most tokens of prompts that are prefilled side by side; a longer prompt is prefilled alone.
 PREFILL_TOKENS = 4096
 
-# Steps between two looks at which rows have ended. A look makes the host wait for the device, which
-# costs nothing on a CPU; on CUDA a row may sample a few tokens in vain instead.
+# Steps between two checks of which rows have ended. A check makes the host wait for the device: on
+# CUDA it is better that a row samples a few tokens in vain.
 POLL_STEPS = {"cpu": 1, "cuda": 16}
 
 REPORT_SECONDS = 1.0
 
 
 class GroupRollout:
-    """One rollout: which rows wait, which are live and in which places, and how far they are.
+    """One rollout: the waiting rows, the live ones with their places, and their progress.
 
-    ``graphs``, if there are any, record decoding steps and replay them.
+    ``graphs``, if given, record decoding steps and replay them.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class GroupRollout:
         self.transcript = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
 
     def run(self, must_stop: Callable[[], bool]) -> Samples:
-        """Works off all rows, or as many as it can until it must stop."""
-        if self._graphs is not None:  # those of earlier rollouts are of use if all is where it was
+        """Samples all rows, or as many as it can until it must stop."""
+        if self._graphs is not None:  # recorded steps are valid while no tensor moves
             held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
             self._graphs.drop_unless_at(chain.from_iterable(held))
         reported = time.monotonic()
@@ -95,24 +95,17 @@ class GroupRollout:
             for _ in range(min(self._poll_steps, room)):
                 self.decode()
             if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
-                self._request.report(self._progress())
+                tokens, live = sum(row.count for row in self._rows), len(self.live)
+                finished, rows = len(self._rows) - live - len(self._waiting), len(self._rows)
+                self._request.report(Progress(tokens, finished, live, rows))
                 reported = time.monotonic()
         return self.transcript.samples(
             lengths=[row.count for row in self._rows],
             truncated=[not row.ended for row in self._rows],
         )
 
-    def _progress(self) -> Progress:
-        live, rows = len(self.live), len(self._rows)
-        return Progress(
-            tokens=sum(row.count for row in self._rows),
-            finished=rows - live - len(self._waiting),
-            live=live,
-            rows=rows,
-        )
-
     def replace_ended(self) -> bool:
-        """Lets ended rows leave and waiting ones take their places; True if any came."""
+        """Removes ended rows and starts waiting ones in their places; True if any were started."""
         places = self._remove_ended()
         new = self._next_rows(self._max_rows - len(self.live) + len(places))
         if not places and not new:
@@ -136,7 +129,7 @@ class GroupRollout:
         return bool(new)
 
     def _remove_ended(self) -> list[int]:
-        """Takes note of the rows that have ended, and returns their places, ascending."""
+        """Finds the rows that have ended, and returns their places, ascending."""
         if not self.live:
             return []
         ends = self.transcript.ends(
@@ -160,7 +153,7 @@ class GroupRollout:
         return places
 
     def _next_rows(self, room: int) -> list[Row]:
-        """Takes waiting rows, and prefills the prompts that are not in the cache yet."""
+        """Takes waiting rows, and prefills prompts that are not in the cache yet."""
         rows: list[Row] = []
         parts: list[list[Prompt]] = []  # of prompts that are prefilled side by side
         tokens_left = 0
@@ -215,7 +208,7 @@ class GroupRollout:
             row.count += 1
 
     def _step(self, *, width: int) -> None:
-        """Feeds every live row its last token, and samples the next; no look at the device."""
+        """Feeds every live row its last token and samples the next; never waits for the device."""
         at = self.layout
         tokens = self.transcript.tokens[at.rows, at.last]
         logits = self._decoder.decode(tokens, at, self._cache, width=width)
@@ -224,17 +217,17 @@ class GroupRollout:
 
 
 def prompt_slots(request: RolloutRequest, *, max_rows: int) -> int:
-    """Prompts in the cache at once.
+    """Number of prompts in the cache at once.
 
-    Twice as many as ``max_rows`` rows of whole groups need, so that the last rows of some groups do
-    not keep the others waiting. Where a group is one row, it keeps no other row waiting.
+    Twice what ``max_rows`` rows of whole groups need, so that new groups begin while the last rows
+    of others go on; groups of one row need no spare.
     """
     spare = 2 if request.group_size > 1 else 1
     return min(len(request.prompts), spare * -(-max_rows // request.group_size))
 
 
 class Transcript:
-    """Samples tokens and keeps them on the device: of N rows, and of one for all padding rows.
+    """Samples tokens and keeps them on the device: N rows, and one for all padding rows.
 
     ``places`` is the most rows of a step; ``tokens`` is [N + 1, max_generated_tokens].
     """
@@ -248,11 +241,12 @@ class Transcript:
         self._sampler = Sampler(params, stop_tokens=request.stop_tokens, buffers=buffers)
         self._stop_tokens = frozenset(request.stop_tokens)
         self._stop_strings = None
-        if params.stop_strings and request.decode is not None:
+        if params.stop_strings:
+            assert request.decode is not None
             self._stop_strings = StopStrings(params.stop_strings, decode=request.decode)
         self._noise = buffers.put("noise", uniforms(torch.cat([keys, keys[:1]]), shape[1]))
         self.tokens = buffers.take("tokens", shape, dtype=torch.long)
-        # Of the sampler and, where that is another one, of the behaviour policy.
+        # The sampler's and, where it differs, the behaviour policy's.
         kinds = 2 if params.filters or params.changes_logits or params.temperature == 0 else 1
         self._logprobs = [
             buffers.take(f"log-probs {kind}", shape, dtype=torch.float32).zero_()
@@ -263,7 +257,7 @@ class Transcript:
             self._seen = buffers.take("seen", (places, vocab), dtype=torch.bool)
 
     def begin(self, prompts: Sequence[Sequence[int]], *, places: Sequence[int]) -> None:
-        """Takes note of the prompts of the rows that begin in some places."""
+        """Marks the prompts' tokens as seen by the rows that begin in these places."""
         if self._seen is not None:
             for place, prompt in zip(places, prompts, strict=True):
                 self._seen[place] = False
@@ -277,7 +271,7 @@ class Transcript:
     def sample(
         self, logits: Tensor, *, rows: Tensor, last: Tensor | None, places: Tensor | slice
     ) -> None:
-        """Samples the next token of n rows from logits [n, V], without a look at the device.
+        """Samples the next token of n rows from logits [n, V], without waiting for the device.
 
         ``rows`` [n] are their numbers, ``last`` [n] the place of each one's last token, None before
         the first, and ``places`` where they are among the rows of a step.
@@ -302,8 +296,7 @@ class Transcript:
     def ends(self, rows: Tensor, *, counts: Sequence[int], unseen: int) -> list[int]:
         """The lengths at which rows [n] have ended, 0 for those that have not.
 
-        ``counts`` are their numbers of sampled tokens, of which the last ``unseen`` have not been
-        looked at.
+        ``counts`` are their numbers of sampled tokens; the last ``unseen`` are yet to be checked.
         """
         strings = self._stop_strings
         width = min(unseen + (strings.window if strings else 0), max(counts))
@@ -326,7 +319,7 @@ class Transcript:
 
     def non_finite(self, rows: Sequence[int]) -> list[bool]:
         """Which rows have a log-prob that is not finite."""
-        if not rows:  # mostly so: no look at the device
+        if not rows:  # mostly so: no wait for the device
             return []
         index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
         return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()

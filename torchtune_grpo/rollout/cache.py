@@ -56,7 +56,7 @@ class GroupCache:
         return self.prompts[0].shape[3]
 
     def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
-        """Makes room for so many prompts and rows; what is large enough, and not twice, is kept."""
+        """Reserves room; what is large enough, and not more than twice that, is kept."""
         _grow(self.prompts, prompts, prompt_width, self.shape, keep=False)
         _grow(self.rows, rows, self.rounded(width), self.shape, keep=False)
 
@@ -139,20 +139,18 @@ def padded_rows(rows: int, *, few_shapes: bool = False) -> int:
 class RowLayout:
     """The live rows and some padding rows, n in all, as tensors that a decoding step reads.
 
-    Attributes:
-        rows: [n] each row's number, for padding rows ``padding_row``.
-        last: [n] the place of its last token among its sampled ones.
-        positions: [n] the position of that token, prompt included.
-        places: [n] 0, 1, ..., n - 1.
-        used_slots: slots of the cache in the grid of attention over prompts.
-        group_width: rows of a slot in the grid, some of which may be empty.
-        gather: row and kv head of each cell of the grid, [used_slots, kv_heads, group_width] of
-            them, and behind those of each row, [n, kv_heads].
-        gather_grid: those of the grid alone.
-        cells: how many these are.
-        scatter: [n * kv_heads] the cell of the grid that each row's heads are in.
-        bias: [n, 1, 1, prompt_width + width] 0 or -inf: the prompt, then the response.
+    Attention over prompts works on a grid of [used_slots, kv_heads, group_width] cells, some empty.
     """
+
+    rows: Tensor  # [n] numbers; those of padding rows are ``padding_row``
+    last: Tensor  # [n] index of each row's last token among its sampled ones
+    positions: Tensor  # [n] position of that token, prompt included
+    places: Tensor  # [n] 0, 1, ..., n - 1
+    cells: int  # of the grid
+    gather: tuple[Tensor, Tensor]  # row and kv head of each cell, then of each row [n, kv_heads]
+    gather_grid: tuple[Tensor, Tensor]  # of the cells alone
+    scatter: Tensor  # [n * kv_heads] the cell of each row's heads
+    bias: Tensor  # [n, 1, 1, prompt_width + width] 0 or -inf: the prompt, then the response
 
     def __init__(
         self,
@@ -167,7 +165,7 @@ class RowLayout:
         few_shapes: bool,
         dtype: torch.dtype,
     ) -> None:
-        """Makes room for n = ``places`` and a bias of ``columns`` in a dtype.
+        """Reserves room for n = ``places`` and a bias of ``columns``.
 
         ``few_shapes`` lays the grid out for all ``slots`` and whole groups at all times, so that n
         is all that its shape depends on.
@@ -175,11 +173,12 @@ class RowLayout:
         self._kv_heads, self._padding_row, self._few_shapes = kv_heads, padding_row, few_shapes
         self.used_slots, self.group_width = slots, group_size
         cells, heads = slots * kv_heads * group_size, places * kv_heads
-        # Flat, so that the addresses depend on n and the widths, and not on the room for more.
-        self._vectors = buffers.take("rows", (6 * places,), dtype=torch.long)
-        self._gather = buffers.take("gather", (2 * (cells + heads),), dtype=torch.long)
-        self._scatter = buffers.take("scatter", (heads,), dtype=torch.long)
-        self._bias = buffers.take("bias", (places * columns,), dtype=dtype)
+        # Room for the most rows and columns, so that nothing moves during the rollout.
+        buffers.take("rows", (6 * places,), dtype=torch.long)
+        buffers.take("gather", (2 * (cells + heads),), dtype=torch.long)
+        buffers.take("scatter", (heads,), dtype=torch.long)
+        buffers.take("bias", (places * columns,), dtype=dtype)
+        self._buffers = buffers
         self._zero = buffers.put("zero", torch.zeros((), dtype=dtype))
         self.prompt_width = self.width = 0
 
@@ -206,7 +205,7 @@ class RowLayout:
                 list(range(n)),
             ]
         )
-        vectors = _put(described, self._vectors)
+        vectors = self._buffers.put("rows", described)
         self.rows, self.last, self.positions, self._is_live, self._prompt_lengths, self.places = (
             vectors
         )
@@ -225,21 +224,22 @@ class RowLayout:
         of_grid = [row_of.expand(shape).flatten(), heads[:, None].expand(shape).flatten()]
         of_rows = [torch.arange(n).repeat_interleave(kv), heads.repeat(n)]
         index = torch.cat([torch.stack(of_grid), torch.stack(of_rows)], dim=1)
-        gather = _put(index, self._gather)
+        gather = self._buffers.put("gather", index)
         self.gather = (gather[0], gather[1])
         self.gather_grid = (gather[0, : self.cells], gather[1, : self.cells])
         cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
-        self.scatter = _put(cell.flatten(), self._scatter)
+        self.scatter = self._buffers.put("scatter", cell.flatten())
 
     def show(self, *, prompt_width: int, width: int) -> None:
-        """Makes the bias for some widths, if it is not there; its rows go on by themselves."""
+        """Writes the bias for other widths; :meth:`show_last` brings it up to date."""
         if (prompt_width, width) == (self.prompt_width, self.width):
             return
         self.prompt_width, self.width = prompt_width, width
         of_prompt = length_mask(self._prompt_lengths, prompt_width)
         of_response = length_mask(self.last + 1, width)
         visible = torch.cat([of_prompt, of_response], dim=1)  # [n, P + C]
-        bias = self._bias[: visible.numel()].view(len(self.rows), 1, 1, -1)
+        shape = (len(self.rows), 1, 1, visible.shape[1])
+        bias = self._buffers.take("bias", shape, dtype=self._zero.dtype)
         self.bias = bias.zero_().masked_fill_(~visible[:, None, None], -torch.inf)
 
     def show_last(self) -> None:
@@ -248,13 +248,8 @@ class RowLayout:
         own.index_put_((self.places, self.last), self._zero)
 
     def advance(self, places: Tensor | None = None) -> None:
-        """Counts one more token of the live rows, of those in some places or of all."""
+        """Counts one more token of the live rows, or of those in some places."""
         if places is None:
             self._moving += self._is_live
         else:
             self._moving[:, places] += self._is_live[places]
-
-
-def _put(value: Tensor, flat: Tensor) -> Tensor:
-    """The beginning of a flat buffer, with the value in it."""
-    return flat[: value.numel()].view(value.shape).copy_(value)

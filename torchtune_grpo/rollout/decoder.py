@@ -65,11 +65,10 @@ class _Layer:
 
 
 class NativeDecoder:
-    """Runs a model that :func:`unsupported_reason` finds nothing in, on ``device`` in ``dtype``.
+    """Runs a model that :func:`unsupported_reason` accepts, on ``device`` in ``dtype``.
 
-    The model's weights are read, never changed, but those of q, k, v and of gate and up may be laid
-    side by side; see :class:`RolloutLinear` for that and for ``merge_adapters``, ``copy`` and
-    ``move``.
+    The weights of q, k, v and of gate and up may move side by side, with the same values; see
+    :class:`RolloutLinear`, also for ``merge_adapters``, ``copy`` and ``move``.
     """
 
     def __init__(
@@ -125,12 +124,12 @@ class NativeDecoder:
         yield self._output
 
     def reserve(self, positions: int) -> None:
-        """Makes ready for positions 0 to ``positions - 1``."""
+        """Prepares rotations for positions 0 to ``positions - 1``."""
         for rotation in self._rotations.values():
             rotation.reserve(positions, device=self.device)
 
     def step_bytes(self, tokens: int) -> int:
-        """What a decoding step takes for a row of so many tokens, prompt included."""
+        """Memory of a decoding step for a row of so many tokens, prompt included."""
         hidden = 3 * max(sum(layer.gate_up.sizes) for layer in self._layers)
         return 3 * 4 * self.vocab + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
 
@@ -303,8 +302,8 @@ def _split(heads: Tensor, cache: GroupCache) -> tuple[Tensor, Tensor]:
 class Rotation:
     """Rotary position embeddings from one table, in place.
 
-    The table is what the model's own module makes of unit vectors: the cosines and sines. A module
-    of another kind than HalfRotation is called as it is; None rotates nothing.
+    The table holds the cosines and sines: what the model's module makes of unit vectors. A module
+    that is not a HalfRotation is called as it is; None rotates nothing.
     """
 
     def __init__(self, module: nn.Module | None, *, head_dim: int, dtype: torch.dtype) -> None:
@@ -316,7 +315,7 @@ class Rotation:
         return [] if self._table is None else [self._table]
 
     def reserve(self, positions: int, *, device: torch.device) -> None:
-        """Makes the table for positions 0 to ``positions - 1``, if it is not there."""
+        """Makes the table for positions 0 to ``positions - 1``, unless there is one."""
         if type(self._module) is not HalfRotation:
             return
         if self._table is not None and len(self._table) >= positions:

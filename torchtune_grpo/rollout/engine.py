@@ -25,8 +25,7 @@ from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
 
-# Of the free memory, what a rollout may keep; the update needs the rest.
-MEMORY_SHARE = 0.4
+MEMORY_SHARE = 0.4  # of the free memory, for a rollout; the update needs the rest
 
 
 def make_engine(
@@ -36,9 +35,9 @@ def make_engine(
     is_sharded: bool = False,
     device: torch.device | None = None,
 ) -> RolloutEngine:
-    """The engine that the config asks for, or torchtune's for a model that ours does not know.
+    """The engine that the config asks for, or torchtune's for a model that ours does not support.
 
-    It reads the model's current weights at every call. The model is not yet compiled or wrapped;
+    It reads the model's current weights at every call. The model is not yet compiled or sharded;
     ``is_sharded`` says that it will be. ``device`` is where to compute; None = where the model is.
     """
     if settings.engine == "native":
@@ -54,11 +53,7 @@ def make_engine(
 
 
 class NativeEngine:
-    """The fast engine, for every model that :func:`unsupported_reason` finds nothing in.
-
-    A model that is sharded by the time of a rollout is gathered for it. ``settings.engine`` does
-    not matter here.
-    """
+    """The fast engine, for models that :func:`unsupported_reason` accepts; gathers sharded ones."""
 
     def __init__(
         self,
@@ -81,14 +76,14 @@ class NativeEngine:
         self._cache: GroupCache | None = None
 
     def cache_bytes(self, request: RolloutRequest) -> int:
-        """The most that a rollout keeps: its cache, and a step's memory, which graphs keep."""
+        """The most memory that a rollout keeps: its cache, and a step's, which graphs keep."""
         return self._bytes(request, rows=self.rows_at_once(request))
 
     def rows_at_once(self, request: RolloutRequest) -> int:
-        """The rows of a request that are worked on at once.
+        """The number of rows of a request that are sampled at once.
 
-        As ``max_rows`` says; else as many as fit into a share of the memory that was free when the
-        engine was first asked, so that a run's rollouts are all cut in the same way.
+        Without ``max_rows``, as many as fit into a share of the memory that was free at the first
+        call, so that all rollouts of a run are divided in the same way.
         """
         rows = request.num_rows
         if self._settings.max_rows is not None:
@@ -164,7 +159,7 @@ def _gathered(model: nn.Module) -> Iterator[None]:
 def _make_decoder(
     model: TransformerDecoder, *, merge_adapters: str, device: torch.device
 ) -> NativeDecoder:
-    """Chooses what to compute in, and whether adapters are merged, by exactness and memory."""
+    """Chooses the dtype, and whether to merge adapters, by exactness and memory."""
     dtype = model.tok_embeddings.weight.dtype
     free = free_bytes(device) / 2
     choices = [(dtype, False)]
@@ -194,10 +189,10 @@ def _has_fast_bf16() -> bool:
 
 
 class TorchtuneEngine:
-    """Generation with the model's own forward: slower, and right for every torchtune decoder.
+    """Generation with the model's own forward: slower, for any torchtune decoder.
 
-    It works on one group at a time, or on ``max_rows`` of its rows: the prompt is prefilled once
-    with torchtune's KV cache, and its keys and values are then repeated for the rows.
+    It samples one group at a time, or ``max_rows`` of its rows: the prompt is prefilled once into
+    torchtune's KV cache, and its keys and values are then repeated for the rows.
     """
 
     def __init__(self, model: TransformerDecoder, settings: RolloutConfig) -> None:

@@ -25,20 +25,18 @@ FEW_ROWS = 4
 class RolloutLinear:
     """Linear layers of the same input, computed as one; often just one layer.
 
-    With W their weights above each other, and A and B those of LoRA adapters that are not merged,
+    With W their stacked weights, and A and B the LoRA adapters that are not merged,
 
         y = W x + B (A x)
 
-    where [W; A] is one matrix and B another, scaled and with blocks on its diagonal: two products,
-    however many layers. A weight of another dtype, a quantized or a merged one is a copy, which
-    :meth:`refresh` brings up to date and :meth:`release` frees. Of several layers that need none,
-    the weights move into the common matrix, and the modules' parameters become views of it: no
-    memory is taken twice. Where that cannot be (FSDP owns a sharded model's memory), each layer is
-    a product of its own.
+    where [W; A] is one matrix and B another, scaled and block-diagonal: two products, however many
+    layers. Weights in another dtype, quantized or merged ones are copied; :meth:`refresh` updates
+    the copies and :meth:`release` frees them. Several layers that need no copy move their weights
+    into the common matrix, and their parameters become views of it. With ``move=False`` (FSDP owns
+    a sharded model's memory) each layer is a product of its own.
 
-    ``modules`` are of the types in ``KINDS``. ``merge`` adds LoRA to the weights; DoRA, which
-    scales them, always is. ``copy=False`` makes what would be copied for every product instead,
-    which is slow and needs no memory; ``move=False`` leaves parameters where they are.
+    ``merge`` adds LoRA to the weights; DoRA, which scales them, is always merged. ``copy=False``
+    computes copies anew for every product, which is slow and needs no memory.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class RolloutLinear:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Brings all copies up to date with the modules' weights."""
+        """Updates all copies from the modules' weights."""
         self._refresh_weight()
         if sum(self.ranks):
             self._refresh_adapters()
@@ -107,7 +105,7 @@ class RolloutLinear:
             self._refresh_bias()
 
     def _kept(self, old: Tensor | None, *shape: int) -> Tensor:
-        """The same memory as before, which a CUDA graph has the address of."""
+        """The memory of earlier, whose address CUDA graphs have recorded; zeros at first."""
         device = _base_weight(self._modules[0]).device
         return torch.zeros(shape, dtype=self._dtype, device=device) if old is None else old
 
@@ -148,7 +146,7 @@ class RolloutLinear:
                 part.copy_(module.bias)
 
     def release(self) -> None:
-        """Frees copies of weights, which the next refresh makes again."""
+        """Frees the copies until the next refresh."""
         if self._copies:
             self._weight = self._a = None
 
@@ -174,7 +172,7 @@ class RolloutLinear:
         return _add_product(h, _product(x, self._a), self._b)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [K, in] -> [K, out] in float32, not rounded on the way where that can be."""
+        """x [K, in] -> [K, out] in float32, unrounded where the device can."""
         y = float32_product(x, self._single_weight)
         if self._a is not None and self._b is not None:
             y += float32_product(_product(x, self._a), self._b)

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and how its samples become rows that are scored and trained on."""
+"""The request to an engine, and how its samples become rows to score and train on."""
 
 from __future__ import annotations
 
@@ -53,11 +53,6 @@ class RolloutRequest:
     decode: Decode | None = None
     report: Callable[[Progress], None] | None = None
 
-    def __post_init__(self) -> None:
-        strings = list(self.params.stop_strings)
-        if strings and self.decode is None:
-            raise ValueError(f"stop_strings={strings}: give `decode` to find them.")
-
     @property
     def num_rows(self) -> int:
         """N."""
@@ -73,9 +68,9 @@ class RolloutEngine(Protocol):
 
 
 def must_stop(deadline: float | None) -> Callable[[], bool]:
-    """Asked between two tokens: whether a rollout that begins now cuts its rows where they are.
+    """A function that says, between two tokens, whether a deadline or an interrupt ends a rollout.
 
-    ``deadline`` is in seconds from now. An interrupt cuts the rows as well.
+    ``deadline`` is in seconds from now.
     """
     end = math.inf if deadline is None else time.monotonic() + deadline
     return lambda: time.monotonic() > end or interrupt.is_interrupted()

@@ -179,7 +179,7 @@ def row_keys(
     """The keys [B*G] int64 of the rows' noise, prompt-major.
 
     ``prompt_indices`` are the B prompts' positions in the data set. Steps count from 0; evaluation
-    uses -1. A prompt that has come in the step before, ``uses`` times, goes on counting samples.
+    uses -1. A prompt's samples of earlier rounds of the step (``uses`` groups) are counted on.
     """
     key = torch.zeros((), dtype=torch.int64)
     prompts = torch.tensor(prompt_indices)[:, None]

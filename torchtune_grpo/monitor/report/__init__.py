@@ -47,10 +47,7 @@ Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it 
 
 
 def write_page(folder: Path, path: Path | None = None) -> str:
-    """Writes the page of a run, to ``run.html`` in its folder, and returns its headline.
-
-    A ValueError says if the folder is missing or holds no run.
-    """
+    """Writes the page of a run, to ``run.html`` in its folder, and returns its headline."""
     run = RunRecord.read(folder)
     found, curves = verdict(run), panels(run)
     every = -(-run.steps_done // MAX_POINTS)
