@@ -212,7 +212,7 @@ if __name__ == "__main__":
     import torchtune.models.llama3_2
     import torchtune.models.qwen2_5
     import torchtune.training.metric_logging  # noqa: F401
-    import transformers.models.llama  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
     import transformers.models.qwen3  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 

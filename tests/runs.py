@@ -18,16 +18,25 @@ from fork_server import TIMEOUT, environment, fork_server
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
 from processes import children
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
 from torchtune_grpo.config.command_line import config_files, recipes_folder
-from torchtune_grpo.monitor.record import read_metrics
+from torchtune_grpo.monitor.record import read, read_lines, read_metrics
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE, DISTRIBUTED = "grpo_full_finetune_single_device", "grpo_full_finetune_distributed"
 # torchao compiles its optimizers, which takes longer than a test's run.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
+SGD = ["dtype=fp32", "optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler=null"]
+# A user's own file; nearly every group's rewards differ, so that weights move.
+LENGTH_REWARD = """
+def reward_length(prompts, completions, **columns):
+    return [float(len(c) % 7) for c in completions]
+"""
+OF_LENGTH = "rewards=[{_component_: my_rewards.reward_length}]"
 
 
 @dataclass
@@ -148,30 +157,24 @@ def copy_recipe(config: str, folder: Path, *, recipe: str = RECIPE) -> None:
     tune("cp", config, "my_config.yaml", cwd=folder)
 
 
-def write_gsm8k(path: Path, rows: int = 12) -> Path:
-    """Rows in GSM8K's format."""
-    with path.open("w") as file:
-        for n in range(rows):
-            answer = f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"
-            file.write(json.dumps({"question": f"{n} plus 2?", "answer": answer}) + "\n")
-    return path
+def gsm8k(n: int) -> dict:
+    """A row in GSM8K's format, with its number in columns of a user's own."""
+    answer = f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"
+    return {"question": f"{n} plus 2?", "answer": answer, "number": n, "weight": n}
 
 
-def write_humaneval(path: Path, rows: int = 12) -> Path:
-    """Rows in HumanEval's format."""
-    with path.open("w") as file:
-        for n in range(rows):
-            row = {
-                "task_id": f"Test/{n}",
-                "prompt": f'def add(x):\n    """Adds {n} to x."""\n',
-                "entry_point": "add",
-                "canonical_solution": f"    return x + {n}\n",
-                "test": f"def check(candidate):\n    assert candidate(2) == {n + 2}\n",
-            }
-            file.write(json.dumps(row) + "\n")
-    return path
+def humaneval(n: int) -> dict:
+    """A row in HumanEval's format."""
+    return {
+        "task_id": f"Test/{n}",
+        "prompt": f'def add(x):\n    """Adds {n} to x."""\n',
+        "entry_point": "add",
+        "canonical_solution": f"    return x + {n}\n",
+        "test": f"def check(candidate):\n    assert candidate(2) == {n + 2}\n",
+    }
 
 
+ROWS = 12
 # Weights that NF4 takes have a multiple of 16,384 elements.
 QUANTIZABLE = {"hidden_size": 512, "intermediate_size": 128}
 # Config -> the model and the tokenizer of its folder.
@@ -198,7 +201,8 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
         "max_generated_tokens": 12,
     }
     code = "code" in config
-    data = (write_humaneval if code else write_gsm8k)(folder / "rows.jsonl")
+    data, row = folder / "rows.jsonl", humaneval if code else gsm8k
+    data.write_text("".join(json.dumps(row(n)) + "\n" for n in range(ROWS)))
     for node in ("dataset", "eval_dataset"):
         overrides |= {
             f"{node}.source": "json",
@@ -260,3 +264,41 @@ def run_tiny(config: str, folder: Path, *more: str, **settings: Any) -> Result:
 def metrics(folder: Path) -> list[dict]:
     """The metrics of each step and each evaluation, in order."""
     return read_metrics(folder)
+
+
+def untimed(folder: Path) -> list[dict]:
+    """The same without those that depend on how fast the machine is."""
+    timed = ("time", "per_second")
+    return [{k: v for k, v in r.items() if not any(w in k for w in timed)} for r in metrics(folder)]
+
+
+def prompts(folder: Path, *kinds: str) -> list[dict]:
+    """What the record says of each prompt, of steps and of evaluations."""
+    return [event.get("prompts") for event in read(folder, *(kinds or ("step", "evaluation")))]
+
+
+def completions(folder: Path) -> list[dict]:
+    """The groups of completions that were logged."""
+    return read_lines(folder / "completions.jsonl")
+
+
+def steps_of(folder: Path) -> list[dict]:
+    """The metrics of training steps, without those of evaluations."""
+    return [record for record in metrics(folder) if "reward" in record]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, or of a folder that is a base model."""
+    return load_file(next(folder.glob("model*.safetensors")))
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's adapter in PEFT's form; empty if there is none."""
+    file = folder / "adapter" / "adapter_model.safetensors"
+    return load_file(file) if file.exists() else {}
+
+
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two checkpoints' weights."""
+    assert left.keys() == right.keys()
+    return max((left[name].float() - right[name].float()).abs().max().item() for name in left)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
-from runs import RECIPE, metrics, run, run_ranks, tune
+from runs import RECIPE, run, run_ranks, tune, untimed
 from transformers import AutoTokenizer
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -85,11 +85,6 @@ async def main():  # as in a notebook, a loop runs in the main thread
 asyncio.run(main())
 """
 )
-
-
-def untimed(folder):
-    timed = ("time", "per_second")
-    return [{k: v for k, v in r.items() if not any(w in k for w in timed)} for r in metrics(folder)]
 
 
 def run_script(folder, text, **settings):

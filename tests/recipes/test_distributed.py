@@ -5,11 +5,11 @@ the ranks, on a copied recipe too, what happens when one of them dies, and that 
 other. Everything else starts the same file with the same environment in forked processes.
 """
 
-import json
 import shutil
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,27 +18,33 @@ from fork_server import environment, fork_server
 from runs import (
     DISTRIBUTED,
     EAGER,
+    LENGTH_REWARD,
+    NO_EVALUATION,
+    OF_LENGTH,
     RECIPE,
+    SGD,
     TUNE,
+    Result,
+    adapter,
+    completions,
     copy_recipe,
+    distance,
     metrics,
+    prompts,
     run_ranks,
+    steps_of,
     tiny_overrides,
     tune,
+    untimed,
+    weights,
 )
-from safetensors.torch import load_file
-
-from torchtune_grpo.monitor.record import read
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "hf_lora_grpo"
 
-MY_REWARDS = """
+MY_REWARDS = f"""
 import os, signal
-
-def reward_length(prompts, completions, **columns):
-    return [float(len(c) % 7) for c in completions]
-
+{LENGTH_REWARD}
 def reward_half(prompts, completions, answer, **columns):
     scores = reward_length(prompts, completions)
     return [score if int(gold) % 2 else 1.0 for score, gold in zip(scores, answer)]
@@ -60,23 +66,15 @@ def reward_raise(prompts, completions, trainer_state, **columns):
 PEFT = dict(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "up_proj"])
 HALF = "rewards=[{_component_: my_rewards.reward_half}]"  # of the groups fail
 RESAMPLED = "dynamic_sampling.max_resamples=2"
-NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
+RESUME = "resume_from_checkpoint=true"
 
 
-def settings(folder: Path, config: str, *more: str, reward: str = "length") -> list[str]:
+def settings(folder: Path, config: str, *more: str) -> list[str]:
     """SGD in fp32 with a reward that always has spread."""
     folder.mkdir(exist_ok=True)
     (folder / "my_rewards.py").write_text(MY_REWARDS)
-    overrides = [
-        *tiny_overrides(config, folder),
-        "dtype=fp32",
-        f"rewards=[{{_component_: my_rewards.reward_{reward}}}]",
-        "optimizer=torch.optim.SGD",
-        "optimizer.lr=0.5",
-        "lr_scheduler=null",
-        "log_groups=99",
-        "eval_dataset.num_samples=5",  # ranks get different numbers of prompts
-    ]
+    overrides = [*tiny_overrides(config, folder), *SGD, OF_LENGTH, "log_groups=99"]
+    overrides.append("eval_dataset.num_samples=5")  # ranks get different numbers of prompts
     if config in (LORA, QWEN3):  # fused SGD has no form for sharded parameters
         overrides.append("optimizer.fused=false")
     if config == FULL:
@@ -84,14 +82,15 @@ def settings(folder: Path, config: str, *more: str, reward: str = "length") -> l
     return [*overrides, *more]
 
 
-def base_weights(folder: Path) -> Path:
-    return next(folder.glob("*/model.safetensors"))
+def base_of(folder: Path) -> Path:
+    (file,) = folder.glob("*/model.safetensors")
+    return file.parent
 
 
 def from_adapter(folder: Path, config: str) -> list[str]:
     """Overrides with which a run begins from PEFT's adapter, and has it for its reference."""
     tiny_overrides(config, folder)  # makes the base, which is the same in all folders
-    peft_adapter(base_weights(folder).parent, folder / "sft", **PEFT)
+    peft_adapter(base_of(folder), folder / "sft", **PEFT)
     more = ["loss.kl_coeff=0.5", f"adapter_dir={folder / 'sft'}"]
     if config == LORA:  # the other's builder reads them off the adapter
         more += ["model.lora_rank=4", "model.lora_alpha=8"]
@@ -99,14 +98,13 @@ def from_adapter(folder: Path, config: str) -> list[str]:
     return more
 
 
-def run(folder: Path, config: str, *more: str, ranks: int, **env: str) -> None:
+def run(folder: Path, config: str, *more: str, ranks: int = 2, **options: Any) -> list[Result]:
     """Forked ranks; ``ranks=0`` is ``tune run`` without any."""
     arguments = ["--config", config, *settings(folder, config, *more)]
-    env |= {"PYTHONPATH": str(folder)}
+    options |= {"PYTHONPATH": str(folder), "cwd": folder}
     if ranks:
-        run_ranks(*arguments, ranks=ranks, cwd=folder, **env)
-    else:
-        tune("run", RECIPE, *arguments, cwd=folder, **env)
+        return run_ranks(*arguments, ranks=ranks, **options)
+    return [tune("run", RECIPE, *arguments, **options)]
 
 
 def run_copy(folder: Path, config: str, *more: str, ranks: int) -> None:
@@ -135,18 +133,9 @@ def run_copy(folder: Path, config: str, *more: str, ranks: int) -> None:
     assert "Exception ignored" not in said  # ranks of torchrun are new interpreters, to their end
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("model*.safetensors")))
-
-
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / "adapter" / "adapter_model.safetensors"
-    return load_file(file) if file.exists() else {}
-
-
-def completions(folder: Path) -> list[tuple]:
-    records = map(json.loads, (folder / "completions.jsonl").read_text().splitlines())
-    return sorted((r["step"], r["prompt"], r["completion"], r["reward"]) for r in records)
+def answers(folder: Path) -> list[tuple]:
+    keys = ("step", "prompt", "completion", "reward")
+    return sorted(tuple(line[key] for key in keys) for line in completions(folder))
 
 
 VARIANTS = {
@@ -188,33 +177,24 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
         start(tmp_path / name, config, *objective, *more, ranks=ranks)
     one = tmp_path / "one"
     expected = weights(one / "out" / "step_000002")
-    base = load_file(base_weights(one))
-    assert max((expected[n] - base[n]).abs().max() for n in base) > 1e-3
+    assert distance(weights(base_of(one)), expected) > 1e-3
     if config == QWEN3:  # the reference is what the run began with
         kl = [record["kl"] for record in metrics(one / "out") if "kl" in record]
         assert abs(kl[0]) < 1e-6 < 1e-4 < kl[1]
     for name in VARIANTS[config]:
         out = tmp_path / name / "out"
-        assert completions(out) == completions(one / "out"), name
-        prompts, expected_prompts = (
-            [event["prompts"] for event in read(each, "step")] for each in (out, one / "out")
-        )
-        assert prompts == expected_prompts
-        sampled = [each["prompt_index"] for each in prompts]
+        assert answers(out) == answers(one / "out"), name
+        assert prompts(out, "step") == prompts(one / "out", "step")
+        sampled = [each["prompt_index"] for each in prompts(out, "step")]
         assert [len(rows) > 4 for rows in sampled] == 2 * [config == QWEN3]
         assert len(completions(out)) == 4 * sum(map(len, sampled))
-        for key, value in weights(out / "step_000002").items():
+        for read in (weights, adapter):
             # QLoRA's merged weights are bfloat16; a sum near a border rounds either way.
-            rtol = 2**-7 if config == QLORA else 0
-            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=rtol, msg=name)
-        for key, value in adapter(out / "step_000002").items():
-            want = adapter(one / "out" / "step_000002")[key]
-            torch.testing.assert_close(value, want, atol=1e-5, rtol=0, msg=name)
-        for got, want in zip(metrics(out), metrics(one / "out"), strict=True):
-            assert got.keys() == want.keys()
-            for key in want:
-                if "time" not in key and "per_second" not in key:
-                    assert got[key] == pytest.approx(want[key], abs=1e-5, rel=1e-4), (name, key)
+            rtol = 2**-7 if config == QLORA and read is weights else 0
+            got, want = (read(each / "step_000002") for each in (out, one / "out"))
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=rtol, msg=name)
+        for got, want in zip(untimed(out), untimed(one / "out"), strict=True):
+            assert got == pytest.approx(want, abs=1e-5, rel=1e-4), name
 
 
 @pytest.mark.gpu
@@ -225,9 +205,8 @@ def test_two_gpus_take_the_same_step_as_one(tmp_path, config):
     for name, ranks, batch in (("one", 0, 4), ("two", 2, 2)):
         more = ["device=cuda", "num_steps=1", f"batch_size={batch}"]
         run(tmp_path / name, config, *more, ranks=ranks)
-    expected = weights(tmp_path / "one" / "out" / "step_000001")
-    for key, value in weights(tmp_path / "two" / "out" / "step_000001").items():
-        torch.testing.assert_close(value, expected[key], atol=1e-4, rtol=0)
+    one, two = (weights(tmp_path / name / "out" / "step_000001") for name in ("one", "two"))
+    assert distance(one, two) <= 1e-4
 
 
 @pytest.mark.parametrize("config", [LORA, FULL])
@@ -247,23 +226,22 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
         dropout, adam = ["model.lora_dropout=0.5"], adam + from_adapter(tmp_path, config)
         adam += [HALF, RESAMPLED, "num_minibatches=2"]
     out = tmp_path / "out"
-    run(tmp_path, config, *adam, *dropout, ranks=2)
+    run(tmp_path, config, *adam, *dropout)
     whole = weights(out / "step_000003")
     for step in (2, 3):
         (out / f"step_00000{step}").rename(tmp_path / f"first_{step}")
-    resume = "resume_from_checkpoint=true"
-    run(tmp_path, config, *adam, *dropout, resume, ranks=2)
+    run(tmp_path, config, *adam, *dropout, RESUME)
     again = weights(out / "step_000003")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert [r["step"] for r in metrics(out) if "reward" in r] == [1, 2, 3]
+    assert [r["step"] for r in steps_of(out)] == [1, 2, 3]
 
-    results = []
-    for ranks, batch in ((2, 2), (0, 4)):
-        (out / "step_000003").rename(tmp_path / f"before_{ranks}_ranks")
-        run(tmp_path, config, *adam, resume, f"batch_size={batch}", ranks=ranks)
-        results.append(weights(out / "step_000003"))
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], atol=1e-5, rtol=0)
+    if dropout:
+        (out / "step_000003").rename(tmp_path / "with_dropout")
+        run(tmp_path, config, *adam, RESUME)
+        again = weights(out / "step_000003")
+    (out / "step_000003").rename(tmp_path / "on_two")
+    run(tmp_path, config, *adam, RESUME, "batch_size=4", ranks=0)
+    assert distance(weights(out / "step_000003"), again) <= 1e-5
 
 
 def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
@@ -273,10 +251,10 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     """
     adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.bf16_stochastic_round=True"]
     adam += ["dtype=bf16", "optimizer.lr=1e-2", *NO_EVALUATION]
-    run(tmp_path, FULL, *adam, "saving.every_n_steps=1", ranks=2, **EAGER)
+    run(tmp_path, FULL, *adam, "saving.every_n_steps=1", **EAGER)
     whole = weights(tmp_path / "out" / "step_000002")
     (tmp_path / "out" / "step_000002").rename(tmp_path / "first")
-    run(tmp_path, FULL, *adam, "resume_from_checkpoint=true", ranks=2, **EAGER)
+    run(tmp_path, FULL, *adam, RESUME, **EAGER)
     again = weights(tmp_path / "out" / "step_000002")
     before = weights(tmp_path / "out" / "step_000001")
     error = sum((again[name] - whole[name]).norm() ** 2 for name in whole) ** 0.5
@@ -290,38 +268,27 @@ def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path
     adam += ["model.use_dora=True", "num_steps=2", *NO_EVALUATION]
     sharded = ["distributed.sharding=always"]
     for name, more in (("replicated", []), ("sharded", sharded)):
-        run(tmp_path / name, LORA, *adam, *more, ranks=2)
+        run(tmp_path / name, LORA, *adam, *more)
     one, two = (adapter(tmp_path / n / "out" / "step_000002") for n in ("replicated", "sharded"))
     for name, value in one.items():
         assert value.dtype == torch.float32 and not value.bfloat16().float().equal(value), name
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0, msg=name)
 
 
-FAILING = ["saving.every_n_steps=1", "num_steps=3", *NO_EVALUATION]
-
-
-def check_one_step_is_saved(out: Path) -> None:
-    assert [p.name for p in out.glob("step_*")] == ["step_000001"]
-    assert weights(out / "step_000001")
-
-
-def test_a_killed_rank_ends_the_job_and_leaves_nothing_half_written(tmp_path):
-    changes = settings(tmp_path, LORA, *FAILING, reward="kill")
-    ranks = run_ranks(
-        "--config", LORA, *changes, ranks=2, cwd=tmp_path, check=False, PYTHONPATH=str(tmp_path)
-    )
-    assert ranks[0].code != 0 and ranks[1].code == -signal.SIGKILL
+def test_a_rank_that_fails_ends_the_job_and_leaves_nothing_half_written(tmp_path):
+    """In the second step: by kill -9, then by an exception; the job goes on behind both."""
+    more = ["saving.every_n_steps=1", "num_steps=3", *NO_EVALUATION]
     out = tmp_path / "out"
-    check_one_step_is_saved(out)
-    run(tmp_path, LORA, *FAILING, "resume_from_checkpoint=true", ranks=2)
+    for way in ("kill", "raise"):
+        resume = [RESUME] if way == "raise" else []
+        reward = f"rewards=[{{_component_: my_rewards.reward_{way}}}]"
+        ranks = run(tmp_path, LORA, *more, *resume, reward, check=False)
+        assert all(rank.code != 0 for rank in ranks)
+        if way == "kill":
+            assert ranks[1].code == -signal.SIGKILL
+        else:
+            assert any("the reward of rank 1 is broken" in rank.err for rank in ranks)
+        assert [p.name for p in out.glob("step_*")] == ["step_000001"]
+        assert weights(out / "step_000001")
+    run(tmp_path, LORA, *more, RESUME)
     assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
-
-
-def test_a_rank_that_raises_stops_the_other(tmp_path):
-    changes = settings(tmp_path, LORA, *FAILING, reward="raise")
-    ranks = run_ranks(
-        "--config", LORA, *changes, ranks=2, cwd=tmp_path, check=False, PYTHONPATH=str(tmp_path)
-    )
-    assert all(rank.code != 0 for rank in ranks)
-    assert any("the reward of rank 1 is broken" in rank.err for rank in ranks)
-    check_one_step_is_saved(tmp_path / "out")

@@ -8,16 +8,20 @@ from pathlib import Path
 import torch
 import yaml
 from omegaconf import OmegaConf
-from runs import RECIPE, metrics, tiny_overrides, tune
-from safetensors.torch import load_file
+from runs import (
+    LENGTH_REWARD,
+    NO_EVALUATION,
+    RECIPE,
+    distance,
+    metrics,
+    tiny_overrides,
+    tune,
+    weights,
+)
 
 from torchtune_grpo.loss import make_loss
 
 CONFIG = "llama3_2_1B_lora_grpo"
-REWARD = """
-def length(prompts, completions, **columns):
-    return [float(len(c) % 7) for c in completions]
-"""
 
 
 def example() -> tuple[str, dict]:
@@ -59,19 +63,18 @@ def test_the_example_trains(tmp_path, monkeypatch):
     work = tmp_path / "work"
     work.mkdir()
     (work / "my_loss.py").write_text(source)
-    (work / "my_rewards.py").write_text(REWARD)  # always has spread
+    (work / "my_rewards.py").write_text(LENGTH_REWARD)
     tune("cp", CONFIG, "my_config.yaml", cwd=work)
     config = yaml.safe_load((work / "my_config.yaml").read_text()) | node
-    config["rewards"] = [{"_component_": "my_rewards.length", "name": "length"}]
+    config["rewards"] = [{"_component_": "my_rewards.reward_length"}]
     (work / "my_config.yaml").write_text(yaml.safe_dump(config))
     small = ["batch_size=2", "grpo_samples=4", "dtype=fp32", "optimizer.lr=1e-2", "ppo_epochs=2"]
-    small += ["lr_scheduler=null", "eval_dataset=null", "evaluation.every_n_steps=null"]
+    small += ["lr_scheduler=null", *NO_EVALUATION]
     overrides = [*tiny_overrides(CONFIG, tmp_path), *small]
     tune("run", RECIPE, "--config", "my_config.yaml", *overrides, cwd=work)
 
-    base = load_file(tmp_path / "llama" / "model.safetensors")
-    after = load_file(next((tmp_path / "out" / "step_000002").glob("model-*.safetensors")))
-    assert max((after[name] - base[name]).abs().max() for name in base) > 1e-3
+    after = weights(tmp_path / "out" / "step_000002")
+    assert distance(weights(tmp_path / "llama"), after) > 1e-3
     monkeypatch.syspath_prepend(work)
     monkeypatch.setitem(sys.modules, "my_loss", None)
     del sys.modules["my_loss"]  # imported now, and forgotten when the test ends

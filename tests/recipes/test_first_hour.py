@@ -3,21 +3,27 @@
 import re
 
 import pytest
-from runs import RECIPE, run, run_tiny, tiny_overrides, tune
+from runs import NO_EVALUATION, RECIPE, run, run_tiny, tiny_overrides, tune
 
 CONFIG = "llama3_2_1B_lora_grpo"
-SHORT = ["num_steps=1"]
+SHORT = ["num_steps=1", *NO_EVALUATION]
+# One from each stage of the start; tests/unit/test_config.py has the others.
 MISTAKES = {
-    "device=cuda": r"device=cuda: torch .* finds no GPU here",
-    "rewards.0.weight=much": r"rewards\[0\].weight='much': should be a valid number",
-    "max_generated_tokens=600": "max_generated_tokens=600: .*context of 512; give at most 4",
-    "optimizer.lr=fast": "optimizer.lr='fast': not of type float",
-    "model.num_layers=3": "model.num_layers=3: .*config.json .* says 2",
-    "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
-    "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
-    "batch_size=13": r"batch_size \* ranks = 13 prompts a step, but dataset has only 12",
     "batch_size": "batch_size: not an override; write key=value",
+    "device=cuda": r"device=cuda: torch .* finds no GPU here",
+    "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
+    "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
+    "batch_size=13": r"batch_size \* ranks = 13 prompts a step, but dataset has only 12",
 }
+
+
+def check(*arguments, cwd, **settings):
+    """``torchtune-grpo config``."""
+    return run("-m", "torchtune_grpo", "config", CONFIG, *arguments, cwd=cwd, **settings)
+
+
+def keys_in(text: str) -> list[str]:
+    return sorted(re.findall(r"^Error: ([\w.\[\]]+)[=:]", text, re.M))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -34,34 +40,27 @@ def test_a_mistake_ends_in_one_line(tmp_path, mistake):
 
 
 def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
-    wrong = ["grpo_sample=4", "model.lora_rnk=4", "optimizer.lr=fast", "temperature=0"]
-    overrides = [*tiny_overrides(CONFIG, tmp_path), *wrong]
-    told = tune("run", RECIPE, "--config", CONFIG, *overrides, cwd=tmp_path, check=False).err
-    keys = ["grpo_sample", "temperature", "model.lora_rnk", "optimizer.lr"]
-    assert sorted(re.findall(r"^Error: ([\w.]+)=", told, re.M)) == sorted(keys)
+    """Those of keys, before any file is looked for, and then those of files and components."""
+    overrides = tiny_overrides(CONFIG, tmp_path)
+    wrong = ["grpo_sample=4", "temperature=0", "model.lora_rnk=4", "optimizer.lr=fast"]
+    wrong += ["tokenizer=no.such", "loss.kl_coeff=-1"]
+    keys = [
+        "grpo_sample",
+        "loss.kl_coeff",
+        "model.lora_rnk",
+        "optimizer.lr",
+        "temperature",
+        "tokenizer._component_",
+    ]
+    ran = tune("run", RECIPE, "--config", CONFIG, *overrides, *wrong, cwd=tmp_path, check=False)
+    checked = check(*overrides, *wrong, "~checkpointer.checkpoint_dir", cwd=tmp_path, check=False)
+    assert keys_in(ran.err) == keys == keys_in(checked.err)
     (tmp_path / "llama" / "model.safetensors").unlink()
-    more = ["rewards.0.name=''", "eval_dataset.data_files=/no/such", "loss.kl_coeff=-1"]
-    check = ["-m", "torchtune_grpo", "config", CONFIG, *overrides, *more]
-    done = run(*check, cwd=tmp_path, check=False)
-    assert done.code == 1 and not done.out
-    keys += ["checkpointer.checkpoint_files", "loss.kl_coeff"]
-    keys += ["rewards[0].name", "eval_dataset.data_files"]
-    assert sorted(re.findall(r"^Error: ([\w.\[\]]+)", done.err, re.M)) == sorted(keys)
+    done = check(*overrides, "rewards.0.name=''", cwd=tmp_path, check=False)
+    assert keys_in(done.err) == ["checkpointer", "rewards[0].name"]
+    for each in (ran, checked, done):
+        assert each.code == 1 and not each.out and "Traceback" not in each.err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("checkpointer.checkpoint_dir=5", "checkpointer.checkpoint_dir=5: not of type str"),
-        ("~checkpointer.checkpoint_dir", "checkpointer.checkpoint_dir: missing"),
-        ("tokenizer=no.such", "tokenizer._component_=no.such: cannot be imported"),
-    ],
-)
-def test_the_check_survives_what_it_finds(tmp_path, change, told):
-    """Later checks, which need the part that is wrong, are left out."""
-    done = run("-m", "torchtune_grpo", "config", CONFIG, change, cwd=tmp_path, check=False)
-    assert done.code == 1 and f"Error: {told}" in done.err and "Traceback" not in done.err
 
 
 def test_an_error_is_told_where_its_traceback_cannot_be_written(tmp_path):
@@ -80,16 +79,9 @@ def test_an_error_is_told_where_its_traceback_cannot_be_written(tmp_path):
 
 def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     overrides = tiny_overrides(CONFIG, tmp_path)
-    done = run("-m", "torchtune_grpo", "config", CONFIG, *overrides, cwd=tmp_path)
-    assert done.out.splitlines()[-1] == f"{CONFIG}: no mistake found."
-    done = run("-m", "torchtune_grpo", "config", CONFIG, *overrides, "device=cuda", cwd=tmp_path)
+    done = check(*overrides, "device=cuda", cwd=tmp_path)
     assert done.out.startswith("Note: device=cuda: torch")
-
-
-def test_keys_that_follow_from_others_need_no_second_override(tmp_path):
-    """12 rows in passes of at most 5, and no evaluation without its data set."""
-    run_tiny(CONFIG, tmp_path, "batch_size=3", "grpo_samples=4", "forward_batch_size=5")
-    run_tiny(CONFIG, tmp_path, "eval_dataset=null", *SHORT)
+    assert done.out.splitlines()[-1] == f"{CONFIG}: no mistake found."
 
 
 def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
@@ -102,12 +94,12 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
         "def wrong(prompts, completions, **columns):\n"
         "    return [1.0]\n"
     )
-    reward = ["rewards.0=my_parts.wrong", "eval_dataset=null"]
+    reward = ["rewards.0=my_parts.wrong", *SHORT]
     done = run_tiny(CONFIG, tmp_path, *reward, check=False)
     file = tmp_path / "out" / "error.txt"
     assert done.err.endswith(
-        "Error: The reward 'correctness' returned 1 values for 8 completions; return one number "
-        "or None per completion.\n"
+        "Error: The reward 'correctness' returned 1 values for 8 completions; return a list with "
+        "one number or None per completion.\n"
     )
     assert f"Traceback: {file}" in done.err and "ContractError" in file.read_text()
     done = run_tiny(CONFIG, tmp_path, *reward, check=False, TORCHTUNE_GRPO_TRACEBACK="1")
@@ -115,5 +107,8 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
     done = run_tiny(CONFIG, tmp_path, "optimizer=my_parts.Late", *SHORT, check=False)
     assert "in step\n    raise KeyError('my bug')" in done.err
     assert done.err.endswith("Error: KeyError: 'my bug'\n")
-    run_tiny(CONFIG, tmp_path, *SHORT)
+    # 12 rows in passes of at most 5, and evaluations every so many steps of no data set
+    run_tiny(
+        CONFIG, tmp_path, "forward_batch_size=5", "batch_size=3", "num_steps=1", "eval_dataset=null"
+    )
     assert not file.exists()

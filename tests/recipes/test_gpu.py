@@ -5,27 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import EAGER, metrics, run_tiny
-from safetensors.torch import load_file
+from runs import EAGER, LENGTH_REWARD, OF_LENGTH, SGD, distance, metrics, run_tiny, weights
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+STEP = "step_000001"
 LLAMA = ["llama3_2_1B_lora_grpo", "llama3_2_1B_qlora_grpo", "llama3_2_1B_full_grpo"]
-# Groups whose rewards differ, so that there is something to learn.
-REWARD = (
-    "def reward_length(completions, **columns):\n    return [len(c) % 7 for c in completions]\n"
-)
-ONE_STEP = ["num_steps=1", "optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler=null"]
 
 
 def run(folder: Path, config: str, *more: str) -> Path:
     """Where the run writes to."""
     folder.mkdir()
-    (folder / "my_rewards.py").write_text(REWARD)
-    reward = "rewards=[{_component_: my_rewards.reward_length}]"
-    run_tiny(config, folder, reward, *more, PYTHONPATH=str(folder), **EAGER)
+    (folder / "my_rewards.py").write_text(LENGTH_REWARD)
+    run_tiny(config, folder, OF_LENGTH, *more, PYTHONPATH=str(folder), **EAGER)
     return folder / "out"
 
 
@@ -41,11 +35,9 @@ def test_shipped_configs_train_evaluate_and_save(tmp_path, config):
 @pytest.mark.parametrize("config", [LLAMA[0], LLAMA[2]])
 def test_a_step_in_float32_is_that_of_a_cpu(tmp_path, config):
     """To 1e-4: kernels round differently."""
-    weights = {}
-    for device in ("cpu", "cuda"):
-        out = run(tmp_path / device, config, *ONE_STEP, "dtype=fp32", f"device={device}")
-        files = (out / "step_000001").glob("model*.safetensors")
-        weights[device] = {k: v for file in files for k, v in load_file(file).items()}
-    start = load_file(tmp_path / "cpu" / "llama" / "model.safetensors")
-    assert any(not torch.equal(value, start[key]) for key, value in weights["cpu"].items())
-    torch.testing.assert_close(weights["cuda"], weights["cpu"], atol=1e-4, rtol=0)
+    cpu, gpu = (
+        weights(run(tmp_path / device, config, *SGD, "num_steps=1", f"device={device}") / STEP)
+        for device in ("cpu", "cuda")
+    )
+    assert distance(weights(tmp_path / "cpu" / "llama"), cpu) > 0
+    assert distance(gpu, cpu) <= 1e-4

@@ -6,10 +6,21 @@ import signal
 import pytest
 import torch
 from processes import children, is_alive, wait_until
-from runs import DISTRIBUTED, RECIPE, Result, in_background, metrics, run_ranks, tune
+from runs import (
+    DISTRIBUTED,
+    NO_EVALUATION,
+    RECIPE,
+    Result,
+    completions,
+    in_background,
+    metrics,
+    prompts,
+    run_ranks,
+    tune,
+    untimed,
+)
 from runs import run as run_script
-
-from torchtune_grpo.monitor.record import read, read_lines
+from torch.utils._pytree import tree_flatten_with_path
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
@@ -141,31 +152,14 @@ def check_same(out, whole):
     """Weights, optimizer, generators and the run's record; all but times."""
     step = steps(whole)[-1]
     states = [torch.load(each / f"step_{step:06d}" / "training_state.pt") for each in (out, whole)]
-    left, right = map(flat, states)
-    assert left.keys() == right.keys() and "adapter.layers.0.attn.q_proj.lora_a.weight" in left
-    for key, value in left.items():
+    left, right = (tree_flatten_with_path(state)[0] for state in states)
+    assert len(left) == len(right) and any("lora_a" in str(path) for path, _ in left)
+    for (path, value), (other, wanted) in zip(left, right):
         is_tensor = isinstance(value, torch.Tensor)
-        assert torch.equal(value, right[key]) if is_tensor else value == right[key], key
-    events = [[untimed(e) for e in read(each, "step", "evaluation")] for each in (out, whole)]
-    assert events[0] == events[1]
-    completions = [read_lines(each / "completions.jsonl") for each in (out, whole)]
-    assert completions[0] == completions[1]
-
-
-def flat(value, prefix=""):
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    found = {}
-    for key, inner in items:
-        if isinstance(inner, (dict, list, tuple)):
-            found |= flat(inner, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = inner
-    return found
-
-
-def untimed(record):
-    timed = ("time", "per_second")
-    return {k: v for k, v in record.items() if not any(word in k for word in timed)}
+        same = torch.equal(value, wanted) if is_tensor else value == wanted
+        assert path == other and same, path
+    for recorded in (untimed, prompts, completions):
+        assert recorded(out) == recorded(whole)
 
 
 def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
@@ -209,16 +203,13 @@ def test_two_ranks_leave_together(folder):
     check_same(out, folder / "whole")
 
 
-def test_a_second_one_leaves_at_once(folder):
-    done = run(folder, moment="deaf:3:SIGINT")
-    assert done.code == 130 and not steps(folder / "out")
-    assert "SIGINT: ends soon" in said(done)
-
-
-def test_before_the_first_step_there_is_nothing_to_save(folder):
+def test_before_the_first_step_or_by_a_second_signal_it_leaves_at_once(folder):
     done = run(folder, moment="setup:1:SIGTERM")
     assert done.code == 143 and said(done)
     assert not (folder / "out" / "run.jsonl").exists()
+    done = run(folder, moment="deaf:3:SIGINT")
+    assert done.code == 130 and not steps(folder / "out")
+    assert "SIGINT: ends soon" in said(done)
 
 
 def test_one_that_comes_at_the_very_end_is_not_told(folder):
@@ -233,7 +224,7 @@ def test_one_that_comes_at_the_very_end_is_not_told(folder):
 
 
 def test_torchrun_hands_it_on(folder):
-    more = [*QUICK, *TWO, "num_steps=9999", "eval_dataset=null", "evaluation.every_n_steps=null"]
+    more = [*QUICK, *TWO, "num_steps=9999", *NO_EVALUATION]
     launch = ["run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more]
     out = folder / "out"
     with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:

@@ -25,7 +25,6 @@ REPO = Path(__file__).parents[2]
 RECIPES = (RECIPE, DISTRIBUTED)
 CONFIG = "tiny_arithmetic_grpo"
 CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.yaml"))
-SOME = ["llama3_2_1B_full_grpo", "qwen3_4B_qlora_grpo"]  # a command for each takes its time
 
 
 def listed(out: str) -> dict[str, list[str]]:
@@ -42,8 +41,7 @@ def listed(out: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unrelated")
-    return folder
+    return tmp_path_factory.mktemp("unrelated")
 
 
 class Session(dict):
@@ -68,6 +66,7 @@ def test_ls_lists_the_recipes_with_every_config(session: Session) -> None:
     assert CONFIG in CONFIGS
     for recipe in RECIPES:
         assert listed(session["tune ls"].out)[recipe] == CONFIGS
+    assert session["torchtune_grpo ls"] == session["tune ls"]  # nothing twice
 
 
 def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
@@ -95,46 +94,29 @@ if sys.argv[-1] == "interrupted":
     os.kill(os.getppid(), signal.SIGINT)
 time.sleep(60)
 """
-
-
-def torchrun(
-    folder: Path, end: str, *, ranks: int = 2, comment: str = "like torchtune_grpo", **env: str
-) -> Result:
-    """``tune run`` of that recipe."""
-    (folder / "my_recipe.py").write_text(f"# {comment}\n{ENDS}")
-    launch = ["run", "--nproc_per_node", ranks, "my_recipe.py", "--config", "no.yaml", end]
-    return run(TUNE, *launch, cwd=folder, check=False, **env)
+TOLD = r"(?s).*failed \(exitcode: 1\).*Traceback.*"
 
 
 @pytest.mark.parametrize(
-    ("end", "ranks", "code", "said"),
+    ("end", "ranks", "settings", "code", "said"),
     [
-        ("exit", 2, 1, "(Error: what the recipe says\n){1,2}"),
-        ("killed", 2, 1, r"Error: rank 1: Signal 9 \(SIGKILL\) received by PID \d+\n"),
-        ("interrupted", 1, 130, "W.* Received 2 death signal, shutting down workers\n"),
+        ("exit", 2, {}, 1, "(Error: what the recipe says\n){1,2}"),
+        ("killed", 2, {}, 1, r"Error: rank 1: Signal 9 \(SIGKILL\) received by PID \d+\n"),
+        ("interrupted", 1, {}, 130, "W.* Received 2 death signal, shutting down workers\n"),
+        ("exit", 1, {"TORCHTUNE_GRPO_TRACEBACK": "1"}, 1, TOLD),
+        ("exit, of somebody else's", 1, {}, 1, TOLD),
     ],
 )
 def test_torchrun_adds_no_traceback_to_what_a_rank_says(
-    tmp_path: Path, end: str, ranks: int, code: int, said: str
+    tmp_path: Path, end: str, ranks: int, settings: dict[str, str], code: int, said: str
 ) -> None:
-    result = torchrun(tmp_path, end, ranks=ranks)
+    """But on request, and of other recipes."""
+    end, _, owner = end.partition(", ")
+    (tmp_path / "my_recipe.py").write_text(f"# {owner or 'torchtune_grpo'}\n{ENDS}")
+    launch = ["run", "--nproc_per_node", ranks, "my_recipe.py", "--config", "no.yaml", end]
+    result = run(TUNE, *launch, cwd=tmp_path, check=False, **settings)
     assert result.code == code
     assert re.fullmatch(said, result.err), result.err
-
-
-@pytest.mark.parametrize(
-    "settings", [{"comment": "of somebody else"}, {"TORCHTUNE_GRPO_TRACEBACK": "1"}]
-)
-def test_torchrun_tells_all_of_other_recipes_and_on_request(
-    tmp_path: Path, settings: dict[str, str]
-) -> None:
-    result = torchrun(tmp_path, "exit", **settings)
-    assert result.code == 1
-    assert "Traceback" in result.err and "failed (exitcode: 1)" in result.err
-
-
-def test_module_lists_nothing_twice(session: Session) -> None:
-    assert session["torchtune_grpo ls"] == session["tune ls"]
 
 
 def test_module_works_where_the_hook_is_turned_off(session: Session, workspace: Path) -> None:
@@ -154,24 +136,19 @@ def test_module_works_where_the_hook_is_turned_off(session: Session, workspace: 
     assert ours == session["tune ls"].out
 
 
-@pytest.mark.parametrize(
-    "wrapt", ["raise RuntimeError('broken')", "raise ImportError('broken')", ""]
-)
-def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path, wrapt: str) -> None:
-    (tmp_path / "wrapt.py").write_text(wrapt)
-    code = "from torchtune_grpo.cli import tune as _plugin; _plugin.autoload(); print('alive')"
-    silent = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert silent == Result(0, "alive\n", "")
-    told = run_python("-m", "torchtune_grpo", "ls", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert told.code == 1
-    assert "Error" in told.err.splitlines()[-1] and "wrapt" in told.err
+def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path) -> None:
+    def python(*arguments: str) -> Result:
+        return run_python(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
 
-
-def test_torch_survives_a_broken_wrapt(tmp_path: Path) -> None:
-    (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken')")
-    code = "import sys, torch; print('torchtune_grpo.cli.tune' in sys.modules)"
-    result = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert result == Result(0, "True\n", "")
+    load = "from torchtune_grpo.cli import tune as _plugin; _plugin.autoload(); print('alive')"
+    for wrapt in ("", "raise ImportError('broken')", "raise RuntimeError('broken')"):
+        (tmp_path / "wrapt.py").write_text(wrapt)
+        assert python("-c", load) == Result(0, "alive\n", ""), wrapt
+        told = python("-m", "torchtune_grpo", "ls")
+        assert told.code == 1, wrapt
+        assert "Error" in told.err.splitlines()[-1] and "wrapt" in told.err
+    torch = "import sys, torch; print('torchtune_grpo.cli.tune' in sys.modules)"
+    assert python("-c", torch) == Result(0, "True\n", "")
 
 
 def test_hook_imports_nothing_else_than_wrapt(tmp_path: Path) -> None:

@@ -1,16 +1,22 @@
 """Steps that are full at once, fill up, stay short, or have nothing to train on."""
 
-import json
-
 import pytest
 import torch
-from runs import RECIPE, metrics, run_ranks, tiny_overrides, tune
-from safetensors.torch import load_file
+from runs import (
+    NO_EVALUATION,
+    RECIPE,
+    ROWS,
+    completions,
+    metrics,
+    prompts,
+    tiny_overrides,
+    tune,
+    weights,
+)
 
 from torchtune_grpo.data import ShuffledSampler
-from torchtune_grpo.monitor.record import read
 
-CONFIG, ROWS, SEED = "llama3_2_1B_lora_grpo", 12, 2
+CONFIG, SEED = "llama3_2_1B_lora_grpo", 2
 # In which steps a prompt teaches something: its completions' letters decide, else nothing does.
 REWARD = """
 TEACHES = {teaches}
@@ -21,12 +27,6 @@ def reward_some(prompts, completions, trainer_state, number, **columns):
         float(sum(map(ord, text)) % 7) if n in TEACHES[step] else 1.0
         for text, n in zip(completions, number)
     ]
-
-def reward_raises(prompts, completions, **columns):
-    raise RuntimeError("it is not there")
-
-def reward_wrong(prompts, completions, **columns):
-    return "a text"
 """
 ORDER = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS) * 2
 ORDER[ROWS:] = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS, skip=ROWS)
@@ -35,18 +35,12 @@ ORDER[ROWS:] = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS, skip=ROWS)
 def settings(folder, teaches, *more):
     folder.mkdir()
     (folder / "my_rewards.py").write_text(REWARD.format(teaches=teaches))
-    with (folder / "numbered.jsonl").open("w") as file:
-        for n in range(ROWS):
-            row = {"question": f"{n} plus 2?", "answer": f"#### {n + 2}", "number": n}
-            file.write(json.dumps(row) + "\n")
     return [
         "--config",
         CONFIG,
         *tiny_overrides(CONFIG, folder),
-        f"dataset.data_files={folder}/numbered.jsonl",
         "rewards=[{_component_: my_rewards.reward_some}]",
-        "eval_dataset=null",
-        "evaluation.every_n_steps=null",
+        *NO_EVALUATION,
         "dtype=fp32",
         "grpo_samples=4",
         "batch_size=2",
@@ -67,7 +61,7 @@ def trained(out, step):
     folder = out / f"step_{step:06d}"
     state = torch.load(folder / "training_state.pt", weights_only=True)["optimizer"]["state"]
     held = [torch.as_tensor(value) for entry in state.values() for value in entry.values()]
-    return [*load_file(next(folder.glob("model-*.safetensors"))).values(), *held]
+    return [*weights(folder).values(), *held]
 
 
 def same(left, right):
@@ -89,7 +83,7 @@ def test_steps_take_as_many_prompts_as_they_need(tmp_path):
     )
 
     done = metrics(out)
-    drawn = [event["prompts"]["prompt_index"] for event in read(out, "step")]
+    drawn = [each["prompt_index"] for each in prompts(out, "step")]
     assert drawn == [ORDER[:2], ORDER[2:6], ORDER[6:9], ORDER[9:16]]
     names = ("rounds", "kept", "missing")
     assert [[line[f"dynamic_sampling/{name}"] for name in names] for line in done] == [
@@ -105,18 +99,4 @@ def test_steps_take_as_many_prompts_as_they_need(tmp_path):
         assert line.get("time/dropped", 0) == pytest.approx(
             share * line["time/rollout"], rel=0.5, abs=0
         )
-    texts = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
-    assert len(texts) == 4 * (2 + 4 + 3 + 7)
-
-
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [("raises", "failed on 8 of 8 completions"), ("wrong", "returned str")],
-)
-def test_a_broken_reward_ends_a_run_on_all_ranks(tmp_path, reward, said):
-    changes = settings(tmp_path / "work", {}, "dynamic_sampling.max_resamples=1", "batch_size=1")
-    changes.append(f"rewards=[{{_component_: my_rewards.reward_{reward}}}]")
-    env = {"PYTHONPATH": str(tmp_path / "work")}
-    ranks = run_ranks(*changes, ranks=2, cwd=tmp_path / "work", check=False, **env)
-    assert all(rank.code != 0 for rank in ranks)  # the first to end has the other ended
-    assert any(said in rank.err for rank in ranks)
+    assert len(completions(out)) == 4 * (2 + 4 + 3 + 7)

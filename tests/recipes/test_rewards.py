@@ -1,16 +1,21 @@
 """Rewards of a user's own, through the real ``tune`` command."""
 
-import json
-
-import pytest
 import torch
 import yaml
 from processes import processes_with
-from runs import copy_recipe, metrics, run_tiny, tiny_overrides, tune
-from safetensors.torch import load_file
+from runs import (
+    NO_EVALUATION,
+    completions,
+    copy_recipe,
+    metrics,
+    run_ranks,
+    run_tiny,
+    tiny_overrides,
+    tune,
+    weights,
+)
 
 CONFIG = "llama3_2_1B_lora_grpo"
-NO_EVALUATION = ("eval_dataset=null", "evaluation.every_n_steps=null")
 REWARDS = '''
 import asyncio, time
 
@@ -59,27 +64,45 @@ def test_a_file_next_to_the_config(tmp_path):
         assert all(step[f"time/rewards/{name}"] > 0 for name in ("judge", "waits", "hangs"))
     assert [step["rewards/judge/step"] for step in steps] == [0, 1]
     assert sum(step["rewards/hangs/errors"] for step in steps) > 0
-    record = json.loads((tmp_path / "out/completions.jsonl").read_text().splitlines()[0])
+    record = completions(tmp_path / "out")[0]
     assert record["extra"]["characters"] == len(record["completion"])
     assert not processes_with(str(mine))
 
 
-def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
-    (tmp_path / "my_rewards.py").write_text(
-        "def broken(prompts, completions, **columns):\n    raise KeyError('my bug')\n"
+BROKEN = """
+def broken(prompts, completions, **columns):
+    raise KeyError('my bug')
+
+def wrong(prompts, completions, **columns):
+    return "a text"
+"""
+
+
+def test_a_broken_reward_ends_a_run_on_all_ranks(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(BROKEN)
+    overrides = [*tiny_overrides(CONFIG, tmp_path), *NO_EVALUATION, "batch_size=1"]
+    overrides.append("dynamic_sampling.max_resamples=1")
+    env = {"PYTHONPATH": str(tmp_path)}
+
+    def run(reward):
+        more = ["--config", CONFIG, *overrides, f"rewards=[{{_component_: my_rewards.{reward}}}]"]
+        ranks = run_ranks(*more, ranks=2, cwd=tmp_path, check=False, **env)
+        assert all(rank.code != 0 for rank in ranks)  # the first to end has the other ended
+        return "".join(rank.err for rank in ranks)
+
+    assert "returned str" in run("wrong")
+    said = run("broken")
+    error = "The reward 'broken' failed on 8 of 8 completions, "
+    assert (
+        f"{error}first at index 0 of rank 0: KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; "
+        in said
     )
-    reward = "rewards=[{_component_: my_rewards.broken}]"
-    done = run_tiny(CONFIG, tmp_path, reward, *NO_EVALUATION, check=False)
-    assert done.code != 0
-    where, error = done.err.rstrip().rpartition("\nError: ")[::2]
-    assert error.startswith("The reward 'broken' failed on 8 of 8 completions, first at index 0: ")
-    assert "KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; " in error
-    assert "in broken\n    raise KeyError('my bug')" in where
+    assert "in broken\n    raise KeyError('my bug')" in said
 
 
-@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
-def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path, key):
-    """Rows as GSM8K has them, given to RLDataset; the other data set is fine."""
+def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path):
+    """Rows as GSM8K has them, given to RLDataset; the data set that is trained on is fine."""
+    key = "eval_dataset"
     component = f"{key}._component_=torchtune_grpo.data.RLDataset"
     done = run_tiny(CONFIG, tmp_path, component, f"{key}.prompt_column=question", check=False)
     assert done.code != 0 and not metrics(tmp_path / "out")
@@ -105,8 +128,8 @@ def test_a_group_of_equal_scores_and_a_failed_one_teaches_nothing(tmp_path):
     assert step["rewards/mine/errors"] == 0.25 and step["reward"] == 1
     assert step["frac_informative_groups"] == 0 and step["frac_reward_zero_std"] == 1
     assert step["grad_norm"] == 0
-    records = (tmp_path / "out/completions.jsonl").read_text().splitlines()
-    assert [json.loads(record)["advantage"] for record in records] == [0.0] * 8
+    lines = completions(tmp_path / "out")
+    assert [line["advantage"] for line in lines] == [0.0] * 8
 
 
 BREAKING_LOSS = """
@@ -134,5 +157,5 @@ def test_a_nan_skips_the_step_and_the_run_goes_on(tmp_path):
     assert [step["loss"] is None for step in steps] == [False, True, False]
     record = torch.load(tmp_path / "out/nonfinite/step_000002_1.pt", weights_only=True)
     assert len(record["completions"]) == 16 and record["parameters"]
-    weights = load_file(next((tmp_path / "out/step_000003").glob("model-*.safetensors")))
-    assert all(value.isfinite().all() for value in weights.values())
+    saved = weights(tmp_path / "out/step_000003")
+    assert all(value.isfinite().all() for value in saved.values())

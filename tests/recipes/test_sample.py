@@ -1,14 +1,10 @@
 """`torchtune-grpo sample` shows what a policy says: base weights, then trained ones."""
 
-from runs import Result, run, run_tiny, tiny_overrides
+from runs import LENGTH_REWARD, NO_EVALUATION, OF_LENGTH, Result, run, run_tiny, tiny_overrides
 
 from torchtune_grpo.config.command_line import config_files
 
 CONFIG = "llama3_2_1B_lora_grpo"
-LENGTH_REWARD = """
-def reward_length(prompts, completions, **columns):
-    return [float(len(c) % 7) for c in completions]
-"""
 
 
 def say(folder, *more: str, config: object = CONFIG, check: bool = True) -> Result:
@@ -27,10 +23,9 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
     base = say(tmp_path, "--prompt", question).out
     assert base.count("--- sample") == 2 and f"=== {shown}" in base and "\x1b" not in base
     assert str(tmp_path / "llama") in base
-    (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)  # always has spread: weights move
-    reward = "rewards=[{_component_: my_rewards.reward_length}]"
+    (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
     settings = ("dtype=fp32", "optimizer.lr=0.1", "lr_scheduler.num_warmup_steps=0", "num_steps=1")
-    run_tiny(CONFIG, tmp_path, reward, *settings)
+    run_tiny(CONFIG, tmp_path, OF_LENGTH, *NO_EVALUATION, *settings)
     trained = say(tmp_path, "--prompt", question).out
     again = say(tmp_path, "--base", "--prompt", question).out
     assert "step_000001" in trained and samples(trained) != samples(base)

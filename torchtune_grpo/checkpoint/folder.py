@@ -38,10 +38,15 @@ class CheckpointError(RuntimeError):
 
 def claim_output_dir(folder: Path) -> None:
     """Lock a folder until this process ends, and clear what a killed run left half done there."""
-    folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
     if folder not in _claimed:
-        file = (folder / _LOCK_FILE).open("a+")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / _LOCK_FILE).open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"output_dir={folder}: cannot be written to: {error}; give another folder."
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
