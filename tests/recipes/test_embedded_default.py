@@ -10,15 +10,11 @@ from torchtune_grpo.monitor.record import read
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
-
-
-LORA = ["model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=1e-3"]
+QLORA = ["model=torchtune_grpo.models.lora_hf_model", "model.quantize_base=True"]
 
 
 @pytest.mark.parametrize(
-    "recipe, more",
-    [(RECIPE, []), (DISTRIBUTED, LORA), (RECIPE, [*LORA, "model.quantize_base=True"])],
-    ids=["full", "lora", "qlora"],
+    ("recipe", "more"), [(RECIPE, []), (DISTRIBUTED, QLORA)], ids=["full", "qlora"]
 )
 def test_runs_from_an_empty_folder(tmp_path, recipe, more):
     """Under either name; the checkpoint is made on the spot."""

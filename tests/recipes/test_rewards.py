@@ -92,11 +92,9 @@ def test_a_broken_reward_ends_a_run_on_all_ranks(tmp_path):
 
     assert "returned str" in run("wrong")
     said = run("broken")
-    error = "The reward 'broken' failed on 8 of 8 completions, "
-    assert (
-        f"{error}first at index 0 of rank 0: KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; "
-        in said
-    )
+    error = "The reward 'broken' failed on 8 of 8 completions, first at index 0 of rank 0: "
+    error += "KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; "
+    assert error in said
     assert "in broken\n    raise KeyError('my bug')" in said
 
 

@@ -37,9 +37,8 @@ def test_hostile_programs_earn_nothing_and_leave_nothing(sandbox, name):
     """And what comes after them in the same sandbox is judged as ever."""
     before = servers_tasks()
     start = time.monotonic()
-    sandbox.limits = Limits(seconds=0.35)  # several times what any of them needs to do its worst
-    verdict = judge(sandbox, QUICK.get(name) or SLOW[name].replace("PORT", "1"))
-    sandbox.limits = LIMITS
+    code = QUICK.get(name) or SLOW[name].replace("PORT", "1")
+    verdict = judge(sandbox, code, seconds=0.35)  # several times what any needs to do its worst
     assert not verdict.passed
     assert time.monotonic() - start < 5  # a second, and the time to kill and reap on a busy machine
     assert servers_tasks() == before
@@ -145,9 +144,8 @@ def solve(n):
     return children, files
 """
     most = 4095 if "of their own" in sandbox.confinement() else 4200
-    sandbox.limits = Limits(seconds=5)
-    verdict = judge(sandbox, code, test=f"got = solve(0)\nassert got == (15, {most}), got")
-    sandbox.limits = LIMITS
+    test = f"got = solve(0)\nassert got == (15, {most}), got"
+    verdict = judge(sandbox, code, test=test, seconds=5)
     assert verdict.passed, verdict
 
 
@@ -311,9 +309,7 @@ def solve(n):
 def test_the_standard_library_works(sandbox):
     """Wherever it lies, below /root for instance: modules, codecs, threads, children, pipes."""
     test = "assert solve(2) == ([0, 2, 4, 2, 2, 4, 3], b'\\xfc', True, 7200), solve(2)"
-    sandbox.limits = Limits(seconds=5)
-    verdict = judge(sandbox, LIBRARY, test=test)
-    sandbox.limits = LIMITS
+    verdict = judge(sandbox, LIBRARY, test=test, seconds=5)
     assert verdict.passed, verdict
 
 

@@ -3,7 +3,7 @@
 import secrets
 
 import pytest
-from code_sandboxes import LIMITS, judge
+from code_sandboxes import judge
 from hostile_code import HONEST, QUICK, WRONG
 from processes import children
 
@@ -15,7 +15,6 @@ from torchtune_grpo.rewards import (
     code_format_reward,
 )
 from torchtune_grpo.rewards.code import MAX_BLOCKS, extract_program
-from torchtune_grpo.sandbox import Limits
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -72,9 +71,8 @@ def test_iterators_cross_as_iterators_of_their_items(sandbox, code, test):
 
 
 def test_an_endless_iterator_is_cut_off(sandbox):
-    sandbox.limits = Limits(seconds=5)
-    why = judge(sandbox, "def solve(n):\n  while True: yield n", test="next(solve(1))").why
-    sandbox.limits = LIMITS
+    endless = "def solve(n):\n  while True: yield n"
+    why = judge(sandbox, endless, test="next(solve(1))", seconds=5).why
     assert why == "NotPlain: an iterator has more than 100000 items"
 
 
