@@ -20,8 +20,8 @@ from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 from torchtune_grpo.config.keys import SavingConfig
 
 LLAMA_SPECIALS = (
-    "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag "
-    "finetune_right_pad_id step_id image"
+    "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> "
+    "<|python_tag|> <|finetune_right_pad_id|> <|step_id|> <|image|>"
 ).split()
 QWEN_SPECIALS = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call>".split()
 TOKENS = torch.arange(40).view(2, 20) * 6 % 250
@@ -65,7 +65,7 @@ def _convert(model, convert, **more) -> dict:
 
 
 def llama_checkpoint(folder: Path) -> Path:
-    """A random two-layer Llama 3.2 with a byte tokenizer in tiktoken's format."""
+    """A random two-layer Llama 3.2 with a byte tokenizer."""
     folder.mkdir(parents=True)
     settings = _common("LlamaForCausalLM", "llama") | {
         "rms_norm_eps": 1e-5,
@@ -84,14 +84,19 @@ def llama_checkpoint(folder: Path) -> Path:
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
-    (folder / "tokenizer.model").write_bytes(b"".join(lines))
-    _specials(folder, [f"<|{name}|>" for name in LLAMA_SPECIALS])
+    llama_tokenizer_files(folder)
     return folder
 
 
+def llama_tokenizer_files(folder: Path) -> None:
+    """A byte tokenizer in tiktoken's format."""
+    lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    _specials(folder, LLAMA_SPECIALS)
+
+
 def qwen_checkpoint(folder: Path) -> Path:
-    """A random two-layer Qwen 2.5 with a byte tokenizer in GPT-2's format."""
+    """A random two-layer Qwen 2.5 with a byte tokenizer."""
     folder.mkdir(parents=True)
     settings = _common("Qwen2ForCausalLM", "qwen2") | {
         "rms_norm_eps": 1e-5,
@@ -104,11 +109,16 @@ def qwen_checkpoint(folder: Path) -> Path:
         folder / "model.safetensors",
         {"format": "pt"},
     )
+    qwen_tokenizer_files(folder)
+    return folder
+
+
+def qwen_tokenizer_files(folder: Path) -> None:
+    """A byte tokenizer in GPT-2's format."""
     vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     _specials(folder, QWEN_SPECIALS)
-    return folder
 
 
 def peft_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:

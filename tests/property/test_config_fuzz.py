@@ -40,6 +40,7 @@ BAD = {
     "node": NO_NODE,
     "keys": ["abc", 5, True, [1], {"no_such_key": 1}],
 }
+NEGATIVE = ["abc", "", {"a": 1}, {}, -1.0, nan]  # what all optimizers refuse themselves
 COMMON = {
     "output_dir": "path", "output_dir ": ["/proc/no/such", "/dev/null/x"],
     "max_reward_failure_share": "share", "batch_size": "count", "grpo_samples": "count",
@@ -72,9 +73,9 @@ COMMON = {
     "loss.importance_sampling_level": "word", "loss.surrogate": "word", "loss.dual_clip":
     "positive?", "loss.kl_estimator": "word", "loss.aggregation": "word", "loss.entropy_coeff":
     "positive0",
-    "optimizer.lr": "positive0", "optimizer.weight_decay": "positive0", "optimizer.eps":
-    "positive0", "optimizer.betas": [[0.9], 0.9, [1.5, 0.9], [-1, 0.9], ["a", "b"], [nan, 0.9]],
-    "lr_scheduler.num_warmup_steps": [*NO_NUMBER, inf, nan, -1], "lr_scheduler.num_cycles":
+    "optimizer.lr": NEGATIVE, "optimizer.weight_decay": NEGATIVE, "optimizer.eps": NEGATIVE,
+    "optimizer.betas": [[0.9], 0.9, [1.5, 0.9], [-1, 0.9], ["a", "b"], [nan, 0.9]],
+    "lr_scheduler.num_warmup_steps": [*NO_NUMBER, inf, nan], "lr_scheduler.num_cycles":
     [*NO_NUMBER, inf, nan],
     "checkpointer.checkpoint_dir": "path", "checkpointer.checkpoint_files":
     ["abc", 5, [3], [], {}, ["no_such_file"], {"filename_format": "x"}, None],
@@ -90,7 +91,7 @@ COMMON = {
 }  # fmt: skip
 for _node in ("dataset", "eval_dataset"):
     COMMON |= {
-        f"{_node}.max_prompt_tokens": "count?", f"{_node}.num_samples": "count?",
+        f"{_node}.max_prompt_tokens": BAD["count"][:-1], f"{_node}.num_samples": BAD["count"][:-1],
         f"{_node}.split": "path", f"{_node}.source": "path", f"{_node}.prefill": "text?",
         f"{_node}.system_prompt": "text?", f"{_node}.chat": "flag", f"{_node}.columns":
         [3, "abc", [1], {"a": "no_such_column"}], f"{_node}.prompt_column": "word",
@@ -98,8 +99,8 @@ for _node in ("dataset", "eval_dataset"):
         f"{_node}.data_files": ["/no/such/file", 5, []],
     }  # fmt: skip
 LORA = {
-    "model.lora_rank": "count", "model.lora_alpha": "positive", "model.lora_dropout":
-    [*NO_NUMBER, -0.1, 1.5, inf, nan], "model.lora_attn_modules":
+    "model.lora_rank": [*NO_NUMBER, -1, 2.5, inf, nan], "model.lora_alpha": [*NO_NUMBER, inf, nan],
+    "model.lora_dropout": [*NO_NUMBER, 1.5, inf, nan], "model.lora_attn_modules":
     ["q_proj", 5, [3], ["q_prj"], [["q_proj"]], None], "model.apply_lora_to_mlp": "flag",
     "model.use_dora": "flag", "model.quantize_base": "flag",
 }  # fmt: skip

@@ -54,7 +54,6 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
     sign = "-" if text.startswith("-") else ""
     assert format(number, ",f").replace(",", "") == text
     ways = [
-        text,
         f" \n{text}\t",
         f"{text}.",
         f"{sign}${size}",

@@ -56,10 +56,11 @@ def weights_of(loss: GRPOLoss, prompts: torch.Tensor, mask: torch.Tensor) -> tor
     return loss.weights(mask, prompt_indices=prompts, **totals).double()
 
 
-def evaluate(loss: GRPOLoss, batch: dict[str, torch.Tensor], mask: torch.Tensor):
+def evaluate(loss: GRPOLoss, batch: dict[str, torch.Tensor], mask: torch.Tensor, weights=None):
     """Loss, metric sums, and the gradients of log-probs and entropy."""
     leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
-    weights = weights_of(loss, batch["prompts"], mask)
+    if weights is None:
+        weights = weights_of(loss, batch["prompts"], mask)
     given = {**batch, "logprobs": leaves[0], "entropy": leaves[1]}
     del given["prompts"]
     output = loss(**given, weights=weights, response_mask=mask)
@@ -83,18 +84,25 @@ def test_padding_does_not_matter(loss, data, extra):
 
 @losses
 @few
-@given(data=batches(), shuffle=st.randoms())
-def test_order_of_rows_does_not_matter(loss, data, shuffle):
+@given(data=batches(), shuffle=st.randoms(), size=st.integers(1, 6))
+def test_order_of_rows_and_micro_batches_do_not_matter(loss, data, shuffle, size):
     batch, mask = data
     value, sums, grads = evaluate(loss, batch, mask)
+    weights = weights_of(loss, batch["prompts"], mask)
     order = list(range(len(mask)))
     shuffle.shuffle(order)
-    mixed = {name: values[order] for name, values in batch.items()}
-    mixed_value, mixed_sums, mixed_grads = evaluate(loss, mixed, mask[order])
-    torch.testing.assert_close(mixed_value, value, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(mixed_sums, sums)
-    for mixed_grad, grad in zip(mixed_grads, grads, strict=True):
-        torch.testing.assert_close(mixed_grad, grad[order], atol=1e-12, rtol=1e-12)
+    total, seen = torch.zeros_like(value), {name: 0 for name in sums}
+    for rows in torch.tensor(order).split(size):
+        part = {name: values[rows] for name, values in batch.items()}
+        value_of_part, sums_of_part, grads_of_part = evaluate(
+            loss, part, mask[rows], weights=weights[rows]
+        )
+        total += value_of_part
+        seen = {name: seen[name] + number for name, number in sums_of_part.items()}
+        for of_part, grad in zip(grads_of_part, grads, strict=True):
+            torch.testing.assert_close(of_part, grad[rows], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(total, value, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(seen, sums)
 
 
 @losses

@@ -2,12 +2,12 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from torchtune_grpo import rewards as shipped
-from torchtune_grpo.rewards import RewardSet
+from torchtune_grpo.rewards import RewardSet, grade_math_answer
 from torchtune_grpo.rewards.code import extract_program
 
 SIZE = 200_000
@@ -21,8 +21,31 @@ UNITS += ["```\n", "```\nf=1\n```\n", "```\nx = 1\n```\n", '"""\n', "def f\n", "
 SHAPES = [unit * (SIZE // len(unit)) for unit in UNITS]
 SHAPES += [f"```{' ' * SIZE}!", f"```{'{' * SIZE}", f"```python\n{'x' * SIZE}", f"f{' ' * SIZE}:"]
 SHAPES += ["9" * 99_000 + "=" + "9" * 99_000, " ".join(map(str, range(30_000)))]
+# Further ones for what reads numbers and blocks.
+MATH_UNITS = r"""
+<answer></answer> < > </ \boxed{1} \boxed{{} {} #### answer_is `a` “a USD1 $5m 5th ° 1=1 1e-9* 1/7+
+\[ \text{a} } % / -- $$ * *** 1 , 1, 1,234, 1. . 0. =1 1= 9^ 9** 9* 9+ (9* +( (1) 1e9 a' s' x= 1²
+m²/ \\ \frac{1}{2} \text{ \, \(\) {,} 1{,}234 1,\! $1$ **a** １
+""".split()
+MATH_UNITS += ["\u00a0", "\u202e", "\ud800", "e\u0301", "1 ", "12 or ", "<answer>12 </answer> "]
+MATH_SHAPES = [unit * (SIZE // len(unit)) for unit in [*MATH_UNITS, "the answer is "]]
+MATH_SHAPES += [
+    "9" * 99_000 + "/" + "7" * 99_000,
+    r"\frac{" + "9" * 99_000 + "}{" + "7" * 99_000 + "}",
+    "0." + "0" * 199_000 + "1",
+    "".join(f"<answer>12.{'0' * k}</answer>" for k in range(550)),
+    "</answer>".join(f"<answer>{'9' * 3000}.{'0' * k}" for k in range(60)),
+    "".join(f"<answer>{'1=' * 495}{k}</answer>" for k in range(20)),
+    "".join(rf"\boxed{{{'[' * 990}{k}}}" for k in range(200)),
+]
+for operator in "+-*/":
+    MATH_SHAPES.append("<answer>" + operator.join(["7e-99"] * 50) + "=1</answer>")
+    MATH_SHAPES.append(operator.join(f"(1/{k})" for k in range(1001, 1017)) + "=1")
+    MATH_SHAPES.append(operator.join(["9" * 90] * 10) + "=1")
 ANSWER = ("<think>7</think>\n<answer>", "</answer>")
 FENCE = ("```python\ndef f():\n", "\n```")
+AROUND_MATH = [ANSWER, ("<answer>", "</answer>"), ("<think>", "</think> <answer>7</answer>")]
+AROUND_MATH += [("<answer>7</answer>", ""), (r"\boxed{", ""), ("#### ", ""), ("The answer is ", "")]
 
 math = {"answer": ["7"]}
 code = {"entry_point": ["f"], "setup": [""], "test": ["assert f() == 1"]}
@@ -65,8 +88,21 @@ def test_no_text_takes_long(name: str) -> None:
     def score(text: str) -> None:
         rewards(prompts=[""], completions=[text], columns=columns, completion_ids=ids)
 
-    assert slowest(score, around=FENCE if "entry_point" in columns else ANSWER) < BOUND
+    if "entry_point" in columns:
+        assert slowest(score, around=[FENCE]) < BOUND
+    elif name in ("math_correctness_reward", "math_format_reward"):
+        assert slowest(score, around=AROUND_MATH, shapes=SHAPES + MATH_SHAPES) < BOUND
+    else:
+        assert slowest(score, around=[ANSWER]) < BOUND
     rewards.close()
+
+
+@pytest.mark.parametrize("gold", ["9" * 99_000, "0." + "3" * 50_000], ids=["whole", "decimal"])
+def test_long_golds_take_no_longer(gold: str) -> None:
+    def grade(text: str) -> None:
+        assert grade_math_answer(text, gold) in (True, False)
+
+    assert slowest(grade, around=AROUND_MATH[1:2], shapes=SHAPES + MATH_SHAPES) < BOUND
 
 
 def test_the_program_of_no_text_takes_long() -> None:
@@ -75,16 +111,21 @@ def test_the_program_of_no_text_takes_long() -> None:
     def extract(text: str) -> None:
         extract_program(text, setup="", entry_point="f")
 
-    assert slowest(extract, around=FENCE) < BOUND
+    assert slowest(extract, around=[FENCE]) < BOUND
 
 
-def slowest(score: Callable[[str], object], *, around: tuple[str, str]) -> float:
-    """Seconds for the slowest shape, bare or with ``around`` before and behind it."""
+def slowest(
+    score: Callable[[str], object],
+    *,
+    around: Sequence[tuple[str, str]],
+    shapes: Sequence[str] = SHAPES,
+) -> float:
+    """Seconds for the slowest shape, bare or with texts before and behind it."""
     gc.collect()
     gc.disable()  # a collection of all that the test process holds is not the reward's time
     took = []
-    for shape in SHAPES:
-        for before, after in (("", ""), around):
+    for shape in shapes:
+        for before, after in (("", ""), *around):
             text = before + shape + after
             start = time.process_time()
             score(text)

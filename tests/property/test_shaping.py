@@ -100,14 +100,12 @@ def test_weights_with_which_shaping_would_win_are_refused():
 @pytest.mark.parametrize(
     ("text", "tags", "number"),
     [
-        ("<think>a</think> <answer>13</answer>", 1.0, 1.0),
         ("<think>a</think> <answer>13", 0.75, 0.0),
         ("a</think> <answer>12 or 13</answer>", 0.75, 0.0),
         ("<answer>12</answer>", 0.5, 1.0),
         ("<answer>12</answer><think>a</think>", 0.0, 0.0),
         ("<think><think>a</think><answer>1</answer>", 0.75, 1.0),
         ("<think>" * 5 + "</think>" * 5, 0.0, 0.0),
-        ("12", 0.0, 0.0),
         ("<answer>12</answer><answer>13</answer>", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
@@ -125,14 +123,6 @@ def test_overlong_penalty_by_hand():
     assert values == [0, 0, -0.25, -0.5, -1, -1, -1]
 
 
-def test_repetition_penalty_by_hand():
-    reward = RepetitionPenalty(ngram=2)
-    assert score_one(reward, "a b c d") == 0
-    assert score_one(reward, "a b A b a") == -0.5  # ab ba ab ba
-    assert score_one(reward, "x " * 101) == pytest.approx(-0.99)
-    assert score_one(reward, "") == score_one(reward, "one") == 0
-
-
 def test_cosine_by_hand():
     reward = CosineLengthReward(max_length=100, correct=[1.0, 0.5], wrong=[-1.0, -0.5])
     for text, expected in (("12", (1.0, 0.75, 0.5, 0.5)), ("13", (-1.0, -0.75, -0.5, -0.5))):
@@ -147,7 +137,6 @@ def test_cosine_by_hand():
     ("build", "message"),
     [
         (lambda: OverlongPenalty(max_length=10, cache=11), "cache=11: .*max_length=10"),
-        (lambda: OverlongPenalty(max_length=10, cache=0), "cache=0: "),
         (lambda: RepetitionPenalty(ngram=0), "ngram=0: "),
         (lambda: CosineLengthReward(max_length=0), "max_length=0: "),
         (lambda: CosineLengthReward(max_length=9, wrong=(0, 0.5)), "wrong=.*correct=.*: give"),
@@ -164,5 +153,6 @@ def test_repeated_ngrams_of_any_length_are_counted(words, length):
     """Against the n-grams themselves."""
     grams = [tuple(words[start : start + length]) for start in range(len(words) - length + 1)]
     expected = -(1 - len(set(grams)) / len(grams)) if grams else 0
-    (score,) = RepetitionPenalty(ngram=length)([""], [" ".join(words)])
-    assert score == expected
+    assert score_one(RepetitionPenalty(ngram=length), " ".join(words)) == expected
+    # Whatever the case, and one word more than n-grams: ab ba ab ba.
+    assert score_one(RepetitionPenalty(ngram=2), "a b A b a") == -0.5

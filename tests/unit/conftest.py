@@ -6,9 +6,7 @@ write down what they expect. Special tokens have ids from 256 on.
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,28 +14,19 @@ from typing import Any
 import datasets
 import pytest
 import sentencepiece
+from checkpoints import (
+    LLAMA_SPECIALS,
+    QWEN_SPECIALS,
+    llama_tokenizer_files,
+    qwen_tokenizer_files,
+)
 from torchtune.models.gemma import GemmaTokenizer
 from torchtune.models.llama2 import Llama2Tokenizer
 from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.mistral import MistralTokenizer
 from torchtune.models.phi3 import Phi3MiniTokenizer
 from torchtune.models.qwen2 import Qwen2Tokenizer
-from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
-
-LLAMA3_NAMES = (
-    "begin_of_text",
-    "end_of_text",
-    "start_header_id",
-    "end_header_id",
-    "eom_id",
-    "eot_id",
-    "python_tag",
-    "finetune_right_pad_id",
-    "step_id",
-    "image",
-)
-QWEN_NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,18 +47,17 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def llama3_tokenizer(tokenizer_dir: Path) -> Llama3Tokenizer:
-    path = tokenizer_dir / "bytes.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
-    special_tokens = {f"<|{name}|>": 256 + i for i, name in enumerate(LLAMA3_NAMES)}
-    return Llama3Tokenizer(str(path), special_tokens=special_tokens)
+    llama_tokenizer_files(tokenizer_dir)
+    special_tokens = {name: 256 + i for i, name in enumerate(LLAMA_SPECIALS)}
+    path = str(tokenizer_dir / "tokenizer.model")
+    return Llama3Tokenizer(path, special_tokens=special_tokens)
 
 
 @pytest.fixture(scope="session")
 def qwen_files(tokenizer_dir: Path) -> dict[str, Any]:
     vocab, merges = tokenizer_dir / "vocab.json", tokenizer_dir / "merges.txt"
-    vocab.write_text(json.dumps({char: byte for byte, char in bytes_to_unicode().items()}))
-    merges.write_text("#version: 0.2\n")
-    special_tokens = {name: 256 + i for i, name in enumerate(QWEN_NAMES)}
+    qwen_tokenizer_files(tokenizer_dir)
+    special_tokens = {name: 256 + i for i, name in enumerate(QWEN_SPECIALS)}
     return {"path": str(vocab), "merges_file": str(merges), "special_tokens": special_tokens}
 
 

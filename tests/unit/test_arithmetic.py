@@ -53,8 +53,7 @@ def test_splits_share_no_problem_whatever_the_seeds(level):
     size = SIZES[level]
     test = arithmetic_problems(levels=level, split="test", num_samples=size, seed=1)
     train = arithmetic_problems(levels=level, split="train", num_samples=2 * size, seed=2)
-    questions = {row["question"] for row in test}
-    assert questions.isdisjoint(row["question"] for row in train)
+    assert {row["question"] for row in test}.isdisjoint(row["question"] for row in train)
 
 
 def test_the_same_seed_gives_the_same_problems_and_another_gives_others():
@@ -69,16 +68,12 @@ def test_a_level_without_problems_left_leaves_the_rest_to_the_others():
     assert [row["level"] for row in rows[:6]] == [1, 2, 3] * 2
     assert Counter(row["level"] for row in rows) == {1: 80, 2: 460, 3: 460}
     assert len({row["question"] for row in rows}) == 1000
-    held_out = arithmetic_problems(levels=[1, 2, 3], split="test", num_samples=200)
-    assert Counter(row["level"] for row in held_out)[1] == 20
-    assert {row["question"] for row in rows}.isdisjoint(row["question"] for row in held_out)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ({"levels": 9}, "levels=9: give some of .1, 2,"),
-        ({"levels": []}, "levels=..: give some of"),
         ({"levels": 1, "num_samples": 1000}, "80 were found. Lower num_samples"),
         ({"levels": [1, 2], "num_samples": 9000}, "than levels .1, 2. have"),
     ],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,9 @@ from typing import Any
 import pytest
 from processes import children
 
-from torchtune_grpo.data import RLDataset, gsm8k_dataset, humaneval_dataset
+from torchtune_grpo.data import RLDataset
 from torchtune_grpo.rewards import RewardSet
 
-DEFAULT = Path(__file__).parents[2].parent / "shared"
-GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", DEFAULT / "gsm8k"))
-HUMANEVAL = Path(os.environ.get("TORCHTUNE_GRPO_HUMANEVAL", DEFAULT / "humaneval"))
 SHIPPED = "torchtune_grpo.rewards."
 MATH = SHIPPED + "math_correctness_reward"
 MATH_NODE = {"_component_": MATH}
@@ -81,29 +75,10 @@ def test_golds_that_state_no_number(reward: Any) -> None:
 def test_golds_that_are_no_expression() -> None:
     """A verdict without math-verify: what it has to be asked for passes here."""
     pytest.importorskip("math_verify")
-    good = [
-        r"\frac{\sqrt2}{2}",
-        "[0, 1)",
-        r"$\pi$",
-        r"\text{(C)}",
-        r"5\pi \text{ cm}",
-        "x",
-        r"\infty",
-    ]
+    good = [r"\frac{\sqrt2}{2}", "[0, 1)", r"$\pi$", r"\text{(C)}", r"5\pi \text{ cm}", r"\infty"]
     good += ["24 or 25", r"\begin{pmatrix}1\\2\end{pmatrix}", "ab+cd", r"x \text{ and } y", "sin x"]
     assert fault(SYMBOLIC, *({"answer": gold} for gold in [*GOOD, *good])) is None
-    bad = [
-        "yes",
-        "",
-        " \n",
-        None,
-        True,
-        [24],
-        r"\text{even}",
-        "north-east",
-        "x = 24\n#### 24",
-        "$$",
-    ]
+    bad = ["yes", " \n", None, True, [24], r"\text{even}", "north-east", "x = 24\n#### 24", "$$"]
     for gold in bad:
         assert "1 of 1 rows" in str(fault(SYMBOLIC, {"answer": gold})), gold
 
@@ -126,12 +101,9 @@ def test_one_error_names_the_first_rows_and_the_remedy() -> None:
     assert said == cosine
 
 
-def test_a_worked_answer_names_the_data_set_that_reads_it() -> None:
+def test_a_worked_answer_or_a_missing_column_names_the_data_set() -> None:
     said = fault(MATH, {"answer": "48/2 = <<48/2=24>>24\n#### 24"})
     assert "torchtune_grpo.data.gsm8k_dataset takes the gold out of it" in str(said)
-
-
-def test_a_column_that_is_missing_names_the_data_set() -> None:
     said = fault(MATH, {"gold": "24"}, key="eval_dataset")
     assert "needs the column 'answer', but eval_dataset has ['gold']" in str(said)
     assert "eval_dataset.columns={answer: ...}" in str(said)
@@ -141,24 +113,15 @@ def test_a_column_that_is_missing_names_the_data_set() -> None:
     ("column", "value", "message"),
     [
         ("test", "", "test='': the test itself failed before it called the function: it never did"),
-        ("test", "assert True", "it never did"),
-        ("test", "def check(candidate):\n    assert True", "it never did"),
         ("test", "def check():\n    assert True", "TypeError: check() takes 0 positional"),
-        ("test", "def check(candidate, times=1):\n    assert times", "it never did"),
         ("test", "def add(x): return 2\nassert add(1) == 2", "it never did"),
-        ("test", "assert ad(1) == 2", "NameError: name 'ad'"),
         ("test", "assert math.isqrt(add(1)) == 1", "NameError: name 'math'"),
-        ("test", "def check(f):\n    assert f(lost) == 2", "NameError: name 'lost'"),
         ("test", "import numpy as np\nassert add(np.one) == 2", "No module named 'numpy'"),
-        ("setup", "def add(x=math.pi):\n    pass", "NameError: name 'math'"),
         ("test", None, "test=None is not text"),
-        ("test", "def check(candidate):", "IndentationError"),
         ("test", "assert add(1) == 2\0", "source code string cannot contain null bytes"),
         ("test", "(" * 10_000, "SyntaxError: too many nested parentheses"),
         ("entry_point", "add(x)", "entry_point='add(x)' is not the name"),
-        ("entry_point", None, "entry_point=None is not the name"),
         ("setup", "def add(x):", "IndentationError"),
-        ("setup", None, "setup=None is not text"),
     ],
 )
 def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> None:
@@ -169,14 +132,9 @@ GOOD_TESTS = [
     r"assert add('\d') == 2",
     "import os.path as p, math\nassert math.isclose(add(p.sep), 2)",
     "def check(*given):\n    assert given[0](1) == 2",
-    "check = lambda candidate: candidate(1)",
-    "assert [*map(add, [1])] == [2]",
-    "from math import *\nassert sqrt(add(1)) == 1",
     "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert add(1) == 2",
     "def prepare():\n    global one\n    one = 1\nprepare()\nassert add(one) == 2",
     "class Case:\n    one = 1\n    def run(self):\n        assert add(Case.one) == 2\nCase().run()",
-    "def check(candidate):\n    def inner():\n        return candidate(1)\n    assert inner() == 2",
-    "for x in range(3):\n    assert [add(y) for y in (x,)] == [(z := x + 1)]",
     "try:\n    add(None)\nexcept TypeError as error:\n    assert __name__ and str(error)",
 ]
 
@@ -253,34 +211,3 @@ def test_rows_without_a_gold_are_left_out_unless_they_are_the_most(
     most = RLDataset(llama3_tokenizer, rows=rows[1:4], chat=False)
     with pytest.raises(ValueError, match="2 of 3 rows .*: row 1: answer='none'.*Correct or remove"):
         RewardSet.from_config([MATH_NODE]).check_data(most, key="dataset")
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="set TORCHTUNE_GRPO_GSM8K to GSM8K's folder")
-def test_every_gold_of_gsm8k_fast(llama3_tokenizer: Any) -> None:
-    pytest.importorskip("math_verify")
-    rows = [
-        item["columns"]
-        for split in ("train", "test")
-        for item in gsm8k_dataset(
-            llama3_tokenizer, source="json", data_files=str(GSM8K / f"{split}.jsonl"), split=split
-        )
-    ]
-    assert len(rows) == 8792
-    rewards = RewardSet.from_config([MATH_NODE, COSINE, SYMBOLIC])
-    start = time.perf_counter()
-    rewards.check_data(Items(*rows), key="dataset")
-    assert time.perf_counter() - start < 5  # 0.6 s by itself, for three rewards
-    raw = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
-    for node in (MATH, COSINE, SYMBOLIC):
-        assert "1319 of 1319 rows" in str(fault(node, *raw))
-
-
-@pytest.mark.skipif(not HUMANEVAL.is_dir(), reason="set TORCHTUNE_GRPO_HUMANEVAL to its folder")
-def test_every_test_of_humaneval(llama3_tokenizer: Any) -> None:
-    path = str(HUMANEVAL / "HumanEval.jsonl.gz")
-    data = humaneval_dataset(llama3_tokenizer, source="json", data_files=path)
-    nodes = [CODE, {"_component_": SHIPPED + "code_format_reward", "weight": 0.1}]
-    rewards = RewardSet.from_config(nodes)
-    rewards.check_data(data, key="dataset")
-    rewards.close()
-    assert len(data) == 164

@@ -18,33 +18,24 @@ log_dir: ${output_dir}/logs
 """
 CHANGES = [
     ("seed=5", "seed", 5),
-    ("seed=None", "seed", None),
     ("seed=", "seed", None),
-    ("seed=1e-4", "seed", 1e-4),
     ("seed='5'", "seed", "5"),
-    ("seed=[1, a]", "seed", [1, "a"]),
     ("output_dir=a=b", "output_dir", "a=b"),
     ("output_dir=new", "log_dir", "new/logs"),
-    ("output_dir=${seed}/x", "output_dir", "0/x"),
     ("model=your.model", "model._component_", "your.model"),
     ("model=your.model", "model.rank", 4),
-    ("model.nested=your.part", "model.nested._component_", "your.part"),
-    ("eval_dataset=null", "eval_dataset", None),
     ("eval_dataset=None", "eval_dataset", None),
     ("rewards.0.weight=0.5", "rewards.0.weight", 0.5),
     ("rewards[1].weight=0.5", "rewards.1.weight", 0.5),
-    ("rewards.1=your.reward", "rewards.1._component_", "your.reward"),
     ("sampling.top_k=5", "sampling.top_k", 5),
     ("eval_dataset.columns={a: b}", "eval_dataset.columns.a", "b"),
     ("checkpoint_files.max_filename=00004", "checkpoint_files.max_filename", "00004"),
 ]
 REFUSED = [
     ("seed", "write key=value"),
-    ("=5", "write key=value"),
     ("--seed=5", "write key=value"),
     ("~sed", "there is no key sed"),
     ("rewards.7.weight=1", "out of range"),
-    ("rewards.x.weight=1", "not an int"),
     ("seed=[1,", "flow node"),
 ]
 
@@ -69,10 +60,13 @@ def test_a_tilde_removes_a_key_or_an_item(config):
 
 
 def test_a_config_starts_from_another(config, tmp_path):
-    """Nodes are merged; another component starts without the arguments of the base's."""
+    """Nodes are merged; another component starts without the arguments of the base's.
+
+    Of several overrides of a key the last wins.
+    """
     child = tmp_path / "child.yaml"
     child.write_text("base_config: my.yaml\nmodel: {rank: 8}\neval_dataset: {_component_: a.b}\n")
-    cfg = load_config(str(child), ["seed=3"])
+    cfg = load_config(str(child), ["seed=1", "seed=3"])
     assert (cfg.model._component_, cfg.model.rank, cfg.seed) == ("my.model", 8, 3)
     assert cfg.log_dir == "out/logs" and "base_config" not in cfg
     child.write_text("base_config: my.yaml\nmodel: {_component_: other.model}\n")
@@ -80,10 +74,6 @@ def test_a_config_starts_from_another(config, tmp_path):
     with pytest.raises(ValueError, match="--config none.yaml: no such file"):
         child.write_text("base_config: none.yaml\n")
         load_config(str(child))
-
-
-def test_later_overrides_win(config):
-    assert load_config(config, ["seed=1", "seed=2"]).seed == 2
 
 
 @pytest.mark.parametrize(("override", "remedy"), REFUSED, ids=lambda x: x)

@@ -50,32 +50,18 @@ NO_ARGUMENTS = "torchtune.models.qwen2_5.qwen2_5_0_5b"
 BAD = [
     ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
     ({"kl_coeff": 0.1}, "kl_coeff=0.1: unknown config key", "Did you mean loss.kl_coeff?"),
-    ({"loss__kl_coef": 0.1}, "loss.kl_coef=0.1", "Did you mean loss.kl_coeff?"),
     ({"model__lora_rnk": 4}, "model.lora_rnk=4", "Did you mean model.lora_rank?"),
-    ({"eval_samples": 4}, "eval_samples=4: unknown", "Did you mean evaluation.samples?"),
     ({"top_k": 5}, "top_k=5: unknown config key", "Did you mean sampling.top_k?"),
-    ({"sampling__temperature": 2}, "sampling.temperature=2: unknown", "Did you mean temperature?"),
-    ({"rollout__engin": "x"}, "rollout.engin=x: unknown", "Did you mean rollout.engine?"),
-    ({"grpo_samples": 1}, "grpo_samples=1", "greater than or equal to 2"),
     ({"grpo_samples": 2.5}, "grpo_samples=2.5", "a valid integer"),
-    ({"batch_size": "four"}, "batch_size='four'", "a valid integer"),
     ({"batch_size": True}, "batch_size=True", "a valid integer"),
-    ({"batch_size": 0}, "batch_size=0", "greater than 0"),
     ({"temperature": 0}, "temperature=0", "greater than or equal to 0.000001"),
     ({"temperature": "nan"}, "temperature=", "finite"),
-    ({"clip_grad_norm": 1e39}, "clip_grad_norm=1e+39", "less than or equal to 3402823"),
-    ({"seed": -1}, "seed=-1", "greater than or equal to 0"),
     ({"dtype": "fp16"}, "dtype='fp16'", "'bf16' or 'fp32'"),
     ({"output_dir": ""}, "output_dir=''", "at least 1 character"),
-    ({"sampling": {"top_p": 1.5}}, "sampling.top_p=1.5", "less than or equal to 1"),
     ({"sampling": {"stop_strings": [""]}}, "sampling.stop_strings.0=''", "at least 1 character"),
     ({"sampling": {"stop_strings": "x"}}, "sampling.stop_strings='x'", "a valid tuple"),
-    ({"sampling": {"suppressed_tokens": ["x"]}}, "suppressed_tokens.0='x'", "a valid integer"),
-    ({"sampling": {"suppressed_tokens": [-1]}}, "suppressed_tokens.0=-1", "or equal to 0"),
     ({"sampling": {"min_new_tokens": 600}}, "min_new_tokens=600", "512"),
-    ({"evaluation": {"stop_at": 90}}, "evaluation.stop_at=90", "less than or equal to 1"),
     ({"evaluation": {"keep_best": "accuracy"}}, "evaluation.keep_best='accuracy'", "eval/"),
-    ({"evaluation": {"temperature": 0}}, "evaluation.temperature=0", "equal to 0.000001"),
     ({"evaluation": 5}, "evaluation=5: this key holds others", "evaluation.every_n_steps"),
     ({"evaluation": {"stop_at": 0.9}, "eval_dataset": None}, "evaluation.stop_at=0.9", "set eval_"),
     ({"objective": {"correction_cap": 1}}, "objective.correction_cap=1", "greater than 1"),
@@ -83,17 +69,12 @@ BAD = [
     ({"num_minibatches": 3}, "num_minibatches=3", "give a divisor"),
     ({"output_dir": "/tmp/Llama-3.2-1B-Instruct"}, "output_dir=", "another folder"),
     ({"output_dir": "o", "adapter_dir": "o/step_2/adapter"}, "adapter_dir=o/step_2", "another out"),
-    ({"output_dir": "o", "checkpointer__checkpoint_dir": "o/step_2"}, "_dir=o/step_2", "another"),
     ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
     ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
     ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
     ({"model__lora_rank": "x"}, "model.lora_rank='x'", "a valid integer"),
     ({"model__lora_attn_modules": ["q_prj"]}, "model.lora_attn_modules=['q_prj']", "'q_proj'"),
-    ({"model__lora_alpha": float("nan")}, "model.lora_alpha=nan", "finite"),
     ({"model": {"_component_": NO_ARGUMENTS, "rank": 1}}, "model.rank=1", "takes none"),
-    ({"loss__kl_coeff": "abc"}, "loss.kl_coeff='abc'", "a valid number"),
-    ({"dataset__num_samples": True}, "dataset.num_samples=True", "a valid integer"),
-    ({"rewards": [{"weight": 1.0}]}, "rewards", "_component_"),
     ({"rewards__0__weight": 1e39}, "rewards[0].weight=1e+39", "float32"),
 ]
 
@@ -104,13 +85,6 @@ def test_bad_value_names_key_value_and_remedy(changes, named, remedy):
         read_config(load(**changes))
     assert named in str(error.value)
     assert remedy in str(error.value)
-
-
-def test_missing_key_is_named():
-    cfg = load()
-    del cfg["num_steps"]
-    with pytest.raises(ValueError, match="num_steps: missing"):
-        read_config(cfg)
 
 
 def test_missing_checkpoint_files_are_named(tmp_path):
@@ -168,7 +142,7 @@ def test_a_row_must_fit_the_budget():
         check_prompts(settings, "dataset", longest=101, highest_token=0)
 
 
-def test_evaluation_samples_as_training_does_where_not_told_otherwise():
+def test_evaluation_samples_as_training_does_where_the_config_does_not_say():
     sampling = {"top_k": 5, "top_p": 0.9, "stop_strings": ["a"]}
     evaluation = {"temperature": 0.6, "top_p": 1, "samples": 2}
     settings = read_config(load(sampling=sampling, evaluation=evaluation))
@@ -182,15 +156,12 @@ WITHOUT_EFFECT = [
     ({"objective": {"correction_cap": 3.0}}, "objective.correction_cap: nothing is capped"),
     ({"objective": {"reference": "base"}}, "objective.reference=base"),
     ({"evaluation": {"patience": 2}}, "patience: .*set evaluation.every_n_steps"),
-    ({"evaluation": {"top_k": 3}}, "set evaluation.samples above 0"),
     ({"dynamic_sampling": {"min_pass_rate": 0.1}}, "dynamic_sampling: .*max_resamples=0"),
     ({"loss__dual_clip": 3.0, "loss__epsilon_low": 0.1}, "loss.epsilon_low, loss.dual_clip: with"),
 ]
 EFFECTIVE = [
     {"forward_batch_size": None, "forward_token_budget": 4096, "pack_groups": False},
     {"objective": {"sampling_correction": "token_mask", "correction_cap": 3.0}},
-    {"evaluation": {"patience": 2, "stop_at": 0.9, "every_n_steps": 5}},
-    {"evaluation": {"samples": 2, "top_k": 3}},
     {"loss__epsilon_high": 0.3, "ppo_epochs": 2},
     {"loss__dual_clip": 3.0, **OLD},
 ]
@@ -271,23 +242,25 @@ def test_the_table_in_the_docs_is_the_one_in_the_code():
     assert len(shown) == 10 and set(shown) <= {*GRPOConfig.model_fields}
 
 
-def with_model(settings, component: str, **arguments):
-    node = OmegaConf.create({"_component_": component, **arguments})
-    return settings.replace(model=node)
+GEMMA2 = {
+    "_component_": "torchtune.models.gemma2.gemma2",
+    "intermediate_dim": 64,
+    "num_kv_heads": 2,
+}
+T5 = {"_component_": "torchtune.models.t5._component_builders.t5_encoder", "mlp_dim": 8}
+T5 |= {"rel_pos_num_buckets": 8, "rel_pos_max_dist": 16, "norm_eps": 1e-6}
 
 
-def test_a_model_that_torchtune_computes_otherwise_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (GEMMA2, "model._component_=torchtune.models.gemma2.gemma2: "),
+        (T5, "makes a T5Encoder; only text models"),
+    ],
+)
+def test_a_model_that_torchtune_computes_otherwise_is_refused(tmp_path, node, message):
     """transformers' Gemma 2 with the same weights gives logits that are 3 away."""
-    gemma = {"embed_dim": 32, "num_layers": 1, "intermediate_dim": 64, "max_seq_len": 128}
-    gemma |= {"vocab_size": 64, "num_heads": 4, "head_dim": 8, "num_kv_heads": 2}
-    settings = with_model(tiny(tmp_path), "torchtune.models.gemma2.gemma2", **gemma)
-    with pytest.raises(ValueError, match="model._component_=torchtune.models.gemma2.gemma2: "):
-        check_model(settings)
-
-
-def test_another_kind_of_model_is_refused(tmp_path):
-    t5 = {"embed_dim": 8, "mlp_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 1}
-    t5 |= {"rel_pos_num_buckets": 8, "rel_pos_max_dist": 16, "vocab_size": 64, "norm_eps": 1e-6}
-    component = "torchtune.models.t5._component_builders.t5_encoder"
-    with pytest.raises(ValueError, match="makes a T5Encoder; only text models"):
-        check_model(with_model(tiny(tmp_path), component, max_seq_len=64, **t5))
+    shape = {"embed_dim": 32, "num_layers": 1, "num_heads": 4, "head_dim": 8}
+    model = OmegaConf.create({**node, **shape, "max_seq_len": 128, "vocab_size": 64})
+    with pytest.raises(ValueError, match=message):
+        check_model(tiny(tmp_path).replace(model=model))

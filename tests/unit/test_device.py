@@ -9,7 +9,6 @@ from policies import LORA, SHAPE
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.models.llama3 import lora_llama3
-from torchtune.models.llama3_2 import llama3_2
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -48,17 +47,6 @@ def test_a_tiny_model_gets_one_thread_unless_the_user_has_chosen(
         two_threads.setenv(variable, "2")
     device.limit_threads(nn.Linear(parameters, 1, bias=False, device="meta"))
     assert torch.get_num_threads() == threads
-
-
-def test_weight_bytes_of_plain_and_quantized_models():
-    plain = llama3_2(**SHAPE).bfloat16()
-    assert device.weight_bytes(plain) == 2 * sum(p.numel() for p in plain.parameters())
-    shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
-    with torch.device("meta"):
-        quantized = lora_llama3(**LORA, **shape, quantize_base=True)
-    base = 2 * 7 * 128 * 128  # two layers of seven matrices
-    rest = sum(p.numel() for p in quantized.parameters()) - base
-    assert device.weight_bytes(quantized) == base * 4.5 / 8 + rest * 4
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch):

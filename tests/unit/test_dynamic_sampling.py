@@ -67,11 +67,9 @@ def group(total, first=None):
     [
         ({}, [1.0, 0.0, 0.0], None, True),
         ({}, [0.1, 0.1, 0.1], None, False),
-        ({}, [1.0, 0.0, 0.0], [1.0, 1.0, 1.0], True),
         ({"reward": "a"}, [1.0, 0.0, 0.0], [1.0, 1.0, 1.0], False),
         ({"reward": "a"}, [1.0, 1.0, 1.0], [1.0, 0.0, NAN], True),
         ({"reward": "a"}, [1.0, 0.0, 0.0], [1.0, 1.0, NAN], False),
-        ({"reward": "a"}, [1.0, 0.0, 0.0], [NAN, NAN, NAN], False),
         ({"min_pass_rate": 0.25}, [1.0, 0.0, 0.0, 0.0], None, True),
         ({"min_pass_rate": 0.26}, [1.0, 0.0, 0.0, 0.0], None, False),
         ({"max_pass_rate": 0.25}, [1.0, 0.0, 0.0, 0.0], None, True),

@@ -6,16 +6,21 @@ from fake_cuda import CUDA, Operations, backward, fake_cuda
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchtune_grpo.machine.attention import Spans, float32_product, varlen_attention
+from torchtune_grpo.machine.attention import (
+    Spans,
+    float32_product,
+    has_varlen_kernel,
+    varlen_attention,
+)
 
 CPU = torch.device("cpu")
 QUERIES, KEYS = [5, 3, 0, 1, 1, 4, 1], [5, 8, 0, 6, 1, 9, 3]
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 
 
-def heads(count: int, *, tokens: int, seed: int) -> torch.Tensor:
+def heads(count: int, *, tokens: int, seed: int, size: int = SIZE, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, count, SIZE, generator=generator, dtype=torch.float64)
+    return torch.randn(tokens, count, size, generator=generator, dtype=dtype)
 
 
 def dense(q, k, v):
@@ -108,3 +113,42 @@ def test_on_cuda_the_product_widens_no_factor():
             assert float32_product(x, weight).dtype == torch.float32
             float32_product(x, weight, out=torch.empty(7, 33, device=CUDA))
     assert count["aten._to_copy.default"] == 0, count.counts
+
+
+def gpu(test):
+    """Compares what a CUDA kernel computes with its twin in float32 on a CPU."""
+    needed = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.gpu(needed(test))
+
+
+@gpu
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_varlen_attention_is_its_twin_forward_and_backward(kv_heads):
+    """A prompt, and responses to it: of one token, of none, and of lengths that no tile has."""
+    queries, keys = [37, 5, 1, 0, 130, 64], [37, 42, 38, 37, 167, 101]
+    sizes = [(8, queries), (kv_heads, keys), (kv_heads, keys), (8, queries)]
+    *inputs, probe = [
+        heads(count, tokens=sum(lengths), seed=seed, size=64, dtype=torch.float32).bfloat16()
+        for seed, (count, lengths) in enumerate(sizes)
+    ]
+    results = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        given = [x.to(device, dtype).requires_grad_() for x in inputs]
+        assert has_varlen_kernel(given[0]) == (device == "cuda")
+        out = varlen_attention(*given, Spans.of(queries, keys, device=torch.device(device)))
+        gradients = torch.autograd.grad(out, given, probe.to(device, dtype))
+        results[device] = [x.float().cpu() for x in (out, *gradients)]
+    # bf16 has 8 bits: a relative error of 0.4% in each factor of sums of about unit variance.
+    torch.testing.assert_close(results["cuda"], results["cpu"], atol=0.04, rtol=0.04)
+
+
+@gpu
+@pytest.mark.parametrize("into", [False, True])
+def test_float32_product_is_not_rounded_to_bf16(into):
+    x, weight = (torch.randn(n, 256).bfloat16() for n in (24, 1000))
+    exact = x.double() @ weight.double().t()
+    out = torch.empty(24, 1000, device="cuda") if into else None
+    got = float32_product(x.cuda(), weight.cuda(), out=out)
+    assert got.dtype == torch.float32
+    assert out is None or got.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(got.cpu().double(), exact, atol=1e-3, rtol=1e-5)

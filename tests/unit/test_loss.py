@@ -1,4 +1,7 @@
-"""The loss family against hand-computed numbers and plain float64 loops, for every combination."""
+"""The loss family against hand-computed numbers and plain float64 loops, for every combination.
+
+What holds for any numbers (padding, masks, order, micro-batches) is in tests/property.
+"""
 
 import itertools
 import math
@@ -26,6 +29,7 @@ ROWS, WIDTH, LIMIT = 6, 5, 8
 LENGTHS = [3, 5, 1, 0, 4, 2]
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 PROMPTS = torch.tensor([7, 7, 2, 2, 2, 7])  # in any order, and any number of rows of each
+TOTALS = dict(num_rows=ROWS, num_tokens=sum(LENGTHS), max_generated_tokens=LIMIT)
 
 
 # --- By hand ----------------------------------------------------------------------------------
@@ -88,15 +92,6 @@ def test_several_rewards_by_hand():
     two = 50 / (100 * math.sqrt(1 / 3) + 1e-4)
     expected = torch.tensor([-one - two / 2, one - two / 2, -one + two / 2, one + two / 2])
     torch.testing.assert_close(apart, expected / (expected.std() + 1e-4))
-
-
-def test_groups_that_teach_nothing_stay_exactly_so_in_a_batch_that_does():
-    """Of rewards that are normalized one by one, too; 0.1 is no binary fraction."""
-    scores = torch.tensor([[0.1, 7.3], [0.1, 7.3], [1.0, 0.3], [0.0, 0.1]])
-    total, weights = scores.sum(dim=1), torch.tensor([0.3, 0.7])
-    for options in ({}, {"aggregation": "normalize_then_sum"}):
-        advantages = reward_advantages(total, scores, weights, group_size=2, **options)
-        assert (advantages != 0).tolist() == [False, False, True, True]
 
 
 def test_a_reward_that_does_not_apply_is_left_out():
@@ -206,7 +201,7 @@ def test_weights_by_hand():
 
 def test_prompts_weigh_alike_however_their_rows_are_spread(monkeypatch):
     """Three ranks, one without a row; a prompt that comes twice is on two of them."""
-    totals = dict(num_rows=ROWS, num_tokens=15, max_generated_tokens=LIMIT, aggregation="prompt")
+    totals = dict(TOTALS, aggregation="prompt")
     whole = loss_weights(MASK, prompt_indices=PROMPTS, **totals)
     torch.testing.assert_close(whole[PROMPTS == 7].sum(), torch.tensor(0.5))
     torch.testing.assert_close(whole[PROMPTS == 2].sum(), torch.tensor(0.5))
@@ -289,16 +284,6 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
     return total
 
 
-def step_weights(loss: GRPOLoss) -> torch.Tensor:
-    return loss.weights(
-        MASK,
-        prompt_indices=PROMPTS,
-        num_rows=ROWS,
-        num_tokens=sum(LENGTHS),
-        max_generated_tokens=LIMIT,
-    ).double()
-
-
 COMBINATIONS = [
     dict(
         importance_sampling_level=level,
@@ -327,7 +312,8 @@ def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
     low = None if options["surrogate"] == "cispo" else 0.1
     loss = GRPOLoss(kl_coeff=kl_coeff, epsilon_low=low, epsilon_high=0.3, **options)
     leaves = [batch["logprobs"].requires_grad_(), batch["entropy"].requires_grad_()]
-    value = loss(**batch, weights=step_weights(loss), response_mask=MASK).loss
+    weights = loss.weights(MASK, prompt_indices=PROMPTS, **TOTALS).double()
+    value = loss(**batch, weights=weights, response_mask=MASK).loss
     grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
     expected = loop_loss(batch, loss)
     expected_grads = torch.autograd.grad(expected, leaves, materialize_grads=True)
@@ -336,7 +322,7 @@ def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
         torch.testing.assert_close(grad, expected_grad, atol=1e-7, rtol=0)
 
 
-# --- Invariants -------------------------------------------------------------------------------
+# --- Metrics, defaults and bad options --------------------------------------------------------
 
 RATIOS = {
     "token": {},
@@ -344,65 +330,6 @@ RATIOS = {
     "cispo": {"surrogate": "cispo"},
     "dppo": {"surrogate": "dppo"},
 }
-FAMILY = {
-    f"{name}-{aggregation}": GRPOLoss(**options, aggregation=aggregation, entropy_coeff=0.1)
-    for name, options in RATIOS.items()
-    for aggregation in ("grpo", "dapo", "dr_grpo", "prompt")
-}
-family = pytest.mark.parametrize("loss", FAMILY.values(), ids=FAMILY)
-
-
-@family
-def test_masked_positions_never_contribute_whatever_stands_there(loss):
-    batch = random_batch()
-    weights = step_weights(loss)
-    clean = loss(**batch, weights=weights, response_mask=MASK)
-    for poison in (math.nan, math.inf, -math.inf):
-        dirty = {k: v.masked_fill(~MASK, poison) if v.dim() == 2 else v for k, v in batch.items()}
-        dirty["logprobs"] = dirty["logprobs"].clone().requires_grad_()
-        output = loss(**dirty, weights=weights, response_mask=MASK)
-        assert torch.equal(output.loss.detach(), clean.loss)
-        assert all(torch.equal(output.sums[k], clean.sums[k]) for k in clean.sums)
-        (grad,) = torch.autograd.grad(output.loss, dirty["logprobs"])
-        assert grad.isfinite().all() and (grad[~MASK] == 0).all()
-
-
-@family
-def test_micro_batches_add_up_in_any_order_of_rows(loss):
-    batch, weights = random_batch(), step_weights(loss)
-    whole = loss(**batch, weights=weights, response_mask=MASK).loss
-    order = torch.tensor([4, 1, 5, 0, 3, 2])
-    parts = [
-        loss(
-            **{name: value[rows] for name, value in batch.items()},
-            weights=weights[rows],
-            response_mask=MASK[rows],
-        ).loss
-        for rows in order.split(2)
-    ]
-    torch.testing.assert_close(sum(parts), whole, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("options", RATIOS.values(), ids=RATIOS)
-def test_on_policy_gradient_is_the_plain_policy_gradient(options):
-    """Without old log-probs the ratio is 1; the gradient of -A log p remains.
-
-    GSPO's ratio of a row moves by the mean of its tokens, so its tokens share the row's weight.
-    """
-    batch = random_batch()
-    logprobs = batch["logprobs"].requires_grad_()
-    loss = GRPOLoss(kl_coeff=0, **options)
-    weights = step_weights(loss)
-    value = loss(
-        logprobs=logprobs,
-        old_logprobs=None,
-        ref_logprobs=None,
-        advantages=batch["advantages"],
-        weights=weights,
-        response_mask=MASK,
-    ).loss
-    (grad,) = torch.autograd.grad(value, logprobs)
-    torch.testing.assert_close(grad, -batch["advantages"][:, None] * weights)
 
 
 def test_clip_ratio_counts_tokens_where_clipping_bites():
@@ -440,14 +367,8 @@ def test_each_ratio_has_the_distances_of_its_source():
     [
         {"kl_coeff": -1},
         {"epsilon_low": 1.5},
-        {"epsilon_low": -0.1},
-        {"epsilon_high": -1},
-        {"importance_sampling_level": "gspo"},
         {"surrogate": "gspo"},
         {"dual_clip": 1.0},
-        {"kl_estimator": "k4"},
-        {"aggregation": "mean"},
-        {"entropy_coeff": -0.1},
         {"dual_clip": 2.0, "surrogate": "cispo"},
         {"epsilon_low": 0.2, "surrogate": "cispo"},
         {"dual_clip": 2.0, "surrogate": "dppo"},

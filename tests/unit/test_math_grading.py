@@ -1,4 +1,4 @@
-"""The maths rewards against labelled cases, texts of hostile size, and other threads.
+"""The maths rewards against labelled cases, other threads, and the limits of their work.
 
 ``data/math_grading_cases.jsonl`` holds one case per line: a category (a sentence of the design, or
 a way to cheat), the content of an answer block or a whole text, the gold, and whether it is
@@ -8,8 +8,6 @@ correct. The labels were written by hand.
 from __future__ import annotations
 
 import json
-import os
-import re
 import threading
 import time
 from pathlib import Path
@@ -22,13 +20,10 @@ from torchtune_grpo.rewards import (
     math_format_holds,
     math_format_reward,
 )
-from torchtune_grpo.rewards.math import located_value, stated_value
+from torchtune_grpo.rewards.math import stated_value
 
 _CASE_FILE = Path(__file__).parent / "data" / "math_grading_cases.jsonl"
 CASES = [json.loads(line) for line in _CASE_FILE.read_text(encoding="ascii").splitlines()]
-_ROOT = Path(__file__).parents[2]
-GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", _ROOT / "../shared/gsm8k"))
-
 THOUGHT = "<think>It is 99.</think>\n"
 
 
@@ -52,27 +47,6 @@ def test_labelled_cases(category):
     assert wrong == []
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K here; set TORCHTUNE_GRPO_GSM8K")
-def test_gsm8k_golds_and_last_lines():
-    """Every gold is correct for itself; two thirds of the worked solutions' last lines are read."""
-    files = [(GSM8K / name).read_text(encoding="utf-8") for name in ("train.jsonl", "test.jsonl")]
-    rows = [json.loads(line) for text in files for line in text.splitlines()]
-    read = right = 0
-    for row in rows:
-        solution, gold = row["answer"].split("\n#### ")
-        number = gold.replace(",", "")
-        stated = [gold, f"She has ${gold} left.", f"**{gold}** clips", f"Total: ({gold})"]
-        texts = [f"<think>x</think> <answer>{each}</answer>" for each in stated]
-        texts += [f"The answer is {gold}.", row["answer"], f"So it is $\\boxed{{{gold}}}$."]
-        assert all(grade_math_answer(text, number) for text in texts)
-        assert not grade_math_answer(block(gold), number + "1")
-        last = block(re.sub("<<.*?>>", "", solution).splitlines()[-1])
-        read += located_value(last) is not None
-        right += grade_math_answer(last, gold)
-    assert len(rows) == 8792 and read > 0.68 * len(rows)
-    assert read - right <= 9  # those whose last line states another number than the gold
-
-
 FORMAT_HOLDS = [
     "<think>a</think> <answer>1</answer>",
     "<think>a</think><answer>1</answer>",
@@ -80,31 +54,21 @@ FORMAT_HOLDS = [
     "<think>a < b > c, <b>, <Think>, <ANSWER></think>\t<answer>x</answer>",
 ]
 FORMAT_FAILS = {
-    "text before": "so <think>a</think> <answer>1</answer>",
     "text after": "<think>a</think> <answer>1</answer> done",
     "text between": "<think>a</think> so <answer>1</answer>",
     "blank thought": "<think> \n</think> <answer>1</answer>",
-    "empty thought": "<think></think> <answer>1</answer>",
-    "blank answer": "<think>a</think> <answer>\t</answer>",
     "invisible thought": "<think>\u200b\ufeff\u2060</think> <answer>1</answer>",
     "invisible answer": "<think>a</think> <answer>\u202e\x00</answer>",
-    "two thoughts": "<think>a</think><think>b</think> <answer>1</answer>",
     "two answers": "<think>a</think> <answer>1</answer> <answer>1</answer>",
-    "nested thought": "<think><think>a</think></think> <answer>1</answer>",
     "nested answer": "<think>a</think> <answer><answer>1</answer></answer>",
     "tag in thought": "<think>use <answer> then</think> <answer>1</answer>",
     "answer first": "<answer>1</answer> <think>a</think>",
-    "answer inside": "<think>a <answer>1</answer></think>",
     "crossed": "<think>a <answer>1</think></answer>",
-    "crossed the other way": "<think>a<answer></think> 1</answer>",
     "upper case": "<THINK>a</THINK> <ANSWER>1</ANSWER>",
     "no thought": "<answer>1</answer>",
-    "no answer": "<think>a</think>",
     "unclosed answer": "<think>a</think> <answer>1",
-    "unopened thought": "a</think> <answer>1</answer>",
     "space in tag": "<think >a</think> <answer>1</answer>",
     "nothing": "",
-    "only tags": "<think></think><answer></answer>",
 }
 
 
@@ -116,9 +80,8 @@ def test_format_holds():
     ]
 
 
-@pytest.mark.parametrize("kind", FORMAT_FAILS)
-def test_format_fails(kind):
-    assert math_format_holds(FORMAT_FAILS[kind]) is False
+def test_format_fails():
+    assert [kind for kind, text in FORMAT_FAILS.items() if math_format_holds(text)] == []
 
 
 def test_correctness_reward():
@@ -164,65 +127,10 @@ def test_long_numbers():
     assert stated_value("1" * 1000) == int("1" * 1000) and stated_value("1" * 1001) is None
 
 
-SIZE = 200_000
-_VISIBLE = r"""
-<think> </think> <answer> </answer> <answer>12</answer> <answer></answer> <think><answer> < > </
-\boxed{1} \boxed{{} {} #### answer_is `a` " “a USD1 $5m 5th ° ~ 1=1 1e-9* 1/7+ \[ \text{a}
-( ) [ { } ^ % / ' é - -- $ $$ * ** *** 1 , 1, 1,234, 1. . 0. 1/ =1 1= 9^ 9** 9* 9+ (9* +( (1) 1e9
-a a- a' s' x= 1² m²/ \ \\ \boxed{ \frac{ \frac{1}{2} \text{ \, \( \(\) {,} 1{,}234 1,\! $1$ **a**
-"""
-_INVISIBLE = [" ", "\n", "\t", "\u00a0", "\x00", "\u200b", "\u202e", "\ud800", "e\u0301"]
-UNITS = [
-    *_VISIBLE.split(),
-    *_INVISIBLE,
-    "a ",
-    "not ",
-    "1 ",
-    "12 or ",
-    "１",
-    "<answer>12 </answer> ",
-]
-SHAPES = {f"{unit!r} again and again": unit * (SIZE // len(unit)) for unit in UNITS} | {
-    "the answer is, again and again": "the answer is " * (SIZE // 14),
-    "two long sides": "9" * 99_000 + "=" + "9" * 99_000,
-    "long fraction": "9" * 99_000 + "/" + "7" * 99_000,
-    "long \\frac": r"\frac{" + "9" * 99_000 + "}{" + "7" * 99_000 + "}",
-    "long decimal": "0." + "0" * 199_000 + "1",
-    "many blocks": "".join(f"<answer>12.{'0' * k}</answer>" for k in range(550)),
-    "long blocks": "</answer>".join(f"<answer>{'9' * 3000}.{'0' * k}" for k in range(60)),
-    "twenty costly blocks": "".join(f"<answer>{'1=' * 495}{k}</answer>" for k in range(20)),
-    "costly boxes": "".join(rf"\boxed{{{'[' * 990}{k}}}" for k in range(200)),
-}
-for _operator in "+-*/":
-    SHAPES |= {
-        f"exponents {_operator}": "<answer>" + _operator.join(["7e-99"] * 50) + "=1</answer>",
-        f"fractions {_operator}": _operator.join(f"(1/{k})" for k in range(1001, 1017)) + "=1",
-        f"long operands {_operator}": _operator.join(["9" * 90] * 10) + "=1",
-    }
-AROUND = [("", ""), ("<answer>", "</answer>"), (THOUGHT + "<answer>", "</answer>")]
-AROUND += [("<think>", "</think> <answer>12</answer>"), ("<answer>12</answer>", "")]
-AROUND += [(r"\boxed{", ""), ("#### ", ""), ("The answer is ", "")]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_hostile_texts_take_little_time(shape):
-    """200,000 characters of any shape: a bool, no exception, well under 250 ms."""
-    for before, after in AROUND:
-        text = before + SHAPES[shape] + after
-        long_golds = ("9" * 99_000, "0." + "3" * 50_000) if before == AROUND[1][0] else ()
-        for gold in ("12", *long_golds):
-            start = time.thread_time()
-            assert grade_math_answer(text, gold) in (True, False)
-            assert time.thread_time() - start < 0.25
-        start = time.thread_time()
-        assert math_format_holds(text) in (True, False)
-        assert time.thread_time() - start < 0.25
-
-
 def test_reading_takes_linear_time():
-    """Ten times the size stays within ten times the bound; quadratic time would miss it by far."""
+    """Ten times the size and the bound of tests/property; quadratic time would miss it by far."""
     for unit in ("<think>", "<answer></answer>", "(", "1", "1,", " ", "\\, ", "a'", "\u200b"):
-        text = block(unit * (10 * SIZE // len(unit)))
+        text = block(unit * (2_000_000 // len(unit)))
         start = time.thread_time()
         grade_math_answer(text, "12")
         math_format_holds(text)

@@ -1,12 +1,9 @@
 """Optimizer steps that bf16 would round away, that are not finite, or whose rate would be 0."""
 
-import multiprocessing
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
+from ranks import on_two_ranks
 from torch import nn
 from torchtune.modules.peft import LoRALinear, get_adapter_params
 from torchtune.training import set_default_dtype
@@ -241,24 +238,14 @@ def test_the_norm_is_that_of_clipping():
     assert norm == nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-def _rank(rank: int, folder: str, answers) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    guard = NonFiniteGuard(Path(folder))
-    losses = [1.0, torch.nan if rank == 1 else 1.0, 1.0]
-    answers.put((rank, [decide(guard, loss=loss, step=s) for s, loss in enumerate(losses)]))
-    dist.destroy_process_group()
-
-
 def test_all_ranks_decide_alike(tmp_path):
     """Only rank 1 sees the NaN; if rank 0 stepped, their weights would differ from then on."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), answers)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    decisions = dict(answers.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
-    assert decisions == {0: [True, False, True], 1: [True, False, True]}
+
+    def decisions(rank: int) -> list[bool]:
+        guard = NonFiniteGuard(tmp_path)
+        losses = [1.0, torch.nan if rank == 1 else 1.0, 1.0]
+        return [decide(guard, loss=loss, step=step) for step, loss in enumerate(losses)]
+
+    assert on_two_ranks(decisions, folder=tmp_path) == [[True, False, True]] * 2
     names = sorted(path.name for path in (tmp_path / "nonfinite").iterdir())
     assert names == ["step_000001_1_rank_0.pt", "step_000001_1_rank_1.pt"]

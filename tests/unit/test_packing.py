@@ -88,22 +88,6 @@ def test_a_pass_holds_at_most_so_many_rows_and_packs_those_of_a_prompt():
 
 
 @pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("budget", [16, 25, 60, None])
-@pytest.mark.parametrize("kept", [range(12), [0, 2, 3, 4, 9, 10]], ids=["whole", "some dropped"])
-def test_values_come_back_in_the_original_order(pack, budget, kept):
-    """Those of one row at a time; no pack mixes prompts, also where rows of groups are dropped."""
-    model = tiny_policy()
-    trajectory = make_groups([3, 3, 3], [4, 9, 0, 2, 1, 1, 8, 3, 5, 2, 7, 6])
-    trajectory = trajectory.select(torch.tensor(kept))
-    one_by_one = micro_batches(trajectory, group_size=4, pack=False, rows=1)
-    expected = trajectory_logprobs(model, one_by_one, temperature=0.7)
-    parts = micro_batches(trajectory, group_size=4, pack=pack, rows=4, token_budget=budget)
-    values = trajectory_logprobs(model, parts, temperature=0.7)
-    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
-    assert (values != 0).equal(trajectory.response_mask)
-
-
-@pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("budget", [None, 60])
 def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, pack, budget):
     """Of which nothing is read, but every layer gets a gradient."""
@@ -179,12 +163,12 @@ def test_values_and_gradients_by_segments_are_those_of_the_dense_mask(dtype, ato
         torch.testing.assert_close(by_segments, outputs[0], atol=atol, rtol=atol)
 
 
-@pytest.mark.parametrize("width", [5, 12, 16])
-def test_dense_masks_are_aligned(width):
+def test_dense_masks_are_aligned():
     """Memory-efficient attention on CUDA refuses others."""
-    mask = dense_mask(torch.zeros(2, width, dtype=torch.long), torch.bfloat16)
-    assert mask.shape == (2, width, width) and mask.storage_offset() == 0
-    assert mask.stride(2) == 1 and mask.stride(1) % 8 == mask.stride(0) % 8 == 0
+    for width in (5, 12, 16):
+        mask = dense_mask(torch.zeros(2, width, dtype=torch.long), torch.bfloat16)
+        assert mask.shape == (2, width, width) and mask.storage_offset() == 0
+        assert mask.stride(2) == 1 and mask.stride(1) % 8 == mask.stride(0) % 8 == 0
 
 
 def test_dropout_drops_the_same_in_the_recomputed_forward_pass():

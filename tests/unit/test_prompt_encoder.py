@@ -50,7 +50,7 @@ def chatml_tokens(tokenizer: Any, *turns: tuple[str, str], open_turn: str) -> li
     return [*tokens, special["<|im_start|>"], *utf8("assistant\n" + open_turn)]
 
 
-@pytest.mark.parametrize("prefill", ["", "<think>", " \n<think> \n\n"])
+@pytest.mark.parametrize("prefill", ["", " \n<think> \n\n"])
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen2_5"])
 def test_chat_is_the_published_format(request, name, prefill):
     tokenizer = request.getfixturevalue(f"{name}_tokenizer")
@@ -107,17 +107,11 @@ def test_sentencepiece_prompts_begin_as_a_whole_dialogue_does(
         newline = tokenizer.encode("\n", add_bos=False, add_eos=False)
         end = [tokenizer.special_tokens["<|end|>"], *newline]
     system = [Message(role="system", content="answer by step")] if has_system else []
-    dialogue, _ = tokenizer.tokenize_messages(
-        [
-            *system,
-            Message(role="user", content="what is 1+1"),
-            Message(role="assistant", content=prefill),
-        ],
-        **leave_open,
-    )
-    encoder = PromptEncoder(
-        tokenizer, system_prompt="answer by step" if has_system else None, prefill=prefill
-    )
+    turns = [("user", "what is 1+1"), ("assistant", prefill)]
+    messages = system + [Message(role=role, content=text) for role, text in turns]
+    dialogue, _ = tokenizer.tokenize_messages(messages, **leave_open)
+    prompt = "answer by step" if has_system else None
+    encoder = PromptEncoder(tokenizer, system_prompt=prompt, prefill=prefill)
     assert encoder("what is 1+1") == dialogue[: len(dialogue) - len(end)]
     assert dialogue[len(dialogue) - len(end) :] == end
 
@@ -149,15 +143,12 @@ def test_overlapping_names_of_control_tokens_are_all_cut(qwen_files):
     assert PromptEncoder(tokenizer, chat=False)(text) == utf8(text)
 
 
-def test_plain_text_has_bos_and_no_eos(llama3_tokenizer, qwen2_tokenizer):
+def test_plain_text_has_bos_and_no_eos(llama3_tokenizer, qwen2_tokenizer, llama2_tokenizer):
     options: dict[str, Any] = {"chat": False, "system_prompt": "Solve.", "prefill": " <think>\n"}
     text = utf8("Solve.\n\n1+1= <think>\n")
     assert PromptEncoder(llama3_tokenizer, **options)("1+1=") == [llama3_tokenizer.bos_id, *text]
     assert PromptEncoder(qwen2_tokenizer, **options)("1+1=") == text
-
-
-def test_plain_text_and_prefill_are_encoded_as_one_string(llama2_tokenizer):
-    """Two calls of encode would put SentencePiece's leading space between them."""
+    # As one string: two calls of encode would put SentencePiece's leading space between them.
     encoder = PromptEncoder(llama2_tokenizer, chat=False, prefill="swer")
     assert encoder("what an") == llama2_tokenizer.encode("what answer", add_eos=False)
 
@@ -170,12 +161,11 @@ def test_nothing_is_cut_at_the_tokenizers_limit(llama3_tokenizer, qwen2_tokenize
         assert limited.max_seq_len == 5
 
 
-def test_a_tokenizer_without_turns_is_refused_for_chat(gemma_tokenizer):
+def test_a_tokenizer_without_turns_or_system_messages_is_refused(
+    gemma_tokenizer, mistral_tokenizer
+):
     with pytest.raises(ValueError, match="tokenizer.prompt_template"):
         PromptEncoder(gemma_tokenizer, system_prompt="Be brief.")
     PromptEncoder(gemma_tokenizer, chat=False)
-
-
-def test_a_template_without_system_messages_is_refused(mistral_tokenizer):
     with pytest.raises(ValueError, match="system_prompt.*null.*prompt_template"):
         PromptEncoder(mistral_tokenizer, system_prompt="Be brief.")

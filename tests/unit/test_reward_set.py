@@ -96,17 +96,16 @@ def test_accepted_return_types():
     assert scores.scores[:, 0].tolist() == [1.0, 0.0]
     assert scores.scores[0, 1] == 2 and scores.scores[1, 1].isnan()
     assert {scores.scores.dtype, scores.weights.dtype, scores.total.dtype} == {torch.float32}
+    nothing = score(returns([]), returns([]), n=0)
+    assert nothing.scores.shape == (0, 2) and nothing.total.shape == (0,)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ([1.0], "'r0' returned 1 values for 2 completions"),
-        ([], "'r0' returned 0 values for 2 completions"),
-        (1.0, "'r0' returned float"),
         (None, "'r0' returned NoneType"),
         ("12", "'r0' returned str"),
-        (torch.tensor(1.0), "'r0' returned float"),
         (torch.ones(2, 1), r"'r0' returned \[1.0\] at index 0"),
         (["1.0", 1.0], "'r0' returned '1.0' at index 0"),
         ([1.0, 1j], "'r0' returned 1j at index 1"),
@@ -133,11 +132,6 @@ def test_rewards_get_keywords_and_lists_of_their_own():
     assert seen == [(["p"] * 2, ["c"] * 2, ["1", "2"], ["other"])] * 2
 
 
-def test_no_completions():
-    scores = score(returns([]), returns([]), n=0)
-    assert scores.scores.shape == (0, 2) and scores.total.shape == (0,)
-
-
 def test_missing_column():
     message = r"'r0' needs the column 'answer', .* has \['answers', 'x'\] \(did you mean 'answers'"
     with pytest.raises(ValueError, match=message):
@@ -147,28 +141,13 @@ def test_missing_column():
 def test_keyword_arguments_are_bound(importable):
     """For a function by partial, for a class by its constructor; the weight is not among them."""
     node = {"_component_": f"{importable}.length_reward", "scale": 2, "limit": 3, "weight": 0.5}
-    rewards = RewardSet.from_config(
-        [node, {"_component_": f"{importable}.Bonus", "value": 7.0, "name": "bonus"}]
-    )
+    bonus = {"_component_": f"{importable}.Bonus", "value": "${seven}", "name": "bonus"}
+    cfg = OmegaConf.create({"rewards": [node, bonus], "seven": 7.0})
+    rewards = RewardSet.from_config(cfg.rewards)
     scores = rewards(prompts=["p"], completions=["abcd"], columns={"limit": [1]})
     assert scores.names == ["length_reward", "bonus"]
     assert scores.scores.tolist() == [[6.0, 7.0]]  # the config's limit, not the column's
     assert scores.total.tolist() == [10.0]
-
-
-def test_omegaconf_nodes_and_interpolations(importable):
-    cfg = OmegaConf.create(
-        {
-            "w": 0.25,
-            "rewards": [
-                {"_component_": FORMAT, "weight": "${w}"},
-                {"_component_": f"{importable}.length_reward", "name": "length", "scale": 3},
-            ],
-        }
-    )
-    rewards = RewardSet.from_config(cfg.rewards).rewards
-    named = [(reward.name, reward.weight) for reward in rewards]
-    assert named == [("math_format_reward", 0.25), ("length", 1.0)]
 
 
 def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch):
@@ -185,25 +164,15 @@ def test_components_of_the_working_directory_can_be_loaded(tmp_path, monkeypatch
     ("cfg", "message"),
     [
         ([{"_component_": "no.such.thing"}], r"rewards\[0\]\._component_=no.such.thing"),
-        ([{"_component_": FORMAT + "s"}], r"rewards\[0\]\._component_=.*math_format_rewards"),
         ([{"_component_": "math.pi"}], "math.pi: not a function or a class .* 3.14"),
         ([{"_component_": FORMAT}] * 2, r"rewards\[1\]\.name=.math_format_reward."),
-        (
-            [{"_component_": FORMAT, "weight": math.nan}],
-            r"rewards\[0\]\.weight=nan: should be a finite",
-        ),
-        (
-            [{"_component_": FORMAT, "weight": "heavy"}],
-            r"rewards\[0\]\.weight='heavy': should be a valid number",
-        ),
+        ([{"_component_": FORMAT, "weight": math.nan}], r"rewards\[0\]\.weight=nan: .* finite"),
         (
             [{"_component_": FORMAT, "wieght": 0.1}],
             r"rewards\[0\]\.wieght=0.1.*did you mean 'weight'.*valid here: \['name', 'weight'",
         ),
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts=1"),
-        ([{"_component_": "HERE.length_reward", "scael": 1}], r"scael=1.*did you mean 'scale'"),
         ([{"_component_": "HERE.Bonus", "valeu": 1}], r"valeu=1.*did you mean 'value'"),
-        ([{"_component_": "HERE.returns"}], r"rewards\[0\]: could not construct .*'value'"),
         ([{"_component_": "HERE.Bonus"}], r"rewards\[0\]: could not construct .*'value'"),
     ],
 )

@@ -14,9 +14,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-from omegaconf import OmegaConf
 
-from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 
@@ -49,14 +47,16 @@ def test_an_item_holds_tokens_text_and_the_other_columns(llama3_tokenizer):
 
 
 def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):
-    data = make(llama3_tokenizer)
+    """A text knows the messages that it stands for."""
+    data = make(llama3_tokenizer, system_prompt="Be brief.")
     assert data[-1] == data[2] and [item["index"] for item in data] == [0, 1, 2]
-    changed = data[0]
+    before, changed = list(pickle.loads(pickle.dumps(data))), data[0]
     changed["tokens"].append(-7)
     changed["columns"]["answer"] = "wrong"
-    assert -7 not in data[0]["tokens"]
-    assert data[0]["columns"] == {"answer": "2", "level": 1}
-    assert list(pickle.loads(pickle.dumps(data))) == list(data)
+    changed["prompt"].messages.clear()
+    assert list(data) == before and isinstance(before[0]["prompt"], str)
+    expected = chat(("system", "Be brief."), ("user", "1+1?"))
+    assert data[0]["prompt"].messages == before[0]["prompt"].messages == expected
 
 
 # Templates
@@ -72,9 +72,7 @@ def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):
             "Q: 2+2?",
             {"prompt": "1+1?", "answer": "4"},
         ),
-        ({"prompt_template": "{a} + {b}"}, {"a": 1, "b": 2.5}, "1 + 2.5", {"a": 1, "b": 2.5}),
         ({"prompt_template": "{prompt}!"}, {"prompt": BRACES}, BRACES + "!", {}),
-        ({"columns": {"answer": "gold"}}, {"answer": 1, "gold": 2}, "1+1?", {"answer": 2}),
         (
             {"columns": {"answer": "gold", "solution": "answer", "problem": "prompt"}},
             {"answer": 1, "gold": 2},
@@ -94,7 +92,6 @@ def test_templates_and_columns(llama3_tokenizer, options, row, prompt, columns):
     [
         ({"prompt_template": "{promt}"}, r"'promt' among \['answer', 'level', 'prompt'\]"),
         ({"prompt_template": "{level.real}"}, "'level.real'"),
-        ({"prompt_template": "{}"}, "'' among"),
         ({"prompt_template": r"{prompt} \boxed{"}, r"\{\{ and \}\}"),
         ({"prompt_template": "solve it"}, r"no column.*\{prompt\}"),
         ({"prompt_column": "promt"}, "'promt' among .*'answer', 'level', 'prompt'"),
@@ -107,21 +104,19 @@ def test_an_unknown_column_or_a_faulty_template_is_named(llama3_tokenizer, optio
         make(llama3_tokenizer, **options)
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer, name):
-    rows = [{"prompt": "1+1?", name: "x"}]
-    with pytest.raises(ValueError, match=f"{name}.*columns={{other_name: {name}}}"):
+def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer):
+    rows = [{"prompt": "1+1?", "completions": "x"}]
+    with pytest.raises(ValueError, match="completions.*columns={other_name: completions}"):
         make(llama3_tokenizer, rows)
-    assert make(llama3_tokenizer, rows, columns={"old": name})[0]["columns"] == {"old": "x"}
-    with pytest.raises(ValueError, match=name):
-        make(llama3_tokenizer, ROWS, columns={name: "answer"})
+    assert make(llama3_tokenizer, rows, columns={"a": "completions"})[0]["columns"] == {"a": "x"}
+    with pytest.raises(ValueError, match="completion_ids"):
+        make(llama3_tokenizer, ROWS, columns={"completion_ids": "answer"})
 
 
 # Rows
 
 
-BAD_ROWS: list[tuple[Any, str]] = [
-    ({"prompt": None}, "column 'prompt' is not text: None"),
+BAD_ROWS = [
     ({"prompt": 7}, "column 'prompt' is not text: 7"),
     ({"prompt": " \n"}, "column 'prompt' is blank"),
     ({"prompt": "a\ud83d"}, "column 'prompt' is not valid Unicode"),  # half of a surrogate pair
@@ -129,16 +124,14 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": []}, "the last message is not the user's or a tool's"),
     ({"prompt": ["1+1?"]}, "message 0 has no role among system, user, assistant, tool: '1+1?'"),
 ]
-ILL_FORMED: list[tuple[list[dict[str, Any]], str]] = [
+for messages, reason in [
     ([{"content": "1+1?"}], "message 0 has no role among"),
     ([{"role": "bot", "content": "1+1?"}], "message 0 has no role among"),
-    ([{"role": "user", "content": None}], "the content of message 0 is not text: None"),
     ([{"role": "user", "content": [{"type": "text"}]}], "the content of message 0 is not text: [{"),
     ([{"role": "user", "content": " "}], "the content of message 0 is blank"),
     ([{"role": r, "content": "a"} for r in ("user", "assistant")], "the last message is not"),
-    ([{"role": "system", "content": "a"}], "the last message is not the user's"),
-]
-BAD_ROWS += [({"prompt": value}, reason) for value, reason in ILL_FORMED]
+]:
+    BAD_ROWS.append(({"prompt": messages}, reason))
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
@@ -206,11 +199,11 @@ def test_num_samples_takes_the_first_usable_rows(llama3_tokenizer):
     for num_samples, count in [(2, 2), (99, 3)]:
         data = make(llama3_tokenizer, [{**ROWS[0], "prompt": ""}, *ROWS], num_samples=num_samples)
         assert [item["prompt"] for item in data] == [row["prompt"] for row in ROWS[:count]]
+    with pytest.raises(ValueError, match="^num_samples=0: give 1 or more"):
+        make(llama3_tokenizer, num_samples=0)
 
 
 def test_arguments_that_contradict_each_other_are_refused(llama3_tokenizer):
-    with pytest.raises(ValueError, match="^num_samples=0: give 1 or more"):
-        make(llama3_tokenizer, num_samples=0)
     with pytest.raises(ValueError, match="^source=None: give either source or rows"):
         RLDataset(llama3_tokenizer)
     with pytest.raises(ValueError, match="^source='x.json': give either source or rows"):
@@ -262,7 +255,7 @@ def write(folder: Path, name: str, rows: Any) -> str:
 
 @pytest.mark.parametrize(
     "ending",
-    "jsonl json csv tsv txt jsonl.gz json.gz csv.gz tsv.gz txt.gz parquet arrow".split(),
+    "jsonl json csv tsv txt jsonl.gz csv.gz txt.gz parquet arrow".split(),
 )
 def test_a_file_is_known_by_its_name(llama3_tokenizer, tmp_path, ending):
     """The rows are what the file holds; CSV has no types, so that its numbers are read as such."""
@@ -352,15 +345,6 @@ def test_messages_are_prompts(llama3_tokenizer, tmp_path, ending):
     assert [item["tokens"] for item in data] == [encoder(TURNS), encoder(own)]
 
 
-def test_a_text_knows_the_messages_that_it_stands_for(llama3_tokenizer):
-    data = make(llama3_tokenizer, [{"prompt": "1+1?"}], system_prompt="Be brief.")
-    prompt = pickle.loads(pickle.dumps(data[0]["prompt"]))
-    assert prompt == "1+1?" and isinstance(prompt, str)
-    assert prompt.messages == chat(("system", "Be brief."), ("user", "1+1?"))
-    prompt.messages.clear()
-    assert data[0]["prompt"].messages
-
-
 def test_messages_need_the_chat_format_and_no_template(llama3_tokenizer, mistral_tokenizer, caplog):
     rows = [{"prompt": "1+1?"}, {"prompt": TURNS}]
     with pytest.raises(ValueError, match="^prompt_template='Q: {prompt}': row 1 has a list"):
@@ -372,21 +356,6 @@ def test_messages_need_the_chat_format_and_no_template(llama3_tokenizer, mistral
     system = {"prompt": chat(("system", "Be brief."), ("user", "1+1?"))}
     assert len(make(mistral_tokenizer, [*rows, system])) == 2
     assert "the chat format refuses it: System prompts are not" in caplog.text
-
-
-# Configs
-
-
-def test_a_config_reaches_the_class(llama3_tokenizer, tmp_path):
-    file = write(tmp_path, "rows.jsonl", ROWS)
-    node = {"_component_": "torchtune_grpo.data.RLDataset", "source": "json", "num_samples": 2}
-    node |= {"data_files": {"train": [file], "test": file}, "split": "test"}
-    node["columns"] = {"gold": "answer"}
-    data = instantiate("dataset", OmegaConf.create(node), llama3_tokenizer)
-    assert [item["columns"] for item in data] == [
-        {"gold": "2", "level": 1},
-        {"gold": "144", "level": 3},
-    ]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
@@ -407,7 +376,6 @@ def test_local_files_need_no_network(llama3_tokenizer, tmp_path, ending, monkeyp
     [
         ({"data_files": "/nowhere/rows"}, "^source='json', data_files='/nowhere/.*No such file"),
         ({}, "^source='json', .*give the path"),
-        ({"data_files": []}, r"^source='json', data_files=\[\], .*empty"),
         ({"data_files": {"train": "rows.jsonl"}, "split": "tset"}, r"split='tset': .*\['train'\]"),
         ({"data_files": "rows.jsonl", "bogus": 9}, "unexpected keyword argument 'bogus'"),
         ({"data_files": "broken.jsonl"}, "broken.jsonl'.* line 2 of the file: "),
@@ -415,18 +383,13 @@ def test_local_files_need_no_network(llama3_tokenizer, tmp_path, ending, monkeyp
         ({"data_files": "latin.jsonl"}, "UnicodeDecodeError: 'utf-8' codec"),
         ({"data_files": "rows.jsonl", "field": "none"}, "rows.jsonl', split='train': .*Extra data"),
         ({"data_files": "/nowhere/*.jsonl"}, "data_files='/nowhere/.*jsonl'.*there are no rows"),
-        ({"data_files": "/tmp/"}, "data_files='/tmp/', .*Is a directory"),
         (
             {"data_files": "rows.jsonl", "source": "csv"},
             "prompt_column: there is no column 'prompt'",
         ),
         ({"source": "my.csv"}, "source='my.csv', .* Unable to find"),
-        ({"source": "my.jsonl.gz"}, "source='my.jsonl.gz', .*No such file"),
         ({"data_files": "rows.jsonl", "source": "my.csv"}, "source='my.csv', .*give the path"),
-        (
-            {"data_files": "rows.jsonl", "source": "parquet"},
-            "source='parquet', .*Parquet magic bytes",
-        ),
+        ({"data_files": "rows.jsonl", "source": "parquet"}, "source='parquet', .*magic bytes"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(llama3_tokenizer, tmp_path, monkeypatch, options, message):

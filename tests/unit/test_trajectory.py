@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trajectories import make_trajectory
 
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import (
@@ -46,16 +47,12 @@ def test_join_rows_clears_what_stands_behind_a_response():
 
 def trajectory_of(prompts: list[int], responses: list[int], trained_on: list[int]) -> Trajectory:
     rows = len(prompts)
-    total = max(p + r for p, r in zip(prompts, responses, strict=True))
+    random = make_trajectory(prompts, responses)
     mask = length_mask(torch.tensor(trained_on), max(responses))
-    return Trajectory(
-        tokens=torch.arange(rows * total).view(rows, total),
-        prompt_indices=torch.arange(rows),
-        places=torch.arange(rows),
-        prompt_lengths=torch.tensor(prompts),
-        response_lengths=torch.tensor(responses),
+    return replace(
+        random,
+        tokens=torch.arange(random.tokens.numel()).view_as(random.tokens),
         response_mask=mask,
-        truncated=torch.zeros(rows, dtype=torch.bool),
         sampler_logprobs=mask.float(),
         behaviour_logprobs=mask.float(),
         prompts=[f"p{i}" for i in range(rows)],
@@ -65,19 +62,16 @@ def trajectory_of(prompts: list[int], responses: list[int], trained_on: list[int
     )
 
 
-def test_select_takes_rows_with_their_texts_in_the_order_asked_for():
-    part = trajectory_of([2, 2, 1], [1, 2, 4], trained_on=[1, 2, 4]).select(torch.tensor([2, 0]))
-    assert part.advantages.tolist() == [2, 0]
-    assert part.response_lengths.tolist() == [4, 1] and part.ref_logprobs is None
-    assert (part.prompts, part.completions) == (["p2", "p0"], ["c2", "c0"])
-    assert part.columns == {"answer": [2, 0]}
-
-
-def test_select_takes_a_mask_and_may_take_nothing():
+def test_select_takes_rows_with_their_texts_by_index_or_mask():
+    """In the order asked for; or none at all."""
     whole = trajectory_of([2, 2, 1], [1, 2, 4], trained_on=[1, 2, 4])
-    part = whole.select(torch.tensor([False, True, True]))
-    assert part.advantages.tolist() == [1, 2] and part.prompts == ["p1", "p2"]
-    assert part.columns == {"answer": [1, 2]}
+    for rows, expected in (([2, 0], [2, 0]), ([False, True, True], [1, 2])):
+        part = whole.select(torch.tensor(rows))
+        assert part.advantages.tolist() == expected and part.ref_logprobs is None
+        assert part.response_lengths.tolist() == [[1, 2, 4][row] for row in expected]
+        assert part.prompts == [f"p{row}" for row in expected]
+        assert part.completions == [f"c{row}" for row in expected]
+        assert part.columns == {"answer": expected}
     for nothing in (torch.zeros(3, dtype=torch.bool), torch.empty(0, dtype=torch.long)):
         part = whole.select(nothing)
         assert part.num_rows == 0 and part.response_mask.shape == (0, 4)

@@ -239,13 +239,15 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
         "vocab_size": model.tok_embeddings.num_embeddings,
         "hidden_size": model.tok_embeddings.embedding_dim,
         "num_hidden_layers": len(model.layers),
-        "num_attention_heads": model.layers[0].attn.num_heads,
-        "num_key_value_heads": model.layers[0].attn.num_kv_heads,
     }
+    for layer in list(model.layers)[:1]:
+        built["num_attention_heads"] = layer.attn.num_heads
+        built["num_key_value_heads"] = layer.attn.num_kv_heads
+    given = {key: value for key, value in cfg.model.items() if key != "_component_"}
     for name, value in built.items():
         if hf_config.get(name) not in (None, value):
             raise ValueError(
-                f"model: {component} with these arguments has {name}={value}, but config.json in "
+                f"model: {component} with {given} has {name}={value}, but config.json in "
                 f"{folder} says {hf_config[name]}. Build the model that was downloaded."
             )
     size = built["vocab_size"]
