@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,7 +345,9 @@ def update_pass(bench: Bench, *, rows: int, checkpointing: bool) -> dict[str, An
         prompt=max(sizes.prompt_lengths),
         shortest=sizes.responses[0],
         longest=sizes.responses[1],
-    ).to(bench.device)
+    )
+    on_device = {name: value.to(bench.device) for name, value in rows_of_step.tensors().items()}
+    rows_of_step = replace(rows_of_step, **on_device)
     parts = micro_batches(rows_of_step, group_size=GROUP, pack=True, rows=rows)
 
     def work() -> None:

@@ -250,8 +250,8 @@ def test_weights_that_are_not_the_models_are_named(tmp_path, change, match):
 @pytest.mark.parametrize(
     "file, content, match",
     [
-        ("config.json", "{", "^model_dir=.*: config.json is no JSON object"),
-        ("config.json", "[]", "^model_dir=.*: config.json is no JSON object"),
+        ("config.json", "{", "^model_dir=.*: config.json is not a JSON object"),
+        ("config.json", "[]", "^model_dir=.*: config.json is not a JSON object"),
         (
             "config.json",
             '{"model_type": "llama", "hidden_size": null}',
