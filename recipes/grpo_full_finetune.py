@@ -47,9 +47,6 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     On several ranks, ``distributed.sharding`` says whether each holds the whole model (only
     gradients cross the wire) or a part of it (FSDP2). ``batch_size`` and ``forward_batch_size`` are
     those of one rank.
-
-    Raises:
-        ConfigError: with all mistakes in the config.
     """
 
     def __init__(self, cfg: DictConfig, run: Run | None = None) -> None:

@@ -168,9 +168,7 @@ class GRPO:
     def train(self) -> Path:
         """Trains up to ``num_steps``, or goes on with it; returns the last checkpoint.
 
-        Raises:
-            KeyboardInterrupt: after Ctrl-C, with a checkpoint; another call goes on.
-            SystemExit: after SIGTERM.
+        Ctrl-C saves a checkpoint and raises a KeyboardInterrupt; another call goes on.
         """
         recipe = self._set_up()
         run = recipe.run
@@ -188,10 +186,9 @@ class GRPO:
         return self._folder / f"step_{run.checkpoints.last_step:06d}"
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """Measures the current policy: ``eval/accuracy`` and so on; docs/metrics.md names them.
+        """Measures the current policy on ``eval_data``, or on rows or a file like ``data``.
 
-        Args:
-            data: rows like those of the training data, or the path of a file; None: ``eval_data``.
+        docs/metrics.md names the numbers.
         """
         recipe = self._set_up()
         run = recipe.run
@@ -216,18 +213,13 @@ class GRPO:
         temperature: float | None = None,
         seed: int | None = None,
     ) -> Any:
-        """What the current policy answers to prompts in the form of the training data's.
+        """Answers a prompt, or several, in the form of the training data's.
 
-        Args:
-            prompts: a prompt, or several; a prompt is a text, or a list of messages
-                ``{"role": ..., "content": ...}``.
-            num_samples: answers to each prompt.
-            temperature: 0 for greedy answers; None: the config's.
-            seed: the same one gives the same answers; None: the config's.
+        A prompt is a text, or a list of messages ``{"role": ..., "content": ...}``. A temperature
+        of 0 is greedy, and the same seed gives the same answers; None takes the config's.
 
-        Returns:
-            ``num_samples`` texts, or a list of such lists for several prompts; each with the
-            prefill in front, as rewards see it.
+        Returns ``num_samples`` texts with the prefill in front, as rewards see them, or a list of
+        such lists for several prompts.
         """
         is_one = isinstance(prompts, str)
         if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):

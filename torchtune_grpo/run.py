@@ -63,17 +63,10 @@ log = utils.get_logger("INFO")
 
 
 class Run:
-    """A config and what it makes.
+    """A config and what it makes; a config with mistakes raises a ConfigError with all of them.
 
-    Args:
-        cfg: the config as the user gave it.
-        table: a subclass of the table of keys, where a recipe has keys of its own.
-        data: rows that are given as Python objects instead of the config's ``source``, by the key
-            of the data set.
-        rewards: the rewards, where they are given as Python objects.
-
-    Raises:
-        ConfigError: with all mistakes in the config.
+    ``table`` is a subclass of the table of keys where a recipe has keys of its own. From Python,
+    ``data`` holds rows by the key of their data set, and ``rewards`` the rewards themselves.
     """
 
     def __init__(
@@ -197,11 +190,7 @@ class Run:
         return should_shard(self.cfg, device=self.device)
 
     def check(self, *, read_data: bool = True) -> tuple[list[str], list[str]]:
-        """Makes all that needs no weights.
-
-        Returns:
-            Mistakes, and remarks on what is allowed or cannot be known here; a sentence each.
-        """
+        """Makes all that needs no weights; returns mistakes, and remarks on what is not checked."""
         problems, remarks = Problems(), Problems()
         with remarks.noted():
             find_device(self.cfg.device)
@@ -230,10 +219,9 @@ class Run:
             limit_threads(empty_model(self.cfg))
 
     def start(self) -> Path | None:
-        """Takes ``output_dir`` and makes all that needs no weights; what is wrong fails here.
+        """Takes ``output_dir`` and makes all that needs no weights, so that mistakes fail here.
 
-        Returns:
-            The checkpoint to resume from, if the config says so.
+        Returns the checkpoint to resume from, if the config says so.
         """
         _ = self.device
         parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
@@ -310,11 +298,7 @@ class Run:
 
     @contextmanager
     def session(self, *, stop: Callable[[], None]) -> Iterator[None]:
-        """Handles signals, shows the progress and profiles.
-
-        Args:
-            stop: called when a signal has ended the block, between two steps or in a rollout.
-        """
+        """Handles signals, shows the progress and profiles; ``stop`` is called after a signal."""
         with (
             self.interrupts.handled(stop),
             self.recorder.running(done=self.step),

@@ -32,12 +32,9 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Have the hooks below called when the modules of torchtune that they extend are imported.
+    """Has the hooks below called when the modules of torchtune that they extend are imported.
 
-    Calling it again, or when torchtune has been imported already, does no harm.
-
-    Raises:
-        ImportError: If wrapt is missing or broken.
+    Calling it again, or after torchtune was imported, does no harm.
     """
     from wrapt import register_post_import_hook
 
@@ -46,11 +43,7 @@ def register() -> None:
 
 
 def add_recipes(registry: ModuleType) -> None:
-    """Append to torchtune's list of recipes those of ours that it does not hold yet.
-
-    Args:
-        registry: the module `torchtune._recipe_registry`.
-    """
+    """Appends our recipes to torchtune's list, `torchtune._recipe_registry`, unless it has them."""
     from torchtune_grpo.config import command_line
 
     known = {recipe.name for recipe in registry._ALL_RECIPES}
@@ -68,13 +61,10 @@ def add_recipes(registry: ModuleType) -> None:
 
 
 def end_torchrun_briefly(run: ModuleType) -> None:
-    """When a rank fails, let what it said be the last word of `tune run`, not torchrun's traceback.
+    """Ends `tune run` with a failed rank's own error instead of torchrun's traceback.
 
-    So it is with our recipe and with what mentions this package, as copies of it do. Of a rank that
-    a signal killed, which said nothing, one line tells. `TORCHTUNE_GRPO_TRACEBACK=1` shows all.
-
-    Args:
-        run: the module `torchtune._cli.run`.
+    For our recipe and files that mention this package, as copies of it do. A rank that a signal
+    killed is reported in one line. `TORCHTUNE_GRPO_TRACEBACK=1` shows everything.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -106,7 +96,7 @@ def end_torchrun_briefly(run: ModuleType) -> None:
 
 
 def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """The same hook, but a failure is logged, and stock `tune` goes on without our recipes."""
+    """Logs a hook's failure, so that stock `tune` goes on without our recipes."""
 
     @functools.wraps(hook)
     def guarded(module: ModuleType) -> None:

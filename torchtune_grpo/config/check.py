@@ -23,8 +23,7 @@ from torchtune_grpo.config.text import ConfigError, Problems
 def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
     """Constructs the component of the config's key ``name``, as torchtune's ``instantiate`` does.
 
-    Raises:
-        ValueError: with the component's own message behind the key.
+    Whatever it raises becomes a ValueError with the component's own message behind the key.
     """
     try:
         return config.instantiate(node, *args, **kwargs)
@@ -98,14 +97,9 @@ T = TypeVar("T", bound=GRPOConfig)
 
 
 def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ignore[assignment]
-    """Reads and checks a config; settings without effect are logged.
+    """Reads and checks a config; raises a ConfigError with all mistakes.
 
-    Args:
-        cfg: what :func:`torchtune_grpo.config.command_line.parse` hands to ``recipe_main``.
-        table: a subclass, where a recipe has keys of its own.
-
-    Raises:
-        ConfigError: with all mistakes, each naming the key, the value and the remedy.
+    Settings without effect are logged. ``table`` is a subclass where a recipe has keys of its own.
     """
     extend_import_path()
     values = _plain(cfg)

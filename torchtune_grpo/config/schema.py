@@ -87,11 +87,7 @@ class Keys(BaseModel):
 
 
 def read(table: type[T], values: Mapping[str, Any]) -> T:
-    """Reads a table from plain values.
-
-    Raises:
-        ConfigError: with a sentence for each mistake, naming the key, its value and the remedy.
-    """
+    """Reads a table from plain values; raises a ConfigError with a sentence for each mistake."""
     try:
         return table.model_validate(values)
     except ValidationError as error:
