@@ -83,7 +83,7 @@ from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.engine import MEMORY_SHARE
 from torchtune_grpo.rollout.graphs import StepGraphs, coarse
 from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
-from torchtune_grpo.training.mini_batches import micro_batches, mini_batches
+from torchtune_grpo.training.mini_batches import cut, mini_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
 from torchtune_grpo.training.policy import build_policy, empty_model, make_reference
 from torchtune_grpo.training.softmax import default_chunk_bytes
@@ -245,7 +245,7 @@ def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float
 
     Where there are several micro-batches, the gradients of one are there in the next.
     """
-    parts = cut(cfg, longest_rows(cfg))
+    parts = cut(longest_rows(cfg), cfg)
     node = OmegaConf.merge(cfg.model, {})
     node._component_ = node._component_.replace("qlora_", "lora_")
     if "quantize_base" in node:
@@ -337,18 +337,6 @@ def longest_rows(cfg: GRPOConfig) -> Trajectory:
         prompt=cfg.dataset.max_prompt_tokens,
         shortest=cfg.max_generated_tokens,
         longest=cfg.max_generated_tokens,
-    )
-
-
-def cut(cfg: GRPOConfig, trajectory: Trajectory) -> list[MicroBatch]:
-    """As the recipe does it."""
-    return micro_batches(
-        trajectory,
-        group_size=cfg.grpo_samples,
-        pack=cfg.pack_groups,
-        rows=cfg.rows_per_forward,
-        token_budget=cfg.forward_token_budget,
-        dense=cfg.compile,
     )
 
 

@@ -20,16 +20,12 @@ from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened
-from torchtune_grpo.data import collate_prompts
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import read_metrics
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.rewards import Reward, RewardSet
-from torchtune_grpo.rewards.reward import rewards_from_config
-from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.rewards import Reward
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.policy import check_prompts
 
 log = utils.get_logger("INFO")
 RLDATASET = "torchtune_grpo.data.RLDataset"
@@ -77,11 +73,13 @@ class GRPO:
             own = self.config.eval_dataset or {}
             self.config.eval_dataset = OmegaConf.merge(_form(self.config.dataset), own)
             self._set_data("eval_dataset", eval_data)
-        self._given, unnamed = self._set_rewards(rewards)
+        self._rewards: dict[int, Reward] = {}  # those that no config can name, by their place
+        if rewards is not None:
+            self._set_rewards(rewards)
         self.config.output_dir = str(Path(str(self.config.get("output_dir") or "")).resolve())
         self._folder = Path(self.config.output_dir)
         self._check()
-        self._take_folder([*unnamed, *(f"{key} is in memory" for key in self._rows)])
+        self._take_folder()
 
     def _set_data(self, key: str, data: Any) -> None:
         """Names a source in the config, or keeps rows that are in memory."""
@@ -94,17 +92,14 @@ class GRPO:
         else:
             self._rows[key] = data
 
-    def _set_rewards(self, rewards: Sequence[Any] | None) -> tuple[list[Any], list[str]]:
-        """Names the rewards in the config; returns them, and remarks on those it cannot name."""
-        if rewards is None:
-            return [], []
-        nodes, given, unnamed = [], [], []
+    def _set_rewards(self, rewards: Sequence[Any]) -> None:
+        """Names the rewards in the config, and keeps those that cannot be imported."""
+        nodes = []
         for number, reward in enumerate(rewards):
             function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
             if isinstance(function, (str, Mapping)):
                 node = {"_component_": function} if isinstance(function, str) else function
                 nodes.append(_plain({"weight": weight, **node}))
-                given.append(nodes[-1])
                 continue
             if not callable(function):
                 raise ConfigError(
@@ -114,27 +109,18 @@ class GRPO:
                     ]
                 )
             dotpath = _dotpath(function)
-            if dotpath is None:
-                unnamed.append(f"rewards[{number}] cannot be imported; move it into a module")
-                function = function() if inspect.isclass(function) else function
+            if dotpath is None and inspect.isclass(function):
+                function = function()
             kind = function if hasattr(function, "__name__") else type(function)
             name = str(kind.__name__)
             path = dotpath or f"{kind.__module__}.{name}"
             nodes.append({"_component_": path, "name": name, "weight": weight})
-            given.append(nodes[-1] if dotpath else Reward(name, function, weight))
+            if dotpath is None:
+                self._rewards[number] = Reward(name, function, weight)
         self.config.rewards = nodes
-        return given, unnamed
 
     def _make_run(self, cfg: DictConfig) -> Run:
-        rewards = None
-        if any(isinstance(reward, Reward) for reward in self._given):
-            made = [
-                [reward] if isinstance(reward, Reward) else rewards_from_config([reward])
-                for reward in self._given
-            ]
-            share = cfg.get("max_reward_failure_share", 0.25)
-            rewards = RewardSet([r for each in made for r in each], max_failure_share=share)
-        return Run(cfg, data=self._rows, rewards=rewards)
+        return Run(cfg, data=self._rows, rewards=self._rewards)
 
     def _check(self) -> None:
         run = self._make_run(self.config)
@@ -143,7 +129,7 @@ class GRPO:
         if problems or any(remark.startswith("device=") for remark in remarks):
             raise ConfigError([*problems, *(r for r in remarks if r.startswith("device="))])
 
-    def _take_folder(self, remarks: Sequence[str]) -> None:
+    def _take_folder(self) -> None:
         """Claims ``output_dir`` and writes the config there; ends the run that had it before."""
         before = GRPO._open.get(self._folder)
         if before is not None:
@@ -155,7 +141,10 @@ class GRPO:
         claim_output_dir(self._folder)
         file = self._folder / "config.yaml"
         text = f"# tune run grpo_full_finetune_single_device --config {file}\n"
-        for remark in remarks:
+        for remark in [
+            *(f"rewards[{i}] cannot be imported; move it into a module" for i in self._rewards),
+            *(f"{key} is in memory" for key in self._rows),
+        ]:
             log.warning(f"`tune run` cannot repeat this run: {remark}.")
             text += f"# But {remark}.\n"
         file.write_text(f"{text}{OmegaConf.to_yaml(self.config)}", encoding="utf-8")
@@ -232,25 +221,16 @@ class GRPO:
         recipe = self._set_up()
         run = recipe.run
         items = run.items_of(asked)
-        check_prompts(
-            run.cfg,
-            "prompts",
-            longest=max(len(item["tokens"]) for item in items),
-            highest_token=max(max(item["tokens"], default=0) for item in items),
-        )
         params = run.cfg.sampling_params
         if temperature is not None:
             params = params.replace(temperature=temperature) if temperature else params.greedy
         recipe.model.eval()
-        rows = roll_out(
+        rows = run.answer(
             recipe.engine,
-            collate_prompts(items),
-            tokenizer=run.tokenizer,
-            params=params,
+            items,
             group_size=num_samples,
-            prefill=run.dataset.prefill,
+            params=params,
             seed=run.cfg.seed if seed is None else seed,
-            step=0,
         )
         starts = range(0, rows.num_rows, num_samples)
         texts = [rows.completions[i : i + num_samples] for i in starts]

@@ -31,7 +31,7 @@ from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import Problems, errors_in_one_line
-from torchtune_grpo.data import make_sampler
+from torchtune_grpo.data import collate_prompts, make_sampler
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.evaluation.stopping import best_step, should_stop
 from torchtune_grpo.loss import Loss, make_loss
@@ -45,8 +45,8 @@ from torchtune_grpo.machine.device import (
 from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.monitor.recorder import Recorder, make_profiler
-from torchtune_grpo.rewards import RewardSet, TrainerState
-from torchtune_grpo.rollout import RolloutEngine, make_engine
+from torchtune_grpo.rewards import Reward, RewardSet, TrainerState
+from torchtune_grpo.rollout import RolloutEngine, SamplingParams, make_engine, roll_out
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.policy import (
@@ -58,6 +58,7 @@ from torchtune_grpo.training.policy import (
     make_reference,
     should_shard,
 )
+from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
 
@@ -66,7 +67,8 @@ class Run:
     """A config and what it makes; a config with mistakes raises a ConfigError with all of them.
 
     ``table`` is a subclass of the table of keys where a recipe has keys of its own. From Python,
-    ``data`` holds rows by the key of their data set, and ``rewards`` the rewards themselves.
+    ``data`` holds rows by the key of their data set, and ``rewards`` those that no config can name
+    by their place in the config's list.
     """
 
     def __init__(
@@ -75,12 +77,10 @@ class Run:
         table: type[GRPOConfig] = GRPOConfig,
         *,
         data: Mapping[str, Any] | None = None,
-        rewards: RewardSet | None = None,
+        rewards: Mapping[int, Reward] | None = None,
     ) -> None:
         self.given, self.cfg = cfg, read_config(cfg, table)
-        self._rows = data or {}
-        if rewards is not None:
-            self.rewards = rewards
+        self._rows, self._rewards = data or {}, rewards or {}
         self.step = 0  # finished steps
         self._is_stopped = False  # by an evaluation
         self.interrupts = Interrupts()
@@ -102,8 +102,9 @@ class Run:
     @cached_property
     def rewards(self) -> RewardSet:
         """The config's rewards."""
+        rewards = [self._rewards.get(i, node) for i, node in enumerate(self.cfg.rewards)]
         share = self.cfg.max_reward_failure_share
-        return RewardSet.from_config(self.cfg.rewards, max_failure_share=share)
+        return RewardSet.from_config(rewards, max_failure_share=share)
 
     @cached_property
     def loss(self) -> Loss:
@@ -154,10 +155,38 @@ class Run:
 
     def items_of(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
         """Prompts that are not in the data set, as items of it."""
-        return [
+        items = [
             {"index": i, "tokens": self.dataset.encode(prompt), "prompt": prompt, "columns": {}}
             for i, prompt in enumerate(prompts)
         ]
+        check_prompts(
+            self.cfg,
+            "prompts",
+            longest=max(len(item["tokens"]) for item in items),
+            highest_token=max(max(item["tokens"], default=0) for item in items),
+        )
+        return items
+
+    def answer(
+        self,
+        engine: RolloutEngine,
+        items: Sequence[dict[str, Any]],
+        *,
+        group_size: int,
+        params: SamplingParams,
+        seed: int,
+    ) -> Trajectory:
+        """Samples a group of responses for each item, outside of training: [B*G] rows."""
+        return roll_out(
+            engine,
+            collate_prompts(items),
+            tokenizer=self.tokenizer,
+            group_size=group_size,
+            params=params,
+            prefill=self.dataset.prefill,
+            seed=seed,
+            step=0,
+        )
 
     def make_evaluator(self, dataset: Any) -> Evaluator:
         """Evaluates policies on a data set, as the run's evaluations do."""

@@ -167,6 +167,8 @@ assert "Did you mean num_steps?" in found[0]
 needs = mistakes(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
 assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
 assert mistakes(rewards=[3])[0].startswith("rewards[0]=3: not a reward;")
+behind = mistakes(rewards=[varied, {"_component_": "no.such.reward"}])
+assert behind[0].startswith("rewards[1]._component_=no.such.reward: not a function"), behind
 assert "nope: no such file" in mistakes(config="nope")[0]
 
 bad = dict(data=[{"prompt": "other", "answer": 1}] * 30, rewards=[varied], num_steps=-1)

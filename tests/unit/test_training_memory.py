@@ -13,6 +13,7 @@ from trajectories import make_groups
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.training.policy import build_policy
 
@@ -81,7 +82,7 @@ def test_tensors_without_memory_are_counted_like_real_ones(tmp_path, rows, recom
     model = build_policy(cfg, memory_estimate.random_weights(cfg), device=CPU).train()
     memory_estimate.checkpoint_layers(model, cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
-    parts = memory_estimate.cut(cfg, memory_estimate.longest_rows(cfg))
+    parts = cut(memory_estimate.longest_rows(cfg), cfg)
     for part in parts:
         with memory_estimate.LiveBytes(model) as live:
             logprobs, entropy = memory_estimate.log_probs(model, part, cfg)

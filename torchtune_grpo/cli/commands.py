@@ -12,9 +12,7 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.config.text import ConfigError, errors_in_one_line, visible
-from torchtune_grpo.data import collate_prompts
 from torchtune_grpo.machine import parallel
-from torchtune_grpo.rollout import roll_out
 from torchtune_grpo.run import Run
 
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
@@ -106,15 +104,12 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
     else:
         items = [run.dataset[i] for i in range(min(args.num_prompts, len(run.dataset)))]
     group_size = args.samples or run.cfg.grpo_samples
-    rows = roll_out(
+    rows = run.answer(
         run.load_engine(None if args.base else run.newest_checkpoint()),
-        collate_prompts(items),
-        tokenizer=run.tokenizer,
+        items,
         group_size=group_size,
         params=run.cfg.sampling_params,
-        prefill=run.dataset.prefill,
         seed=run.cfg.seed,
-        step=0,
     )
     verdicts = [""] * rows.num_rows
     if not args.prompt:

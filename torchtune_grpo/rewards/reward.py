@@ -146,13 +146,9 @@ class _IsolatedKeys(_Keys):
     workers: PositiveInt = 2
 
 
-def rewards_from_config(cfg: Sequence[Mapping[str, Any]]) -> list[Reward]:
-    """Build the rewards that a config lists."""
-    nodes: Any = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
-    return [_reward(node, f"rewards[{index}]") for index, node in enumerate(nodes)]
-
-
-def _reward(node: Mapping[str, Any], key: str) -> Reward:
+def make_reward(node: Mapping[str, Any], key: str) -> Reward:
+    """Build the reward that the node ``key`` of a config describes."""
+    node = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     table = _Keys if node.get("isolation") is None else _IsolatedKeys
     try:
         own = read(table, {name: node[name] for name in table.model_fields if name in node})

@@ -19,7 +19,7 @@ from torchtune_grpo.config.text import shortened, visible
 from torchtune_grpo.machine.interrupt import breakable
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank
 from torchtune_grpo.rewards.call import Batch, Outcome, TrainerState, call_all
-from torchtune_grpo.rewards.reward import Reward, rewards_from_config
+from torchtune_grpo.rewards.reward import Reward, make_reward
 from torchtune_grpo.rewards.workers import ContractError
 
 log = get_logger("INFO")
@@ -93,10 +93,14 @@ class RewardSet:
 
     @classmethod
     def from_config(
-        cls, cfg: Sequence[Mapping[str, Any]], *, max_failure_share: float = 0.0
+        cls, cfg: Sequence[Mapping[str, Any] | Reward], *, max_failure_share: float = 0.0
     ) -> RewardSet:
         """Build the set that the config's list ``rewards`` describes; see docs/rewards.md."""
-        return cls(rewards_from_config(cfg), max_failure_share=max_failure_share)
+        made = [
+            node if isinstance(node, Reward) else make_reward(node, f"rewards[{index}]")
+            for index, node in enumerate(cfg)
+        ]
+        return cls(made, max_failure_share=max_failure_share)
 
     @property
     def names(self) -> list[str]:

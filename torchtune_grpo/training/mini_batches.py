@@ -93,7 +93,16 @@ def _mini_batch(
     if not loss.needs_all_rows:  # those left out only count in the denominators
         assert trajectory.advantages is not None
         trajectory = trajectory.select(trajectory.advantages != 0)
-    parts = micro_batches(
+    parts = cut(trajectory, cfg)
+    if reference is not None:
+        ref_logprobs = reference.logprobs(parts, temperature=cfg.temperature)
+        trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
+    return MiniBatch(trajectory, parts, num_tokens)
+
+
+def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
+    """Cut N rows into micro-batches as the config says."""
+    return micro_batches(
         trajectory,
         group_size=cfg.grpo_samples,
         pack=cfg.pack_groups,
@@ -101,10 +110,6 @@ def _mini_batch(
         token_budget=cfg.forward_token_budget,
         dense=cfg.compile,
     )
-    if reference is not None:
-        ref_logprobs = reference.logprobs(parts, temperature=cfg.temperature)
-        trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
-    return MiniBatch(trajectory, parts, num_tokens)
 
 
 def micro_batches(
