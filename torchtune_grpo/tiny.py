@@ -28,7 +28,9 @@ from torchtune.models.llama3._tokenizer import CL100K_PATTERN
 from torchtune.modules import TransformerDecoder
 from torchtune.utils import get_logger
 
+from torchtune_grpo.config.text import read_json
 from torchtune_grpo.data import arithmetic_dataset, arithmetic_problems
+from torchtune_grpo.data.presets import LEVELS
 from torchtune_grpo.machine.device import keep_freed_memory, limit_threads, make_bar
 from torchtune_grpo.models import hf_model, hf_state, hf_tokenizer
 
@@ -134,7 +136,7 @@ def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:
         if not all((folder / name).is_file() for name in _FILES):
             make_tiny_checkpoint(folder, **settings)
             return
-    made = json.loads((folder / "config.json").read_text()).get(_SETTINGS_KEY, {})
+    made = read_json(folder, "config.json", key="checkpoint_dir").get(_SETTINGS_KEY, {})
     differing = {key: made.get(key) for key, value in settings.items() if made.get(key) != value}
     if differing:
         raise ValueError(
@@ -178,7 +180,7 @@ def _write_tokenizer(folder: Path) -> dict[str, int | None]:
 
 def _texts() -> Iterator[str]:
     """Texts of all levels with a fixed seed, so that no setting changes the vocabulary."""
-    rows = arithmetic_problems(levels=range(1, 9), split="train", num_samples=560)
+    rows = arithmetic_problems(levels=LEVELS, split="train", num_samples=560)
     yield from (f"{row['question']}\n\n<think>{worked_completion(row)}" for row in rows)
     yield from map(guessed_completion, rows[:70])
     yield from ("system", "user", "assistant", "\n\n")

@@ -33,16 +33,19 @@ class ShuffledSampler:
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         """The next ``count`` rows for all ranks, after ``skip`` that the step has had already."""
-        if self._size < count:
-            raise ValueError(
-                f"batch_size * ranks = {count} prompts a step, but dataset has only {self._size}; "
-                "lower batch_size, or give more prompts."
-            )
+        self._check_size(count)
         start, rows = self._drawn + skip, list[int]()
         while len(rows) < count:
             number, offset = divmod(start + len(rows), self._size)
             rows += self._order(number)[offset : offset + count - len(rows)]
         return rows
+
+    def _check_size(self, count: int) -> None:
+        if self._size < count:
+            raise ValueError(
+                f"batch_size * ranks = {count} prompts a step, but dataset has only {self._size}; "
+                "lower batch_size, or give more prompts."
+            )
 
     def _order(self, number: int) -> list[int]:
         """All rows in the order of one pass."""
@@ -66,7 +69,7 @@ class ShuffledSampler:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes, for a checkpoint."""
+        """Everything but the size, the seed and the shuffling, for a checkpoint."""
         fixed = ("_size", "_seed", "_shuffle")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
@@ -87,7 +90,7 @@ class WeightedSampler(ShuffledSampler):
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         """As in :class:`ShuffledSampler`. Source: Efraimidis and Spirakis 2006 (A-Res)."""
-        super().next(count)  # raises if there are too few
+        self._check_size(count)
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + self._drawn)
         weights = self.weights().double()
         race = torch.empty_like(weights).exponential_(generator=generator) / weights

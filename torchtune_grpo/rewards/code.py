@@ -63,8 +63,8 @@ class CodeReward:
         processes: int = 16,  # of a completion at once, threads included
         unfenced: bool = False,  # as in CodeSandbox
     ) -> None:
-        settings = {"timeout": timeout, "workers": workers, "memory_mb": memory_mb}
-        for name, value in {**settings, "processes": processes}.items():
+        numbers = dict(timeout=timeout, workers=workers, memory_mb=memory_mb, processes=processes)
+        for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"rewards: {name} is {value!r}; give a number above 0.")
         limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)

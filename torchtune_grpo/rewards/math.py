@@ -17,7 +17,7 @@ from unicodedata import category
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.reward import declares
 
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 _BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
@@ -90,7 +90,7 @@ def math_format_holds(text: str) -> bool:
 
     Each of the four tags stands once; white space around the text does not count.
     """
-    form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in _TAGS) else None
+    form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in TAGS) else None
     # White space, control and format characters, and lone accents show nothing.
     blocks = form.groups() if form else [""]
     return all(any(category(c)[0] not in "ZCM" for c in block) for block in blocks)

@@ -164,7 +164,9 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
         raise ValueError(
             f"{key}._component_={path}: not a function or a class that can be loaded: {error}"
         ) from error
-    _check_arguments(component, arguments, key, [*table.model_fields])
+    if not (is_class and _takes_any_keyword(signature)):
+        known = [*_keywords(signature), *table.model_fields]
+        _check_arguments(component, arguments, key, known)
     # A function makes a reward and is not one if it takes neither **columns nor completions.
     is_reward = _takes_any_keyword(signature) or {*GIVEN[:3]} & signature.parameters.keys()
     makes = is_class or not is_reward
@@ -187,13 +189,9 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
 
 
 def _check_arguments(
-    component: Callable[..., Any], arguments: Mapping[str, Any], key: str, own: list[str]
+    component: Callable[..., Any], arguments: Mapping[str, Any], key: str, known: list[str]
 ) -> None:
     """Refuse a misspelt key, which a reward's ``**columns`` would swallow."""
-    signature = inspect.signature(component)
-    if inspect.isclass(component) and _takes_any_keyword(signature):
-        return
-    known = [*_keywords(signature), *own]
     for name, value in arguments.items():
         if name not in known:
             is_ours = name in _IsolatedKeys.model_fields

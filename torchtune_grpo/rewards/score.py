@@ -113,14 +113,14 @@ class RewardSet:
         No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank. Raises a
         ValueError if more than half would have to be left out.
         """
+        rows = [dataset[index]["columns"] for index in range(len(dataset))]
         for reward in self.rewards:
-            rows = _columns(dataset)
             reward.check_columns(rows[0], data=key)
             faults = reward.row_faults(rows)
-            _leave_out(dataset, faults, len(rows), key=key, name=reward.name)
-            tried = on_first_rank(reward.tried_rows, _columns(dataset))
+            rows = _leave_out(dataset, rows, faults, len(rows), key=key, name=reward.name)
+            tried = on_first_rank(reward.tried_rows, rows)
             faults = {row: fault for row, fault in tried.items() if fault is not None}
-            _leave_out(dataset, faults, len(tried), key=key, name=reward.name)
+            rows = _leave_out(dataset, rows, faults, len(tried), key=key, name=reward.name)
 
     def __call__(
         self,
@@ -221,16 +221,18 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
         )
 
 
-def _columns(dataset: Any) -> list[dict[str, Any]]:
-    return [dataset[index]["columns"] for index in range(len(dataset))]
-
-
 def _leave_out(
-    dataset: Any, faults: Mapping[int, str], checked: int, *, key: str, name: str
-) -> None:
-    """Leave out the rows with faults; see :meth:`RewardSet.check_data`."""
+    dataset: Any,
+    rows: list[dict[str, Any]],
+    faults: Mapping[int, str],
+    checked: int,
+    *,
+    key: str,
+    name: str,
+) -> list[dict[str, Any]]:
+    """Leave out the rows with faults, and return the others; see :meth:`RewardSet.check_data`."""
     if not faults:
-        return
+        return rows
     numbers = getattr(dataset, "row_numbers", range(len(dataset)))
     shown = [f"row {numbers[i]}: {shortened(fault, 200)}" for i, fault in faults.items()]
     if len(shown) > 3:
@@ -247,3 +249,4 @@ def _leave_out(
     dataset.leave_out(faults.keys())
     if rank() == 0:
         log.info(f"{text} They are left out.")
+    return [row for i, row in enumerate(rows) if i not in faults]

@@ -10,14 +10,13 @@ import math
 from typing import Any
 
 from torchtune_grpo.rewards.math import (
+    TAGS,
     grade_math_answer,
     located_answers,
     math_gold_fault,
     stated_value,
 )
 from torchtune_grpo.rewards.reward import declares
-
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 @declares(reward_range=(0.0, 1.0))
@@ -30,8 +29,8 @@ def math_tag_reward(
     """
     scores = []
     for text in completions:
-        found = [text.index(tag) for tag in _TAGS if text.count(tag) == 1]
-        scores.append(len(found) / len(_TAGS) if found == sorted(found) else 0.0)
+        found = [text.index(tag) for tag in TAGS if text.count(tag) == 1]
+        scores.append(len(found) / len(TAGS) if found == sorted(found) else 0.0)
     return scores
 
 
@@ -39,7 +38,7 @@ def math_tag_reward(
 def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Credit, 1 or 0, for one answer block that states exactly one number, whichever."""
+    """Credit, 1 or 0, for an answer block, or equal ones, with exactly one number, whichever."""
     blocks = [located_answers(text, strict=True) for text in completions]
     return [float(len(b) == 1 and stated_value(next(iter(b))) is not None) for b in blocks]
 

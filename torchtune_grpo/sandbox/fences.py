@@ -79,7 +79,7 @@ class Fences:
             _hide_files(readable)
         self._first_uid = _first_uid()  # after a user namespace is entered, which may know one
         if not namespaces:
-            for _ in _files_at(readable):  # into the page cache: see there
+            for _ in _files_at(readable):  # into the page cache: _files_at says why
                 pass
             rights = {
                 _LIBRARY: kernel.LIST,

@@ -76,7 +76,7 @@ def time_used(root: int) -> tuple[float, float]:
     ran = waited = 0.0
     for process in processes_of(root):
         with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
-            fields = Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
+            fields = _stat(process)
             ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
             waited += int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     return ran, waited
@@ -87,13 +87,16 @@ def processes_of(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            stat = Path("/proc", entry, "stat").read_text("latin-1")  # a name may be any bytes
-            parent = int(stat.rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry))
+            children.setdefault(int(_stat(entry)[1]), []).append(int(entry))
     found = [root]
     for process in found:
         found += children.get(process, [])
     return found[1:]
+
+
+def _stat(process: int | str) -> list[str]:
+    """The fields of a process's stat file behind its name, which may be any bytes."""
+    return Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
 
 
 class _Ruleset(ctypes.Structure):
