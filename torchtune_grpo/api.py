@@ -16,8 +16,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import utils
 
-from torchtune_grpo.checkpoint import claim_output_dir, release_output_dir
-from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.checkpoint import checkpoint_folder, claim_output_dir, release_output_dir
+from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened
 from torchtune_grpo.machine import parallel
@@ -172,7 +172,7 @@ class GRPO:
             raise SystemExit(code)
         if code:
             raise Interrupted(f"after step {run.step}; train() goes on from there")
-        return self._folder / f"step_{run.checkpoints.last_step:06d}"
+        return checkpoint_folder(self._folder, run.checkpoints.last_step)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Measures the current policy on ``eval_data``, or on rows or a file like ``data``.
@@ -191,8 +191,7 @@ class GRPO:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe.model.eval()
         with torch.random.fork_rng(devices=[]):  # what rewards draw is not the run's
-            metrics = evaluator(recipe.engine, state=run.trainer_state).metrics
-        return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+            return evaluator(recipe.engine, state=run.trainer_state).metrics
 
     def generate(
         self,
@@ -284,11 +283,7 @@ def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
         heads = [name[:i] for i, letter in enumerate(name) if letter == "_" and name[:i] in known]
         if heads:
             key = f"{heads[-1]}.{name.removeprefix(f'{heads[-1]}_')}"
-    there = OmegaConf.select(cfg, key, throw_on_missing=False)
-    plain = _plain(value)
-    if isinstance(plain, str) and isinstance(there, DictConfig) and "_component_" in there:
-        key += "._component_"
-    OmegaConf.update(cfg, key, plain, force_add=True)
+    set_key(cfg, key, _plain(value))
 
 
 def _form(node: DictConfig) -> DictConfig:

@@ -37,7 +37,7 @@ def check_what_shows_it(output, cwd):
     page.unlink()
     report = run("-m", "torchtune_grpo", "report", output, cwd=cwd).out
     assert report.startswith("Held-out accuracy") and report.endswith(f"{page}\n")
-    assert "Believe it" in page.read_text() or "Do not believe" in page.read_text()
+    assert " problems that it never trained on, it does better on " in page.read_text()
     shown = run("-m", "torchtune_grpo", "evaluate", output, "--show", "2", cwd=cwd).out
     assert shown.count("=== What is") == 2
     assert shown.count("--- before: wrong") == shown.count("--- after: wrong") == 2

@@ -104,7 +104,9 @@ RUNS = {
 
 def events(folder: Path) -> list[dict]:
     """The findings in the run's record, and that a watch of its other events says the same."""
-    watch = Watch(read_config(OmegaConf.load(folder / "torchtune_config.yaml")))
+    cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
+    names = [node.get("name") or node._component_.rpartition(".")[2] for node in cfg.rewards]
+    watch = Watch(cfg, names)
     found = [
         {"kind": "finding", "step": event["step"], **each}
         for event in read(folder, "step", "evaluation")

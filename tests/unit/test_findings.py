@@ -64,13 +64,18 @@ def events(records: Iterable[dict]) -> list[dict]:
     ]
 
 
+def watch_of(*changes: str) -> Watch:
+    cfg = config(*changes)
+    return Watch(cfg, ["correctness", "format"][: len(cfg.rewards)])
+
+
 def findings(watch: Watch, events: list[dict]) -> list[dict]:
     return [{"step": event["step"], **found} for event in events for found in watch.add(event)]
 
 
 def run(records: list[dict], *changes: str) -> list[dict]:
     """What begins and ends in a run with these metrics."""
-    return findings(Watch(config(*changes)), events(records))
+    return findings(watch_of(*changes), events(records))
 
 
 # Finding -> signs at the threshold, the same just below, steps until it begins, config, remedy.
@@ -387,15 +392,23 @@ def test_a_resumed_run_finds_the_same():
     """What it reads again, as JSON has it, brings the watch into the same state."""
     bad = HEALTHY | {"kl": 2.0, "grad_norm": math.nan}
     records = events([HEALTHY] * 4 + [bad] * 4 + [HEALTHY] * 8)
-    once = findings(Watch(config()), records)
+    once = findings(watch_of(), records)
     assert [each["event"] for each in once] == ["begins", "ends"]
     for cut in range(len(records)):
         read = [r | {"grad_norm": None} if r["grad_norm"] != 0.2 else r for r in records[:cut]]
-        assert findings(Watch(config()), [*read, *records[cut:]]) == once
+        assert findings(watch_of(), [*read, *records[cut:]]) == once
+
+
+def test_rewards_go_by_the_names_that_the_run_gives_them():
+    """A factory's reward, for one, is not called what the config says."""
+    records = [HEALTHY | UNINFORMATIVE | {LEVEL: 1.0}] * 30
+    renamed = [{k.replace("correctness", "made"): v for k, v in r.items()} for r in records]
+    found = findings(Watch(config(), ["made", "format"]), events(renamed))
+    assert [each["name"] for each in found] == ["all_right"]
 
 
 def test_current_findings():
-    watch = Watch(config("loss.kl_coeff=0.1"))
+    watch = watch_of("loss.kl_coeff=0.1")
     bad, good = [HEALTHY | {"kl": 2.0}] * 3, [HEALTHY] * 5
     began, current = findings(watch, events(bad)), watch.current
     evidence, key = "The KL to the reference is 2 nats a token.", "loss.kl_coeff"

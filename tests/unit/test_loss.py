@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
+from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.loss import (
     GRPOLoss,
     cispo_surrogate,
@@ -378,6 +379,9 @@ def test_each_ratio_has_the_distances_of_its_source():
 def test_bad_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         GRPOLoss(**bad)
+    node = OmegaConf.create({"_component_": "torchtune_grpo.loss.GRPOLoss", **bad})
+    with pytest.raises(ConfigError, match=f"^loss.{next(iter(bad))}=[^\\n]*$"):
+        make_loss(node)
 
 
 # --- Losses of one's own ------------------------------------------------------------------------

@@ -3,9 +3,12 @@
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.folder import (
     CheckpointError,
+    all_checkpoints,
+    checkpoint_folder,
     claim_output_dir,
     release_output_dir,
     set_aside_previous_run,
+    step_of,
     write_error,
 )
 from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
@@ -13,10 +16,13 @@ from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
 __all__ = [
     "CheckpointError",
     "Checkpoints",
+    "all_checkpoints",
+    "checkpoint_folder",
     "claim_output_dir",
     "optimizer_state",
     "release_output_dir",
     "restore_optimizer",
     "set_aside_previous_run",
+    "step_of",
     "write_error",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune_grpo.checkpoint.folder import checkpoint_folder
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.evaluation.statistics import Comparison
 
@@ -75,19 +76,20 @@ def model_card(
     shown = {
         key: config[key] for name in _KEYS for key in config if f"{key}.".startswith(f"{name}.")
     }
-    name = hub_name(base) or str(base)
+    folder, hub = checkpoint_folder(Path(), step), hub_name(base)
+    name = hub or str(base)
     compared = Comparison.of_run(evaluations)
     has_start = any(key.startswith("adapter_dir.") for key in config)
     more = f"\n`adapter/` holds the same as PEFT's adapter of `{name}`.\n"
     return _HEAD.format(
         library="transformers" if has_weights else "peft",
-        base_model=f"base_model: {name}\n" if hub_name(base) else "",  # the hub takes no other
+        base_model=f"base_model: {name}\n" if hub else "",  # the hub takes no other
         title=name.rstrip("/").rpartition("/")[2],
         base=name,
         step=step,
         start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
         accuracy=compared.headline if compared else "",
-        code=(_WHOLE if has_weights else _ADAPTER).format(folder=f"step_{step:06d}", base=name),
+        code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=name),
         more=more if has_weights and has_adapter else "",
         config="\n".join(f"{key}: {value}" for key, value in shown.items()),
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from torchtune_grpo.checkpoint import all_checkpoints, checkpoint_folder, step_of
 from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.text import errors_in_one_line, plain, visible
@@ -111,7 +112,7 @@ def evaluate(
     found: dict[str, Evaluation] = {}
     assert evaluator is not None
     for who, folder in weights.items():
-        step = int(folder.name.removeprefix("step_")) if folder else 0
+        step = step_of(folder) if folder else 0
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
         gc.collect()  # one policy's memory before the next one is loaded
         found[who] = evaluator(run.load_engine(folder), state=state)
@@ -136,10 +137,10 @@ def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path 
         newest = parallel.on_first_rank(run.newest_checkpoint)
         return before if newest is None else before | {"after": newest}
     if match := re.fullmatch(r"(?:step_)?(\d+)", checkpoint):
-        checkpoint = f"step_{int(match[1]):06d}"
+        checkpoint = checkpoint_folder(Path(), int(match[1])).name
     folder = Path(run.cfg.output_dir, checkpoint)
     if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in folder.parent.glob("step_*"))) or "none"
+        there = ", ".join(path.name for path in all_checkpoints(folder.parent)) or "none"
         raise ValueError(
             f"--checkpoint={checkpoint}: is not in {folder.parent}, which has {there}."
         )

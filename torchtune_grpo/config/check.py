@@ -16,7 +16,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
-from torchtune_grpo.config.schema import parameters, read
+from torchtune_grpo.config.schema import parameters, read, sentence
 from torchtune_grpo.config.text import ConfigError, Problems
 
 
@@ -31,8 +31,10 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
         assert node is not None
         if isinstance(error, ValidationError):
             raise ConfigError(
-                f"{name}.{e['loc'][0]}={e['input']!r}: {e['msg'].removeprefix('Input ')}."
-                for e in error.errors()
+                sentence(".".join([name, *map(str, each["loc"])]), each["input"], each)
+                if each["loc"]
+                else each["msg"].removeprefix("Value error, ")  # of several arguments
+                for each in error.errors()
             ) from error
         if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
             joint = "." if re.match(r"\w+[:=]", str(error)) else ": "
@@ -86,7 +88,7 @@ def _misfit(key: str, value: Any, parameter: inspect.Parameter) -> list[str]:
         config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
         TypeAdapter(hint, config=config).validate_python(value, strict=not isinstance(value, list))
     except ValidationError as error:
-        return [f"{key}={value!r}: {error.errors()[0]['msg'].removeprefix('Input ')}."]
+        return [sentence(key, value, error.errors()[0])]
     except Exception:  # an annotation that pydantic does not know
         return []
     return []

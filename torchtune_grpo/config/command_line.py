@@ -108,14 +108,18 @@ def apply_override(cfg: DictConfig, override: str) -> None:
         if removed:
             _remove(cfg, key[1:])
             return
-        value = _value(key, text)
-        now = OmegaConf.select(cfg, key, throw_on_missing=False)
-        if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:
-            key += "._component_"
-        OmegaConf.update(cfg, key, value, force_add=True)
+        set_key(cfg, key, _value(key, text))
     except (OmegaConfBaseException, YAMLError, LookupError, TypeError, ValueError) as error:
         why = str(error).splitlines()[0]  # omegaconf's other lines name its own types
         raise ValueError(f"{override}: cannot be applied to the config: {why}") from error
+
+
+def set_key(cfg: DictConfig, key: str, value: Any) -> None:
+    """Sets a dotted key; a text in the place of a component names another component."""
+    now = OmegaConf.select(cfg, key, throw_on_missing=False)
+    if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:
+        key += "._component_"
+    OmegaConf.update(cfg, key, value, force_add=True)
 
 
 def _remove(cfg: DictConfig, key: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -63,11 +63,8 @@ class SamplingParams(SamplingConfig):
 
     @model_validator(mode="after")
     def _has_room_for_the_minimum(self) -> Self:
-        if self.min_new_tokens > self.max_generated_tokens:
-            raise ValueError(
-                f"sampling.min_new_tokens={self.min_new_tokens}: give 0 to max_generated_tokens="
-                f"{self.max_generated_tokens}."
-            )
+        for problem in _no_room(self, self.max_generated_tokens):
+            raise ValueError(problem)
         return self
 
     @property
@@ -170,6 +167,13 @@ class EvaluationConfig(Keys):
     """End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)."""
     patience: PositiveInt | None = None
     """End the run after so many evaluations in a row that were not its best."""
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """What it sets instead of training's values."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        own = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in own.items() if value is not None}
 
 
 class SavingConfig(Keys):
@@ -294,9 +298,7 @@ class GRPOConfig(Keys):
     @property
     def eval_sampling_params(self) -> SamplingParams:
         """How an evaluation's samples are drawn."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        own = {name: getattr(self.evaluation, name) for name in names}
-        return self.sampling_params.replace(**{k: v for k, v in own.items() if v is not None})
+        return self.sampling_params.replace(**self.evaluation.own_sampling)
 
     @property
     def updates_per_step(self) -> int:
@@ -314,15 +316,19 @@ class GRPOConfig(Keys):
         return self.forward_batch_size or self.rows_per_step
 
 
+def _no_room(sampling: SamplingConfig, longest: int) -> Iterator[str]:
+    if sampling.min_new_tokens > longest:
+        yield (
+            f"sampling.min_new_tokens={sampling.min_new_tokens}: give 0 to "
+            f"max_generated_tokens={longest}."
+        )
+
+
 def contradictions(cfg: GRPOConfig) -> Iterator[str]:
     """A sentence for each pair of keys that contradict each other, with the remedy."""
     output_dir = Path(cfg.output_dir).resolve()
     base = cfg.checkpointer.get("checkpoint_dir")
-    if cfg.sampling.min_new_tokens > cfg.max_generated_tokens:
-        yield (
-            f"sampling.min_new_tokens={cfg.sampling.min_new_tokens}: give 0 to "
-            f"max_generated_tokens={cfg.max_generated_tokens}."
-        )
+    yield from _no_room(cfg.sampling, cfg.max_generated_tokens)
     if cfg.forward_token_budget is not None and cfg.forward_batch_size is not None:
         yield (
             f"forward_token_budget={cfg.forward_token_budget}: replaces forward_batch_size="
@@ -381,16 +387,15 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
     goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
     if cfg.evaluation.every_n_steps is None and goals != (None, None):
         yield (
-            "evaluation.stop_at and patience: a run is evaluated only at its end; set "
+            "evaluation.stop_at and patience: a run is evaluated only at its start and end; set "
             "evaluation.every_n_steps."
         )
     if cfg.objective.reference == "base" and cfg.adapter_dir is None:
         yield "objective.reference=base: training starts from the base; remove it."
     if cfg.dynamic_sampling != DynamicSamplingConfig() and cfg.dynamic_sampling.max_resamples == 0:
         yield "dynamic_sampling: no group is replaced with max_resamples=0; set that above 0."
-    own = [cfg.evaluation.temperature, cfg.evaluation.top_k, cfg.evaluation.top_p]
-    if any(value is not None for value in own) and cfg.evaluation.samples == 0:
-        yield "evaluation.temperature, top_k, top_p: set evaluation.samples above 0."
+    if (own := cfg.evaluation.own_sampling) and cfg.evaluation.samples == 0:
+        yield f"evaluation.{', '.join(own)}: set evaluation.samples above 0."
     if cfg.updates_per_step == 1 and correction != "old_logprobs":
         ratio = ("epsilon_low", "epsilon_high", "dual_clip", "surrogate")
         keys = ", ".join(f"loss.{key}" for key in ratio if cfg.loss.get(key) is not None)

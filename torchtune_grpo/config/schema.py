@@ -116,9 +116,14 @@ def mistakes(error: ValidationError, *, table: type[Keys], values: Mapping[str, 
         elif not each["loc"]:  # keys that contradict each other
             found += str(each["ctx"]["error"]).splitlines()
         else:
-            message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            found.append(f"{key}={value!r}: {message}.{meaning}")
+            found.append(f"{sentence(key, value, each)}{meaning}")
     return found
+
+
+def sentence(key: str, value: Any, error: Mapping[str, Any]) -> str:
+    """What pydantic has found wrong with a key's value."""
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{key}={value!r}: {message}."
 
 
 def key_paths(table: type[Keys], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -137,7 +142,11 @@ def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> s
         if isinstance(value, Mapping) and "_component_" in value:
             known += [f"{node}.{argument}" for argument in parameters(value["_component_"]) or ()]
     same = [path for path in known if path.rpartition(".")[2] == name]
-    near = same or difflib.get_close_matches(key.replace("eval_", "evaluation."), known, n=1)
+    near = (
+        same
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        or difflib.get_close_matches(key.replace("eval_", "evaluation."), known, n=1)
+    )
     return f" Did you mean {near[0]}?" if near else ""
 
 

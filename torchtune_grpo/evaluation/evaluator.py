@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -53,7 +54,7 @@ class Evaluation:
 
     answered: list[Answered]  # in the order of the data set
     reward: str  # the one that decides what is right
-    seconds: float = 0.0  # that the answers and their scores took
+    seconds: float  # that the answers and their scores took
 
     @property
     def record(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Each mean with its interval, and more; docs/metrics.md describes them."""
         metrics: dict[str, float] = {}
-        for name, values in self._by_prompt().items():
+        for name, values in self._by_prompt.items():
             low, high = bootstrap_interval(values)
             mean, name = float(np.mean(values)), f"eval/{name}"
             metrics |= {name: mean, f"{name}/low": low, f"{name}/high": high}
@@ -76,8 +77,9 @@ class Evaluation:
     @property
     def prompts(self) -> dict[str, list[Any]]:
         """``prompt_index`` and the P values of each mean."""
-        return {"prompt_index": [each.index for each in self.answered], **self._by_prompt()}
+        return {"prompt_index": [each.index for each in self.answered], **self._by_prompt}
 
+    @cached_property
     def _by_prompt(self) -> dict[str, list[float]]:
         reward, answered = self.reward, self.answered
         found = {"accuracy": [each.greedy.scores[reward] for each in answered]}

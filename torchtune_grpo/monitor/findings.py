@@ -49,8 +49,8 @@ Signs = Iterator[tuple[str, str, Advice]]  # name of the finding, a sentence of 
 class Watch:
     """Reads a run's record event by event; finds what begins and ends."""
 
-    def __init__(self, cfg: GRPOConfig) -> None:
-        self._run, self._batch_size = Run(cfg), cfg.batch_size
+    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str]) -> None:
+        self._run, self._batch_size = Run(cfg, rewards), cfg.batch_size
         # Finding -> each step that was looked at, and the signs there.
         self._seen: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         self._current: dict[str, dict[str, Any]] = {}
@@ -104,13 +104,13 @@ class Evaluation(NamedTuple):
 class Run:
     """A run as rules read it. A metric that is missing, null or not finite is NaN."""
 
-    def __init__(self, cfg: GRPOConfig) -> None:
+    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str]) -> None:
         self.rewards: list[dict[str, Any]] = [
-            {"name": node._component_.rpartition(".")[2], "weight": 1.0, **node}
-            for node in cfg.rewards
+            {"weight": 1.0, **node, "name": name}
+            for name, node in zip(rewards, cfg.rewards, strict=True)
         ]
         self._config = OmegaConf.create({**cfg.model_dump(), "rewards": self.rewards})
-        self.decider = str(cfg.evaluation.reward or self.rewards[0]["name"])  # it is the accuracy
+        self.decider = cfg.evaluation.reward or rewards[0]  # it is the accuracy
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[Evaluation] = []
         self._evaluated = 0  # steps before the last evaluation

@@ -61,7 +61,7 @@ class Recorder:
         self._num_tokens = 0.0
         self._decider = cfg.evaluation.reward or rewards[0]
         self.groups = GroupRecorder(cfg, decider=self._decider, stop_tokens=stop_tokens)
-        self._findings = Watch(cfg)
+        self._findings = Watch(cfg, rewards)
         self._progress: ProgressLine | None = None
         if rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
