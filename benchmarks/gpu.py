@@ -49,6 +49,7 @@ from checkpoints import llama_checkpoint  # noqa: E402
 from common import (  # noqa: E402
     GROUP,
     LLAMA_1B,
+    PROMPT_LENGTHS,
     Words,
     loss_of,
     random_policy,
@@ -108,7 +109,7 @@ REAL = Sizes(
     dtype=torch.bfloat16,
     copied_bytes=2 * GIB,
     rows=(32, 64, 128, 256),
-    prompt_lengths=(96, 160, 212, 292),
+    prompt_lengths=PROMPT_LENGTHS,
     new_tokens=256,
     groups=8,
     micro_batches=(8, 32),

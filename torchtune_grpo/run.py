@@ -100,6 +100,11 @@ class Run:
         return instantiate("tokenizer", self.cfg.tokenizer)
 
     @cached_property
+    def empty_model(self) -> TransformerDecoder:
+        """The config's model on the meta device, to be asked for its shapes."""
+        return empty_model(self.cfg)
+
+    @cached_property
     def rewards(self) -> RewardSet:
         """The config's rewards."""
         rewards = [self._rewards.get(i, node) for i, node in enumerate(self.cfg.rewards)]
@@ -135,6 +140,7 @@ class Run:
         check_prompts(
             self.cfg,
             key,
+            model=self.empty_model,
             longest=dataset.max_prompt_length,
             highest_token=dataset.highest_token,
         )
@@ -162,6 +168,7 @@ class Run:
         check_prompts(
             self.cfg,
             "prompts",
+            model=self.empty_model,
             longest=max(len(item["tokens"]) for item in items),
             highest_token=max(max(item["tokens"], default=0) for item in items),
         )
@@ -245,7 +252,7 @@ class Run:
         check_model(self.cfg)
         if is_cpu:
             keep_freed_memory()
-            limit_threads(empty_model(self.cfg))
+            limit_threads(self.empty_model)
 
     def start(self) -> Path | None:
         """Takes ``output_dir`` and makes all that needs no weights, so that mistakes fail here.

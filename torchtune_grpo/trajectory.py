@@ -106,7 +106,7 @@ class Trajectory:
         first = parts[0]
 
         def padded(name: str) -> Tensor:
-            values = [part.tensors()[name] for part in parts]
+            values = [getattr(part, name) for part in parts]
             if values[0].dim() == 1:
                 return torch.cat(values)
             width = max(value.shape[1] for value in values)

@@ -182,6 +182,7 @@ def test_resume_continues_where_the_run_stopped(tmp_path, config, more):
     assert [(r["step"], r["reward"]) for r in steps_of(out)] == rewards
     for read in (weights, kept):
         once, again = read(first), read(out / "step_000004")
+        assert again.keys() == once.keys(), read
         assert all(torch.equal(again[name], once[name]) for name in once), read
     assert {value.dtype for value in weights(first).values()} == {torch.bfloat16}
     small = "master" if "~optimizer.bf16_stochastic_round" in more else "lora_B"

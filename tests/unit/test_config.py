@@ -16,7 +16,7 @@ from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.policy import check_model, check_prompts
+from torchtune_grpo.training.policy import check_model, check_prompts, empty_model
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 
@@ -45,7 +45,6 @@ def test_defaults_and_numbers_are_read():
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"
 
 
-LORA_1B = "torchtune.models.llama3_2.lora_llama3_2_1b"
 NO_ARGUMENTS = "torchtune.models.qwen2_5.qwen2_5_0_5b"
 BAD = [
     ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
@@ -129,17 +128,19 @@ def tiny(folder, *changes):
 def test_prompts_must_fit_the_context():
     """Llama 3.2's context is 131,072 tokens, read off the builder without making the weights."""
     settings = read_config(load())
-    check_prompts(settings, "dataset", longest=131_072 - 512, highest_token=0)
+    model = empty_model(settings)
+    check_prompts(settings, "dataset", model=model, longest=131_072 - 512, highest_token=0)
     with pytest.raises(ValueError, match=r"eval_dataset, 130561 tokens.*context of 131072"):
-        check_prompts(settings, "eval_dataset", longest=131_072 - 511, highest_token=0)
+        check_prompts(settings, "eval_dataset", model=model, longest=131_072 - 511, highest_token=0)
 
 
 def test_a_row_must_fit_the_budget():
     """A prompt of 100 and a response of 512, whose last token is not read."""
     settings = read_config(load(forward_batch_size=None, forward_token_budget=611))
-    check_prompts(settings, "dataset", longest=100, highest_token=0)
+    model = empty_model(settings)
+    check_prompts(settings, "dataset", model=model, longest=100, highest_token=0)
     with pytest.raises(ValueError, match="forward_token_budget=611.*give at least 612"):
-        check_prompts(settings, "dataset", longest=101, highest_token=0)
+        check_prompts(settings, "dataset", model=model, longest=101, highest_token=0)
 
 
 def test_evaluation_samples_as_training_does_where_the_config_does_not_say():

@@ -10,7 +10,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -144,6 +145,18 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
         fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
     # Embedding, norm and output end one pass and begin the next, so they stay gathered.
     fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it, every rank holds a sharded model whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    try:
+        yield
+    finally:
+        reshard(model)
 
 
 def reshard(model: nn.Module) -> None:

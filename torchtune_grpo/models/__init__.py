@@ -19,7 +19,13 @@ from torchtune_grpo.models.layers import (
     unembed_with,
 )
 from torchtune_grpo.models.tokenizer import HFTokenizer, hf_tokenizer
-from torchtune_grpo.models.weights import HFCheckpointer, hf_state, load_weights, save_weights
+from torchtune_grpo.models.weights import (
+    HFCheckpointer,
+    hf_config_of,
+    hf_state,
+    load_weights,
+    save_weights,
+)
 
 __all__ = [
     "HFCheckpointer",
@@ -31,6 +37,7 @@ __all__ = [
     "adapter_names",
     "adapter_settings",
     "check_adapter",
+    "hf_config_of",
     "hf_model",
     "hf_state",
     "hf_tokenizer",

@@ -67,15 +67,17 @@ def adapter_files(folder: str | Path) -> tuple[Path, Path]:
     )
 
 
-def adapter_settings(folder: str | Path) -> dict[str, Any]:
-    """The arguments of torchtune's builders that fit an adapter.
+def adapter_settings(
+    folder: str | Path, tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """The arguments of torchtune's builders that fit an adapter, whose tensors may be read already.
 
     Raises a ValueError if torchtune's modules cannot compute it.
     """
     file, _ = adapter_files(folder)
     given = read_json(file.parent, file.name, key="adapter_dir")
     _refuse_unsupported(folder, given)
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder) if tensors is None else tensors
     rank: Any = given.get("r")
     ranks = {len(value) for name, value in tensors.items() if name.endswith("lora_a.weight")}
     if ranks != {rank}:
@@ -96,7 +98,8 @@ def adapter_settings(folder: str | Path) -> dict[str, Any]:
 
 def check_adapter(folder: str | Path, model: nn.Module) -> None:
     """Raise a ConfigError if an adapter does not fit a model, which may be on the meta device."""
-    tensors, wanted = _read_tensors(folder), adapter_settings(folder)
+    tensors = _read_tensors(folder)
+    wanted = adapter_settings(folder, tensors)
     if modules := adapted_modules(model):
         built = _model_settings(model) | _targets(set(modules))
         differing = [

@@ -44,12 +44,12 @@ def load_weights(checkpointer: Any, node: Any) -> dict[str, Any]:
     ``node`` is the checkpointer's in the config.
     """
     weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    return pairs_to_halves(weights, _hf_config(node)) if _reorders(node) else weights
+    return pairs_to_halves(weights, hf_config_of(node)) if _reorders(node) else weights
 
 
 def save_weights(checkpointer: Any, node: Any, weights: dict[str, Any], *, epoch: int) -> None:
     """Reverse :func:`load_weights`, into ``epoch_<n>`` of the checkpointer's output folder."""
-    weights = halves_to_pairs(weights, _hf_config(node)) if _reorders(node) else weights
+    weights = halves_to_pairs(weights, hf_config_of(node)) if _reorders(node) else weights
     checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=epoch)
 
 
@@ -58,7 +58,8 @@ def _reorders(node: Any) -> bool:
     return node.get("model_type") not in (*_UNPERMUTED, None)
 
 
-def _hf_config(node: Any) -> dict[str, Any]:
+def hf_config_of(node: Any) -> dict[str, Any]:
+    """The ``config.json`` of the folder that a checkpointer's node names."""
     return read_json(node["checkpoint_dir"], "config.json", key="checkpointer.checkpoint_dir")
 
 

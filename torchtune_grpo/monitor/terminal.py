@@ -12,7 +12,6 @@ from torchtune import utils
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtune_grpo.checkpoint import all_checkpoints
 from torchtune_grpo.evaluation.statistics import Comparison
 from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
@@ -81,6 +80,6 @@ def summary(
     if not findings:
         lines.append("findings: none")
     places = {path: what for name, what in _OUTPUTS.items() if (path := folder / name).exists()}
-    places |= {path: "the last checkpoint" for path in all_checkpoints(folder)[-1:]}
+    places |= {path: "the last checkpoint" for path in sorted(folder.glob("step_*"))[-1:]}
     width = max(map(len, map(str, places)), default=0)
     return lines + [f"{str(path).ljust(width)}  {what}" for path, what in places.items()]

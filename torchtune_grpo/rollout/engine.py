@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
@@ -15,6 +15,7 @@ from torchtune.modules.common_utils import local_kv_cache
 
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.device import free_bytes
+from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.models import unembed_with
 from torchtune_grpo.rollout.batch import GroupRollout, Transcript, prompt_slots
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
@@ -124,7 +125,7 @@ class NativeEngine:
     @contextmanager
     def current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
         """The decoder with the model's current weights, gathered if they are sharded."""
-        with _gathered(self._model):
+        with gathered(self._model):
             decoder, cache = self._ready()
             for linear in decoder.linears():
                 linear.refresh()
@@ -141,19 +142,6 @@ class NativeEngine:
             )
             self._cache = GroupCache(self._decoder.cache_shape)
         return self._decoder, self._cache
-
-
-@contextmanager
-def _gathered(model: nn.Module) -> Iterator[None]:
-    """Within it, every rank holds a sharded model (FSDP2) whole."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.reshard()
 
 
 def _make_decoder(

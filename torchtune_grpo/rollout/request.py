@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -158,15 +158,21 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     Models often have more output rows than their tokenizer has tokens, so that a policy can sample
     an id that no tokenizer can decode. The ids around one are then decoded in pieces.
     """
-    parameters = inspect.signature(tokenizer.decode).parameters
-    names = ("skip_special_tokens", "truncate_at_eos")
+    options = _decode_options(tokenizer.decode)
     try:
-        return tokenizer.decode(list(tokens), **{n: False for n in names if n in parameters})
+        return tokenizer.decode(list(tokens), **options)
     except Exception:  # each tokenizer has its own error for an unknown id
         if len(tokens) < 2:
             return "\ufffd" * len(tokens)
         half = len(tokens) // 2
         return decode_tokens(tokenizer, tokens[:half]) + decode_tokens(tokenizer, tokens[half:])
+
+
+@lru_cache(maxsize=8)  # asked for every token that may end a stop string
+def _decode_options(decode: Callable[..., str]) -> dict[str, bool]:
+    """The arguments with which a tokenizer's ``decode`` leaves nothing out."""
+    parameters = inspect.signature(decode).parameters
+    return {n: False for n in ("skip_special_tokens", "truncate_at_eos") if n in parameters}
 
 
 class StopStrings:

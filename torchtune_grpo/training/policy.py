@@ -34,6 +34,7 @@ from torchtune_grpo.models import (
     adapter_files,
     adapter_settings,
     check_adapter,
+    hf_config_of,
     merge_adapter,
     read_adapter,
     standardize,
@@ -91,8 +92,7 @@ def build_policy(
     adapters = get_adapter_params(model)
     start: dict[str, Tensor] = {}
     if cfg.adapter_dir is not None:
-        hf_config = read_json(cfg.checkpointer.checkpoint_dir, "config.json", key="checkpoint_dir")
-        start = read_adapter(cfg.adapter_dir, hf_config=hf_config)
+        start = read_adapter(cfg.adapter_dir, hf_config=hf_config_of(cfg.checkpointer))
         if not adapters:
             lora = adapter_settings(cfg.adapter_dir)
             rank, alpha = lora["lora_rank"], lora["lora_alpha"]
@@ -227,7 +227,7 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
             "weights are for (the norms around its feed-forward are swapped, and logits are capped "
             "before the output projection); train another model."
         )
-    hf_config = read_json(folder, "config.json", key="checkpointer.checkpoint_dir")
+    hf_config = hf_config_of(cfg.checkpointer)
     theirs, ours = str(hf_config.get("model_type", "")), cfg.checkpointer.get("model_type")
     family = re.match("[A-Za-z]*", ours or theirs)
     if theirs and family and not theirs.startswith(family[0].lower()):
@@ -281,12 +281,14 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
         utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
-def check_prompts(cfg: GRPOConfig, key: str, *, longest: int, highest_token: int) -> None:
+def check_prompts(
+    cfg: GRPOConfig, key: str, *, model: Any, longest: int, highest_token: int
+) -> None:
     """Check that prompts and responses fit the model's context and vocabulary, and the budget.
 
-    ``longest`` is the number of tokens of the longest prompt of the data set with that key.
+    ``longest`` is the number of tokens of the longest prompt of the data set with that key. The
+    model may be on the meta device.
     """
-    model: Any = empty_model(cfg)
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
     response = cfg.max_generated_tokens
     if longest + response > context:
