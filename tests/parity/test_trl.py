@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
+from trajectories import make_groups
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from torchtune_grpo.advantages import group_advantages, reward_advantages
+from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.training import attend_in_segments, response_logprobs
@@ -33,7 +34,6 @@ with warnings.catch_warnings():
 
 HEADS = {"num_heads": TINY["num_heads"], "num_kv_heads": TINY["num_kv_heads"]}
 LIMIT, GROUP, TEMPERATURE = 9, 3, 0.8
-PROMPTS = [5, 5, 5, 2, 2, 2]
 RESPONSES = [4, 9, 1, 7, 9, 2]
 NAN = float("nan")
 TRUNCATED = [False, True, False, False, True, False]
@@ -77,39 +77,23 @@ def make_trainer(folder: Path, reward=None, **options) -> GRPOTrainer:
 
 
 def make_rows() -> Trajectory:
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.tensor(PROMPTS) + torch.tensor(RESPONSES)
-    tokens = torch.randint(3, VOCAB, (len(lengths), int(lengths.max())), generator=generator)
-    for row in range(len(PROMPTS)):
-        tokens[row, : PROMPTS[row]] = tokens[row - row % GROUP, : PROMPTS[row]]
-    return Trajectory(
-        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 2),
-        prompt_indices=torch.zeros(len(lengths), dtype=torch.long),
-        places=torch.zeros(len(lengths), dtype=torch.long),
-        prompt_lengths=torch.tensor(PROMPTS),
-        response_lengths=torch.tensor(RESPONSES),
-        response_mask=length_mask(torch.tensor(RESPONSES), LIMIT),
-        truncated=torch.tensor(TRUNCATED),
-        sampler_logprobs=torch.zeros(len(lengths), LIMIT),
-        behaviour_logprobs=torch.zeros(len(lengths), LIMIT),
-        prompts=[],
-        completions=[],
-        columns={},
-        advantages=torch.randn(len(lengths), generator=generator),
-    )
+    rows = make_groups([5, 2], RESPONSES)
+    noise = torch.randn(len(RESPONSES), generator=torch.Generator().manual_seed(3))
+    return replace(rows, truncated=torch.tensor(TRUNCATED), advantages=noise)
 
 
 def trl_inputs(rows: Trajectory) -> dict[str, torch.Tensor]:
     """The same rows in TRL's form: prompts padded on the left, completions on the right."""
-    width = max(PROMPTS)
-    prompt_ids = torch.full((len(PROMPTS), width), 2)
-    completion_ids = torch.full((len(PROMPTS), LIMIT), 2)
-    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+    lengths = rows.prompt_lengths.tolist()
+    width = max(lengths)
+    prompt_ids = torch.full((len(lengths), width), 2)
+    completion_ids = torch.full((len(lengths), LIMIT), 2)
+    for i, (prompt, response) in enumerate(zip(lengths, RESPONSES, strict=True)):
         prompt_ids[i, width - prompt :] = rows.tokens[i, :prompt]
         completion_ids[i, :response] = rows.tokens[i, prompt : prompt + response]
     return {
         "prompt_ids": prompt_ids,
-        "prompt_mask": length_mask(torch.tensor(PROMPTS), width).flip(1).int(),
+        "prompt_mask": length_mask(rows.prompt_lengths, width).flip(1).int(),
         "completion_ids": completion_ids,
         "completion_mask": rows.response_mask.int(),
         "advantages": rows.advantages,
@@ -123,7 +107,7 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     state = load_file(folder / "model.safetensors")
     model.load_state_dict(hf_to_tune(state, **HEADS, dim=TINY["embed_dim"]), strict=False)
     attend_in_segments(model)
-    packs = torch.arange(len(PROMPTS)) // GROUP
+    packs = torch.arange(len(RESPONSES)) // GROUP
     logprobs, entropy = response_logprobs(
         model,
         packed_layout(rows, packs),
@@ -170,8 +154,15 @@ CASES = [
 ]
 
 
-def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, mode: str) -> None:
-    """mode: old log-probs ``known``, or not (``on policy``); or how sampling is corrected for."""
+def compare(
+    folder: Path,
+    trl_options: dict,
+    loss: GRPOLoss,
+    *,
+    on_policy: bool = False,
+    correction: str | None = None,
+) -> None:
+    """``on_policy``: no old log-probs are given. ``correction``: how sampling is corrected for."""
     rows = make_rows()
     if trl_options.get("mask_truncated_completions"):
         rows = replace(rows, response_mask=rows.response_mask & ~rows.truncated[:, None])
@@ -184,20 +175,20 @@ def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, mode: str) -> No
     ]
     with torch.no_grad():
         current, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, *both, LIMIT)
-    old = None if mode == "on policy" else current + noise[0]
+    old = None if on_policy else current + noise[0]
     ref = current + noise[1]
     corrections = None
-    if mode.endswith(("truncate", "mask")):
+    if correction:
         corrections = importance_weights(
             trainer_logprobs=old,
             behaviour_logprobs=old + noise[1],
             response_mask=rows.response_mask,
-            mode=mode,
+            mode=correction,
             cap=1.2,
         )
         trainer.use_vllm = True  # the switch in its loss; nothing of vLLM itself is needed
         inputs["importance_sampling_ratio"] = corrections
-    inputs |= {"ref_per_token_logps": ref} | ({} if old is None else {"old_per_token_logps": old})
+    inputs |= {"ref_per_token_logps": ref} | ({} if on_policy else {"old_per_token_logps": old})
     expected = trainer.compute_loss(trainer.model, inputs)
     expected.backward()
     value, grads = our_step(
@@ -217,79 +208,71 @@ def test_loss_and_gradients(folder, case):
     theirs, ours = POLICIES[policy]
     trl_options = {"loss_type": "cispo" if policy == "cispo" else loss_type, "beta": beta, **theirs}
     loss = GRPOLoss(kl_coeff=beta, aggregation=AGGREGATIONS[loss_type], **ours)
-    compare(folder, trl_options, loss, mode="known")
+    compare(folder, trl_options, loss)
 
 
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
 def test_on_policy_and_without_truncated_completions(folder, loss_type):
     """The paper's single update: no old log-probs are given; two of six rows are left out."""
     trl_options = dict(loss_type=loss_type, beta=0.04, mask_truncated_completions=True)
-    compare(folder, trl_options, GRPOLoss(aggregation=AGGREGATIONS[loss_type]), mode="on policy")
+    compare(folder, trl_options, GRPOLoss(aggregation=AGGREGATIONS[loss_type]), on_policy=True)
 
 
 def test_entropy_bonus(folder):
     """TRL's bonus is a mean over tokens whatever the loss type, which is our dapo's."""
     loss = GRPOLoss(kl_coeff=0, aggregation="dapo", entropy_coeff=0.2)
-    compare(folder, dict(loss_type="dapo", beta=0.0, entropy_coef=0.2), loss, mode="known")
+    compare(folder, dict(loss_type="dapo", beta=0.0, entropy_coef=0.2), loss)
 
 
-@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_mask"])
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 def test_sampling_correction_enters_the_loss_alike(folder, correction):
     """The weights are ours; computing them in TRL needs vLLM."""
     loss = GRPOLoss(kl_coeff=0.3)
-    compare(folder, dict(loss_type="grpo", beta=0.3), loss, mode=correction)
+    compare(folder, dict(loss_type="grpo", beta=0.3), loss, correction=correction)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages(folder, scale):
+REWARDS = [
+    lambda i, text: float(len(set(text)) + 3 * i % 5),
+    lambda i, text: 100.0 * (i % 3),
+    lambda i, text: None if i % 4 == 1 else float(i % 5),  # does not apply now and then
+]
+
+
+@pytest.mark.parametrize(
+    ("num_rewards", "options"),
+    [
+        (1, dict(scale_rewards="group")),
+        (1, dict(scale_rewards="batch")),
+        (1, dict(scale_rewards="none")),
+        (3, dict(multi_objective_aggregation="normalize_then_sum")),  # GDPO
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
+)
+def test_advantages(folder, num_rewards, options):
     """TRL samples and scores its own completions; the same rewards give the same advantages."""
-    seen: list[float] = []
-
-    def reward(completions, **_):
-        seen.extend(float(len(set(text)) + 3 * i % 5) for i, text in enumerate(completions))
-        return seen
-
-    trainer = make_trainer(folder, reward, scale_rewards=scale)
-    prompts = [{"prompt": prompt} for prompt in ("w5 w6", "w9") for _ in range(GROUP)]
-    output = trainer._generate_and_score_completions(prompts)
-    assert len(seen) == 2 * GROUP
-    expected = group_advantages(torch.tensor(seen), group_size=GROUP, normalization=scale)
-    assert expected.abs().max() > 0.1
-    torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
-
-
-def test_rewards_that_are_normalized_one_by_one(folder):
-    """GDPO with three rewards and weights, one of which now and then does not apply."""
     seen: list[list[float | None]] = []
 
-    def lengths(completions, **_):
-        seen.append([float(len(set(text)) + 3 * i % 5) for i, text in enumerate(completions)])
-        return seen[-1]
+    def recorded(reward):
+        def call(completions, **_):
+            seen.append([reward(i, text) for i, text in enumerate(completions)])
+            return seen[-1]
 
-    def large(completions, **_):
-        seen.append([100.0 * (i % 3) for i, _ in enumerate(completions)])
-        return seen[-1]
+        return call
 
-    def sometimes(completions, **_):
-        seen.append([None if i % 4 == 1 else float(i % 5) for i, _ in enumerate(completions)])
-        return seen[-1]
-
-    weights = [1.0, 0.5, 2.0]
-    trainer = make_trainer(
-        folder,
-        [lengths, large, sometimes],
-        multi_objective_aggregation="normalize_then_sum",
-        reward_weights=weights,
-    )
+    weights = [1.0, 0.5, 2.0][:num_rewards]
+    rewards = [recorded(reward) for reward in REWARDS[:num_rewards]]
+    trainer = make_trainer(folder, rewards, reward_weights=weights, **options)
     prompts = [{"prompt": prompt} for prompt in ("w5 w6", "w9") for _ in range(GROUP)]
     output = trainer._generate_and_score_completions(prompts)
     scores = torch.tensor([[NAN if v is None else v for v in column] for column in seen]).T
+    assert scores.shape == (2 * GROUP, num_rewards)
     expected = reward_advantages(
-        torch.zeros(2 * GROUP),
+        scores[:, 0],
         scores,
         torch.tensor(weights),
         group_size=GROUP,
-        aggregation="normalize_then_sum",
+        normalization=options.get("scale_rewards", "group"),
+        aggregation=options.get("multi_objective_aggregation", "sum_then_normalize"),
     )
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
