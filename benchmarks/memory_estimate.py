@@ -83,10 +83,10 @@ from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.engine import MEMORY_SHARE
 from torchtune_grpo.rollout.graphs import StepGraphs, coarse
 from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
+from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.mini_batches import cut, mini_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
 from torchtune_grpo.training.policy import build_policy, empty_model, make_reference
-from torchtune_grpo.training.softmax import default_chunk_bytes
 from torchtune_grpo.trajectory import Trajectory
 
 GIB = 2**30

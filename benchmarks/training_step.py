@@ -38,9 +38,9 @@ from torchtune.modules.peft import disable_adapter
 
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
+from torchtune_grpo.training.logprobs import projection_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.policy import AdapterReference
-from torchtune_grpo.training.softmax import projection_logprobs
 from torchtune_grpo.trajectory import Trajectory
 
 TEMPERATURE = 0.9
@@ -65,48 +65,6 @@ def measured(way: dict[str, Any], args: Namespace) -> dict[str, float]:
 def full_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """The plain way: log-softmax of all logits [..., V], then the targets' entries."""
     return (logits.float() / TEMPERATURE).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-
-
-# --- The output projection alone ------------------------------------------------------------------
-
-
-def head_work(args: Namespace) -> Callable[[], None]:
-    """Log-probs of [rows, tokens] random hidden states and their backward pass."""
-    torch.manual_seed(0)
-    head = nn.Linear(args.dim, args.vocab, bias=False)
-    head.requires_grad_(args.head == "trained")
-    nn.init.normal_(head.weight, std=0.02)
-    hidden = torch.randn(args.rows * args.tokens, args.dim, requires_grad=True)  # [K, D]
-    targets = torch.randint(args.vocab, (len(hidden),))
-
-    def work() -> None:
-        hidden.grad = head.weight.grad = None
-        if args.way == "full":
-            values = full_logprobs(head(hidden), targets)
-        else:
-            values, _ = projection_logprobs(head, hidden, targets, temperature=TEMPERATURE)
-        values.mean().backward()
-
-    return work
-
-
-def compare_head(args: Namespace) -> dict[str, Any]:
-    """Full logits beside blocks of the vocabulary, with the projection frozen and trained.
-
-    The gradient of a trained W is in both; only what comes on top of it is to be compared.
-    """
-    results: dict[str, Any] = {
-        "float32_logits_mb": round(args.rows * args.tokens * args.vocab * 4 / 1e6),
-        "gradient_of_w_mb": round(args.vocab * args.dim * 4 / 1e6),
-    }
-    for head in args.heads:
-        ways = {way: apart(measured, {"way": way, "head": head}, args) for way in ("full", "ours")}
-        ratio = ways["ours"]["seconds"] / ways["full"]["seconds"]
-        results[head] = ways | {"time_ratio": round(ratio, 2)}
-    return results
-
-
-# --- A whole update -------------------------------------------------------------------------------
 
 
 def padded_logprobs(model: TransformerDecoder, part: Trajectory) -> Tensor:

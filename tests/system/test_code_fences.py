@@ -24,7 +24,7 @@ import torchtune_grpo
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, kernel
 from torchtune_grpo.sandbox import code as _code
-from torchtune_grpo.sandbox import process as _process
+from torchtune_grpo.sandbox import server as _server
 
 
 def servers_tasks() -> list[int]:
@@ -502,7 +502,7 @@ def test_a_fence_that_fails_is_not_the_completions_fault(sandbox, monkeypatch):
     assert passes_again(sandbox)
     broken = "import torchtune_grpo.sandbox.fences as f; k = f.kernel; k.restrict_with_landlock = "
     broken += "f._isolate = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
-    monkeypatch.setattr(_process, "_BOOT", _process._BOOT.replace("main({role", broken + "{role"))
+    monkeypatch.setattr(_process, "_BOOT", _server._BOOT.replace("main({role", broken + "{role"))
     fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
     with pytest.raises(SandboxError, match="(?s)not even begun.*OSError.*mount: "):
         passes_again(fresh)

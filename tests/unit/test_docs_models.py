@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from torchtune_grpo.models.architecture import SUPPORTED
+from torchtune_grpo.models.build import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text()

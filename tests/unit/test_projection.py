@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.modules import TiedLinear
 from torchtune.modules.peft import LoRALinear
 
-from torchtune_grpo.training.softmax import plain_weight, projection_logprobs, token_logprobs
+from torchtune_grpo.training.logprobs import plain_weight, projection_logprobs, token_logprobs
 
 TOKENS, DIM, VOCAB = 300, 16, 1000
 CHUNK = 20_000  # logits at once, of 300,000

@@ -1,15 +1,19 @@
 """Builders for ``model._component_``: a model of torchtune's modules, as ``config.json`` says.
 
-Parameters have torchtune's names and Hugging Face's order of rows.
+Parameters have torchtune's names and Hugging Face's order of rows. A key that changes the
+computation and is not implemented here is refused by name. Keys that transformers' implementation
+of the model does not read are ignored, as there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.modules import (
@@ -24,18 +28,25 @@ from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_pos
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 
+from torchtune_grpo.config.text import describe, read_json, shortened
 from torchtune_grpo.models.adapter import adapter_settings
-from torchtune_grpo.models.architecture import (
-    context_length,
-    has_bias,
-    has_qk_norm,
-    head_dim,
-    is_gemma,
-    layer_rotations,
-    read_config,
-)
 from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention, PeftDoRALinear
 
+GEMMA3 = "gemma3_text"
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", GEMMA3)
+# The kinds of scaled rotations in transformers whose frequencies do not depend on the text's length
+_SCALED_ROTATIONS = ("linear", "llama3", "yarn")
+# Key of config.json -> the values under which it has no effect
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.0,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+    "use_bidirectional_attention": (False,),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
+}
 _LORA: dict[str, Any] = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -197,3 +208,146 @@ def _attention(
         k_norm=norm(size) if has_qk_norm(hf) else None,
         max_seq_len=context_length(hf),
     )
+
+
+# --- What config.json says ----------------------------------------------------------------------
+
+
+class Rotation(NamedTuple):
+    """Parameters of a rotary position embedding."""
+
+    frequencies: Tensor  # [head_dim / 2] radians per position, float32
+    scale: float = 1.0  # of cosines and sines
+
+
+def read_config(model_dir: str | Path) -> Any:
+    """transformers' config of a model's folder, whose defaults hold for keys it leaves out.
+
+    Raises a ValueError that names the key if the model cannot be computed exactly.
+    """
+    if not Path(model_dir, "config.json").is_file():
+        raise ValueError(
+            f"model_dir={model_dir}: has no config.json; name the folder of a model, as `tune "
+            "download <model> --output-dir <folder>` makes it."
+        )
+    given = read_json(model_dir, "config.json", key="model_dir")
+    kind = given.get("model_type")
+    if kind not in SUPPORTED:
+        raise ValueError(
+            f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
+            f"{', '.join(SUPPORTED)}."
+        )
+    from transformers import AutoConfig  # takes a second to import
+
+    try:
+        hf = AutoConfig.from_pretrained(str(model_dir))
+    except Exception as error:  # of any type: each key has its own validator
+        raise ValueError(
+            f"model_dir={model_dir}: transformers rejects its config.json: "
+            f"{shortened(describe(error), 300)}. Fetch the model again, or correct the key."
+        ) from error
+    for key, value, remedy in _unsupported(given, hf):
+        raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
+    return hf
+
+
+def is_gemma(hf: Any) -> bool:
+    """Whether a model has norms around each block, scaled embeddings, and GELU."""
+    return hf.model_type == GEMMA3
+
+
+def has_qk_norm(hf: Any) -> bool:
+    """Whether queries and keys are normalized, head by head, before they are rotated."""
+    return hf.model_type in ("qwen3", GEMMA3)
+
+
+def has_bias(hf: Any, name: str) -> bool:
+    """Whether a linear layer has a bias, by torchtune's name of it."""
+    match hf.model_type, name:
+        case _, "output":
+            return False
+        case kind, "w1" | "w2" | "w3":
+            return kind == "llama" and bool(hf.mlp_bias)
+        case "qwen2", _:  # it and Mistral ignore attention_bias
+            return name != "output_proj"
+        case "mistral", _:
+            return False
+    return bool(hf.attention_bias)
+
+
+def head_dim(hf: Any) -> int:
+    """The size of a head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def context_length(hf: Any) -> int:
+    """The model's context, or its sliding window, within which all layers see everything."""
+    if "sliding_attention" in _layer_kinds(hf):
+        return min(hf.max_position_embeddings, hf.sliding_window)
+    return hf.max_position_embeddings
+
+
+def layer_rotations(hf: Any) -> list[Rotation]:
+    """The rotation of each layer; layers of one kind share it."""
+    kinds = _layer_kinds(hf)
+    rotations = {name: _rotation(hf, name) for name in set(kinds)}
+    return [rotations[name] for name in kinds]
+
+
+def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, str]]:
+    """Keys whose effect is not implemented: name, value and remedy."""
+    for name in hf.architectures or ():
+        if not name.endswith("ForCausalLM"):
+            yield "architectures", name, "only a causal language model can be trained"
+    for key, harmless in _WITHOUT_EFFECT.items():
+        value = getattr(hf, key, given.get(key))
+        if value is not None and value not in harmless:
+            yield key, value, "such a model is not supported"
+    key = "hidden_activation" if is_gemma(hf) else "hidden_act"
+    activation = "gelu_pytorch_tanh" if is_gemma(hf) else "silu"
+    if getattr(hf, key) != activation:
+        yield key, getattr(hf, key), f"supported is {activation}"
+    if is_gemma(hf) and hf.query_pre_attn_scalar != head_dim(hf):
+        yield "query_pre_attn_scalar", hf.query_pre_attn_scalar, "supported is head_dim"
+    for name in _layer_kinds(hf):
+        rope = _rope_parameters(hf, name)["rope_type"]
+        if rope not in ("default", *_SCALED_ROTATIONS):
+            yield "rope_type", rope, f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
+
+
+def _layer_kinds(hf: Any) -> list[str]:
+    """``full_attention`` or ``sliding_attention`` for each layer."""
+    layers = hf.num_hidden_layers
+    if getattr(hf, "layer_types", None):
+        return list(hf.layer_types)
+    every = getattr(hf, "sliding_window_pattern", layers + 1)  # Gemma's before transformers 5
+    if getattr(hf, "sliding_window", None) is None or not getattr(hf, "use_sliding_window", True):
+        every = 1
+    return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
+
+
+def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
+    """``rope_type``, ``rope_theta`` and so on of a kind of layer."""
+    parameters = getattr(hf, "rope_parameters", None)
+    if parameters is None:  # before transformers 5
+        parameters = dict(getattr(hf, "rope_scaling", None) or {})
+        if kind == "sliding_attention" and hasattr(hf, "rope_local_base_freq"):
+            parameters = {"rope_theta": hf.rope_local_base_freq}
+        parameters.setdefault("rope_theta", hf.rope_theta)
+    elif isinstance(parameters.get(kind), Mapping):
+        parameters = parameters[kind]
+    return {"rope_type": parameters.get("type", "default"), **parameters}
+
+
+def _rotation(hf: Any, kind: str) -> Rotation:
+    parameters = _rope_parameters(hf, kind)
+    with torch.device("cpu"):
+        if parameters["rope_type"] == "default":
+            exponents = torch.arange(0, head_dim(hf), 2).float() / head_dim(hf)
+            return Rotation(1.0 / (parameters["rope_theta"] ** exponents))
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        nested = kind in (getattr(hf, "rope_parameters", None) or ())
+        compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+        frequencies, scale = compute(hf, "cpu", **({"layer_type": kind} if nested else {}))
+    return Rotation(frequencies, scale)

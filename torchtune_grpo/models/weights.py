@@ -16,8 +16,7 @@ from torchtune import training
 
 from torchtune_grpo.config.text import describe, read_json, shortened
 from torchtune_grpo.models.adapter import LINEAR_NAMES
-from torchtune_grpo.models.architecture import is_gemma, read_config
-from torchtune_grpo.models.build import hf_model
+from torchtune_grpo.models.build import hf_model, is_gemma, read_config
 from torchtune_grpo.models.layers import halves_to_pairs, pairs_to_halves
 
 # torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows

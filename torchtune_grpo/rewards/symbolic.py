@@ -44,8 +44,10 @@ class SymbolicMathReward:
             raise ValueError("SymbolicMathReward needs: pip install 'math-verify<0.10'")
         if timeout <= 0 or workers < 1:
             raise ValueError(f"timeout is {timeout} and workers {workers}; give more than 0")
-        path = "torchtune_grpo.sandbox.symbolic.expressions_equal"
-        self._pool = WorkerPool([FunctionWorker(path, timeout=timeout) for _ in range(workers)])
+        path = "torchtune_grpo.sandbox.worker.expression_comparer"
+        self._pool = WorkerPool(
+            [FunctionWorker(path, makes=True, timeout=timeout) for _ in range(workers)]
+        )
 
     def __call__(
         self, prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any

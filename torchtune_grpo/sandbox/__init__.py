@@ -4,7 +4,7 @@ Nothing here imports torch: the processes start in milliseconds and hold nothing
 """
 
 from torchtune_grpo.sandbox.code import CodeSandbox, Limits, SandboxError, Verdict
-from torchtune_grpo.sandbox.process import ServerLost, ServerProcess
+from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
 from torchtune_grpo.sandbox.wire import PeerGone, receive, send, send_bytes
 
 __all__ = [

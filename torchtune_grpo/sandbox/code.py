@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune_grpo.sandbox.kernel import time_used
-from torchtune_grpo.sandbox.process import ServerLost, ServerProcess
+from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
 from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20

@@ -11,6 +11,7 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
 
 _REQUESTS = 3  # the descriptor of the owner's requests, behind the usual three
+_COMPARER_BYTES = 4 * 2**30  # of address space
 
 
 def run_worker(requests: socket.socket) -> None:
@@ -78,3 +80,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return list(value)
     return float(value) if isinstance(value, Real) else str(value)
+
+
+def expression_comparer() -> Callable[[str, str], bool | None]:
+    """Make a function that says whether two bare LaTeX expressions are equal, by math-verify.
+
+    It returns None if the second, the gold, cannot be read. math-verify hands text to a parser and
+    then to sympy, which take any time and memory they like for a tower of powers: memory is limited
+    here, and the process that asks limits the time.
+    """
+    import logging
+    import resource
+
+    from math_verify import parse, verify
+
+    resource.setrlimit(resource.RLIMIT_AS, (_COMPARER_BYTES, _COMPARER_BYTES))
+    # It warns that its own timeout is off, each time.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def equal(given: str, gold: str) -> bool | None:
+        expected = parse(f"${gold}$", parsing_timeout=None)
+        if not expected:
+            return None
+        found = parse(f"${given}$", parsing_timeout=None)
+        return bool(found and verify(expected, found, timeout_seconds=None))
+
+    return equal

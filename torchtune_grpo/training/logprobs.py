@@ -1,16 +1,41 @@
-"""Rows to per-token log-probs, and weights for the gap between sampler and trainer."""
+"""Rows to per-token log-probs, and weights for the gap between sampler and trainer.
+
+Hidden states -> log-probs of given tokens, never holding ``[tokens, vocab]`` logits.
+
+Where the output projection is a plain matrix W, the logits of all tokens are made for one block of
+the vocabulary at a time, and a running maximum and sum make the softmax exact, as in flash
+attention. W is read once, and its gradient is written block by block, each block one product over
+all tokens. If W is frozen (LoRA), the forward pass also accumulates ``softmax(logits) W``, which is
+all that the backward pass needs; if W is trained, the backward pass makes each block again. Logits
+are float32 also where W is bf16: rounded to that, one of 16 would be off by up to 1/16, and the
+log-prob of its token as much. What is summed over the vocabulary for a gradient has W's dtype.
+
+Any other projection (LoRA on the output, a bias, quantized weights) is called on a chunk of tokens
+at a time, and again in the backward pass. Its logits have the dtype that it gives them: in a bf16
+model they are rounded to bf16, and only what follows is float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from torchtune.modules import TransformerDecoder
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+from torchtune.modules import TiedLinear, TransformerDecoder
 
+from torchtune_grpo.machine.attention import float32_product
 from torchtune_grpo.models import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch
-from torchtune_grpo.training.softmax import projection_logprobs
+
+# Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last cache, and
+# blocks that the allocator reuses; on a GPU enough for products that fill it.
+_CPU_CHUNK_BYTES = 8 * 2**20
+_GPU_CHUNK_BYTES = 128 * 2**20
+_LEAST_COLUMNS = 1024  # narrower blocks cost more in sums over blocks than they save
 
 
 def response_logprobs(
@@ -94,3 +119,206 @@ def importance_weights(
     else:
         weights = weights.where(weights <= cap, 0)
     return weights.where(response_mask, 0)
+
+
+# --- Hidden states -> log-probs -----------------------------------------------------------------
+
+
+def default_chunk_bytes(device: torch.device, *, tokens: int) -> int:
+    """The default number of bytes of float32 logits that exist at once."""
+    bytes_at_once = _CPU_CHUNK_BYTES if device.type == "cpu" else _GPU_CHUNK_BYTES
+    return max(bytes_at_once, 4 * tokens * _LEAST_COLUMNS)
+
+
+def plain_weight(output: nn.Module) -> Tensor | None:
+    """The output projection [V, D], if it is a plain matrix without bias; else None."""
+    if isinstance(output, TiedLinear):
+        output = output.tied_module
+    if type(output) not in (nn.Linear, nn.Embedding) or getattr(output, "bias", None) is not None:
+        return None
+    weight = output.weight
+    if not isinstance(weight, Tensor) or is_traceable_wrapper_subclass(weight.data):
+        return None  # quantized or sharded
+    return weight
+
+
+def projection_logprobs(
+    output: nn.Module,
+    h: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets and entropy in nats under ``softmax(output(h) / temperature)``.
+
+    h is [K, D] and normed; the targets and both results, float32, are [K]. Without ``with_entropy``
+    the entropy is 0. ``chunk_bytes`` of float32 logits exist at once; None = the device's default.
+    """
+    chunk_bytes = chunk_bytes or default_chunk_bytes(h.device, tokens=len(h))
+    weight = plain_weight(output)
+    if weight is not None:
+        block = max(1, chunk_bytes // (4 * max(1, len(h))))
+        return _BlockedLogprobs.apply(
+            h, weight, targets, temperature, with_entropy, entropy_gradient, block
+        )
+
+    def chunk_logprobs(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            output(h),
+            target,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
+        )
+
+    with torch.no_grad():
+        vocab = output(h[:1]).shape[-1]
+    size = max(1, chunk_bytes // (4 * vocab))
+    parts = [
+        checkpoint(chunk_logprobs, part, target, use_reentrant=False)
+        for part, target in zip(h.split(size), targets.split(size), strict=True)
+    ]
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`projection_logprobs`, from logits [K, V] of any floating dtype."""
+    log_p = (logits.float() / temperature).log_softmax(dim=-1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    if not with_entropy:
+        return logprobs, torch.zeros_like(logprobs)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_p.exp() * log_p).sum(dim=-1)
+    return logprobs, entropy
+
+
+class _BlockedLogprobs(torch.autograd.Function):
+    """Log-probs and entropy [K] of targets under the logits l = h W^T / temperature.
+
+    With p = softmax(l) and H its entropy, per token
+
+        d logprob / d l = onehot(target) - p,     d H / d l = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        entropy_gradient: bool,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        trains_h, trains_weight = ctx.needs_input_grad[:2]
+        keep_slope = trains_h and not trains_weight and not entropy_gradient
+        peak = h.new_full((len(h), 1), -torch.inf, dtype=torch.float32)  # [K, 1] largest logit
+        total = torch.zeros_like(peak)  # sum of exp(l - peak)
+        moment = torch.zeros_like(peak)  # sum of exp(l - peak) l
+        picked = torch.zeros_like(peak)  # the target's logit
+        mean = torch.zeros_like(h, dtype=torch.float32) if keep_slope else None  # [K, D]
+        # Shared by all blocks: allocating for each would fragment the heap.
+        size = len(h) * min(block, len(weight))
+        kept_logits, kept_shares = peak.new_empty(size), peak.new_empty(size)
+        for start, w in _blocks(weight, block):
+            logits = _block_logits(h, w, temperature, out=_shaped(kept_logits, h, w))  # [K, block]
+            inside, column = _columns(targets, start, len(w))
+            picked = torch.where(inside, logits.gather(1, column), picked)
+            higher = torch.maximum(peak, logits.amax(dim=1, keepdim=True))
+            shrink = (peak - higher).exp()
+            peak = higher
+            shares = torch.sub(logits, peak, out=_shaped(kept_shares, h, w)).exp_()
+            total = total * shrink + shares.sum(dim=1, keepdim=True)
+            if with_entropy:
+                moment = moment * shrink + logits.mul_(shares).sum(dim=1, keepdim=True)
+            if mean is not None:
+                _add_product(mean.mul_(shrink), shares, w)
+        normalizer = peak + total.log()
+        entropy = normalizer - moment / total if with_entropy else torch.zeros_like(peak)
+        if mean is not None:
+            # d logprob / d h = (W[target] - sum of p W) / temperature
+            ctx.save_for_backward(
+                mean.div_(-total).add_(weight[targets]).div_(temperature).to(h.dtype)
+            )
+        else:
+            ctx.save_for_backward(h, weight, targets, normalizer, entropy)
+        ctx.keep_slope, ctx.entropy_gradient = keep_slope, entropy_gradient
+        ctx.temperature, ctx.block = temperature, block
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return (picked - normalizer)[:, 0], entropy[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """grads: those of the log-probs [K] and the entropy [K]."""
+        nothing = (None,) * 5
+        if ctx.keep_slope:
+            (slope,) = ctx.saved_tensors
+            return (slope * grads[0][:, None].to(slope.dtype), None, *nothing)
+        h, weight, targets, normalizer, entropy = ctx.saved_tensors
+        trains_h, trains_weight = ctx.needs_input_grad[:2]
+        grad_h = torch.zeros_like(h, dtype=torch.float32) if trains_h else None
+        grad_weight = torch.empty_like(weight) if trains_weight else None
+        size = len(h) * min(ctx.block, len(weight))
+        kept_logits, kept_grad = normalizer.new_empty(size), normalizer.new_empty(size)
+        of_logprobs, of_entropy = (grad[:, None] / -ctx.temperature for grad in grads)  # [K, 1]
+        for start, w in _blocks(weight, ctx.block):
+            logits = _block_logits(h, w, ctx.temperature, out=_shaped(kept_logits, h, w))
+            log_p = logits.sub_(normalizer)  # [K, block]
+            grad = torch.exp(log_p, out=_shaped(kept_grad, h, w))
+            slope = of_logprobs
+            if ctx.entropy_gradient:
+                slope = log_p.add_(entropy).mul_(of_entropy).add_(of_logprobs)
+            inside, column = _columns(targets, start, len(w))
+            grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -of_logprobs, 0.0))
+            if grad_h is not None:
+                _add_product(grad_h, grad, w)
+            if grad_weight is not None:
+                torch.mm(grad.to(h.dtype).t(), h, out=grad_weight[start : start + len(w)])
+        return (None if grad_h is None else grad_h.to(h.dtype), grad_weight, *nothing)
+
+
+def _blocks(weight: Tensor, block: int) -> list[tuple[int, Tensor]]:
+    """Rows of W [V, D] in blocks of about the same size, at most ``block``, each with its start."""
+    count = -(-len(weight) // block)
+    parts = weight.detach().split(-(-len(weight) // count))
+    return [(i * len(parts[0]), part) for i, part in enumerate(parts)]
+
+
+def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
+    """The start of a flat buffer as [K, len(w)]; the last block is narrower than the others."""
+    return buffer[: len(h) * len(w)].view(len(h), len(w))
+
+
+def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> Tensor:
+    """Writes h w^T / temperature into ``out``, in float32."""
+    float32_product(h, w, out=out)
+    return out.div_(temperature) if temperature != 1 else out
+
+
+def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
+    """``total += left w`` in float32, the product in w's dtype."""
+    if w.dtype == total.dtype:
+        total.addmm_(left, w)  # saves a tensor of total's size for each block
+    else:
+        total += left.to(w.dtype) @ w
+
+
+def _columns(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Whether each target lies in a block [K, 1], and its column there (0 if not) [K, 1]."""
+    column = (targets - start)[:, None]
+    inside = (column >= 0) & (column < width)
+    return inside, column.where(inside, 0)
