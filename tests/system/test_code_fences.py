@@ -502,7 +502,7 @@ def test_a_fence_that_fails_is_not_the_completions_fault(sandbox, monkeypatch):
     assert passes_again(sandbox)
     broken = "import torchtune_grpo.sandbox.fences as f; k = f.kernel; k.restrict_with_landlock = "
     broken += "f._isolate = lambda *_, **__: k.call_libc('mount', *[None] * 5); main("
-    monkeypatch.setattr(_process, "_BOOT", _server._BOOT.replace("main({role", broken + "{role"))
+    monkeypatch.setattr(_server, "_BOOT", _server._BOOT.replace("main({role", broken + "{role"))
     fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
     with pytest.raises(SandboxError, match="(?s)not even begun.*OSError.*mount: "):
         passes_again(fresh)
