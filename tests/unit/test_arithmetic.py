@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from torchtune_grpo.data import arithmetic_dataset
 from torchtune_grpo.data.presets import LEVELS, _split_of, arithmetic_problems
 
 # Level 1 has only a few dozen problems in its test split.
@@ -81,12 +80,6 @@ def test_a_level_without_problems_left_leaves_the_rest_to_the_others():
 def test_bad_arguments_are_named(bad, message):
     with pytest.raises(ValueError, match=message):
         arithmetic_problems(**{"levels": 2, "split": "train", "num_samples": 4, **bad})
-
-
-def test_dataset_carries_the_columns_that_rewards_need(llama3_tokenizer):
-    data = arithmetic_dataset(llama3_tokenizer, levels=5, split="test", num_samples=3)
-    assert len(data) == 3
-    assert set(data[0]["columns"]) == {"solution", "answer", "level"}
 
 
 def test_numbers_that_may_swap_places_do_not_change_the_split():

@@ -33,25 +33,12 @@ def no_process_is_started() -> Iterator[None]:
     assert children().keys() == before.keys()
 
 
-class Items:
-    """A data set of the columns given."""
-
-    def __init__(self, *rows: dict[str, Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"index": index, "columns": self.rows[index]}
-
-
 def fault(node: Any, *rows: dict[str, Any], key: str = "dataset") -> str | None:
     """What a reward says of a data set with these rows."""
     node = {"_component_": node} if isinstance(node, str) else node
     rewards = RewardSet.from_config([node])
     try:
-        rewards.check_data(Items(*rows), key=key)
+        rewards.check_data([{"columns": row} for row in rows], key=key)
     except ValueError as error:
         return str(error)
     finally:
@@ -113,10 +100,6 @@ def test_a_worked_answer_or_a_missing_column_names_the_data_set() -> None:
     ("column", "value", "message"),
     [
         ("test", "", "test='': the test itself failed before it called the function: it never did"),
-        ("test", "def check():\n    assert True", "TypeError: check() takes 0 positional"),
-        ("test", "def add(x): return 2\nassert add(1) == 2", "it never did"),
-        ("test", "assert math.isqrt(add(1)) == 1", "NameError: name 'math'"),
-        ("test", "import numpy as np\nassert add(np.one) == 2", "No module named 'numpy'"),
         ("test", None, "test=None is not text"),
         ("test", "assert add(1) == 2\0", "source code string cannot contain null bytes"),
         ("test", "(" * 10_000, "SyntaxError: too many nested parentheses"),
@@ -125,6 +108,7 @@ def test_a_worked_answer_or_a_missing_column_names_the_data_set() -> None:
     ],
 )
 def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> None:
+    """More of them are in tests/system/test_broken_tests.py."""
     assert message in str(fault(CODE, CODE_ROW, {**CODE_ROW, column: value}))
 
 

@@ -37,11 +37,14 @@ def load(llama3_tokenizer, tmp_path):
     return load
 
 
-def test_columns_hold_gold_and_worked_answer(load):
+def test_columns_hold_gold_and_worked_answer(load, llama3_tokenizer):
+    """And the prompt asks for both tags."""
     first, second = load(gsm8k_dataset, PROBLEMS)
     question = PROBLEMS[0]["question"]
     solution = "48/2 = 24 clips.\nSo $24."
     assert first["prompt"] == question
+    text = llama3_tokenizer.decode(first["tokens"])
+    assert all(tag in text for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     assert first["columns"] == {"question": question, "answer": "24", "solution": solution}
     assert second["columns"]["answer"] == "-1234567"
     assert second["columns"]["solution"] == "Mark a #### b first."
@@ -49,17 +52,7 @@ def test_columns_hold_gold_and_worked_answer(load):
     assert "<<" not in item["prompt"] and "So $24." in item["prompt"]
 
 
-def test_the_prompt_asks_for_both_tags_and_can_end_in_a_prefill(load, llama3_tokenizer):
-    data = load(gsm8k_dataset, PROBLEMS, prefill="<think>")
-    text = llama3_tokenizer.decode(data[0]["tokens"], skip_special_tokens=False)
-    system, user, reply = text.split("<|start_header_id|>")[1:]
-    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
-        assert tag in system
-    assert user == f"user<|end_header_id|>\n\n{PROBLEMS[0]['question']}<|eot_id|>"
-    assert reply == "assistant<|end_header_id|>\n\n<think>"
-
-
-@pytest.mark.parametrize("answer", ["72", "so it is ####72", "#### ,"])
+@pytest.mark.parametrize("answer", ["so it is ####72", "#### ,"])
 def test_an_answer_without_gold_is_left_out(load, answer, caplog):
     with caplog.at_level(logging.INFO):
         data = load(gsm8k_dataset, [*PROBLEMS, {"question": "q", "answer": answer}])
@@ -67,14 +60,6 @@ def test_an_answer_without_gold_is_left_out(load, answer, caplog):
     assert (
         "1 of 3 rows (counted from 0) are left out: answer does not end in '#### '" in caplog.text
     )
-
-
-@pytest.mark.parametrize(
-    ("preset", "missing"), [(gsm8k_dataset, "question"), (humaneval_dataset, "task_id")]
-)
-def test_other_data_is_refused_with_its_columns(load, preset, missing):
-    with pytest.raises(ValueError, match=f"it has no column '{missing}', but .'answer', 'prob"):
-        load(preset, [{"problem": "q", "answer": "#### 1"}])
 
 
 def test_a_humaneval_item_holds_the_test_and_not_the_solution(load, llama3_tokenizer):

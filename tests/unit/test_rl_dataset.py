@@ -26,8 +26,25 @@ ROWS = [
 BRACES = r"\boxed{} {answer} {0} {{level}} {prompt.__class__} }{"
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """For local files need none."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("tried the network")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+
 def make(tokenizer: Any, rows: Any = ROWS, **options: Any) -> RLDataset:
     return RLDataset(tokenizer, rows=rows, **options)
+
+
+def chat(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 # Items
@@ -90,7 +107,6 @@ def test_templates_and_columns(llama3_tokenizer, options, row, prompt, columns):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt_template": "{promt}"}, r"'promt' among \['answer', 'level', 'prompt'\]"),
         ({"prompt_template": "{level.real}"}, "'level.real'"),
         ({"prompt_template": r"{prompt} \boxed{"}, r"\{\{ and \}\}"),
         ({"prompt_template": "solve it"}, r"no column.*\{prompt\}"),
@@ -122,16 +138,11 @@ BAD_ROWS = [
     ({"prompt": "a\ud83d"}, "column 'prompt' is not valid Unicode"),  # half of a surrogate pair
     (None, "it has no columns: None"),
     ({"prompt": []}, "the last message is not the user's or a tool's"),
+    ({"prompt": chat(("user", "a"), ("assistant", "b"))}, "the last message is not"),
     ({"prompt": ["1+1?"]}, "message 0 has no role among system, user, assistant, tool: '1+1?'"),
+    ({"prompt": chat(("bot", "1+1?"))}, "message 0 has no role among"),
+    ({"prompt": chat(("user", [{"type": "text"}]))}, "the content of message 0 is not text: [{"),
 ]
-for messages, reason in [
-    ([{"content": "1+1?"}], "message 0 has no role among"),
-    ([{"role": "bot", "content": "1+1?"}], "message 0 has no role among"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "the content of message 0 is not text: [{"),
-    ([{"role": "user", "content": " "}], "the content of message 0 is blank"),
-    ([{"role": r, "content": "a"} for r in ("user", "assistant")], "the last message is not"),
-]:
-    BAD_ROWS.append(({"prompt": messages}, reason))
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
@@ -161,13 +172,8 @@ def test_one_line_counts_the_rows_of_each_kind(llama3_tokenizer, caplog):
 
 
 def test_nothing_left_is_an_error(llama3_tokenizer):
-    for rows, message in [
-        ([{"prompt": ""}, {"prompt": " "}], "2 of 2 rows .* are left out: .* is blank"),
-        ([], "there are no rows"),
-        ([None], "1 of 1 rows .* are left out: it has no columns"),
-    ]:
-        with pytest.raises(ValueError, match=f"^rows: {message}"):
-            make(llama3_tokenizer, rows)
+    with pytest.raises(ValueError, match="^rows: there are no rows"):
+        make(llama3_tokenizer, [])
     with pytest.raises(ValueError, match="3 of 3 rows .* longer than max_prompt_tokens=4"):
         make(llama3_tokenizer, chat=False, max_prompt_tokens=4)
 
@@ -316,15 +322,9 @@ def test_data_sets_of_the_library(llama3_tokenizer, tmp_path):
     assert [item["columns"]["answer"] for item in both] == ["5", "144"]
     with pytest.raises(ValueError, match="split='tset': .*train"):
         RLDataset(llama3_tokenizer, source=source, split="tset")
-    with pytest.raises(ValueError, match="^rows: there are no rows"):
-        RLDataset(llama3_tokenizer, rows=table.select([]))
 
 
 # Messages
-
-
-def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": text} for role, text in turns]
 
 
 TURNS = chat(("user", "1+1?"), ("assistant", "2"), ("user", "Sure?"))
@@ -358,19 +358,6 @@ def test_messages_need_the_chat_format_and_no_template(llama3_tokenizer, mistral
     assert "the chat format refuses it: System prompts are not" in caplog.text
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_local_files_need_no_network(llama3_tokenizer, tmp_path, ending, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("tried the network")
-
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    source = write(tmp_path, f"rows.{ending}", ROWS)
-    assert len(RLDataset(llama3_tokenizer, source=source)) == 3
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -381,14 +368,11 @@ def test_local_files_need_no_network(llama3_tokenizer, tmp_path, ending, monkeyp
         ({"data_files": "broken.jsonl"}, "broken.jsonl'.* line 2 of the file: "),
         ({"data_files": "empty.jsonl"}, "there are no rows"),
         ({"data_files": "latin.jsonl"}, "UnicodeDecodeError: 'utf-8' codec"),
-        ({"data_files": "rows.jsonl", "field": "none"}, "rows.jsonl', split='train': .*Extra data"),
-        ({"data_files": "/nowhere/*.jsonl"}, "data_files='/nowhere/.*jsonl'.*there are no rows"),
         (
             {"data_files": "rows.jsonl", "source": "csv"},
             "prompt_column: there is no column 'prompt'",
         ),
         ({"source": "my.csv"}, "source='my.csv', .* Unable to find"),
-        ({"data_files": "rows.jsonl", "source": "my.csv"}, "source='my.csv', .*give the path"),
         ({"data_files": "rows.jsonl", "source": "parquet"}, "source='parquet', .*magic bytes"),
     ],
 )
