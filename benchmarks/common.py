@@ -256,12 +256,6 @@ def tune_run(
     return run(command, threads=threads)
 
 
-def train_once(config: str, folder: Path, keys: list[str], **settings: Any) -> None:
-    """The same, unless the run has ended in this folder before."""
-    if not any(folder.glob("step_*")):
-        tune_run(config, folder, keys, **settings)
-
-
 def report(benchmark: str, settings: Any = None, **results: Any) -> None:
     """Prints a benchmark's line of JSON."""
     line: dict[str, Any] = {"benchmark": benchmark, "torch": torch.__version__}

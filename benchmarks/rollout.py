@@ -4,18 +4,14 @@
     python benchmarks/rollout.py --dtype bf16
     python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --prompt-length 16 \
         --new-tokens 9 --ways native stock --repeats 1
-    python benchmarks/rollout.py --varying-lengths --ways native kept
-    python benchmarks/rollout.py --varying-lengths --ways native kept --prompts 32 --max-rows 32
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
 3.2 1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
-torchtune's own `generate`, `transformers` is its `generate` with the same weights, `kept` is the
-native engine with ended rows kept until the last one ends; with `--max-rows` it works on that many
-at a time, batch after batch. Each way runs in a process of its own, because the recipes change how
-the C library allocates memory: once to warm up, then `--repeats` times; the line holds medians. A
-decoding step's time is that of all tokens less that of one, which takes the prompts' computation
-and what copies weights out of it. `--varying-lengths` ends each response at 20 to `--new-tokens`
-tokens (a function of its first token). Prints one JSON line.
+torchtune's own `generate`, `transformers` is its `generate` with the same weights. Each way runs in
+a process of its own, because the recipes change how the C library allocates memory: once to warm
+up, then `--repeats` times; the line holds medians. A decoding step's time is that of all tokens
+less that of one, which takes the prompts' computation and what copies weights out of it. Prints one
+JSON line.
 """
 
 import argparse
@@ -23,7 +19,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,30 +38,17 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.rollout import NativeEngine, RolloutConfig, RolloutRequest, TorchtuneEngine
-from torchtune_grpo.rollout.batch import GroupRollout
 
 SHAPES = {"S": SHAPE_S, "M": LLAMA_1B}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OURS = ("native", "torchtune", "kept")  # allocate as the recipes do; the others as their users do
+OURS = ("native", "torchtune")  # allocate as the recipes do; the others as their users do
 WAYS = (*OURS, "stock", "transformers")
 
 
-def make_way(
-    name: str,
-    model: TransformerDecoder,
-    request: RolloutRequest,
-    *,
-    max_rows: int | None = None,
-    varying_lengths: bool = False,
-) -> Callable[[], int]:
+def make_way(name: str, model: TransformerDecoder, request: RolloutRequest) -> Callable[[], int]:
     """A function that rolls out once and returns the number of tokens sampled."""
-    settings = RolloutConfig(max_rows=max_rows)
-    if name in ("native", "kept") and varying_lengths:
-        planned = roll_out_planned if name == "native" else roll_out_kept
-        rows = max_rows or request.num_rows
-        return partial(planned, NativeEngine(model, settings), request, max_rows=rows)
     if name in OURS:
-        engine = (TorchtuneEngine if name == "torchtune" else NativeEngine)(model, settings)
+        engine = (TorchtuneEngine if name == "torchtune" else NativeEngine)(model, RolloutConfig())
         return lambda: int(engine.generate(request).lengths.sum())
     device, new_tokens = model.tok_embeddings.weight.device, request.params.max_generated_tokens
     prompts = [prompt for prompt in request.prompts for _ in range(request.group_size)]
@@ -86,37 +68,6 @@ def make_way(
     }
     peer = partial(to_transformers(model).generate, **inputs)
     return lambda: len(padded) * (peer().shape[1] - width)
-
-
-class PlannedEnd:
-    """Ends a response at 20 to ``longest`` tokens, as its first token decides."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = self.window = longest
-
-    def end(self, tokens: list[int], *, start: int) -> int | None:
-        """See ``StopStrings.end``."""
-        length = 20 + tokens[0] * 7919 % (self._longest - 19)
-        return length if start < length <= len(tokens) else None
-
-
-def roll_out_planned(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
-    """Rolls out with planned ends, and counts the tokens."""
-    with torch.no_grad(), engine.current_weights() as (decoder, cache):
-        rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=max_rows)
-        rollout.transcript._stop_strings = PlannedEnd(request.params.max_generated_tokens)
-        return int(rollout.run(lambda: False).lengths.sum())
-
-
-def roll_out_kept(engine: NativeEngine, request: RolloutRequest, *, max_rows: int) -> int:
-    """As many groups at a time as fit, each to its end; counts the tokens up to planned ends."""
-    plan, tokens = PlannedEnd(request.params.max_generated_tokens), 0
-    keys = request.keys.view(-1, request.group_size)
-    for part in torch.arange(len(keys)).split(max_rows // request.group_size):
-        prompts = [request.prompts[i] for i in part]
-        samples = engine.generate(replace(request, prompts=prompts, keys=keys[part].flatten()))
-        tokens += sum(plan.end(row, start=0) for row in samples.responses.tolist())
-    return tokens
 
 
 def generate_with_torchtune(
@@ -185,22 +136,18 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
 
     def seconds_of(new_tokens: int) -> tuple[int, float, float]:
         request = request_of(prompts, new_tokens=new_tokens, group=args.group_size)
-        way = make_way(
-            name, model, request, max_rows=args.max_rows, varying_lengths=args.varying_lengths
-        )
+        way = make_way(name, model, request)
         return timed(way, torch.device(args.device), repeats=args.repeats)
 
     tokens, warm_up, seconds = seconds_of(args.new_tokens)
-    result = {
+    _, _, first = seconds_of(1)
+    return {
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
         "warm_up_seconds": round(warm_up, 2),
+        "ms_per_decode_step": round(1000 * (seconds - first) / (args.new_tokens - 1), 1),
     }
-    if not args.varying_lengths:
-        _, _, first = seconds_of(1)
-        result["ms_per_decode_step"] = round(1000 * (seconds - first) / (args.new_tokens - 1), 1)
-    return result
 
 
 def main() -> None:
@@ -212,8 +159,6 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, help="one length for all prompts")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--max-rows", type=int, help="of this package's engines")
-    parser.add_argument("--varying-lengths", action="store_true")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["native", "torchtune", "stock"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")

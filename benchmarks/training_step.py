@@ -1,12 +1,12 @@
 """Seconds and peak memory of the training step, beside the padded full-logits way.
 
-    python benchmarks/training_step.py head            # log-probs + backward of the projection
-    python benchmarks/training_step.py update          # reference and policy pass of a LoRA step
-    python benchmarks/training_step.py update --shortest 128
+    python benchmarks/training_step.py
+    python benchmarks/training_step.py --shortest 128
 
-Every way runs in a process of its own, because freed memory is kept. Its extra memory is the peak
-resident memory of the first run minus what was resident before it; its time is the best of
-``--repeats`` runs, or of all runs but the first. Prints one JSON line.
+Measured are the reference's and the policy's pass of a LoRA step, with packed groups and under a
+token budget. Every way runs in a process of its own, because freed memory is kept. Its extra memory
+is the peak resident memory of the first run minus what was resident before it; its time is the best
+of ``--repeats`` runs, or of all runs but the first. Prints one JSON line.
 
 The padded full-logits way: one row per response, padded on the right to the longest; the model's
 ``[rows, T, V]`` logits in float32, log-softmax, gather; in micro-batches of several sizes, of which
@@ -32,18 +32,18 @@ from common import (
     report,
     resident_mb,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter
 
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.training.logprobs import projection_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.policy import AdapterReference
 from torchtune_grpo.trajectory import Trajectory
 
 TEMPERATURE = 0.9
+WAYS = ("packed", "budget")
 
 
 def measured(way: dict[str, Any], args: Namespace) -> dict[str, float]:
@@ -51,7 +51,7 @@ def measured(way: dict[str, Any], args: Namespace) -> dict[str, float]:
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     args = Namespace(**{**vars(args), **way})
-    work = (head_work if args.benchmark == "head" else update_work)(args)
+    work = update_work(args)
     forget_peak()
     before, seconds, extra = resident_mb(), [], 0.0
     for _ in range(args.repeats):
@@ -109,8 +109,9 @@ def update_work(args: Namespace) -> Callable[[], None]:
 
     def ours() -> None:
         budget = args.token_budget if args.way == "budget" else None
-        how = {"rows": args.group, "pack": args.way != "rows", "token_budget": budget}
-        parts = micro_batches(rows, group_size=args.group, **how)
+        parts = micro_batches(
+            rows, group_size=args.group, pack=True, rows=args.group, token_budget=budget
+        )
         scored = replace(rows, ref_logprobs=reference.logprobs(parts, temperature=TEMPERATURE))
         for part in parts:
             of_part = scored.select(part.rows)
@@ -119,8 +120,8 @@ def update_work(args: Namespace) -> Callable[[], None]:
     return full if args.way == "full" else ours
 
 
-def compare_update(args: Namespace) -> dict[str, Any]:
-    """The padded way at several micro-batches, rows without padding, and packed groups."""
+def compare(args: Namespace) -> dict[str, Any]:
+    """The padded way at several micro-batches, and this package's."""
     full = {
         n: apart(measured, {"way": "full", "micro_batch": n}, args) for n in args.full_micro_batches
     }
@@ -134,16 +135,11 @@ def compare_update(args: Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs one benchmark; the defaults are the shape that docs/performance.md reports."""
+    """Compares the ways; the defaults are the shape that docs/performance.md reports."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("benchmark", choices=["head", "update"])
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeats", type=int, default=2)
     p.add_argument("--vocab", type=int, default=128_256)
-    p.add_argument("--dim", type=int, default=2048, help="head: D")
-    p.add_argument("--rows", type=int, default=32, help="head: rows")
-    p.add_argument("--tokens", type=int, default=328, help="head: tokens of a row")
-    p.add_argument("--heads", nargs="+", default=["frozen", "trained"], help="head: which")
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--prompts", type=int, default=4, help="B")
     p.add_argument("--group", type=int, default=8, help="G")
@@ -151,10 +147,9 @@ def main() -> None:
     p.add_argument("--shortest", type=int, default=20)
     p.add_argument("--longest", type=int, default=128)
     p.add_argument("--token-budget", type=int, default=384, help="of the way called budget")
-    p.add_argument("--ways", nargs="+", default=["rows", "packed", "budget"])
+    p.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     p.add_argument("--full-micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 32])
     args = p.parse_args()
-    compare = compare_head if args.benchmark == "head" else compare_update
     report("training_step", args, **compare(args))
 
 
