@@ -6,14 +6,15 @@ from pathlib import Path
 import torch
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
-from runs import RECIPE, run, run_ranks, tune, untimed
+from runs import RECIPE, run, run_python, run_ranks, tune, untimed
 from transformers import AutoTokenizer
 
 CONFIG = "tiny_arithmetic_grpo"
 COMMON = """
-import asyncio, json, os, re, signal, sys, threading
+import asyncio, json, os, signal
 import random as dice
 
+import numpy, torch
 from my_rewards import varied
 from torchtune_grpo import GRPO
 
@@ -87,10 +88,10 @@ asyncio.run(main())
 )
 
 
-def run_script(folder, text, **settings):
+def run_script(folder, text):
     (folder / "my_rewards.py").write_text(VARIED)
     (folder / "mine.py").write_text(text)
-    return run("mine.py", cwd=folder, **settings)
+    return run("mine.py", cwd=folder)
 
 
 def test_python_and_tune_run_take_the_same_steps(tmp_path):
@@ -172,7 +173,15 @@ assert behind[0].startswith("rewards[1]._component_=no.such.reward: not a functi
 assert "nope: no such file" in mistakes(config="nope")[0]
 
 bad = dict(data=[{"prompt": "other", "answer": 1}] * 30, rewards=[varied], num_steps=-1)
-run = GRPO(data=train, rewards=[varied], output_dir="mine", **TINY)
+more = dict(loss_aggregation="dapo", optimizer_betas=numpy.array([0.5, 0.9]))
+run = GRPO(data=train, rewards=[varied], output_dir="mine", **TINY, **more)
+optimizer = dict(_component_="torch.optim.AdamW", lr=0.01, betas=[0.5, 0.9], weight_decay=0.0)
+assert optimizer.items() <= run.config.optimizer.items(), run.config.optimizer
+assert (run.config.num_steps, run.config.loss.aggregation) == (3, "dapo")
+given = dict(optimizer=torch.optim.SGD, lr_scheduler_num_warmup_steps=2)
+config = GRPO(output_dir="other", **TINY | given).config
+assert config.optimizer._component_ == "torch.optim.sgd.SGD"
+assert config.lr_scheduler.num_warmup_steps == 2
 assert len(mistakes(**bad, output_dir="mine")) == 1
 os.makedirs("elsewhere")
 os.chdir("elsewhere")  # nor does that change the run
@@ -242,8 +251,6 @@ def test_the_example_of_the_readme(tmp_path):
 
 
 def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
-    code = (
-        "import sys; before = {*sys.modules}; import torchtune_grpo; print({*sys.modules} - before)"
-    )
-    (tmp_path / "mine.py").write_text(code)
-    assert run("mine.py", cwd=tmp_path, fresh=True).out == "{'torchtune_grpo'}\n"
+    code = "import sys; before = {*sys.modules}; import torchtune_grpo; "
+    code += "print({*sys.modules} - before)"
+    assert run_python("-c", code, cwd=tmp_path).out == "{'torchtune_grpo'}\n"

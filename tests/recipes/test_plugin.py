@@ -40,46 +40,26 @@ def listed(out: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("unrelated")
+def tune_ls(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the stock `tune ls` prints."""
+    return run(TUNE, "ls", cwd=tmp_path_factory.mktemp("unrelated")).out
 
 
-class Session(dict):
-    """Command of the stock `tune` -> its result; each runs once, when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __missing__(self, command: str) -> Result:
-        program, *rest = command.split()
-        start = {"tune": [TUNE], "torchtune_grpo": ["-m", "torchtune_grpo"]}[program]
-        self[command] = run(*start, *rest, cwd=self._folder, check=False)
-        return self[command]
-
-
-@pytest.fixture(scope="module")
-def session(workspace: Path) -> Session:
-    return Session(workspace)
-
-
-def test_ls_lists_the_recipes_with_every_config(session: Session) -> None:
+def test_ls_lists_the_recipes_with_every_config(tmp_path: Path, tune_ls: str) -> None:
     assert CONFIG in CONFIGS
     for recipe in RECIPES:
-        assert listed(session["tune ls"].out)[recipe] == CONFIGS
-    assert session["torchtune_grpo ls"] == session["tune ls"]  # nothing twice
+        assert listed(tune_ls)[recipe] == CONFIGS
+    assert run("-m", "torchtune_grpo", "ls", cwd=tmp_path).out == tune_ls  # nothing twice
 
 
-def test_cp_copies_the_one_recipe_under_either_name_and_a_config(
-    session: Session, workspace: Path
-) -> None:
-    copies = {
-        f"tune cp {RECIPE} .": ("grpo_full_finetune.py", "grpo_full_finetune.py"),
-        f"tune cp {DISTRIBUTED} my_grpo.py": ("my_grpo.py", "grpo_full_finetune.py"),
-        f"tune cp {CONFIG} copied.yaml": ("copied.yaml", f"configs/{CONFIG}.yaml"),
-    }
-    for command, (copy, original) in copies.items():
-        assert session[command].code == 0, session[command].err
-        assert filecmp.cmp(workspace / copy, REPO / "recipes" / original, shallow=False)
+def test_cp_copies_the_one_recipe_under_either_name_and_a_config(tmp_path: Path) -> None:
+    for name, to, copy, original in (
+        (RECIPE, ".", "grpo_full_finetune.py", "grpo_full_finetune.py"),
+        (DISTRIBUTED, "my_grpo.py", "my_grpo.py", "grpo_full_finetune.py"),
+        (CONFIG, "copied.yaml", "copied.yaml", f"configs/{CONFIG}.yaml"),
+    ):
+        run(TUNE, "cp", name, to, cwd=tmp_path)
+        assert filecmp.cmp(tmp_path / copy, REPO / "recipes" / original, shallow=False)
 
 
 # Stands for a recipe that torchrun starts: ends as it is told.
@@ -119,9 +99,9 @@ def test_torchrun_adds_no_traceback_to_what_a_rank_says(
     assert re.fullmatch(said, result.err), result.err
 
 
-def test_module_works_where_the_hook_is_turned_off(session: Session, workspace: Path) -> None:
+def test_module_works_where_the_hook_is_turned_off(tmp_path: Path, tune_ls: str) -> None:
     """Stock `tune` and the module, one after the other in one process."""
-    (workspace / "both.py").write_text(
+    (tmp_path / "both.py").write_text(
         "import runpy, sys\n"
         "from torchtune._cli.tune import main\n"
         "sys.argv = ['tune', 'ls']\n"
@@ -129,11 +109,11 @@ def test_module_works_where_the_hook_is_turned_off(session: Session, workspace: 
         "print('and ours')\n"
         "runpy.run_module('torchtune_grpo', run_name='__main__')\n"
     )
-    done = run("both.py", cwd=workspace, fresh=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = run("both.py", cwd=tmp_path, fresh=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     stock, _, ours = done.out.partition("and ours\n")
     assert RECIPE not in listed(stock)
     assert listed(ours) == listed(stock) | dict.fromkeys(RECIPES, CONFIGS)
-    assert ours == session["tune ls"].out
+    assert ours == tune_ls
 
 
 def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path) -> None:
@@ -168,31 +148,6 @@ def test_a_hook_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFix
     assert "could not extend a_registry_without_a_list: AttributeError" in caplog.text
 
 
-def test_recipes_are_added_once_beside_those_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torchtune._recipe_registry as stock
-
-    (tmp_path / "configs").mkdir()
-    for name in ("configs/c.yaml", "configs/d.yaml", "configs/no_config.txt"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr("torchtune_grpo.config.command_line.recipes_folder", lambda: tmp_path)
-    theirs = stock.Recipe("theirs", "theirs.py", [], True)
-    registry = ModuleType("registry")
-    registry.__dict__.update(Config=stock.Config, Recipe=stock.Recipe, _ALL_RECIPES=[theirs])
-
-    _plugin.add_recipes(registry)
-    _plugin.add_recipes(registry)
-
-    file = str(tmp_path / "grpo_full_finetune.py")
-    configs = [stock.Config(name, str(tmp_path / "configs" / f"{name}.yaml")) for name in "cd"]
-    ours = [
-        stock.Recipe(RECIPE, file, configs, False),
-        stock.Recipe(DISTRIBUTED, file, configs, True),
-    ]
-    assert registry._ALL_RECIPES == [theirs, *ours]
-
-
 def make_venv_without_us(folder: Path) -> tuple[str, Path]:
     """A virtual environment with everything that is installed here, except this package.
 
@@ -219,7 +174,7 @@ def files_below(folder: Path) -> set[str]:
 
 
 def test_installing_adds_recipes_and_uninstalling_leaves_nothing(
-    tmp_path: Path, session: Session
+    tmp_path: Path, tune_ls: str
 ) -> None:
     python, site_packages = make_venv_without_us(tmp_path)
     source = tmp_path / "source"  # building leaves files behind, which must not be in the repo
@@ -249,7 +204,7 @@ def test_installing_adds_recipes_and_uninstalling_leaves_nothing(
     installed = site_packages / "torchtune_grpo"
     recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
     assert files_below(installed) == files_below(REPO / "torchtune_grpo") | recipes
-    assert run_there(str(TUNE), "ls") == session["tune ls"].out
+    assert run_there(str(TUNE), "ls") == tune_ls
 
     pip("uninstall", "--yes", "torchtune-grpo")
     assert files_below(site_packages) == empty
