@@ -1,15 +1,20 @@
-"""Models that every test can afford: two-layer Llama and Qwen shapes with random weights."""
+"""Models that every test can afford: two layers of many families with random weights."""
 
 import torch
-from torch.nn import functional as F
+from torchtune.models.gemma import gemma
+from torchtune.models.llama2 import llama2
 from torchtune.models.llama3 import lora_llama3
+from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
-from torchtune.models.qwen2 import qwen2
+from torchtune.models.mistral import mistral
+from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
+from torchtune.training import set_default_dtype
 
 from torchtune_grpo.models import standardize
-from torchtune_grpo.models.layers import pairs_to_halves
 from torchtune_grpo.training import attend_in_segments
+from torchtune_grpo.trajectory import Trajectory
 
 VOCAB = 61
 SHAPE = dict(
@@ -21,52 +26,72 @@ SHAPE = dict(
     intermediate_dim=48,
     max_seq_len=128,
 )
+QUANTIZABLE = SHAPE | dict(num_kv_heads=4, embed_dim=128, intermediate_dim=128)
 LORA = dict(
     lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"],
     apply_lora_to_mlp=True,
     lora_rank=4,
     lora_alpha=8,
 )
+BUILDERS = {
+    "llama": lambda: llama3_2(**SHAPE),
+    "untied": lambda: llama3_2(**SHAPE, tie_word_embeddings=False),
+    "qwen": lambda: qwen2(**SHAPE, tie_word_embeddings=True),
+    "lora": lambda: lora_llama3_2(**LORA, **SHAPE),
+    "dora": lambda: lora_llama3_2(**LORA, **SHAPE, use_dora=True),
+    "lora_output": lambda: lora_llama3(**LORA, **SHAPE, apply_lora_to_output=True),
+    "dora_with_biases": lambda: lora_qwen2(**LORA, **SHAPE, use_dora=True),
+    "qlora": lambda: lora_llama3(**LORA, **QUANTIZABLE, quantize_base=True),
+    "qdora": lambda: lora_llama3(**LORA, **QUANTIZABLE, quantize_base=True, use_dora=True),
+    "llama2": lambda: llama2(**SHAPE),
+    "llama3_1": lambda: llama3_1(**SHAPE),
+    "mistral": lambda: mistral(**SHAPE),
+    "phi3": lambda: phi3(**SHAPE),
+    "gemma": lambda: gemma(**SHAPE, head_dim=16),
+}
+KINDS = ("llama", "untied", "qwen", "lora", "dora", "lora_output")  # that differ in the update
 
 
-def randomize(model: TransformerDecoder, *, seed: int = 0) -> TransformerDecoder:
+@torch.no_grad()
+def randomize(model: TransformerDecoder) -> TransformerDecoder:
     """Gives every parameter a random value, LoRA's B matrices too, large enough to matter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                scale = 1.4 * parameter.shape[-1] ** -0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            elif "magnitude" in name:
-                parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            scale = 1.4 * parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        elif "magnitude" in name:
+            parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
     return model
 
 
 def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> TransformerDecoder:
-    """``"llama" | "untied" | "qwen" | "lora" | "dora" | "lora_output"`` -> a random policy."""
-    builders = {
-        "llama": lambda: llama3_2(**SHAPE),
-        "untied": lambda: llama3_2(**SHAPE, tie_word_embeddings=False),
-        "qwen": lambda: qwen2(**SHAPE, tie_word_embeddings=True),
-        "lora": lambda: lora_llama3_2(**LORA, **SHAPE),
-        "dora": lambda: lora_llama3_2(**LORA, **SHAPE, use_dora=True),
-        "lora_output": lambda: lora_llama3(**LORA, **SHAPE, apply_lora_to_output=True),
-    }
+    """A random policy of ``BUILDERS``, as the recipe prepares it."""
     torch.manual_seed(0)
-    model = builders[kind]()
+    with set_default_dtype(dtype):
+        model = BUILDERS[kind]()
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
-    attend_in_segments(model)
     randomize(model)
     standardize(model)
-    if kind != "qwen":  # whose rows have that order already
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        model.load_state_dict(pairs_to_halves(model.state_dict(), heads))
-    return model.to(dtype)
+    attend_in_segments(model)
+    return model
 
 
 def full_logprobs(model: TransformerDecoder, tokens: torch.Tensor, temperature: float):
-    """The plain way for one row: log-softmax of all logits; [T - 1] log-probs of tokens 1..T-1."""
-    logits = model(tokens[None])[0, :-1].double() / temperature
-    return -F.cross_entropy(logits, tokens[1:], reduction="none")
+    """The plain way for one row: of all logits, [2, T - 1] log-probs of tokens 1..T-1, entropy."""
+    log_p = (model(tokens[None])[0, :-1].double() / temperature).log_softmax(dim=-1)
+    logprobs = log_p.gather(1, tokens[1:, None])[:, 0]
+    return torch.stack([logprobs, -(log_p.exp() * log_p).sum(dim=-1)])
+
+
+def response_rows(model: TransformerDecoder, trajectory: Trajectory, temperature: float):
+    """The plain way for each row's response, 0 where masked: [2, N, L] log-probs and entropy."""
+    mask = trajectory.response_mask
+    result = torch.zeros(2, *mask.shape, dtype=torch.float64)
+    lengths = zip(trajectory.prompt_lengths.tolist(), trajectory.response_lengths.tolist())
+    for row, (prompt, response) in enumerate(lengths):
+        values = full_logprobs(model, trajectory.tokens[row, : prompt + response], temperature)
+        result[:, row, :response] = values[:, prompt - 1 :]
+    return result.where(mask, 0)

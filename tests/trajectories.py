@@ -8,16 +8,14 @@ from policies import VOCAB
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 
-def make_trajectory(
-    prompts: Sequence[int], responses: Sequence[int], *, garbage: int = 0
-) -> Trajectory:
-    """Rows of random tokens; behind each row's end stands ``garbage``."""
+def make_trajectory(prompts: Sequence[int], responses: Sequence[int]) -> Trajectory:
+    """Rows of random tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor(prompts) + torch.tensor(responses)
     tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max())), generator=generator)
     mask = length_mask(torch.tensor(responses), max(responses))
     return Trajectory(
-        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), garbage),
+        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 0),
         prompt_indices=torch.arange(len(prompts)),
         places=torch.arange(len(prompts)),
         prompt_lengths=torch.tensor(prompts),

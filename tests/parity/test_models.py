@@ -8,7 +8,7 @@ import torch
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint, saving_config
 from hf_models import MODELS, VOCAB, hf_folder
 from peft import PeftModel
-from policies import LORA, full_logprobs
+from policies import LORA, response_rows
 from safetensors.torch import load_file, save_file
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import lora_qwen2
@@ -176,22 +176,11 @@ def test_packed_rows_train_like_single_ones(tmp_path, name):
     trajectory = make_groups([5, 9], [4, 7, 6, 2])
     parts = micro_batches(trajectory, group_size=2, pack=True, rows=4)
     logprobs, _ = response_logprobs(model, parts[0].layout, temperature=0.7)
-    rows = []
-    for row, (prompt, length) in enumerate(
-        zip(trajectory.prompt_lengths.tolist(), trajectory.response_lengths.tolist(), strict=True)
-    ):
-        whole = full_logprobs(model, trajectory.tokens[row, : prompt + length], 0.7)
-        rows.append(whole[prompt - 1 :])
+    expected, _ = response_rows(model, trajectory, 0.7)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=1e-4)
     trained = [p for p in model.parameters() if p.requires_grad]
-    packed = torch.cat([logprobs[row, : len(each)] for row, each in enumerate(rows)])
-    single = torch.cat(rows)
-    torch.testing.assert_close(packed.double(), single, atol=1e-4, rtol=1e-4)
-    for a, b in zip(
-        torch.autograd.grad(packed.sum(), trained),
-        torch.autograd.grad(single.sum(), trained),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-3)
+    gradients = [torch.autograd.grad(values.sum(), trained) for values in (logprobs, expected)]
+    torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-3)
 
 
 REFUSED = {
