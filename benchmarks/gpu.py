@@ -21,6 +21,7 @@ Prints each figure's line when it is known, and writes all of a piece to results
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 import json
 import multiprocessing
@@ -45,22 +46,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from checkpoints import TINY as TINY_SHAPE  # noqa: E402
-from checkpoints import llama_checkpoint  # noqa: E402
 from common import (  # noqa: E402
     GROUP,
     LLAMA_1B,
     PROMPT_LENGTHS,
     Words,
     loss_of,
+    random_model,
     random_policy,
     random_prompts,
     random_rows,
     request_of,
 )
 from launches import counted  # noqa: E402
-from llama3_2_1b_on_gsm8k import write_checkpoint  # noqa: E402
 from memory_estimate import estimate  # noqa: E402
-from rollout import make_way  # noqa: E402
+from rollout import make_way, to_transformers  # noqa: E402
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer  # noqa: E402
 from torchtune.training import set_activation_checkpointing  # noqa: E402
 
@@ -383,8 +383,7 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = make_inputs(bench, folder, config)
-        listed = [f"{key}={value}" for key, value in overrides.items()]
-        sys.argv = ["grpo_full_finetune.py", "--config", str(path), *listed]
+        sys.argv = ["grpo_full_finetune.py", "--config", str(path), *overrides]
         try:
             runpy.run_path(str(ROOT / "recipes" / "grpo_full_finetune.py"), run_name="__main__")
         except SystemExit as end:
@@ -392,7 +391,7 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
                 said = last_lines(Path(sys.stderr.name).read_text())
                 raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
         steps = read(folder / "out", "step")
-        cfg = load_config(str(path), listed)
+        cfg = load_config(str(path), overrides)
         memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None
         estimated = estimate(cfg, card=memory, device=bench.device.type)["peak"]
     names = ("step_time", "time/rollout", "time/logprobs", "time/update")
@@ -410,42 +409,36 @@ def three_steps(bench: Bench, config: str) -> dict[str, Any]:
     return figures
 
 
-def make_inputs(bench: Bench, folder: Path, config: str) -> dict[str, Any]:
+def make_inputs(bench: Bench, folder: Path, config: str) -> list[str]:
     """Overrides of a shipped config: its checkpoint and data, made in a folder, and three steps."""
+    common = ["num_steps=3", "eval_dataset=null", "evaluation.every_n_steps=null"]
+    common += ["saving.every_n_steps=null", f"device={bench.device.type}"]
+    if bench.sizes is TINY:
+        from runs import tiny_overrides  # needs more packages than the real sizes do
+
+        return [*tiny_overrides(config, folder), *common, "dtype=fp32"]
     checkpoint, rows = folder / "checkpoint", folder / "rows.jsonl"
+    write_checkpoint(checkpoint)
     with rows.open("w") as file:
         for n in range(64):
             question = f"What is {n} + {n}? " * (1 + n % 8)
             file.write(json.dumps({"question": question, "answer": f"#### {2 * n}"}) + "\n")
-    overrides: dict[str, Any] = {
-        "output_dir": folder / "out",
-        "device": bench.device.type,
-        "num_steps": 3,
-        "eval_dataset": "null",
-        "evaluation.every_n_steps": "null",
-        "saving.every_n_steps": "null",
-        "dataset.source": "json",
-        "dataset.data_files": rows,
-        "dataset.system_prompt": "null",
-        "checkpointer.checkpoint_dir": checkpoint,
-        "tokenizer.path": checkpoint / "tokenizer.model",
-    }
-    if bench.sizes is not TINY:
-        write_checkpoint(checkpoint)
-        return overrides
-    llama_checkpoint(checkpoint)
-    builder = "llama3_2" if "full" in config else "lora_llama3_2"
-    overrides |= {f"model.{key}": value for key, value in TINY_SHAPE.items()}
-    overrides |= {"model.quantize_base": True} if "qlora" in config else {}
-    return overrides | {
-        "model._component_": f"torchtune.models.llama3_2.{builder}",
-        "tokenizer.special_tokens_path": checkpoint / "special_tokens.json",
-        "batch_size": 1,
-        "grpo_samples": 4,
-        "forward_batch_size": 4,
-        "max_generated_tokens": 4,
-        "dtype": "fp32",
-    }
+    return [
+        *common,
+        f"output_dir={folder / 'out'}",
+        "dataset.source=json",
+        f"dataset.data_files={rows}",
+        "dataset.system_prompt=null",
+        f"checkpointer.checkpoint_dir={checkpoint}",
+        f"tokenizer.path={checkpoint / 'tokenizer.model'}",
+    ]
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Random weights at Llama 3.2 1B's shape, and a tokenizer of bytes."""
+    to_transformers(random_model(LLAMA_1B, dtype=torch.bfloat16)).save_pretrained(folder)
+    lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
 
 
 # --- Running --------------------------------------------------------------------------------------
