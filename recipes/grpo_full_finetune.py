@@ -54,7 +54,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = self.run.cfg
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything; what can be wrong with the config fails before weights are read."""
+        """Build everything; what can be wrong with the config fails before weights are read."""
         run = self.run
         checkpoint = run.start()
         self.loss = run.loss
@@ -76,7 +76,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                         self.update(batch, step)
 
     def rollout(self, step: StepMetrics) -> Trajectory:
-        """Rolls out a group for each prompt, scores it, and turns rewards into advantages.
+        """Roll out a group for each prompt, score it, and turn rewards into advantages.
 
         With dynamic sampling in rounds, and only the groups that pass its filter are returned.
         """
@@ -99,7 +99,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         return rows.select(kept.nonzero()[:, 0])
 
     def roll_out(self, prompts: PromptBatch) -> Trajectory:
-        """Samples a group of responses for each prompt: [B*G] rows."""
+        """Sample a group of responses for each prompt: [B*G] rows."""
         return roll_out(
             self.engine,
             prompts,
@@ -124,7 +124,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         )
 
     def advantages(self, scores: RewardScores, kept: Tensor) -> Tensor:
-        """Compares each reward with those of its group: [N]; 0 for rows that are not kept."""
+        """Compare each reward with those of its group: [N]; 0 for rows that are not kept."""
         return reward_advantages(
             scores.total,
             scores.scores,
@@ -136,14 +136,14 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         )
 
     def mini_batches(self, rows: Trajectory, step: StepMetrics) -> list[MiniBatch]:
-        """Deals out the groups to an epoch's optimizer steps, with all log-probs that they need."""
+        """Deal out the groups to an epoch's optimizer steps, with all log-probs that they need."""
         with step.timer("time/logprobs"):
             return mini_batches(
                 rows, self.cfg, loss=self.loss, policy=self.model, reference=self.reference
             )
 
     def update(self, batch: MiniBatch, step: StepMetrics) -> None:
-        """Takes one optimizer step, in micro-batches."""
+        """Take one optimizer step, in micro-batches."""
         self.model.train()
         loss, seen = torch.zeros((), device=self.run.device), []
         for micro_batch in batch.parts:
@@ -201,7 +201,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.run.evaluate(self.engine)
 
     def save_checkpoint(self) -> None:
-        """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
+        """Write the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
         self.run.save(self.model, self.optimizer)
 
     def _stop(self) -> None:
@@ -211,7 +211,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.run.say_how_to_resume()
 
     def cleanup(self) -> None:
-        """Ends what runs beside the recipe: reward processes, loggers, the process group."""
+        """End what runs beside the recipe: reward processes, loggers, the process group."""
         self.run.close(leave_ranks=True)
 
 

@@ -16,7 +16,7 @@ COMMANDS = {  # name -> its function, and what it does
 
 
 def main() -> None:
-    """Runs one of the commands above; any other word is a command of ``tune``."""
+    """Run one of the commands above; any other word is a command of ``tune``."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]

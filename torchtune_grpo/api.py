@@ -130,7 +130,7 @@ class GRPO:
             raise ConfigError([*problems, *(r for r in remarks if r.startswith("device="))])
 
     def _take_folder(self) -> None:
-        """Claims ``output_dir`` and writes the config there; ends the run that had it before."""
+        """Claim ``output_dir`` and write the config there; end the run that had it before."""
         before = GRPO._open.get(self._folder)
         if before is not None:
             before._drop()
@@ -155,7 +155,7 @@ class GRPO:
         return read_metrics(self._folder)
 
     def train(self) -> Path:
-        """Trains up to ``num_steps``, or goes on with it; returns the last checkpoint.
+        """Train up to ``num_steps``, or go on with it; return the last checkpoint.
 
         Ctrl-C saves a checkpoint and raises a KeyboardInterrupt; another call goes on.
         """
@@ -175,7 +175,7 @@ class GRPO:
         return checkpoint_folder(self._folder, run.checkpoints.last_step)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """Measures the current policy on ``eval_data``, or on rows or a file like ``data``.
+        """Measure the current policy on ``eval_data``, or on rows or a file like ``data``.
 
         docs/metrics.md names the numbers.
         """
@@ -236,7 +236,7 @@ class GRPO:
         return texts[0] if is_one else texts
 
     def close(self) -> None:
-        """Ends reward processes, frees the model, and lets other runs use ``output_dir``."""
+        """End reward processes, free the model, and let other runs use ``output_dir``."""
         self._drop()
         if self._is_open:
             release_output_dir(self._folder)
@@ -270,14 +270,14 @@ class GRPO:
         return self._recipe
 
     def _drop(self) -> None:
-        """Ends the recipe; the ranks stay together for the next one."""
+        """End the recipe; the ranks stay together for the next one."""
         recipe, self._recipe = self._recipe, None
         if recipe is not None:
             recipe.run.close()
 
 
 def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
-    """Sets ``name=value``, where ``loss_kl_coeff`` is ``loss.kl_coeff``."""
+    """Set ``name=value``, where ``loss_kl_coeff`` is ``loss.kl_coeff``."""
     key, known = name, GRPOConfig.model_fields
     if name not in known:
         heads = [name[:i] for i, letter in enumerate(name) if letter == "_" and name[:i] in known]

@@ -127,7 +127,7 @@ class Run:
         return None if self.cfg.eval_dataset is None else self.load_dataset("eval_dataset")
 
     def load_dataset(self, key: str, **overrides: Any) -> Any:
-        """Loads the data set of a key, and checks it against the rewards and the model."""
+        """Load the data set of a key, and check it against the rewards and the model."""
         if key in self._rows:
             overrides["rows"] = self._rows[key]
         dataset = instantiate(key, getattr(self.cfg, key), self.tokenizer, **overrides)
@@ -135,7 +135,7 @@ class Run:
         return dataset
 
     def check_dataset(self, dataset: Any, key: str) -> None:
-        """Checks that rewards can score answers to its rows, and that its prompts fit the model."""
+        """Check that rewards can score answers to its rows, and that its prompts fit the model."""
         self.rewards.check_data(dataset, key=key)
         check_prompts(
             self.cfg,
@@ -147,14 +147,14 @@ class Run:
 
     @cached_property
     def sampler(self) -> Any:
-        """Decides which prompts come next."""
+        """The sampler, which decides which prompts come next."""
         sampler = make_sampler(self.cfg.sampler, self.dataset, seed=self.cfg.seed)
         sampler.next(self.cfg.batch_size * parallel.world_size())  # fails if there are too few
         return sampler
 
     @cached_property
     def evaluator(self) -> Evaluator | None:
-        """Evaluates policies on the held-out prompts, if there are any."""
+        """The evaluator of policies on the held-out prompts, if there are any."""
         if self.eval_dataset is None:
             return None
         return self.make_evaluator(self.eval_dataset)
@@ -183,7 +183,7 @@ class Run:
         params: SamplingParams,
         seed: int,
     ) -> Trajectory:
-        """Samples a group of responses for each item, outside of training: [B*G] rows."""
+        """Sample a group of responses for each item, outside of training: [B*G] rows."""
         return roll_out(
             engine,
             collate_prompts(items),
@@ -196,7 +196,7 @@ class Run:
         )
 
     def make_evaluator(self, dataset: Any) -> Evaluator:
-        """Evaluates policies on a data set, as the run's evaluations do."""
+        """An evaluator on a data set, which does as the run's evaluations do."""
         return Evaluator(self.cfg, dataset, tokenizer=self.tokenizer, rewards=self.rewards)
 
     @cached_property
@@ -206,7 +206,7 @@ class Run:
 
     @cached_property
     def recorder(self) -> Recorder:
-        """Records the run."""
+        """The recorder of the run."""
         return Recorder(
             self.cfg,
             self.given,
@@ -226,7 +226,7 @@ class Run:
         return should_shard(self.cfg, device=self.device)
 
     def check(self, *, read_data: bool = True) -> tuple[list[str], list[str]]:
-        """Makes all that needs no weights; returns mistakes, and remarks on what is not checked."""
+        """Make all that needs no weights; return mistakes, and remarks on what is not checked."""
         problems, remarks = Problems(), Problems()
         with remarks.noted():
             find_device(self.cfg.device)
@@ -246,7 +246,7 @@ class Run:
         return list(dict.fromkeys(problems)), remarks
 
     def join(self) -> None:
-        """Joins the other ranks, prepares the model's folder and checks it."""
+        """Join the other ranks, prepare the model's folder and check it."""
         is_cpu = self.device.type == "cpu"
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
         check_model(self.cfg)
@@ -255,7 +255,7 @@ class Run:
             limit_threads(self.empty_model)
 
     def start(self) -> Path | None:
-        """Takes ``output_dir`` and makes all that needs no weights, so that mistakes fail here.
+        """Take ``output_dir`` and make all that needs no weights, so that mistakes fail here.
 
         Returns the checkpoint to resume from, if the config says so.
         """
@@ -279,7 +279,7 @@ class Run:
         return torch.device("cpu") if self.is_sharded else self.device
 
     def build_policy(self) -> TransformerDecoder:
-        """Builds the policy with the weights that training starts from, the same on all ranks."""
+        """Build the policy with the weights that training starts from, the same on all ranks."""
         model = build_policy(self.cfg, self.checkpoints.base_weights(), device=self.home)
         parallel.broadcast_trained_parameters(model)
         return model
@@ -291,11 +291,11 @@ class Run:
         return make_reference(policy, self.cfg)
 
     def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
-        """Generates responses with the policy's current weights."""
+        """The engine that generates responses with the policy's current weights."""
         return make_engine(policy, self.cfg.rollout, is_sharded=self.is_sharded, device=self.device)
 
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
-        """Generates responses with a checkpoint's weights; None = those before training."""
+        """The engine with a checkpoint's weights; None = those before training."""
         start = " with ".join(
             filter(None, [self.cfg.checkpointer.checkpoint_dir, self.cfg.adapter_dir])
         )
@@ -318,7 +318,7 @@ class Run:
         return None
 
     def prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
-        """Compiles, checkpoints and shards the layers, after all that copies or loads weights."""
+        """Compile, checkpoint and shard the layers, after all that copies or loads weights."""
         if self.cfg.compile:
             training.compile_model(policy, verbose=False)
         if self.cfg.enable_activation_checkpointing:
@@ -334,7 +334,7 @@ class Run:
 
     @contextmanager
     def session(self, *, stop: Callable[[], None]) -> Iterator[None]:
-        """Handles signals, shows the progress and profiles; ``stop`` is called after a signal."""
+        """Handle signals, show the progress and profile; ``stop`` is called after a signal."""
         with (
             self.interrupts.handled(stop),
             self.recorder.running(done=self.step),
@@ -345,7 +345,7 @@ class Run:
     def steps(
         self, *, evaluate: Callable[[], None], save: Callable[[], None]
     ) -> Iterator[StepMetrics]:
-        """Gives each step's metrics to be filled; logs, evaluates and saves when it is done."""
+        """Give each step's metrics to be filled; log, evaluate and save when it is done."""
         evaluate_every = self.cfg.evaluation.every_n_steps
         save_every = self.cfg.saving.every_n_steps
         if self._is_due(evaluate_every):
@@ -388,7 +388,7 @@ class Run:
         self.sampler.learn(seen["prompt_index"], seen["pass_rate"])
 
     def evaluate(self, engine: RolloutEngine) -> None:
-        """Evaluates the policy, unless the run that is resumed already has."""
+        """Evaluate the policy, unless the run that is resumed already has."""
         if self.evaluator is None or self.recorder.has_evaluation(self.step):
             return
         self.interrupts.boundary()
@@ -410,7 +410,7 @@ class Run:
     # --- Checkpoints -----------------------------------------------------------------------------
 
     def save(self, policy: TransformerDecoder, optimizer: PolicyOptimizer) -> None:
-        """Writes the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
+        """Write the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
         state = {
             "step": self.step,
             "optimizer": optimizer_state(optimizer.optimizer),
@@ -429,7 +429,7 @@ class Run:
         optimizer: PolicyOptimizer,
         state: Mapping[str, Any] | None,
     ) -> None:
-        """Goes on from what :meth:`save` has written; None: tries whether it could save."""
+        """Go on from what :meth:`save` has written; None: try whether it could save."""
         if state is None:
             self.checkpoints.rehearse(policy, optimizer.optimizer)
             return
@@ -448,11 +448,11 @@ class Run:
         self._judge()
 
     def say_how_to_resume(self) -> None:
-        """Logs how to go on after an interrupt."""
+        """Log how to go on after an interrupt."""
         utils.log_rank_zero(log, self.checkpoints.how_to_resume())
 
     def close(self, *, leave_ranks: bool = False) -> None:
-        """Ends reward processes, loggers and, if asked, the group of ranks."""
+        """End reward processes, loggers and, if asked, the group of ranks."""
         for part in ("rewards", "recorder"):
             if part in vars(self):
                 getattr(self, part).close()
@@ -461,7 +461,7 @@ class Run:
 
 
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Decorates a recipe's entry point, as ``torchtune.config.parse`` does.
+    """Decorate a recipe's entry point, as ``torchtune.config.parse`` does.
 
     Overrides may also reach into lists, and errors end in one line: see :func:`load_config` and
     :func:`~torchtune_grpo.config.text.errors_in_one_line`.

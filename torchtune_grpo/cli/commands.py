@@ -19,7 +19,7 @@ CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric l
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a run and change its config."""
+    """Add the arguments that name a run and change its config."""
     parser.add_argument("run", help="name of a shipped config, a file, or the folder of a run")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the config, as for `tune run`"
@@ -39,11 +39,6 @@ def run_config(args: argparse.Namespace) -> DictConfig:
     if own and parallel.rank() == 0:
         print(f"Left out, as keys of another recipe: {', '.join(own)}")
     return cfg
-
-
-def open_run(args: argparse.Namespace) -> Run:
-    """The run that the arguments name."""
-    return Run(run_config(args))
 
 
 def config() -> None:
@@ -92,7 +87,7 @@ def sample() -> None:
     parser.add_argument("--base", action="store_true", help="take the weights before training")
     args = parser.parse_intermixed_args()
     with errors_in_one_line():
-        run = open_run(args)
+        run = Run(run_config(args))
         run.join()
         _print_samples(run, args)
         run.close()

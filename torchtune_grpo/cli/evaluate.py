@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> Run:
 def evaluate(
     run: Run, *, base: bool = False, checkpoint: str | None = None, by: str | None = None
 ) -> dict[str, Any]:
-    """Evaluates a run's policy before and after training; every rank has to call it.
+    """Evaluate a run's policy before and after training; every rank has to call it.
 
     ``base``: only before training. ``checkpoint``: a folder in ``output_dir``; None = the newest.
     Prompts are grouped by their values in the column ``by``. docs/evaluation.md describes the

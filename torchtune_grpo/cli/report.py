@@ -7,7 +7,7 @@ from torchtune_grpo.monitor.report import write_comparison, write_page
 
 
 def main() -> None:
-    """Writes a page of one run, or one that compares several, and prints its headline and path."""
+    """Write a page of one run, or one that compares several, and print its headline and path."""
     parser = argparse.ArgumentParser(
         prog="torchtune-grpo report", description="Writes a run as one HTML page."
     )

@@ -32,7 +32,7 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Has the hooks below called when the modules of torchtune that they extend are imported.
+    """Have the hooks below called when the modules of torchtune that they extend are imported.
 
     Calling it again, or after torchtune was imported, does no harm.
     """
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def add_recipes(registry: ModuleType) -> None:
-    """Appends our recipes to torchtune's list, `torchtune._recipe_registry`, unless it has them."""
+    """Append our recipes to torchtune's list, `torchtune._recipe_registry`, unless it has them."""
     from torchtune_grpo.config import command_line
 
     known = {recipe.name for recipe in registry._ALL_RECIPES}
@@ -61,7 +61,7 @@ def add_recipes(registry: ModuleType) -> None:
 
 
 def end_torchrun_briefly(run: ModuleType) -> None:
-    """Ends `tune run` with a failed rank's own error instead of torchrun's traceback.
+    """End `tune run` with a failed rank's own error instead of torchrun's traceback.
 
     For our recipe and files that mention this package, as copies of it do. A rank that a signal
     killed is reported in one line. `TORCHTUNE_GRPO_TRACEBACK=1` shows everything.
@@ -96,7 +96,7 @@ def end_torchrun_briefly(run: ModuleType) -> None:
 
 
 def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Logs a hook's failure, so that stock `tune` goes on without our recipes."""
+    """Log a hook's failure, so that stock `tune` goes on without our recipes."""
 
     @functools.wraps(hook)
     def guarded(module: ModuleType) -> None:

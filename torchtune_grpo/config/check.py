@@ -21,7 +21,7 @@ from torchtune_grpo.config.text import ConfigError, Problems
 
 
 def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
-    """Constructs the component of the config's key ``name``, as torchtune's ``instantiate`` does.
+    """Construct the component of the config's key ``name``, as torchtune's ``instantiate`` does.
 
     Whatever it raises becomes a ValueError with the component's own message behind the key.
     """
@@ -46,7 +46,7 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
 
 
 def check_component(name: str, node: DictConfig) -> None:
-    """Raises a ConfigError if a component cannot be imported or does not take an argument.
+    """Raise a ConfigError if a component cannot be imported or does not take an argument.
 
     Whether it takes the values is up to the component, but for their annotated types.
     """
@@ -99,7 +99,7 @@ T = TypeVar("T", bound=GRPOConfig)
 
 
 def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ignore[assignment]
-    """Reads and checks a config; raises a ConfigError with all mistakes.
+    """Read and check a config; raises a ConfigError with all mistakes.
 
     Settings without effect are logged. ``table`` is a subclass where a recipe has keys of its own.
     """

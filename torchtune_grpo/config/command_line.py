@@ -19,7 +19,7 @@ REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's
 
 
 def extend_import_path(*folders: Path) -> None:
-    """Appends the working folder, as torchtune does, and others."""
+    """Append the working folder, as torchtune does, and others."""
     for folder in (os.getcwd(), *map(str, folders)):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -54,7 +54,7 @@ def hub_name(folder: Path) -> str | None:
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Reads a config, and changes it as the command line says.
+    """Read a config, and change it as the command line says.
 
     Args:
         name: of a shipped config, or a file's path; its folder becomes importable. Its key
@@ -99,7 +99,7 @@ def _on_top_of(base: DictConfig, cfg: DictConfig) -> DictConfig:
 
 
 def apply_override(cfg: DictConfig, override: str) -> None:
-    """Changes a config as ``key=value`` or ``~key`` says; raises a ValueError if it cannot."""
+    """Change a config as ``key=value`` or ``~key`` says; raises a ValueError if it cannot."""
     key, is_set, text = override.partition("=")
     removed = key.startswith("~")
     if not key or not (is_set or removed) or key.startswith("-"):
@@ -115,7 +115,7 @@ def apply_override(cfg: DictConfig, override: str) -> None:
 
 
 def set_key(cfg: DictConfig, key: str, value: Any) -> None:
-    """Sets a dotted key; a text in the place of a component names another component."""
+    """Set a dotted key; a text in the place of a component names another component."""
     now = OmegaConf.select(cfg, key, throw_on_missing=False)
     if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:
         key += "._component_"
@@ -131,7 +131,7 @@ def _remove(cfg: DictConfig, key: str) -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    """Reads a value as YAML does, but ``None`` as null and a checkpoint's number as text."""
+    """Read a value as YAML does, but ``None`` as null and a checkpoint's number as text."""
     if text == "None":
         return None
     if key.endswith("max_filename"):

@@ -87,7 +87,7 @@ class Keys(BaseModel):
 
 
 def read(table: type[T], values: Mapping[str, Any]) -> T:
-    """Reads a table from plain values; raises a ConfigError with a sentence for each mistake."""
+    """Read a table from plain values; raises a ConfigError with a sentence for each mistake."""
     try:
         return table.model_validate(values)
     except ValidationError as error:

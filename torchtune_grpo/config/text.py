@@ -49,7 +49,7 @@ def describe(error: BaseException, *, frames: int = 0) -> str:
 
 
 def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
-    """Reads the JSON object in a file of the folder that the config's ``key`` names."""
+    """Read the JSON object in a file of the folder that the config's ``key`` names."""
     try:
         content = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
         found = type(content).__name__
@@ -61,7 +61,7 @@ def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
 
 
 def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
-    """Turns any value into one that ``json.dumps`` writes as valid JSON; never fails.
+    """Turn any value into one that ``json.dumps`` writes as valid JSON; never fails.
 
     Sets, tuples, arrays and tensors become lists, keys texts, and numbers that are not finite None.
     Everything else becomes its text: integers beyond 64 bits too (in hexadecimal), and what is
@@ -121,14 +121,14 @@ class Problems(list[str]):
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Collects a ValueError raised in the block instead of letting it through."""
+        """Collect a ValueError raised in the block instead of letting it through."""
         try:
             yield
         except ValueError as error:
             self += problems_in(error)
 
     def raise_any(self) -> None:
-        """Raises a ConfigError if mistakes were collected."""
+        """Raise a ConfigError if mistakes were collected."""
         if self:
             raise ConfigError(self)
 
@@ -141,7 +141,7 @@ def problems_in(error: BaseException) -> list[str]:
 
 @contextmanager
 def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) -> Iterator[None]:
-    """Ends the process with exit code 1 where the block fails; the last line is ``Error: ...``.
+    """End the process with exit code 1 where the block fails; the last line is ``Error: ...``.
 
     Config errors and this package's own errors say what to do; for any other, the traceback is
     printed above that line. ``TORCHTUNE_GRPO_TRACEBACK=1`` prints every traceback. Errors that all

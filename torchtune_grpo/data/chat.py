@@ -237,7 +237,7 @@ class PromptEncoder:
 
 
 def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
-    """Finds where a control token's name starts, for the names that `encode` takes as control."""
+    """Find where a control token's name starts, for the names that `encode` takes as control."""
     special_tokens = getattr(tokenizer, "special_tokens", None) or {}
     names = [
         name

@@ -173,7 +173,7 @@ class Evaluator:
             )
 
     def __call__(self, engine: RolloutEngine, *, state: TrainerState | None = None) -> Evaluation:
-        """Evaluates the engine's policy; every rank has to call it. Rewards get the ``state``."""
+        """Evaluate the engine's policy; every rank has to call it. Rewards get the ``state``."""
         begun = time.perf_counter()
         mine = range(rank(), len(self._dataset), world_size())
         # A rank without a prompt answers one in vain: a sharded model needs every rank.

@@ -61,7 +61,7 @@ class Watch:
         return [*self._current.values()]
 
     def add(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Reads a step or an evaluation; returns what begins or ends (``event``) with it."""
+        """Read a step or an evaluation; return what begins or ends (``event``) with it."""
         self._run.add(event)
         is_step = event["kind"] == "step"
         signs: dict[str, tuple[str, Advice]] = {}
@@ -116,7 +116,7 @@ class Run:
         self._evaluated = 0  # steps before the last evaluation
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Reads a step or an evaluation."""
+        """Read a step or an evaluation."""
         values = {name: _number(value) for name, value in event.items()}
         if event["kind"] == "step":
             self.steps.append(values)

@@ -35,7 +35,7 @@ class StepMetrics:
         self.updates = 0  # optimizer steps
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """Adds values to the mean called ``name``; NaN means "does not apply"."""
+        """Add values to the mean called ``name``; NaN means "does not apply"."""
         values = values.detach().double()
         applies = ~values.isnan()
         values = values.where(applies, 0)
@@ -44,23 +44,23 @@ class StepMetrics:
     def add_sum(
         self, name: str, total: Tensor, count: Tensor | float, squares: Tensor | float = 0.0
     ) -> None:
-        """Adds ``count`` values of sum ``total`` to the mean called ``name``."""
+        """Add ``count`` values of sum ``total`` to the mean called ``name``."""
         sums = torch.stack([_on_device(v, total.device) for v in (total, squares, count)])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def add_max(self, name: str, value: Tensor | float) -> None:
-        """Keeps the largest value, a scalar."""
+        """Keep the largest value, a scalar."""
         value = torch.as_tensor(value).detach().double()
         known = self._largest.get(name, value)
         self._largest[name] = torch.maximum(known, value)
 
     def add_min(self, name: str, value: Tensor | float) -> None:
-        """Keeps the smallest value."""
+        """Keep the smallest value."""
         self.add_max(_NEGATED + name, -value)
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the seconds that the block takes to ``name``."""
+        """Add the seconds that the block takes to ``name``."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
@@ -68,14 +68,14 @@ class StepMetrics:
         self._seconds[name] += time.perf_counter() - start
 
     def add_numbers(self, numbers: Mapping[str, float]) -> None:
-        """Adds numbers that are the same on all ranks."""
+        """Add numbers that are the same on all ranks."""
         for name, value in numbers.items():
             self.add_max(name, value)
 
     def add_rollout(
         self, trajectory: Trajectory, scores: RewardScores, kept: Tensor, *, group_size: int
     ) -> None:
-        """Adds the rewards and the completions of N rows with advantages.
+        """Add the rewards and the completions of N rows with advantages.
 
         Rows that are not ``kept`` [N] were sampled and are not trained on.
         """
@@ -116,7 +116,7 @@ class StepMetrics:
         self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
 
     def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        """Adds how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
+        """Add how far the trainer's log-probs [N, L] are from the sampler's, under one policy."""
         gap = (logprobs - trajectory.sampler_logprobs).abs()
         is_trained = trajectory.response_mask
         self.add_values("sampling/sampling_logp_difference/mean", gap.where(is_trained, math.nan))
@@ -125,7 +125,7 @@ class StepMetrics:
             self.add_max("sampling/sampling_logp_difference/max", largest)
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
-        """Adds the loss's statistics of n rows, and their entropy [n, L]."""
+        """Add the loss's statistics of n rows, and their entropy [n, L]."""
         self.add_values("entropy", entropy.where(response_mask, math.nan))
         count = response_mask.sum()
         for name, total in output.sums.items():

@@ -81,7 +81,7 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Record:
-    """Records an event, and returns it as it reads back."""
+    """Record an event, and return it as it reads back."""
     named = {"kind": kind, "step": step}
     event: Record = plain(named | dict(values) | named)
     _append(folder / RUN_FILE, _encoded([event]))
@@ -89,7 +89,7 @@ def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Rec
 
 
 def append_groups(folder: Path, groups: Sequence[Sequence[Record]], *, done: float) -> None:
-    """Records whole groups of completions, in plain values, while there is room for them.
+    """Record whole groups of completions, in plain values, while there is room for them.
 
     ``done`` is the share of the run that is over: 1 MiB and that share of 64 MiB may be filled.
     """
@@ -104,7 +104,7 @@ def append_groups(folder: Path, groups: Sequence[Sequence[Record]], *, done: flo
 
 
 def keep_until(folder: Path, step: int) -> None:
-    """Drops what was recorded after ``step``: a resumed run does those steps again.
+    """Drop what was recorded after ``step``: a resumed run does those steps again.
 
     Killed at any moment, it leaves either the old file or the new one, and next time works.
     """

@@ -70,7 +70,7 @@ class Recorder:
             self._metric_logger.log_config(given)
 
     def resume(self, step: int) -> None:
-        """Forgets what was recorded after the step that the run goes on from."""
+        """Forget what was recorded after the step that the run goes on from."""
         self.evaluations, self._num_tokens = on_first_rank(self._keep_until, step)
 
     def _keep_until(self, step: int) -> tuple[list[Record], float]:
@@ -83,7 +83,7 @@ class Recorder:
 
     @contextmanager
     def running(self, *, done: int) -> Iterator[None]:
-        """Shows the progress from step ``done`` on; at the end writes the page and a summary."""
+        """Show the progress from step ``done`` on; at the end write the page and a summary."""
         on_first_rank(append, self._folder, "start", done, _start(self._given, self._device))
         accuracy = f"rewards/{self._decider}/mean"
         with ProgressLine(self._cfg.num_steps, done=done, accuracy=accuracy) as self._progress:
@@ -96,12 +96,12 @@ class Recorder:
                 log.info(line)
 
     def progress(self, now: Progress) -> None:
-        """Shows how far a rollout is."""
+        """Show how far a rollout is."""
         if self._progress is not None:
             self._progress.rollout(now)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, list[Any]]:
-        """Records a finished step; every rank has to call it.
+        """Record a finished step; every rank has to call it.
 
         Returns ``prompt_index``, ``pass_rate`` and ``reward`` of all groups of all ranks.
         """
@@ -118,7 +118,7 @@ class Recorder:
         return prompts
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Records an evaluation after so many steps; every rank has to call it."""
+        """Record an evaluation after so many steps; every rank has to call it."""
         metrics = {**evaluation.metrics, "time/eval": evaluation.seconds}
         event = on_first_rank(self._write, "evaluation", step, metrics, evaluation.prompts)
         self.evaluations.append(event)
@@ -129,14 +129,14 @@ class Recorder:
         return any(event["step"] == step for event in self.evaluations)
 
     def close(self) -> None:
-        """Ends the metric logger."""
+        """End the metric logger."""
         if rank() == 0:
             self._metric_logger.close()
 
     def _write(
         self, kind: str, step: int, metrics: Mapping[str, float], prompts: Mapping[str, list[Any]]
     ) -> Record:
-        """Records a step or an evaluation, and the findings that begin or end with it."""
+        """Record a step or an evaluation, and the findings that begin or end with it."""
         event = append(self._folder, kind, step, {**metrics, "prompts": prompts})
         self._metric_logger.log_dict(metrics, step=step)
         for finding in self._findings.add(event):
@@ -148,7 +148,7 @@ class Recorder:
         return event
 
     def _write_page(self) -> None:
-        """Writes the page; a run goes on without it."""
+        """Write the page; a run goes on without it."""
         if rank() > 0:
             return
         try:
@@ -166,11 +166,11 @@ class GroupRecorder:
         self._trainer_logprobs: dict[tuple[int, ...], float] = {}
 
     def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
-        """Notes N rows with advantages, whole groups, and their rewards."""
+        """Note N rows with advantages, whole groups, and their rewards."""
         self._rollouts.append((trajectory, scores))
 
     def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        """Notes the trainer's log-probs [N, L] of an update's rows, before it."""
+        """Note the trainer's log-probs [N, L] of an update's rows, before it."""
         means = _mean_logprobs(trajectory, logprobs)
         self._trainer_logprobs |= dict(zip(_identities(trajectory), means, strict=True))
 
@@ -246,7 +246,7 @@ class GroupRecorder:
 
 
 def make_profiler(node: DictConfig | None) -> Any:
-    """Constructs the config's profiler, or one that does nothing."""
+    """Construct the config's profiler, or one that does nothing."""
     if node is None or node.get("enabled") is False:
         return training.DummyProfiler()
     return instantiate("profiler", node)[0]

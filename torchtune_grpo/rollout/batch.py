@@ -83,7 +83,7 @@ class GroupRollout:
         self.transcript = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
 
     def run(self, must_stop: Callable[[], bool]) -> Samples:
-        """Samples all rows, or as many as it can until it must stop."""
+        """Sample all rows, or as many as it can until it must stop."""
         if self._graphs is not None:  # recorded steps are valid while no tensor moves
             held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
             self._graphs.drop_unless_at(chain.from_iterable(held))
@@ -105,7 +105,7 @@ class GroupRollout:
         )
 
     def replace_ended(self) -> bool:
-        """Removes ended rows and starts waiting ones in their places; True if any were started."""
+        """Remove ended rows and start waiting ones in their places; True if any were started."""
         places = self._remove_ended()
         new = self._next_rows(self._max_rows - len(self.live) + len(places))
         if not places and not new:
@@ -129,7 +129,7 @@ class GroupRollout:
         return bool(new)
 
     def _remove_ended(self) -> list[int]:
-        """Finds the rows that have ended, and returns their places, ascending."""
+        """Find the rows that have ended, and return their places, ascending."""
         if not self.live:
             return []
         ends = self.transcript.ends(
@@ -153,7 +153,7 @@ class GroupRollout:
         return places
 
     def _next_rows(self, room: int) -> list[Row]:
-        """Takes waiting rows, and prefills prompts that are not in the cache yet."""
+        """Take waiting rows, and prefill prompts that are not in the cache yet."""
         rows: list[Row] = []
         parts: list[list[Prompt]] = []  # of prompts that are prefilled side by side
         tokens_left = 0
@@ -177,7 +177,7 @@ class GroupRollout:
         return rows
 
     def _start(self, new: list[Row]) -> None:
-        """Samples the first token of new rows from what their prompts predict."""
+        """Sample the first token of new rows from what their prompts predict."""
         places = [self.live.index(row) for row in new]
         logits = torch.stack([row.prompt.logits for row in new])
         self.transcript.begin([row.prompt.tokens for row in new], places=places)
@@ -190,7 +190,7 @@ class GroupRollout:
                 row.prompt.logits = None
 
     def decode(self) -> None:
-        """Samples the next token of every live row."""
+        """Sample the next token of every live row."""
         longest = max(row.count for row in self.live)
         self._cache.grow(longest)
         layout, request = self.layout, self._request
@@ -208,7 +208,7 @@ class GroupRollout:
             row.count += 1
 
     def _step(self, *, width: int) -> None:
-        """Feeds every live row its last token and samples the next; never waits for the device."""
+        """Feed every live row its last token and sample the next; never waits for the device."""
         at = self.layout
         tokens = self.transcript.tokens[at.rows, at.last]
         logits = self._decoder.decode(tokens, at, self._cache, width=width)
@@ -257,21 +257,21 @@ class Transcript:
             self._seen = buffers.take("seen", (places, vocab), dtype=torch.bool)
 
     def begin(self, prompts: Sequence[Sequence[int]], *, places: Sequence[int]) -> None:
-        """Marks the prompts' tokens as seen by the rows that begin in these places."""
+        """Mark the prompts' tokens as seen by the rows that begin in these places."""
         if self._seen is not None:
             for place, prompt in zip(places, prompts, strict=True):
                 self._seen[place] = False
                 self._seen[place, list(prompt)] = True
 
     def move(self, *, source: int, target: int) -> None:
-        """Moves a row to another place."""
+        """Move a row to another place."""
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 
     def sample(
         self, logits: Tensor, *, rows: Tensor, last: Tensor | None, places: Tensor | slice
     ) -> None:
-        """Samples the next token of n rows from logits [n, V], without waiting for the device.
+        """Sample the next token of n rows from logits [n, V], without waiting for the device.
 
         ``rows`` [n] are their numbers, ``last`` [n] the place of each one's last token, None before
         the first, and ``places`` where they are among the rows of a step.

@@ -56,12 +56,12 @@ class GroupCache:
         return self.prompts[0].shape[3]
 
     def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
-        """Reserves room; what is large enough, and not more than twice that, is kept."""
+        """Reserve room; what is large enough, and not more than twice that, is kept."""
         _grow(self.prompts, prompts, prompt_width, self.shape, keep=False)
         _grow(self.rows, rows, self.rounded(width), self.shape, keep=False)
 
     def grow(self, width: int) -> None:
-        """Makes room for ``width`` response tokens, to the next whole block."""
+        """Make room for ``width`` response tokens, to the next whole block."""
         if width > self.rows[0].shape[3]:
             rows = self.rows[0].shape[1]
             _grow(self.rows, rows, self.rounded(width), self.shape, keep=True)
@@ -71,12 +71,12 @@ class GroupCache:
         return self.prompts + self.rows
 
     def move(self, *, source: int, target: int, length: int) -> None:
-        """Copies a row's first ``length`` keys and values to another row's place."""
+        """Copy a row's first ``length`` keys and values to another row's place."""
         for cached in self.rows:
             cached[:, target, :, :length] = cached[:, source, :, :length]
 
     def clear_row(self, place: int) -> None:
-        """Zeroes a row: what is masked still has to be finite, since 0 * nan is nan."""
+        """Zero a row: what is masked still has to be finite, since 0 * nan is nan."""
         for cached in self.rows:
             cached[:, place] = 0
 
@@ -165,7 +165,7 @@ class RowLayout:
         few_shapes: bool,
         dtype: torch.dtype,
     ) -> None:
-        """Reserves room for n = ``places`` and a bias of ``columns``.
+        """Reserve room for n = ``places`` and a bias of ``columns``.
 
         ``few_shapes`` lays the grid out for all ``slots`` and whole groups at all times, so that n
         is all that its shape depends on.
@@ -183,7 +183,7 @@ class RowLayout:
         self.prompt_width = self.width = 0
 
     def update(self, live: Sequence[Row]) -> None:
-        """Describes other live rows, in the order of their places in the cache."""
+        """Describe other live rows, in the order of their places in the cache."""
         slots = [row.prompt.slot for row in live]
         columns: list[int] = []  # of each row among those of its slot
         rows_of = dict.fromkeys(slots, 0)
@@ -231,7 +231,7 @@ class RowLayout:
         self.scatter = self._buffers.put("scatter", cell.flatten())
 
     def show(self, *, prompt_width: int, width: int) -> None:
-        """Writes the bias for other widths; :meth:`show_last` brings it up to date."""
+        """Write the bias for other widths; :meth:`show_last` brings it up to date."""
         if (prompt_width, width) == (self.prompt_width, self.width):
             return
         self.prompt_width, self.width = prompt_width, width
@@ -243,12 +243,12 @@ class RowLayout:
         self.bias = bias.zero_().masked_fill_(~visible[:, None, None], -torch.inf)
 
     def show_last(self) -> None:
-        """Lets every row see its last token."""
+        """Let every row see its last token."""
         own = self.bias[:, 0, 0, self.prompt_width :]
         own.index_put_((self.places, self.last), self._zero)
 
     def advance(self, places: Tensor | None = None) -> None:
-        """Counts one more token of the live rows, or of those in some places."""
+        """Count one more token of the live rows, or of those in some places."""
         if places is None:
             self._moving += self._is_live
         else:

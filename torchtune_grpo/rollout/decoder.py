@@ -48,7 +48,8 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
             return f"layer {index}'s attention is a {type(attn).__name__}"
         if type(mlp) is not FeedForward:
             return f"layer {index}'s feed-forward is a {type(mlp).__name__}"
-        for module in (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, mlp.w1, mlp.w2):
+        gates = (mlp.w1, mlp.w2) if mlp.w3 is None else (mlp.w1, mlp.w2, mlp.w3)
+        for module in (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, *gates):
             if type(module) not in KINDS:
                 return f"layer {index} has a {type(module).__name__}"
     return None
@@ -124,7 +125,7 @@ class NativeDecoder:
         yield self._output
 
     def reserve(self, positions: int) -> None:
-        """Prepares rotations for positions 0 to ``positions - 1``."""
+        """Prepare rotations for positions 0 to ``positions - 1``."""
         for rotation in self._rotations.values():
             rotation.reserve(positions, device=self.device)
 
@@ -146,7 +147,7 @@ class NativeDecoder:
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
     ) -> Tensor:
-        """Runs prompts side by side, without padding, and caches their keys and values in slots.
+        """Run prompts side by side, without padding, and cache their keys and values in slots.
 
         Returns [prompts, V], the logits of the token behind each prompt, in float32.
         """
@@ -156,7 +157,7 @@ class NativeDecoder:
         return self._unembed(h[attention.ends])
 
     def decode(self, tokens: Tensor, at: RowLayout, cache: GroupCache, *, width: int) -> Tensor:
-        """Feeds every live row its last token: [n] -> [n, V] logits of the next one, in float32.
+        """Feed every live row its last token: [n] -> [n, V] logits of the next one, in float32.
 
         ``width`` is the number of tokens of the longest response, or more; the layout shows it.
         """
@@ -315,7 +316,7 @@ class Rotation:
         return [] if self._table is None else [self._table]
 
     def reserve(self, positions: int, *, device: torch.device) -> None:
-        """Makes the table for positions 0 to ``positions - 1``, unless there is one."""
+        """Make the table for positions 0 to ``positions - 1``, unless there is one."""
         if type(self._module) is not HalfRotation:
             return
         if self._table is not None and len(self._table) >= positions:

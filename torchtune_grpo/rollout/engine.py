@@ -147,7 +147,7 @@ class NativeEngine:
 def _make_decoder(
     model: TransformerDecoder, *, merge_adapters: str, device: torch.device
 ) -> NativeDecoder:
-    """Chooses the dtype, and whether to merge adapters, by exactness and memory."""
+    """Choose the dtype, and whether to merge adapters, by exactness and memory."""
     dtype = model.tok_embeddings.weight.dtype
     free = free_bytes(device) / 2
     choices = [(dtype, False)]
@@ -220,7 +220,7 @@ class TorchtuneEngine:
         prompt: Sequence[int],
         must_stop: Callable[[], bool],
     ) -> tuple[list[int], int]:
-        """Samples rows [n] of one prompt of P tokens until all have ended, or it must stop.
+        """Sample rows [n] of one prompt of P tokens until all have ended, or it must stop.
 
         Returns the lengths at which they ended, 0 for those that did not, and the number of tokens
         sampled for each.

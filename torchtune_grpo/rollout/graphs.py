@@ -70,14 +70,14 @@ class StepGraphs:
         self._fails = False
 
     def drop_unless_at(self, tensors: Iterable[Tensor]) -> None:
-        """Drops what was recorded if it would read or write elsewhere than in these tensors."""
+        """Drop what was recorded if it would read or write elsewhere than in these tensors."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             self._replays.clear()
             self._addresses = addresses
 
     def run(self, step: Step, *, shape: Hashable) -> None:
-        """Runs a step, or what was recorded of another one of its shape."""
+        """Run a step, or what was recorded of another one of its shape."""
         if self._fails or shape not in self._replays:
             step()
             if len(self._replays) == self.MOST:
@@ -110,7 +110,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def __call__(self, step: Step) -> Step:
-        """Captures a step, which does not run it."""
+        """Capture a step, which does not run it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -97,7 +97,7 @@ class RolloutLinear:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Updates all copies from the modules' weights."""
+        """Update all copies from the modules' weights."""
         self._refresh_weight()
         if sum(self.ranks):
             self._refresh_adapters()
@@ -146,7 +146,7 @@ class RolloutLinear:
                 part.copy_(module.bias)
 
     def release(self) -> None:
-        """Frees the copies until the next refresh."""
+        """Free the copies until the next refresh."""
         if self._copies:
             self._weight = self._a = None
 

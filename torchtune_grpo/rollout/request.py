@@ -63,7 +63,7 @@ class RolloutEngine(Protocol):
     """Samples a group of responses for each prompt."""
 
     def generate(self, request: RolloutRequest) -> Samples:
-        """Samples all rows of a request with the policy's current weights."""
+        """Sample all rows of a request with the policy's current weights."""
         ...
 
 
@@ -88,7 +88,7 @@ def roll_out(
     step: int,
     report: Callable[[Progress], None] | None = None,
 ) -> Trajectory:
-    """Samples a group of responses for each prompt: N = B*G rows, prompt-major, not yet scored.
+    """Sample a group of responses for each prompt: N = B*G rows, prompt-major, not yet scored.
 
     ``prefill`` is the beginning of the answer that the prompts end with. The noise is a function of
     the run's seed, the step, the prompt and the sample. Raises Interrupted on all ranks if the run
@@ -153,7 +153,7 @@ def decode_responses(
 
 
 def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Decodes ids to text, special tokens included; an id that stands for nothing becomes U+FFFD.
+    """Decode ids to text, special tokens included; an id that stands for nothing becomes U+FFFD.
 
     Models often have more output rows than their tokenizer has tokens, so that a policy can sample
     an id that no tokenizer can decode. The ids around one are then decoded in pieces.

@@ -22,7 +22,7 @@ def filter_logits(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Tensor:
-    """Sets every logit [N, V], divided by the temperature, that a filter leaves out to -inf.
+    """Set every logit [N, V], divided by the temperature, that a filter leaves out to -inf.
 
     top_k keeps the k largest; ties with the k-th are kept too. top_p keeps the smallest set of
     largest tokens whose probabilities sum to at least top_p (Holtzman et al. 2020,
@@ -45,7 +45,7 @@ def filter_logits(
 
 
 def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws with one uniform number per row, exactly for every filter.
+    """Draw with one uniform number per row, exactly for every filter.
 
     The cumulative sum runs over blocks of the vocabulary and then within the block that was hit, so
     that the vocabulary itself is only read to sum it. Probabilities [N, V] are float32 and sum to
@@ -94,7 +94,7 @@ class Sampler:
         counts: Tensor | None = None,
         seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples from logits [N, V] with uniforms [N], float64 in [0, 1).
+        """Sample from logits [N, V] with uniforms [N], float64 in [0, 1).
 
         ``counts`` [N] are the tokens that each response has so far, needed if
         ``params.changes_logits``; ``seen`` [N, V] bool marks the tokens of prompt and response so

@@ -304,7 +304,7 @@ def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
 
 
 def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> Tensor:
-    """Writes h w^T / temperature into ``out``, in float32."""
+    """Write h w^T / temperature into ``out``, in float32."""
     float32_product(h, w, out=out)
     return out.div_(temperature) if temperature != 1 else out
 

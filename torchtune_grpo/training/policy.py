@@ -292,9 +292,10 @@ def check_prompts(
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
     response = cfg.max_generated_tokens
     if longest + response > context:
+        shorter = "shorten the prompt" if key == "prompts" else f"{key}.max_prompt_tokens"
         raise ValueError(
             f"max_generated_tokens={response}: with the longest prompt of {key}, {longest} tokens, "
-            f"it exceeds the model's context of {context}; lower it, or {key}.max_prompt_tokens."
+            f"it exceeds the model's context of {context}; lower it, or {shorter}."
         )
     row = longest + response - 1  # the last token is not read
     if key == "dataset" and cfg.forward_token_budget is not None and row > cfg.forward_token_budget:

@@ -47,7 +47,7 @@ Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it 
 
 
 def write_page(folder: Path, path: Path | None = None) -> str:
-    """Writes the page of a run, to ``run.html`` in its folder, and returns its headline."""
+    """Write the page of a run, to ``run.html`` in its folder, and return its headline."""
     run = RunRecord.read(folder)
     found, curves = verdict(run), panels(run)
     every = -(-run.steps_done // MAX_POINTS)
@@ -67,7 +67,7 @@ def write_page(folder: Path, path: Path | None = None) -> str:
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> str:
-    """Writes the page that compares several runs, and returns its headline."""
+    """Write the page that compares several runs, and return its headline."""
     runs = [RunRecord.read(folder) for folder in folders]
     names = [_name(run) for run in runs]
     if len(set(names)) < len(names):
@@ -127,7 +127,7 @@ def _completions(run: RunRecord) -> dict[str, Any]:
 
 
 def _mark(groups: list[list[Record]], *, decider: str | None) -> None:
-    """Gives each row ``is``, the names of the filters that find it."""
+    """Give each row ``is``, the names of the filters that find it."""
     rows = [row for group in groups for row in group]
     names = [*rows[0]["rewards"]] if rows else []
     decides = decider if decider in names else next(iter(names), None)
@@ -284,7 +284,7 @@ def _against(first: RunRecord, run: RunRecord) -> str:
 
 
 def _write(path: Path, title: str, data: Record) -> None:
-    """Writes beside ``path``, then renames: a browser that reloads sees one page or the other."""
+    """Write beside ``path``, then rename: a browser that reloads sees one page or the other."""
     parts = _parts()
     allowed = " ".join(_hash(parts[name]) for name in ("bokeh", "bokeh_api", "curves", "script"))
     policy = (
