@@ -11,97 +11,88 @@ from omegaconf import OmegaConf
 from runs import tiny_overrides
 
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy import check_model, check_prompts, empty_model
 
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIG = "llama3_2_1B_lora_grpo"
 
 
-def load(**changes):
-    cfg = OmegaConf.load(CONFIGS / "llama3_2_1B_lora_grpo.yaml")
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
-    return cfg
+def settings_of(*changes: str) -> GRPOConfig:
+    return read_config(load_config(CONFIG, changes))
 
 
 def test_defaults_and_numbers_are_read():
-    cfg = load(clip_grad_norm=1, temperature="7e-1", sampling={"top_k": 5, "stop_strings": ["a"]})
-    del cfg["ppo_epochs"]
-    settings = read_config(cfg)
+    changes = ["clip_grad_norm=1", "temperature=7e-1", "sampling={top_k: 5, stop_strings: [a]}"]
+    settings = settings_of(*changes, "~ppo_epochs")
     assert (settings.ppo_epochs, settings.clip_grad_norm, settings.temperature) == (1, 1.0, 0.7)
     params = settings.sampling_params
     assert (params.max_generated_tokens, params.temperature) == (512, 0.7)
     assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
     assert settings.eval_sampling_params == params
     assert (settings.rows_per_step, settings.rows_per_forward) == (64, 8)
-    assert read_config(load(forward_batch_size=None)).rows_per_forward == 64
+    assert settings_of("forward_batch_size=null").rows_per_forward == 64
     assert settings.rollout.max_rows is None  # as many as memory allows
-    assert read_config(load(eval_dataset=None)).eval_dataset is None
-    assert read_config(load(forward_batch_size=5)).rows_per_forward == 5  # a bound, no divisor
+    assert settings_of("eval_dataset=null").eval_dataset is None
+    assert settings_of("forward_batch_size=5").rows_per_forward == 5  # a bound, no divisor
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"
 
 
 NO_ARGUMENTS = "torchtune.models.qwen2_5.qwen2_5_0_5b"
 BAD = [
-    ({"grpo_sample": 8}, "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
-    ({"kl_coeff": 0.1}, "kl_coeff=0.1: unknown config key", "Did you mean loss.kl_coeff?"),
-    ({"model__lora_rnk": 4}, "model.lora_rnk=4", "Did you mean model.lora_rank?"),
-    ({"top_k": 5}, "top_k=5: unknown config key", "Did you mean sampling.top_k?"),
-    ({"grpo_samples": 2.5}, "grpo_samples=2.5", "a valid integer"),
-    ({"batch_size": True}, "batch_size=True", "a valid integer"),
-    ({"temperature": 0}, "temperature=0", "greater than or equal to 0.000001"),
-    ({"temperature": "nan"}, "temperature=", "finite"),
-    ({"dtype": "fp16"}, "dtype='fp16'", "'bf16' or 'fp32'"),
-    ({"output_dir": ""}, "output_dir=''", "at least 1 character"),
-    ({"sampling": {"stop_strings": [""]}}, "sampling.stop_strings.0=''", "at least 1 character"),
-    ({"sampling": {"stop_strings": "x"}}, "sampling.stop_strings='x'", "a valid tuple"),
-    ({"sampling": {"min_new_tokens": 600}}, "min_new_tokens=600", "512"),
-    ({"evaluation": {"keep_best": "accuracy"}}, "evaluation.keep_best='accuracy'", "eval/"),
-    ({"evaluation": 5}, "evaluation=5: this key holds others", "evaluation.every_n_steps"),
-    ({"evaluation": {"stop_at": 0.9}, "eval_dataset": None}, "evaluation.stop_at=0.9", "set eval_"),
-    ({"objective": {"correction_cap": 1}}, "objective.correction_cap=1", "greater than 1"),
-    ({"forward_token_budget": 2000}, "forward_token_budget=2000", "set one of them to null"),
-    ({"num_minibatches": 3}, "num_minibatches=3", "give a divisor"),
-    ({"output_dir": "/tmp/Llama-3.2-1B-Instruct"}, "output_dir=", "another folder"),
-    ({"output_dir": "o", "adapter_dir": "o/step_2/adapter"}, "adapter_dir=o/step_2", "another out"),
-    ({"optimizer___component_": "torch.optim.AdamX"}, "optimizer._component_=", "AdamX"),
-    ({"loss": {"kl_coeff": 0.1}}, "loss", "_component_"),
-    ({"model": "lora"}, "model='lora'", "a mapping with _component_"),
-    ({"model__lora_rank": "x"}, "model.lora_rank='x'", "a valid integer"),
-    ({"model__lora_attn_modules": ["q_prj"]}, "model.lora_attn_modules=['q_prj']", "'q_proj'"),
-    ({"model": {"_component_": NO_ARGUMENTS, "rank": 1}}, "model.rank=1", "takes none"),
-    ({"rewards__0__weight": 1e39}, "rewards[0].weight=1e+39", "float32"),
+    ("grpo_sample=8", "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
+    ("kl_coeff=0.1", "kl_coeff=0.1: unknown config key", "Did you mean loss.kl_coeff?"),
+    ("model.lora_rnk=4", "model.lora_rnk=4", "Did you mean model.lora_rank?"),
+    ("grpo_samples=2.5", "grpo_samples=2.5", "a valid integer"),
+    ("temperature=0", "temperature=0", "greater than or equal to 0.000001"),
+    ("temperature=.nan", "temperature=", "finite"),
+    ("dtype=fp16", "dtype='fp16'", "'bf16' or 'fp32'"),
+    ("sampling.stop_strings=['']", "sampling.stop_strings.0=''", "at least 1 character"),
+    ("sampling.min_new_tokens=600", "min_new_tokens=600", "512"),
+    ("evaluation.keep_best=accuracy", "evaluation.keep_best='accuracy'", "eval/"),
+    ("evaluation=5", "evaluation=5: this key holds others", "evaluation.every_n_steps"),
+    ("evaluation.stop_at=0.9 eval_dataset=null", "evaluation.stop_at=0.9", "set eval_"),
+    ("forward_token_budget=2000", "forward_token_budget=2000", "set one of them to null"),
+    ("num_minibatches=3", "num_minibatches=3", "give a divisor"),
+    ("output_dir=/tmp/Llama-3.2-1B-Instruct", "output_dir=", "another folder"),
+    ("output_dir=o adapter_dir=o/step_2/adapter", "adapter_dir=o/step_2", "another out"),
+    ("optimizer=torch.optim.AdamX", "optimizer._component_=", "AdamX"),
+    ("~loss._component_", "loss", "_component_"),
+    ("model.lora_rank=x", "model.lora_rank='x'", "a valid integer"),
+    ("model.lora_attn_modules=[q_prj]", "model.lora_attn_modules=['q_prj']", "'q_proj'"),
+    (f"~model model._component_={NO_ARGUMENTS} model.rank=1", "model.rank=1", "takes none"),
+    ("rewards.0.weight=1e39", "rewards[0].weight=1e+39", "float32"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "named", "remedy"), BAD, ids=lambda x: str(x)[:40])
 def test_bad_value_names_key_value_and_remedy(changes, named, remedy):
     with pytest.raises(ValueError) as error:
-        read_config(load(**changes))
+        settings_of(*changes.split())
     assert named in str(error.value)
     assert remedy in str(error.value)
 
 
 def test_missing_checkpoint_files_are_named(tmp_path):
-    def check(**changes):
-        check_model(read_config(load(**changes)))
+    def check(*changes):
+        check_model(settings_of(*changes))
 
+    here = f"checkpointer.checkpoint_dir={tmp_path}"
+    tokenizer = f"tokenizer.path={tmp_path}/tokenizer.model"
     with pytest.raises(ValueError, match="checkpoint_dir=.*does not exist.*tune download"):
-        check(checkpointer__checkpoint_dir=str(tmp_path / "none"))
+        check(f"{here}/none")
     (tmp_path / "config.json").write_text("{}")
-    here = {"checkpointer__checkpoint_dir": str(tmp_path)}
     with pytest.raises(ValueError, match=r"tokenizer\.path=.*no such file"):
-        check(**here, tokenizer__path=str(tmp_path / "tokenizer.model"))
+        check(here, tokenizer)
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(ValueError, match="checkpointer: .*model.safetensors"):
-        check(**here, tokenizer__path=str(tmp_path / "tokenizer.model"))
+        check(here, tokenizer)
 
 
-CONFIG = "llama3_2_1B_lora_grpo"
 NOT_OF_THE_MODEL = [
     ("model.num_layers=3", "num_hidden_layers=3, but config.json.*says 2"),
     ("model.num_heads=3", "model: could not construct .*num_heads': 3"),
@@ -120,14 +111,12 @@ def test_what_does_not_fit_the_checkpoint_is_named(change, message, tmp_path):
 
 
 def tiny(folder, *changes):
-    cfg = OmegaConf.load(CONFIGS / f"{CONFIG}.yaml")
-    cfg.merge_with_dotlist([*tiny_overrides(CONFIG, folder), *changes])
-    return read_config(cfg)
+    return settings_of(*tiny_overrides(CONFIG, folder), *changes)
 
 
 def test_prompts_must_fit_the_context():
     """Llama 3.2's context is 131,072 tokens, read off the builder without making the weights."""
-    settings = read_config(load())
+    settings = settings_of()
     model = empty_model(settings)
     check_prompts(settings, "dataset", model=model, longest=131_072 - 512, highest_token=0)
     with pytest.raises(ValueError, match=r"eval_dataset, 130561 tokens.*context of 131072"):
@@ -136,7 +125,7 @@ def test_prompts_must_fit_the_context():
 
 def test_a_row_must_fit_the_budget():
     """A prompt of 100 and a response of 512, whose last token is not read."""
-    settings = read_config(load(forward_batch_size=None, forward_token_budget=611))
+    settings = settings_of("forward_batch_size=null", "forward_token_budget=611")
     model = empty_model(settings)
     check_prompts(settings, "dataset", model=model, longest=100, highest_token=0)
     with pytest.raises(ValueError, match="forward_token_budget=611.*give at least 612"):
@@ -144,45 +133,45 @@ def test_a_row_must_fit_the_budget():
 
 
 def test_evaluation_samples_as_training_does_where_the_config_does_not_say():
-    sampling = {"top_k": 5, "top_p": 0.9, "stop_strings": ["a"]}
-    evaluation = {"temperature": 0.6, "top_p": 1, "samples": 2}
-    settings = read_config(load(sampling=sampling, evaluation=evaluation))
+    settings = settings_of(
+        "sampling={top_k: 5, top_p: 0.9, stop_strings: [a]}",
+        "evaluation={temperature: 0.6, top_p: 1, samples: 2}",
+    )
     params = settings.eval_sampling_params
     assert params == settings.sampling_params.replace(temperature=0.6, top_p=1.0)
     assert params.top_k == 5 and settings.sampling_params.top_p == 0.9
 
 
-OLD = {"objective": {"sampling_correction": "old_logprobs"}}
 WITHOUT_EFFECT = [
-    ({"objective": {"correction_cap": 3.0}}, "objective.correction_cap: nothing is capped"),
-    ({"objective": {"reference": "base"}}, "objective.reference=base"),
-    ({"evaluation": {"patience": 2}}, "patience: .*set evaluation.every_n_steps"),
-    ({"dynamic_sampling": {"min_pass_rate": 0.1}}, "dynamic_sampling: .*max_resamples=0"),
-    ({"loss__dual_clip": 3.0, "loss__epsilon_low": 0.1}, "loss.epsilon_low, loss.dual_clip: with"),
+    ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
+    ("objective.reference=base", "objective.reference=base"),
+    ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
+    ("dynamic_sampling.min_pass_rate=0.1", "dynamic_sampling: .*max_resamples=0"),
+    ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),
 ]
 EFFECTIVE = [
-    {"forward_batch_size": None, "forward_token_budget": 4096, "pack_groups": False},
-    {"objective": {"sampling_correction": "token_mask", "correction_cap": 3.0}},
-    {"loss__epsilon_high": 0.3, "ppo_epochs": 2},
-    {"loss__dual_clip": 3.0, **OLD},
+    "forward_batch_size=null forward_token_budget=4096 pack_groups=false",
+    "objective.sampling_correction=token_mask objective.correction_cap=3.0",
+    "loss.epsilon_high=0.3 ppo_epochs=2",
+    "loss.dual_clip=3.0 objective.sampling_correction=old_logprobs",
 ]
 
 
 @pytest.mark.parametrize(("changes", "sentence"), WITHOUT_EFFECT, ids=lambda x: str(x)[:40])
 def test_settings_without_effect_are_named(changes, sentence, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torchtune_grpo.config.check"), "propagate", True)
-    read_config(load(**changes))
+    settings_of(*changes.split())
     assert len(caplog.messages) == 1 and re.search(sentence, caplog.messages[0])
 
 
-@pytest.mark.parametrize("changes", EFFECTIVE, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize("changes", EFFECTIVE)
 def test_settings_with_effect_are_not_warned_of(changes):
-    assert list(without_effect(read_config(load(**changes)))) == []
+    assert list(without_effect(settings_of(*changes.split()))) == []
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_configs_are_valid_and_use_what_is_shipped(path):
-    cfg = load_config(path.stem)
+@pytest.mark.parametrize("name", config_files())
+def test_shipped_configs_are_valid_and_use_what_is_shipped(name):
+    cfg = load_config(name)
     if OmegaConf.is_missing(cfg, "model_dir"):
         cfg.model_dir = "/tmp/model"
     assert list(without_effect(read_config(cfg))) == []
@@ -236,10 +225,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 
 def test_the_table_in_the_docs_is_the_one_in_the_code():
     """At most 42 keys at the top; the README shows some of them."""
-    root = CONFIGS.parents[1]
-    assert markdown_tables(GRPOConfig) in (root / "docs" / "config.md").read_text()
+    assert markdown_tables(GRPOConfig) in (ROOT / "docs" / "config.md").read_text()
     assert len(GRPOConfig.model_fields) <= 42
-    shown = re.findall(r"^\| `(\w+)` \|", (root / "README.md").read_text(), re.M)
+    shown = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.M)
     assert len(shown) == 10 and set(shown) <= {*GRPOConfig.model_fields}
 
 
