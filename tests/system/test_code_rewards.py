@@ -7,24 +7,14 @@ from code_sandboxes import judge
 from hostile_code import HONEST, QUICK, WRONG
 from processes import children
 
-from torchtune_grpo.rewards import (
-    CodeReward,
-    Reward,
-    RewardSet,
-    TrainerState,
-    code_format_reward,
-)
+from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, TrainerState, code_format_reward
 from torchtune_grpo.rewards.code import MAX_BLOCKS, extract_program
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_programs_pass(sandbox, name):
-    assert judge(sandbox, HONEST[name]).passed
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_programs_fail(sandbox, name):
-    assert not judge(sandbox, WRONG[name]).passed
+@pytest.mark.parametrize("name", [*HONEST, *WRONG])
+def test_honest_programs_pass_and_wrong_ones_fail(sandbox, name):
+    verdict = judge(sandbox, HONEST.get(name) or WRONG[name])
+    assert verdict.passed == (name in HONEST)
 
 
 def test_values_cross_as_what_they_are(sandbox):
@@ -118,6 +108,19 @@ def solve(x):
     assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError", "IndexError"))
 
 
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"\0\0\0\1{", "sent something that is not a message"),
+        (b"\0\0\0\1\xff", "sent something that is not a message"),
+        (b"\0\0\0\5half", "ended"),
+    ],
+)
+def test_what_is_no_message_is_refused(sandbox, sent, why):
+    verdict = judge(sandbox, f"import os\ndef solve(n): os.write(3, {sent}), os._exit(0)")
+    assert verdict.why.startswith(f"the completion's process {why}") and not verdict.test_failed
+
+
 def test_exceptions_carry_their_message_and_arguments(sandbox):
     code = """
 class Mine(ValueError):
@@ -204,8 +207,6 @@ def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
     [
         "for got, x in zip(map(solve, [1, 2]), [1, 2]): assert got == x",
         "assert all(map(solve, [1, 2]))",
-        "assert sum(map(solve, [1, 2])) == 0",
-        "assert list(filter(solve, [1, 2])) == []",
         "for got in iter(lambda: solve(1), None): assert got == 1",
         "def results():\n    yield solve(1)\nassert not any(results())",
     ],
@@ -226,8 +227,8 @@ def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
     assert not judge(sandbox, bad, setup=setup, test=test).passed
 
 
-def test_hostile_and_honest_ones_at_once(tmp_path):
-    """Many in parallel, in any order; equal ones are judged once."""
+def test_hostile_and_honest_ones_at_once():
+    """Many in parallel, in any order."""
     before = set(children())
     key = secrets.randbelow(10**6)
     test = f"def check(candidate):\n    assert candidate(3) == {key}\n"
@@ -236,28 +237,24 @@ def test_hostile_and_honest_ones_at_once(tmp_path):
     texts = [good] * 3
     for name in quick:
         texts += [f"```python\n{QUICK[name]}```", f"# {name}\n{good}"]
-    reward = CodeReward(workers=4, timeout=5)
-    count = len(texts)
-    columns = {"test": [test] * count, "entry_point": ["solve"] * count, "setup": [""] * count}
-    rewards = RewardSet([Reward("code", reward)])
-    scores = rewards(prompts=[""] * count, completions=texts, columns=columns)
-    assert scores.total.tolist() == [1, 1, 1] + [0, 1] * len(quick)
+    rewards = RewardSet([Reward("code", CodeReward(workers=4, timeout=5))])
+
+    def score(*texts):
+        columns = {"test": [test] * len(texts), "entry_point": ["solve"] * len(texts)}
+        return rewards(prompts=[""] * len(texts), completions=texts, columns=columns).total.tolist()
+
+    assert score(*texts) == [1, 1, 1] + [0, 1] * len(quick)
     rewards.close()
     assert set(children()) == before
-    again = rewards(
-        prompts=[""], completions=[good], columns={k: v[:1] for k, v in columns.items()}
-    )
-    assert again.total.tolist() == [1]  # a set that was closed starts anew
+    assert score(good) == [1]  # a set that was closed starts anew
     rewards.close()
 
 
 @pytest.mark.parametrize(
     ("text", "program"),
     [
-        ("```python\ndef f(x):\n    return 1\n```", "S\n\ndef f(x):\n    return 1\n\n"),
         ("Sure:\n```\ndef f(x): return 1\n```\nBye", "S\n\ndef f(x): return 1\n\n"),
         ("```py\ndef f(): 1\n```\n```python\nprint(f())\n```", "S\n\ndef f(): 1\n\n"),
-        ("```python\ndef f(): 1\n```\n```python\ndef f(): 2\n```", "S\n\ndef f(): 2\n\n"),
         (
             "<think>```python\ndef f(): 1\n```</think>\n```python\ndef f(): 2\n```",
             "S\n\ndef f(): 2\n\n",
@@ -271,12 +268,15 @@ def test_hostile_and_honest_ones_at_once(tmp_path):
         ("```py\r\ndef f():\r\n  1\r\n```\r\n", "S\n\ndef f():\n  1\n\n"),
         ("~~~python\ndef f(): 1\n```\n~~~", "S\n\ndef f(): 1\n```\n\n"),
         ("````python\ndef f(): 1\n```\n````", "S\n\ndef f(): 1\n```\n\n"),
-        ("```{python}\ndef f(): 1\n```", "S\n\ndef f(): 1\n\n"),
         ("```{.py .x}\ndef f(): 1\n```", "S\n\ndef f(): 1\n\n"),
         ("```def f(): 1```\ndef f(): 2", "S\n\n```def f(): 1```\ndef f(): 2\n"),
         (
             '```\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n```\nBye\n```\nf()\n```',
             'S\n\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n\n',
+        ),
+        (
+            "```\ndef f(): 1\n```\n```\ndef f(): g()\n```\n```\ndef g(): 1\n```",
+            "S\n\ndef f(): g()\n\n\ndef g(): 1\n\n",
         ),
         ("```\nf = lambda x: 1\n```", "S\n\nf = lambda x: 1\n\n"),
         ("```\nf: F = lambda x: 1\n```", "S\n\nf: F = lambda x: 1\n\n"),
@@ -285,7 +285,6 @@ def test_hostile_and_honest_ones_at_once(tmp_path):
             "```\nimport re\nA = 1\ndef g():\n  2\n```\n```\ndef f(): g()\n```\n```\nx = f()\n```",
             "S\n\nimport re\nA = 1\ndef g():\n  2\n\n\ndef f(): g()\n\n",
         ),
-        ("```\ndef f(): g()\n```\n```\ndef g(): 1\n```", "S\n\ndef f(): g()\n\n\ndef g(): 1\n\n"),
     ],
 )
 def test_the_program_of_a_completion(text, program):
