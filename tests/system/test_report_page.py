@@ -1,142 +1,185 @@
 """The page in a real browser: it draws, it filters, it runs and fetches nothing else."""
 
-import pytest
-from browser import CHROMIUM, browser
-from recorded_runs import HOSTILE, write_lines, write_run
+import html
+import json
+import re
+import shutil
+import subprocess
 
-from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read, read_lines
+import pytest
+from recorded_runs import write_hostile_run, write_run
+
 from torchtune_grpo.monitor.report import write_comparison, write_page
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => {
-  const canvas = plot.querySelector(".bk-Figure").shadowRoot.querySelector(".bk-Canvas")
-    .shadowRoot.querySelector("canvas.bk-layer");
-  return plot.clientWidth > 200 && canvas.width > 200 &&
-    new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size > 4;
-})"""
-CLICK = """(label) => {
-  const chips = [...document.querySelectorAll("#controls button")];
-  chips.find((chip) => chip.textContent.startsWith(label)).click();
-  return [...document.querySelectorAll(".row:not(.dim) .foot")].map((foot) => foot.textContent);
-}"""
-CHOOSE = """(id, value) => {
-  const list = document.getElementById(id);
-  list.value = value;
-  list.dispatchEvent(new Event("change"));
-  return [...document.querySelectorAll(".group > h3")].map((title) => title.firstChild.textContent);
-}"""
-FITS = """new Promise((done) => {  // once the curves have taken their new width
-  const fits = () => document.documentElement.scrollWidth <= innerWidth;
-  const look = () => (fits() ? done(true) : requestAnimationFrame(look));
-  look();
-})"""
+# The page in a frame, and a script beside it, which the page's policy would not let in.
+BESIDE = """<!doctype html><meta charset="utf-8">
+<iframe src="PAGE" style="border: 0; width: 1440px; height: 900px"></iframe><output></output>
+<script>
+addEventListener("load", async () => {
+  const frame = document.querySelector("iframe"), page = frame.contentWindow;
+  const all = (selector) => [...page.document.querySelectorAll(selector)];
+  async function until(holds) {
+    while (!holds()) await new Promise((done) => setTimeout(done, 20));
+    return true;
+  }
+  function isDrawn(plot) {
+    const shadow = plot.querySelector(".bk-Figure")?.shadowRoot.querySelector(".bk-Canvas");
+    const canvas = shadow?.shadowRoot.querySelector("canvas.bk-layer");
+    if (!canvas || plot.clientWidth <= 200 || canvas.width <= 200) return false;
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    return new Set(pixels).size > 4;
+  }
+  await until(() => all(".plot").every(isDrawn));
+  const answer = await (async () => { SCRIPT })();
+  const requests = page.performance.getEntriesByType("resource").map((each) => each.name);
+  document.querySelector("output").textContent = JSON.stringify([answer, requests]);
+});
+</script>"""
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("profile")) as started:
-        yield started
+@pytest.fixture
+def beside(tmp_path):
+    """Runs a script beside a page whose curves are all drawn.
+
+    Gives its answer, and what is wrong: requests, refused ones too, and lines on the console.
+    """
+
+    def run(page, script):
+        driver = tmp_path / "beside.html"
+        driver.write_text(BESIDE.replace("PAGE", page.as_uri()).replace("SCRIPT", script))
+        done = subprocess.run(
+            # No timer takes time; after 20 of their seconds, what has become of the page is told.
+            [CHROMIUM, *"--headless --no-sandbox --disable-gpu --hide-scrollbars".split()]
+            + ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]
+            + ["--virtual-time-budget=20000", "--enable-logging=stderr"]
+            + ["--dump-dom", driver.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        (output,) = re.findall("<output>(.+)</output>", done.stdout) or [done.stderr]
+        answer, requests = json.loads(html.unescape(output))
+        said = re.findall(r':CONSOLE:\d+\] "(?!\[bokeh .* document idle)(.*)', done.stderr)
+        return answer, requests + said
+
+    return run
 
 
-def page_of(folder, text=None):
-    write_page(write_run(folder, steps=12, text=text))
+def page_of(folder):
+    write_page(write_run(folder))
     return folder / "run.html"
 
 
-def test_it_draws_filters_and_asks_for_nothing(tmp_path, chromium):
-    """Every curve, filter and list, at 1,440 and at 400 pixels, without a word on the console."""
-    chromium.open(page_of(tmp_path), width=1440)
-    drawn = chromium.run(DRAWN)
-    assert len(drawn) == 14 and all(drawn)
-    assert chromium.run("document.querySelector('h1').textContent").startswith("Held-out accuracy")
-    assert chromium.run("document.querySelectorAll('.finding').length") == 2
-    assert chromium.run(f"({CHOOSE})('step', '12')") == ["Step 12, prompt #0", "Step 12, prompt #1"]
-    assert chromium.run(f"({CHOOSE})('step', '')")[0].startswith("Step 12")
-    for label, sign in [
-        ("right, ill", "format 0"),
-        ("well-formed, wrong", "correctness 0"),
-        ("cut off", "length"),
-        ("failed reward", "format failed"),
-        ("largest gap", "trainer"),
-        ("informative", "tokens"),
-    ]:
-        found = chromium.run(f"({CLICK})('{label}')")
-        assert found and all(sign in foot for foot in found), label
-    chromium.run(f"({CLICK})('informative')")  # again: no filter
-    steps = chromium.run(f"({CHOOSE})('prompt', '0')")
-    assert steps == ["Step 4, prompt #0", "Step 8, prompt #0", "Step 12, prompt #0"]
-    assert chromium.run(FITS)
-    chromium.size(400, 900)
-    assert chromium.run(FITS), "it can be read without scrolling sideways"
-    assert chromium.problems == []
+def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
+    """Every curve, filter and list; zooming in one curve zooms in all and can be undone.
+
+    At 1,440 and at 400 pixels, without a word on the console.
+    """
+    found, problems = beside(
+        page_of(tmp_path),
+        """
+        const byId = (id) => page.document.getElementById(id);
+        function choose(id, value) {
+          byId(id).value = value;
+          byId(id).dispatchEvent(new Event("change"));
+          return all(".group > h3").map((title) => title.firstChild.textContent);
+        }
+        function click(label) {
+          all("#controls button").find((chip) => chip.textContent.startsWith(label)).click();
+          return all(".row:not(.dim) .foot").map((foot) => foot.textContent);
+        }
+        const found = {
+          drawn: all(".plot").length,
+          headline: all("h1")[0].textContent,
+          findings: all(".finding").length,
+          step: choose("step", "12"),
+          steps: choose("step", ""),
+          filters: ["right, ill", "well-formed, wrong", "cut off", "failed reward", "largest gap",
+            "informative", "informative"].map(click),
+          prompt: choose("prompt", "0"),
+        };
+
+        page.Element.prototype.setPointerCapture = () => 0;  // there is no real pointer
+        function drag(kind, x) {
+          const y = byId("panel-0").getBoundingClientRect().y + 60;
+          let target = page.document.elementFromPoint(x, y);
+          while (target.shadowRoot) target = target.shadowRoot.elementFromPoint(x, y);
+          target.dispatchEvent(new page.PointerEvent(`pointer${kind}`, {
+            view: page, clientX: x, clientY: y, buttons: 1, pointerType: "mouse",
+            isPrimary: true, bubbles: true, composed: true }));
+        }
+        const ends = () => page.Bokeh.documents[0].roots().map((plot) => plot.x_range.end);
+        found.ends = [ends()];
+        byId("panel-0").scrollIntoView({ block: "center" });
+        for (const [kind, x] of [["down", 150], ["move", 200], ["move", 250], ["up", 250]])
+          drag(kind, x);
+        found.ends.push(ends());
+        byId("reset").click();
+        found.ends.push(ends());
+
+        const fits = () => page.document.documentElement.scrollWidth <= page.innerWidth;
+        found.fits = fits();
+        frame.style.width = "400px";
+        found.fits &&= await until(fits);  // once the curves have taken their new width
+        return found;
+        """,
+    )
+    assert found["drawn"] == 14 and found["headline"].startswith("Held-out accuracy")
+    assert found["findings"] == 2
+    assert found["step"] == ["Step 12, prompt #0", "Step 12, prompt #1"]
+    assert found["steps"][0].startswith("Step 12")
+    signs = ["format 0", "correctness 0", "length", "format failed", "trainer", "tokens", ""]
+    for sign, feet in zip(signs, found["filters"], strict=True):
+        assert feet and all(sign in foot for foot in feet), sign
+    assert found["prompt"] == ["Step 4, prompt #0", "Step 8, prompt #0", "Step 12, prompt #0"]
+    whole, zoomed, reset = found["ends"]
+    assert len({*zoomed}) == 1 and zoomed[0] < whole[0] and reset == whole
+    assert found["fits"], "it can be read without scrolling sideways"
+    assert problems == []
 
 
-def test_zooming_in_one_curve_zooms_in_all_and_can_be_undone(tmp_path, chromium):
-    chromium.open(page_of(tmp_path))
-    ends = "Bokeh.documents[0].roots().map((plot) => plot.x_range.end)"
-    whole = chromium.run(ends)
-    chromium.run("document.getElementById('panel-0').scrollIntoView({ block: 'center' })")
-    y = chromium.run("document.getElementById('panel-0').getBoundingClientRect().y") + 60
-    for kind, x in [("Pressed", 150), ("Moved", 200), ("Moved", 250), ("Released", 250)]:
-        event = {"type": f"mouse{kind}", "x": x, "y": y, "button": "left", "buttons": 1}
-        chromium.call("Input.dispatchMouseEvent", **event)
-    zoomed = chromium.run(ends)
-    assert len({*zoomed}) == 1 and zoomed[0] < whole[0]
-    chromium.run("document.getElementById('reset').click()")
-    assert chromium.run(ends) == whole
-    assert chromium.problems == []
-
-
-def test_hostile_texts_run_nothing(tmp_path, chromium):
-    """In completions, prompts, columns, names of rewards, findings and the folder's name."""
-    folder = write_run(tmp_path / "<img src=x onerror=broken=1>", steps=3, text=HOSTILE)
-    rows = [
-        {**row, "prompt": HOSTILE, "columns": {HOSTILE: HOSTILE}, "failed": [HOSTILE]}
-        for row in read_lines(folder / COMPLETIONS_FILE)
-    ]
-    write_lines(folder / COMPLETIONS_FILE, rows)
-    changed = {f"rewards/{HOSTILE}/mean": 0.5, "rewards/$$x$$/mean": 0.5}
-    changed |= {"command": HOSTILE, "versions": {HOSTILE: HOSTILE}}
-    finding = dict.fromkeys(["name", "evidence", "key", "remedy"], HOSTILE)
-    finding |= {"kind": "finding", "step": 1, "since": 1, "event": "begins"}
-    write_lines(folder / RUN_FILE, [*({**e, **changed} for e in read(folder)), finding])
+def test_hostile_texts_run_nothing(tmp_path, beside):
+    """The folder's name among them."""
+    folder = write_hostile_run(tmp_path / "<img src=x onerror=broken=1>")
     write_page(folder)
-    chromium.open(folder / "run.html")
-    assert chromium.run("typeof broken") == "undefined"
-    assert chromium.run("document.querySelectorAll('img, script:not(body > script)').length") == 0
-    shown = chromium.run("document.querySelector('.row pre').textContent")
-    assert shown.startswith("</script><script>window.broken=1</script><img src=x")
-    assert chromium.problems == []
+    (broken, elements, text), problems = beside(
+        folder / "run.html",
+        """return [typeof page.broken, all("img, script:not(body > script)").length,
+          all(".row pre")[0].textContent];""",
+    )
+    assert (broken, elements) == ("undefined", 0)
+    assert text.startswith("</script><script>window.broken=1</script><img src=x")
+    assert problems == []
 
 
-def test_its_policy_stops_what_escaping_would_have_missed(tmp_path, chromium):
+def test_its_policy_stops_what_escaping_would_have_missed(tmp_path, beside):
     """A script, a handler, eval and two requests that get into the page do nothing."""
-    chromium.open(page_of(tmp_path))
-    refused = chromium.run(
-        """new Promise((done) => {
-          const refused = [];
-          addEventListener("securitypolicyviolation", (each) => {
-            refused.push(each.effectiveDirective);
-            if (refused.length === 5) done(refused.sort());
-          });
-          document.body.insertAdjacentHTML("beforeend",
-            "<img src='https://example.invalid/x.png' onerror='broken = 1'>");
-          const script = document.createElement("script");
-          script.textContent = "broken = 2";
-          document.body.append(script);
-          fetch("https://example.invalid/").catch(() => 0);
-          try { eval("broken = 3"); } catch {}
-        })"""
+    (refused, broken), problems = beside(
+        page_of(tmp_path),
+        """
+        const refused = [];
+        page.addEventListener("securitypolicyviolation",
+          (each) => refused.push(each.effectiveDirective));
+        page.document.body.insertAdjacentHTML("beforeend",
+          "<img src='https://example.invalid/x.png' onerror='broken = 1'>");
+        const script = page.document.createElement("script");
+        script.textContent = "broken = 2";
+        page.document.body.append(script);
+        page.fetch("https://example.invalid/").catch(() => 0);
+        try { page.eval("broken = 3"); } catch {}
+        await until(() => refused.length >= 5);
+        return [refused.sort(), typeof page.broken];
+        """,
     )
     assert refused == ["connect-src", "img-src", "script-src", "script-src-attr", "script-src-elem"]
-    assert chromium.run("typeof broken") == "undefined"
+    assert broken == "undefined"
+    assert "https://example.invalid/x.png" in problems and len(problems) > 5  # they are seen
 
 
-def test_a_comparison_draws_every_run(tmp_path, chromium):
-    folders = [write_run(tmp_path / name, steps=12) for name in ("one", "two")]
+def test_a_comparison_draws_every_run(tmp_path, beside):
+    folders = [write_run(tmp_path / name) for name in ("one", "two")]
     write_comparison(folders, tmp_path / "comparison.html")
-    chromium.open(tmp_path / "comparison.html")
-    drawn = chromium.run(DRAWN)
-    assert len(drawn) == 10 and all(drawn)
-    assert chromium.run("document.querySelectorAll('section').length") == 3
-    assert chromium.problems == []
+    script = 'return [all(".plot").length, all("section").length];'
+    assert beside(tmp_path / "comparison.html", script) == ([10, 3], [])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from kill_points import disk_of, kill_points
-from recorded_runs import HOSTILE, evaluation, write_lines, write_run
+from recorded_runs import completion, evaluation, write_hostile_run, write_lines, write_run
 
 from torchtune_grpo.cli.report import main
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read
@@ -49,13 +49,7 @@ def verdict_of(folder, before, after):
     [
         ([0, 0, 1] * 20, [1, 1, 1] * 20, "good", "rose from 0.333 to 1.000 (", "better on 40 and"),
         ([1, 1, 1] * 20, [0, 1, 0] * 20, "bad", "fell from 1.000 to 0.333 (", "worse on 40"),
-        (
-            [0, 1] * 30,
-            [0, 1] * 29 + [1, 1],
-            "unsure",
-            "rose from 0.500 to 0.517 (",
-            "Do not believe",
-        ),
+        ([0, 1] * 30, [0, 1] * 29 + [1] * 2, "unsure", "rose from 0.500 to 0.517 (", "Do not bel"),
         ([0, 1] * 30, [0, 1] * 30, "unsure", "stayed at 0.500 (", "better on 0 and worse on 0"),
     ],
 )
@@ -105,17 +99,11 @@ def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
         {**known, "step": 2, "reward": None, "time/rollout": 1, "kl": None},
         evaluation(3, accuracy=[0, 1]),
     )
-    assert [each["title"] for each in data["panels"]] == [
-        "Reward",
-        "Held-out accuracy",
-        "Seconds of a step",
-    ]
+    titles = [each["title"] for each in data["panels"]]
+    assert titles == ["Reward", "Held-out accuracy", "Seconds of a step"]
     (reward,) = panel(data, "Reward")["lines"]
-    assert (reward["values"], reward["low"], reward["high"]) == (
-        [0.5, None],
-        [0.25, None],
-        [0.75, None],
-    )
+    bands = [reward[key] for key in ("values", "low", "high")]
+    assert bands == [[0.5, None], [0.25, None], [0.75, None]]
     (accuracy,) = panel(data, "Held-out accuracy")["lines"]
     assert [accuracy[key] for key in ("steps", "low", "high")] == [[3], [0.45], [0.55]]
     rollout, update = panel(data, "Seconds of a step")["lines"]
@@ -146,14 +134,6 @@ def test_pass_rates_by_prompt_and_over_all(tmp_path):
         [0, 0, 0.5],
         [0.5, 0, 0.5],
     ]
-
-
-def completion(sample, correct, formed, **more):
-    rewards = {"correctness": correct, "format": formed}
-    row = {"step": 1, "prompt_index": 4, "sample": sample, "prompt": "p", "completion": "c"}
-    row |= {"columns": {}, "tokens": 1, "reward": 1.0, "rewards": rewards, "advantage": 0.5}
-    row |= {"sampler_logprob": None, "trainer_logprob": None, "extra": {}, "failed": []}
-    return {**row, "ended": "stop_token", **more}
 
 
 def test_filters_find_what_they_name(tmp_path):
@@ -199,29 +179,18 @@ def test_a_long_completion_says_how_much_is_left_out(tmp_path):
 
 def test_hostile_texts_stay_texts(tmp_path):
     """Nothing ends the data's element, nothing invisible is left, and all of it can be read."""
-    folder = write_run(tmp_path / "<img src=x onerror=alert(1)>", steps=2, text=HOSTILE)
-    rows = [
-        completion(n, 1.0, 1.0, extra={HOSTILE: [HOSTILE]}, columns={"gold": HOSTILE}) for n in "ab"
-    ]
-    for number, row in enumerate(rows):
-        row |= {"sample": number, "rewards": {HOSTILE: 1.0}, "failed": [HOSTILE], "prompt": HOSTILE}
-    with (folder / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({**row, "step": 3}) + "\n" for row in rows)
-    texts = dict.fromkeys(("name", "evidence", "key", "remedy"), HOSTILE)
-    with (folder / RUN_FILE).open("a", encoding="utf-8") as file:
-        finding = {"kind": "finding", "step": 1, "event": "begins", "since": 1, **texts}
-        file.write(json.dumps(finding) + "\n")
+    folder = write_hostile_run(tmp_path / "<img src=x onerror=alert(1)>")
     data = of_run(folder)  # read to its end, so nothing in it ended the element
     shown = json.dumps(data, ensure_ascii=False)
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\ud800-\udfff]", shown)
     assert data["groups"][0]["rows"][0]["text"].startswith("</script><script>window.broken=1")
-    assert r"\x1b[31mred" in data["groups"][-1]["prompt"] and "😀" in data["groups"][-1]["prompt"]
+    assert r"\x1b[31mred" in data["groups"][0]["prompt"] and "😀" in data["groups"][0]["prompt"]
     assert "<title>&lt;img src=x" in (folder / "run.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("missing", ["step", "evaluation", "finding", "start", "completions"])
 def test_what_is_missing_costs_its_part_only(tmp_path, missing):
-    folder = write_run(tmp_path, steps=12)
+    folder = write_run(tmp_path)
     write_lines(folder / RUN_FILE, [e for e in read(folder) if e["kind"] != missing])
     if missing == "completions":
         (folder / COMPLETIONS_FILE).unlink()
@@ -234,8 +203,8 @@ def test_what_is_missing_costs_its_part_only(tmp_path, missing):
 
 def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one = write_run(tmp_path / "one", steps=12)
-    two = write_run(tmp_path / "two", steps=12, final=0.5, seed=1)
+    one = write_run(tmp_path / "one")
+    two = write_run(tmp_path / "two", final=0.5, seed=1)
     (changed,) = (t for t in of_run(one)["setup"] if t["title"] == "Changed between starts")
     assert changed["rows"] == [["optimizer.lr", "0.0003", "0.0001"]]
     monkeypatch.setattr(sys, "argv", ["report", str(one), str(two)])
@@ -248,10 +217,8 @@ def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
     against = table["After, against one"]
     assert against[0] == "" and against[1].endswith(" p<0.001")
     for each in data["panels"]:
-        assert [(line["label"], line["colour"]) for line in each["lines"]] == [
-            ("one", 1),
-            ("two", 2),
-        ]
+        lines = [(line["label"], line["colour"]) for line in each["lines"]]
+        assert lines == [("one", 1), ("two", 2)]
 
 
 @pytest.mark.parametrize("name, why", [("nowhere", "is not a folder"), (".", "has no run.jsonl")])
