@@ -1,0 +1,164 @@
+"""Rollout and update on CUDA: every tensor is there, and no step makes the host wait for the GPU.
+
+Tensors are fake, so that this needs no GPU: two devices in one operation raise an error, and so
+does all that would read a value. What reads values on purpose, at the ends of rows and to decide
+whether a step is taken, is left out.
+"""
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
+from policies import KINDS, VOCAB, build_policy
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from trajectories import make_groups
+
+from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.monitor.metrics import StepMetrics
+from torchtune_grpo.rollout import (
+    NativeEngine,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingParams,
+    row_keys,
+)
+from torchtune_grpo.rollout.batch import GroupRollout
+from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.graphs import StepGraphs
+from torchtune_grpo.training import trajectory_logprobs
+from torchtune_grpo.training.mini_batches import MiniBatch, micro_batches
+from torchtune_grpo.training.optimizer import PolicyOptimizer
+from torchtune_grpo.training.policy import AdapterReference
+
+GROUP = 2
+
+
+def policy(kind: str) -> torch.nn.Module:
+    """As the recipe prepares it, in bf16 on fake CUDA."""
+    model = build_policy(kind, torch.bfloat16)
+    if adapters := get_adapter_params(model):
+        set_trainable_params(model, adapters)
+    with fake_cuda():
+        return model.to(CUDA)
+
+
+def scored_rows(*, rows: int) -> MiniBatch:
+    """Of two groups; the layouts are made of real lengths, and then moved to CUDA."""
+    trajectory = make_groups([6, 9], [5, 3, 1, 7])
+    parts = micro_batches(trajectory, group_size=GROUP, pack=True, rows=rows)
+    texts = list("abcd")
+    trajectory = replace(
+        trajectory,
+        advantages=torch.zeros(4),
+        weights=torch.zeros(trajectory.response_mask.shape),
+        prompts=texts,
+        completions=texts,
+        columns={"gold": texts},
+    )
+    with fake_cuda():
+        return MiniBatch(on_cuda(trajectory), [on_cuda(part) for part in parts], num_tokens=16)
+
+
+@pytest.mark.parametrize(
+    "kind, rows",
+    [*((kind, GROUP) for kind in (*KINDS, "qlora")), ("lora", 2 * GROUP), ("lora", 1)],
+)
+def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
+    model, batch = policy(kind), scored_rows(rows=rows)
+    adapted = bool(get_adapter_params(model))
+    cfg = read_config(
+        load_config("tiny_arithmetic_grpo", ["objective.sampling_correction=sequence_mask"])
+    )
+    recipe = GRPOFullFinetuneRecipe(cfg, Mock(cfg=cfg, device=CUDA, step=0))
+    recipe.loss = GRPOLoss(dual_clip=3.0, entropy_coeff=0.0 if adapted else 0.01)
+    recipe.model, recipe.optimizer = model, PolicyOptimizer(cfg, model)
+    monkeypatch.setattr(recipe.optimizer.guard, "allows_step", lambda **_: True)
+    monkeypatch.setattr(
+        torch.Tensor, "backward", lambda loss: backward([loss], [torch.ones_like(loss)])
+    )
+    with fake_cuda(), Operations() as count:
+        if adapted:
+            ref_logprobs = AdapterReference(model).logprobs(batch.parts, temperature=0.9)
+        else:  # a frozen copy does it; fake tensors cannot be copied
+            ref_logprobs = trajectory_logprobs(model, batch.parts, temperature=0.9)
+        assert ref_logprobs.device == CUDA
+        batch.trajectory = replace(batch.trajectory, ref_logprobs=ref_logprobs)
+        recipe.update(batch, StepMetrics())
+    assert batch.old_logprobs.device == CUDA
+    # These wait, too, though fake tensors do not tell.
+    assert count["aten.masked_scatter_backward.default"] == 0
+    assert count["from the host"] == 0, count.counts
+    # Logits are in float32 by the product itself; those of an adapted head are not.
+    assert (count["aten.mm.dtype_out"] > 0) == (kind != "lora_output")
+    trained = {p for p in model.parameters() if p.requires_grad}
+    assert trained and trained == recipe.optimizer.optimizer.state.keys()  # each had a gradient
+    if rows > 1:  # the reference's pass, and the policy's, of both layers
+        assert count["torch_attn._varlen_attn.default"] == 2 * 2 * len(batch.parts)
+        assert count["torch_attn._varlen_attn_backward.default"] == 2 * len(batch.parts)
+
+
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "filters": {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalty": {"repetition_penalty": 1.5, "min_new_tokens": 5, "suppressed_tokens": (1, 2)},
+}
+
+
+@torch.no_grad()
+def roll_out(kind: str, *, graphs: StepGraphs | None = None, merge: str = "auto", **params):
+    """Two turns of rows, and steps between; returns the operations of the last step."""
+    engine = NativeEngine(policy(kind), RolloutConfig(merge_adapters=merge), device=CUDA)
+    prompts = [[1] * length for length in (5, 2, 9)]
+    request = RolloutRequest(
+        prompts=prompts,
+        group_size=4,
+        params=SamplingParams(**{"max_generated_tokens": 12, **params}),
+        stop_tokens=[3, 4],
+        keys=row_keys(seed=0, step=0, prompt_indices=range(3), group_size=4),
+    )
+    with fake_cuda(), engine.current_weights() as (decoder, cache):
+        rollout = GroupRollout(decoder, cache, engine._buffers, request, max_rows=8, graphs=graphs)
+        assert rollout.replace_ended()
+        for _ in range(GroupCache.BLOCK + 1):  # the cache grows
+            rollout.decode()
+        rollout.live[:2] = rollout._next_rows(2)  # two rows have ended, and others come
+        rollout.layout.update(rollout.live)
+        rollout._start(rollout.live[:2])
+        with Operations() as operations:
+            rollout.decode()
+        samples = rollout.transcript.samples(lengths=[4] * 12, truncated=[True] * 12)
+    tensors = (*decoder.tensors(), *cache.tensors(), *engine._buffers.tensors())
+    assert {x.device for x in tensors} == {samples.responses.device} == {CUDA}
+    assert samples.sampler_logprobs.dtype == torch.float32
+    return operations
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    monkeypatch.setattr(GroupCache, "BLOCK", 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10, 10**10))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qlora"])
+def test_a_rollout_has_all_on_the_gpu_and_a_step_does_not_wait(kind, small_gpu):
+    operations = roll_out(kind)
+    assert operations["aten.mm.dtype"] > 0
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_every_way_of_sampling_runs_on_the_gpu(params, small_gpu):
+    assert VOCAB % 128  # no multiple of a block of the search
+    roll_out("lora", **params)
+
+
+@pytest.mark.parametrize("merge", ["always", "never"])
+def test_merged_and_recorded_steps_run_on_the_gpu(merge, small_gpu):
+    roll_out("lora", merge=merge)
+    graphs = StepGraphs(lambda step: step)
+    graphs.drop_unless_at = lambda tensors: None  # fake tensors have no addresses
+    roll_out("lora", merge=merge, graphs=graphs)
