@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from runs import (
     NO_EVALUATION,
     SGD,
@@ -18,8 +17,7 @@ from runs import (
 )
 
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.config.command_line import config_files
-from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.command_line import load_config
 
 LORA = "llama3_2_1B_lora_grpo"
 PAGE = Path(__file__).parents[2] / "docs" / "forking.md"
@@ -94,15 +92,15 @@ def test_a_fork_trains_on_some_rows_on_one_rank_and_on_two(tmp_path):
 def test_keys_of_a_fork_are_checked_like_all(tmp_path):
     space: dict = {}
     exec(blocks("python")[0], space)
-    cfg = OmegaConf.load(config_files()[LORA])
-    cfg.output_dir = str(tmp_path)
-    assert read_config(cfg, table=space["MyConfig"]).trained_samples == 4
-    for key, value, said in (
-        ("trained_sampels", 2, "Did you mean trained_samples?"),
-        ("trained_samples", 0, "should be greater than 0"),
-        ("trained_samples", "many", "a valid integer"),
+
+    def trained_samples(*overrides):
+        cfg = load_config(LORA, [f"output_dir={tmp_path}", *overrides])
+        return read_config(cfg, table=space["MyConfig"]).trained_samples
+
+    assert (trained_samples(), trained_samples("trained_samples=2")) == (4, 2)
+    for override, said in (
+        ("trained_sampels=2", "Did you mean trained_samples?"),
+        ("trained_samples=0", "should be greater than 0"),
     ):
         with pytest.raises(ValueError, match=said):
-            read_config(OmegaConf.merge(cfg, {key: value}), table=space["MyConfig"])
-    with pytest.raises(ValueError, match="trained_samples=2: unknown"):
-        read_config(OmegaConf.merge(cfg, {"trained_samples": 2}), table=GRPOConfig)
+            trained_samples(override)

@@ -18,7 +18,7 @@ from torchtune_grpo.loss import (
 )
 from torchtune_grpo.training.logprobs import importance_weights
 
-ROWS, WIDTH, LIMIT = 6, 5, 8
+ROWS, WIDTH, LIMIT = 6, 7, 8  # wider than the longest row
 LENGTHS = [3, 5, 1, 0, 4, 2]
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 # In any order, and any number of rows of each; nothing of prompt 4 is trained on.

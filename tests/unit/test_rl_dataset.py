@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import json
 import logging
 import pickle
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
+import pandas
 import pytest
 
 from torchtune_grpo.data import RLDataset
@@ -240,23 +240,18 @@ def test_the_tokenizers_limit_leaves_prompts_out_and_cuts_none(qwen2_tokenizer):
 
 def write(folder: Path, name: str, rows: Any) -> str:
     """Writes rows in the format that the name says."""
-    table, path = datasets.Dataset.from_list(rows), folder / name.removesuffix(".gz")
-    if path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif path.suffix == ".txt":
-        path.write_text("".join(row["prompt"] + "\n" for row in rows))
-    elif path.suffix == ".arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.data.schema) as out:
-            out.write_table(table.data.table)
-    elif path.suffix == ".tsv":
-        table.to_csv(path, sep="\t")
-    else:
-        {".csv": table.to_csv, ".jsonl": table.to_json, ".parquet": table.to_parquet}[path.suffix](
-            str(path)
-        )
-    if name.endswith(".gz"):
-        (folder / name).write_bytes(gzip.compress(path.read_bytes()))
-    return str(folder / name)
+    table, path = pandas.DataFrame(rows), folder / name
+    writers = {
+        "json": partial(table.to_json, orient="records", indent=1),
+        "jsonl": partial(table.to_json, orient="records", lines=True),
+        "csv": partial(table.to_csv, index=False),
+        "tsv": partial(table.to_csv, index=False, sep="\t"),
+        "txt": partial(table.to_csv, index=False, columns=["prompt"], header=False),
+        "parquet": table.to_parquet,
+        "arrow": table.to_feather,
+    }
+    writers[name.removesuffix(".gz").rpartition(".")[2]](path)
+    return str(path)
 
 
 @pytest.mark.parametrize(
