@@ -22,9 +22,14 @@ NAN = math.nan
 ALL = torch.ones(4, dtype=torch.bool)  # rows that are trained on
 
 
+def of_rollout(total=(1.0, 3.0, 5.0, 5.0), **changes):
+    """What a rollout logs whose rows have these totals."""
+    metrics, scores = StepMetrics(), replace(make_scores(), total=torch.tensor(total))
+    metrics.add_rollout(replace(make_trajectory(), **changes), scores, ALL, group_size=2)
+    return metrics.compute()
+
+
 def test_what_a_rollout_logs():
-    metrics = StepMetrics()
-    metrics.add_rollout(make_trajectory(), make_scores(), ALL, group_size=2)
     expected = {
         "reward": 3.5,
         "reward_std": statistics.stdev([1, 3, 5, 5]),
@@ -55,34 +60,24 @@ def test_what_a_rollout_logs():
         # is not trained on does not count.
         "sampling/kept_mass": (4 * 1 + 3 * 0.5) / 7,
     }
-    assert metrics.compute() == pytest.approx(expected)
+    assert of_rollout() == pytest.approx(expected)
 
 
 def test_a_failed_reward_makes_no_group_informative():
     """1 and failed: both count as 1, and nothing is learnt."""
-    scores = replace(make_scores(), total=torch.tensor([1.0, 1.0, 5.0, 5.0]))
-    trajectory = replace(make_trajectory(), advantages=torch.zeros(4))
-    metrics = StepMetrics()
-    metrics.add_rollout(trajectory, scores, ALL, group_size=2)
-    values = metrics.compute()
+    values = of_rollout(total=(1.0, 1.0, 5.0, 5.0), advantages=torch.zeros(4))
     assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
     assert values["reward_std_in_group"] == 0
 
 
 def test_a_group_whose_texts_are_all_the_same():
     """The second of two; that another group has its text says nothing."""
-    trajectory = replace(make_trajectory(), completions=["a", "b", "a", "a"])
-    metrics = StepMetrics()
-    metrics.add_rollout(trajectory, make_scores(), ALL, group_size=2)
-    assert metrics.compute()["frac_groups_same_text"] == 0.5
+    assert of_rollout(completions=["a", "b", "a", "a"])["frac_groups_same_text"] == 0.5
 
 
 def test_groups_are_informative_by_their_advantages():
     """Normalized one by one, two rewards may cancel in the total and still teach."""
-    scores = replace(make_scores(), total=torch.tensor([1.0, 1.0, 5.0, 5.0]))
-    metrics = StepMetrics()
-    metrics.add_rollout(make_trajectory(), scores, ALL, group_size=2)
-    assert metrics.compute()["frac_informative_groups"] == 0.5
+    assert of_rollout(total=(1.0, 1.0, 5.0, 5.0))["frac_informative_groups"] == 0.5
 
 
 def test_what_an_update_logs():
