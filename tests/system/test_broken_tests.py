@@ -1,12 +1,11 @@
 """A unit test that is broken is not a completion's wrong answer: at start, and while training."""
 
 import logging
-import multiprocessing
 
 import pytest
-import torch.distributed as dist
 from code_sandboxes import judge
 from processes import children
+from ranks import on_two_ranks
 
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet
 from torchtune_grpo.rewards import code as _code
@@ -43,10 +42,8 @@ BEFORE = "before it called the function: "
 BROKEN = {
     "assert lost == 1": BEFORE + "NameError: name 'lost' is not defined",
     "import numpy\nassert solve(1) == 1": BEFORE + "ModuleNotFoundError: No module named 'numpy'",
-    "import json.lost\nassert solve(1) == 1": BEFORE + "ModuleNotFoundError: No module named",
     "def check(candidate:": BEFORE + "SyntaxError: ",
     "assert eval('(') == solve(1)": BEFORE + "SyntaxError: ",
-    "assert {}['key'] == solve(1)": BEFORE + "KeyError: 'key'",
     "import sys\nsys.exit()\nsolve(1)": BEFORE + "SystemExit: ",
     "assert solve.__name__ == 'solve' and solve(1) == 1": BEFORE + "AttributeError: ",
     "for _ in (): solve(1)": BEFORE + "it never did",
@@ -161,30 +158,20 @@ def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):
         rewards.check_data(Rows(*map(broken.format, range(40))), key="dataset")
 
 
-def _rank(rank, folder, answers):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    rewards = RewardSet([Reward("code", CodeReward())])
-    rows, said = Rows("for _ in (): solve(1)", TEST, TEST), ""
-    rewards.check_data(rows, key="dataset")
-    try:
-        rewards.check_data(Rows("for _ in (): solve(1)"), key="dataset")
-    except ValueError as error:
-        said = str(error)
-    answers.put((rank, rows.row_numbers, said, len(children())))
-    rewards.close()
-    dist.destroy_process_group()
-
-
 def test_the_first_rank_tries_for_all(tmp_path):
     """Each leaves the same rows out, raises the same error; the second starts no process."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), answers)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    first, second = sorted(answers.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
-    assert first[:3] == (0, [1, 2], second[2]) and second[:2] == (1, [1, 2])
-    assert "row 0: test='for _ in (): solve(1)': the test itself failed" in first[2]
-    assert first[3] > 0 and second[3] == 0
+
+    def check(rank):
+        rewards = RewardSet([Reward("code", CodeReward())])
+        rows = Rows("for _ in (): solve(1)", TEST, TEST)
+        rewards.check_data(rows, key="dataset")
+        with pytest.raises(ValueError) as raised:
+            rewards.check_data(Rows("for _ in (): solve(1)"), key="dataset")
+        processes = len(children())
+        rewards.close()
+        return rows.row_numbers, str(raised.value), processes
+
+    (rows, said, processes), second = on_two_ranks(check, folder=tmp_path)
+    assert rows == [1, 2] and processes > 0
+    assert "row 0: test='for _ in (): solve(1)': the test itself failed" in said
+    assert second == (rows, said, 0)

@@ -37,10 +37,18 @@ def check(candidate):
         ).passed
 
 
-def test_what_cannot_cross_is_named(sandbox):
-    for value, name in (("object()", "object"), ("[lambda: 1]", "function"), ("range(n)", "range")):
-        why = judge(sandbox, f"def solve(n): return {value}").why
-        assert why == f"NotPlain: a {name} is not plain data"
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("return object()", "NotPlain: a object is not plain data"),
+        ("return [lambda: 1]", "NotPlain: a function is not plain data"),
+        ("return range(n)", "NotPlain: a range is not plain data"),
+        ("while True: yield n", "NotPlain: an iterator has more than 100000 items"),
+        ("return 'x' * 2 ** 20", "process sent 1048619 bytes at once, more than 1048576"),
+    ],
+)
+def test_why_an_answer_does_not_cross(sandbox, code, why):
+    assert judge(sandbox, f"def solve(n):\n  {code}", seconds=5).why.endswith(why)
 
 
 @pytest.mark.parametrize(
@@ -58,17 +66,6 @@ def test_iterators_cross_as_iterators_of_their_items(sandbox, code, test):
     assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=wrong).why
     listed = "assert solve(1) == list(solve(1))"  # as in plain Python, where none equals a list
     assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=listed).why
-
-
-def test_an_endless_iterator_is_cut_off(sandbox):
-    endless = "def solve(n):\n  while True: yield n"
-    why = judge(sandbox, endless, test="next(solve(1))", seconds=5).why
-    assert why == "NotPlain: an iterator has more than 100000 items"
-
-
-def test_an_answer_that_is_too_long_is_called_so(sandbox):
-    why = judge(sandbox, "def solve(n): return 'x' * 2 ** 20").why
-    assert "sent 10486" in why and "bytes at once, more than 1048576" in why
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
-import torch
 from processes import children, is_alive, wait_until
 
 from torchtune_grpo.rewards import RewardSet, TrainerState
@@ -83,9 +83,9 @@ def actors(tmp_path, monkeypatch):
     """The folder of a user's file, as if it were the working folder."""
     (tmp_path / "actors.py").write_text(ACTOR)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
     yield tmp_path
-    __import__("sys").modules.pop("actors", None)
+    sys.modules.pop("actors", None)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def score(rewards, *completions, **more):
 
 
 def test_each_way_to_fail_costs_one_sample(make):
-    bad = "loop regex sleep raise exit sysexit segfault deaf nan".split()
+    bad = "loop regex sleep raise exit sysexit segfault deaf nan print".split()
     texts = [text for name in bad for text in (name, "1.5")] + ["none"]
     scores = score(make(workers=2, bonus=1.0), *texts)
     assert scores.failed[:, 0].tolist() == [text in bad for text in texts]
@@ -145,15 +145,6 @@ def test_a_kill_reaches_the_whole_family(make, actors):
     assert new != server and len(children(of=new)) == 1
 
 
-def test_use_after_close(make):
-    rewards = make(workers=2)
-    for _ in range(2):
-        assert score(rewards, "1.5", "2").scores[:, 0].tolist() == [1.5, 2.0]
-        assert children()
-        rewards.close()
-        assert not children()
-
-
 def test_after_ctrl_c_no_worker_is_lost(make):
     """Also the idle one, which the next call would ask first."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -175,22 +166,8 @@ def test_workers_run_side_by_side_and_keep_their_state(make):
     scores = score(rewards, *["sleep"] * 4)
     assert time.perf_counter() - start < 1.5
     assert scores.failed.all()
-    one = make(workers=1)
-    assert score(one, "calls", "calls", "loop", "calls").scores[:, 0].nan_to_num(-1).tolist() == [
-        1,
-        2,
-        -1,
-        1,  # a new process
-    ]
-
-
-def test_it_works_off_the_main_thread(make):
-    rewards, results = make(workers=1), []
-    thread = threading.Thread(target=lambda: results.append(score(rewards, "loop", "3")))
-    thread.start()
-    thread.join()
-    assert results[0].failed[:, 0].tolist() == [True, False]
-    assert score(rewards, "4").total.tolist() == [4]  # the thread's end killed no worker
+    scores = score(make(workers=1), "calls", "calls", "loop", "calls").scores[:, 0]
+    assert scores.nan_to_num(-1).tolist() == [1, 2, -1, 1]  # the last in a new process
 
 
 def test_a_request_that_nobody_takes_costs_one_sample(make):
@@ -209,10 +186,6 @@ def test_what_workers_call(make):
     scaled = make("scaled", factor=3)
     assert score(scaled, "2", columns={}).total.tolist() == [6]
     assert score(scaled, "2", columns={"factor": [100]}).total.tolist() == [6]
-
-
-def test_output_does_not_disturb_the_protocol(make):
-    assert score(make(), "print", "1").scores.nan_to_num(-1).tolist() == [[-1], [1]]
 
 
 def test_workers_see_neither_rank_nor_gpu_nor_torch(make, monkeypatch):
@@ -259,9 +232,7 @@ def test_a_killed_server_is_replaced(make):
     [
         ({"isolation": "thread"}, r"rewards\[0\].isolation='thread': should be 'process'"),
         ({"timeout": 0}, r"rewards\[0\].timeout=0: should be greater than 0"),
-        ({"timeout": float("inf")}, r"rewards\[0\].timeout=inf: should be"),
         ({"workers": 0}, r"rewards\[0\].workers=0: should be greater than 0"),
-        ({"workers": 1.5}, r"rewards\[0\].workers=1.5: should be a valid integer"),
         ({"isolation": None, "timeout": 3}, "no such argument .it goes with isolation: process"),
         ({"format": "chatml"}, r"rewards\[0\].format='chatml': should be 'text' or 'chat'"),
         ({"folder": None, "bonsu": 3}, r"bonsu=3: .*did you mean 'bonus'"),
@@ -270,12 +241,3 @@ def test_a_killed_server_is_replaced(make):
 def test_settings_are_checked(make, change, message):
     with pytest.raises(ValueError, match=message):
         make(**change)
-
-
-def test_a_call_costs_little(make):
-    """One process and one message per completion: far below a millisecond on an idle core."""
-    rewards = make("chats", format="chat", timeout=30)
-    score(rewards, "1")
-    start = time.perf_counter()
-    assert torch.equal(score(rewards, *["2"] * 200).total, torch.full((200,), 2.0))
-    assert time.perf_counter() - start < 2.0
