@@ -17,6 +17,13 @@ def make_recorder(num_groups=2):
     return GroupRecorder(cfg, decider="a", stop_tokens=(1,))
 
 
+def take(trajectory, scores, *, step=1, num_groups=2):
+    """The chosen groups and all groups' results of one rollout."""
+    recorder = make_recorder(num_groups)
+    recorder.rollout(trajectory, scores)
+    return recorder.take(step)
+
+
 def test_a_record_has_the_numbers_of_the_step():
     trajectory, scores = make_trajectory(), make_scores()
     trajectory = replace(trajectory, columns={"gold": ["1", "1", "2", "2" * 3000]})
@@ -56,10 +63,8 @@ def test_why_a_response_ended():
         response_lengths=torch.tensor([1, 2, 3, 2]),
         truncated=torch.tensor([False, False, True, True]),
     )
-    recorder = make_recorder()
-    recorder.rollout(trajectory, make_scores())
-    groups, _ = recorder.take(1)
     assert trajectory.tokens[0, 1] == 1
+    groups, _ = take(trajectory, make_scores())
     ends = [record["ended"] for group in groups for record in group]
     assert ends == ["stop_token", "stop_string", "length", "deadline"]
 
@@ -84,29 +89,21 @@ def many(count, informative):
     return Trajectory.join(parts), replace(scores, **tensors, extra={})
 
 
-def chosen(recorder, step):
-    return [group[0]["prompt_index"] for group in recorder.take(step)[0]]
-
-
 def test_informative_groups_come_first_and_the_choice_is_the_seeds():
-    taken = []
-    for step in range(40):
-        recorder = make_recorder(num_groups=3)
-        recorder.rollout(*many(8, informative={2, 5}))
-        taken.append(chosen(recorder, step))
+    def chosen(step):
+        groups, _ = take(*many(8, informative={2, 5}), num_groups=3, step=step)
+        return [group[0]["prompt_index"] for group in groups]
+
+    taken = [chosen(step) for step in range(40)]
     assert all(set(indices[:2]) == {2, 5} for indices in taken)
     assert {indices[2] for indices in taken} == {0, 1, 3, 4, 6, 7}  # no prompt is favoured
-    again = make_recorder(num_groups=3)
-    again.rollout(*many(8, informative={2, 5}))
-    assert chosen(again, 7) == taken[7]
+    assert chosen(7) == taken[7]
 
 
 def test_ranks_choose_as_one(monkeypatch):
     """Two ranks with half of the groups each record what one rank with all of them records."""
     trajectory, scores = many(8, informative={1, 2, 6})
-    whole = make_recorder(num_groups=2)
-    whole.rollout(trajectory, scores)
-    (one, summary), sent = whole.take(3), []
+    one, sent = take(trajectory, scores), []
 
     def gather(value):
         sent.append(value)
@@ -114,13 +111,10 @@ def test_ranks_choose_as_one(monkeypatch):
 
     monkeypatch.setattr(recorder_module, "gather_over_ranks", gather)
     for half in (slice(0, 8), slice(8, 16)):
-        recorder = make_recorder(num_groups=2)
-        rows = torch.arange(16)[half]
         names = ("scores", "total", "failed")
-        part = replace(scores, **{name: getattr(scores, name)[rows] for name in names})
-        recorder.rollout(trajectory.select(rows), part)
-        two = recorder.take(3)
-    assert two == (one, summary)
+        part = replace(scores, **{name: getattr(scores, name)[half] for name in names})
+        two = take(trajectory.select(torch.arange(16)[half]), part)
+    assert two == one
 
 
 def test_rows_that_a_fork_has_moved_or_dropped_are_found_by_their_tokens():
@@ -136,7 +130,5 @@ def test_rows_that_a_fork_has_moved_or_dropped_are_found_by_their_tokens():
 
 
 def test_no_groups_are_kept_but_all_are_counted():
-    recorder = make_recorder(num_groups=0)
-    recorder.rollout(make_trajectory(), make_scores())
-    groups, summary = recorder.take(1)
+    groups, summary = take(make_trajectory(), make_scores(), num_groups=0)
     assert not groups and summary["prompt_index"] == [7, 3]

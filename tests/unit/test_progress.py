@@ -10,12 +10,8 @@ from torchtune_grpo.monitor import terminal
 from torchtune_grpo.monitor.terminal import ProgressLine
 from torchtune_grpo.rollout import Progress
 
-METRICS = {
-    "reward": -0.25,
-    "rewards/a/mean": 0.5,
-    "frac_informative_groups": 0.75,
-    "tokens_per_second": 2104.0,
-}
+METRICS = {"reward": -0.25, "rewards/a/mean": 0.5, "frac_informative_groups": 0.75}
+METRICS["tokens_per_second"] = 2104.0
 SHOWN = "reward -0.25, accuracy 0.50, informative 0.75, 2.10k tok/s"
 ROLLOUT = f"rollout {Progress(tokens=1_234_567, finished=4000, live=96, rows=4096)}"
 
@@ -51,12 +47,8 @@ def test_what_a_step_lacks_is_not_shown(caplog):
 
 
 def test_on_a_terminal_lines_and_the_bar_do_not_mix(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("sys.stderr", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     with make_progress() as shown:
         shown.step_done(4, METRICS)
         terminal.log.warning("a line")
