@@ -16,6 +16,7 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2._tokenizer import bytes_to_unicode
+from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import SavingConfig
 
@@ -36,10 +37,41 @@ TINY = {
 }
 
 
-def _common(architecture: str, model_type: str) -> dict:
-    return {
+def llama_checkpoint(folder: Path) -> Path:
+    """A random two-layer Llama 3.2 with a byte tokenizer."""
+    rope = {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    settings = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
+    _save(folder, "LlamaForCausalLM", settings, tune_to_hf(**_state(llama3_2(**TINY))))
+    llama_tokenizer_files(folder)
+    return folder
+
+
+def qwen_checkpoint(folder: Path) -> Path:
+    """A random two-layer Qwen 2.5 with a byte tokenizer."""
+    settings = {"model_type": "qwen2", "rope_theta": 1000000.0}
+    torch.manual_seed(0)  # for its biases
+    model = qwen2(**TINY, rope_base=1_000_000.0, tie_word_embeddings=True)
+    state = qwen2_tune_to_hf(**_state(model), tie_word_embeddings=True)
+    _save(folder, "Qwen2ForCausalLM", settings, state)
+    qwen_tokenizer_files(folder)
+    return folder
+
+
+def _state(model: TransformerDecoder) -> dict[str, Any]:
+    """Random weights, and the shape by which torchtune converts them."""
+    heads = {name: TINY[name] for name in ("num_heads", "num_kv_heads")}
+    return {"state_dict": randomize(model).state_dict(), "dim": TINY["embed_dim"], **heads}
+
+
+def _save(folder: Path, architecture: str, settings: dict, state: dict[str, Tensor]) -> None:
+    common = {
         "architectures": [architecture],
-        "model_type": model_type,
         "vocab_size": VOCAB,
         "hidden_size": TINY["embed_dim"],
         "intermediate_size": TINY["intermediate_dim"],
@@ -50,42 +82,12 @@ def _common(architecture: str, model_type: str) -> dict:
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "torch_dtype": "float32",
-    }
-
-
-def _convert(model, convert, **more) -> dict:
-    state = convert(
-        model.state_dict(),
-        num_heads=TINY["num_heads"],
-        num_kv_heads=TINY["num_kv_heads"],
-        dim=TINY["embed_dim"],
-        **more,
-    )
-    return {name: value.contiguous() for name, value in state.items()}
-
-
-def llama_checkpoint(folder: Path) -> Path:
-    """A random two-layer Llama 3.2 with a byte tokenizer."""
-    folder.mkdir(parents=True)
-    settings = _common("LlamaForCausalLM", "llama") | {
         "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "factor": 32.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
     }
-    (folder / "config.json").write_text(json.dumps(settings))
-    save_file(
-        _convert(randomize(llama3_2(**TINY)), tune_to_hf),
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-    llama_tokenizer_files(folder)
-    return folder
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(common | settings))
+    state = {name: value.contiguous() for name, value in state.items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
 def llama_tokenizer_files(folder: Path) -> None:
@@ -93,24 +95,6 @@ def llama_tokenizer_files(folder: Path) -> None:
     lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
     _specials(folder, LLAMA_SPECIALS)
-
-
-def qwen_checkpoint(folder: Path) -> Path:
-    """A random two-layer Qwen 2.5 with a byte tokenizer."""
-    folder.mkdir(parents=True)
-    settings = _common("Qwen2ForCausalLM", "qwen2") | {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
-    model = randomize(qwen2(**TINY, rope_base=1_000_000.0, tie_word_embeddings=True))
-    save_file(
-        _convert(model, qwen2_tune_to_hf, tie_word_embeddings=True),
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-    qwen_tokenizer_files(folder)
-    return folder
 
 
 def qwen_tokenizer_files(folder: Path) -> None:

@@ -6,8 +6,7 @@ write down what they expect. Special tokens have ids from 256 on.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,46 +71,42 @@ def qwen2_5_tokenizer(qwen_files: dict[str, Any]) -> Qwen2_5Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def sentencepiece_file(tokenizer_dir: Path) -> Callable[[bool], str]:
-    """Path of a small SentencePiece model, with or without the leading space of Llama 2."""
-
-    def make(add_dummy_prefix: bool) -> str:
-        path = tokenizer_dir / f"prefix_{add_dummy_prefix}.model"
-        if not path.exists():
-            model = io.BytesIO()
-            words = "what is the sum of these numbers think step by answer reply INST SYS user"
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter([words] * 20),
-                model_writer=model,
-                model_type="bpe",
-                vocab_size=330,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=add_dummy_prefix,
-                minloglevel=2,
-            )
-            path.write_bytes(model.getvalue())
-        return str(path)
-
-    return make
+def sentencepiece_files(tokenizer_dir: Path) -> dict[bool, str]:
+    """Small SentencePiece models, with (True) and without the leading space of Llama 2."""
+    words = "what is the sum of these numbers think step by answer reply INST SYS user"
+    files = {}
+    for add_dummy_prefix in (True, False):
+        prefix = tokenizer_dir / f"prefix_{add_dummy_prefix}"
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([words] * 20),
+            model_prefix=str(prefix),
+            model_type="bpe",
+            vocab_size=330,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=add_dummy_prefix,
+            minloglevel=2,
+        )
+        files[add_dummy_prefix] = f"{prefix}.model"
+    return files
 
 
 @pytest.fixture(scope="session")
-def llama2_tokenizer(sentencepiece_file: Callable[[bool], str]) -> Llama2Tokenizer:
-    return Llama2Tokenizer(sentencepiece_file(True))
+def llama2_tokenizer(sentencepiece_files: dict[bool, str]) -> Llama2Tokenizer:
+    return Llama2Tokenizer(sentencepiece_files[True])
 
 
 @pytest.fixture(scope="session")
-def mistral_tokenizer(sentencepiece_file: Callable[[bool], str]) -> MistralTokenizer:
-    return MistralTokenizer(sentencepiece_file(True))
+def mistral_tokenizer(sentencepiece_files: dict[bool, str]) -> MistralTokenizer:
+    return MistralTokenizer(sentencepiece_files[True])
 
 
 @pytest.fixture(scope="session")
-def phi3_tokenizer(sentencepiece_file: Callable[[bool], str]) -> Phi3MiniTokenizer:
-    return Phi3MiniTokenizer(sentencepiece_file(True))
+def phi3_tokenizer(sentencepiece_files: dict[bool, str]) -> Phi3MiniTokenizer:
+    return Phi3MiniTokenizer(sentencepiece_files[True])
 
 
 @pytest.fixture(scope="session")
-def gemma_tokenizer(sentencepiece_file: Callable[[bool], str]) -> GemmaTokenizer:
-    return GemmaTokenizer(sentencepiece_file(False))
+def gemma_tokenizer(sentencepiece_files: dict[bool, str]) -> GemmaTokenizer:
+    return GemmaTokenizer(sentencepiece_files[False])

@@ -66,18 +66,12 @@ def test_every_gold_of_gsm8k(llama3_tokenizer, split, num_rows):
 
 
 @needs_gsm8k
-def test_gsm8k_golds_and_last_lines():
-    """Every gold is correct for itself; two thirds of the worked solutions' last lines are read."""
+def test_last_lines_of_worked_solutions_are_read():
+    """Two thirds of them state one number."""
     rows = gsm8k_rows("train") + gsm8k_rows("test")
     read = right = 0
     for row in rows:
         solution, gold = row["answer"].split("\n#### ")
-        number = gold.replace(",", "")
-        stated = [gold, f"She has ${gold} left.", f"**{gold}** clips", f"Total: ({gold})"]
-        texts = [f"<think>x</think> <answer>{each}</answer>" for each in stated]
-        texts += [f"The answer is {gold}.", row["answer"], f"So it is $\\boxed{{{gold}}}$."]
-        assert all(grade_math_answer(text, number) for text in texts)
-        assert not grade_math_answer(f"<answer>{gold}</answer>", number + "1")
         last = re.sub("<<.*?>>", "", solution).splitlines()[-1]
         last = f"<think>It is 99.</think>\n<answer>{last}</answer>"
         read += located_value(last) is not None
