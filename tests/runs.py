@@ -23,7 +23,8 @@ from torch.distributed import TCPStore
 from transformers import AutoTokenizer
 
 from torchtune_grpo.config.command_line import config_files, recipes_folder
-from torchtune_grpo.monitor.record import read, read_lines, read_metrics
+from torchtune_grpo.monitor.record import read, read_lines
+from torchtune_grpo.monitor.record import read_metrics as metrics
 
 TUNE = Path(sys.executable).parent / "tune"
 RECIPE, DISTRIBUTED = "grpo_full_finetune_single_device", "grpo_full_finetune_distributed"
@@ -261,13 +262,8 @@ def run_tiny(config: str, folder: Path, *more: str, **settings: Any) -> Result:
     return tune("run", RECIPE, "--config", config, *overrides, *more, cwd=folder, **settings)
 
 
-def metrics(folder: Path) -> list[dict]:
-    """The metrics of each step and each evaluation, in order."""
-    return read_metrics(folder)
-
-
 def untimed(folder: Path) -> list[dict]:
-    """The same without those that depend on how fast the machine is."""
+    """The metrics without those that depend on how fast the machine is."""
     timed = ("time", "per_second")
     return [{k: v for k, v in r.items() if not any(w in k for w in timed)} for r in metrics(folder)]
 

@@ -12,7 +12,6 @@ from runs import (
     OF_LENGTH,
     adapter,
     completions,
-    copy_recipe,
     distance,
     metrics,
     run_tiny,
@@ -170,13 +169,8 @@ def kept(folder: Path) -> dict[str, torch.Tensor]:
     return tensors | adapter(folder)
 
 
-def test_a_copied_recipe_and_config_run_from_an_empty_folder(tmp_path):
-    """And torchtune's own ``tune run generate`` reads the weights that they save."""
-    overrides = tiny_overrides(LORA, tmp_path)
-    work = tmp_path / "work"
-    work.mkdir()
-    copy_recipe(LORA, work)
-    tune("run", "my_grpo.py", "--config", "my_config.yaml", *overrides, cwd=work)
+def test_torchtunes_own_command_generates_with_the_weights_that_are_saved(tmp_path):
+    run_tiny(LORA, tmp_path)
     folder = tmp_path / "out" / "step_000002"
     full = tiny_overrides(FULL, tmp_path)
     shapes = [key for key in full if key.startswith(("model.", "tokenizer."))]

@@ -77,22 +77,6 @@ def test_bad_value_names_key_value_and_remedy(changes, named, remedy):
     assert remedy in str(error.value)
 
 
-def test_missing_checkpoint_files_are_named(tmp_path):
-    def check(*changes):
-        check_model(settings_of(*changes))
-
-    here = f"checkpointer.checkpoint_dir={tmp_path}"
-    tokenizer = f"tokenizer.path={tmp_path}/tokenizer.model"
-    with pytest.raises(ValueError, match="checkpoint_dir=.*does not exist.*tune download"):
-        check(f"{here}/none")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.path=.*no such file"):
-        check(here, tokenizer)
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(ValueError, match="checkpointer: .*model.safetensors"):
-        check(here, tokenizer)
-
-
 NOT_OF_THE_MODEL = [
     ("model.num_layers=3", "num_hidden_layers=3, but config.json.*says 2"),
     ("model.num_heads=3", "model: could not construct .*num_heads': 3"),
@@ -100,6 +84,7 @@ NOT_OF_THE_MODEL = [
     ("checkpointer.model_type=QWEN2", "checkpointer.model_type=QWEN2.*says llama"),
     ("sampling.suppressed_tokens=[271,272]", "suppressed_tokens=.271, 272.*0 to 271"),
     ("optimizer.betas=[0.9,1.5]", r"optimizer: could not construct .*betas.*1.5"),
+    ("checkpointer.checkpoint_dir=/no/such", "checkpoint_dir=/no/such: .*exist; `tune download"),
     ("checkpointer.checkpoint_files=[no_such]", "checkpointer: could not construct .*no_such"),
 ]
 

@@ -155,22 +155,6 @@ def test_rows_without_a_prompt_are_left_out_and_reported(llama3_tokenizer, caplo
     assert message.endswith(" (row 1).")
 
 
-def test_one_line_counts_the_rows_of_each_kind(llama3_tokenizer, caplog):
-    """A prompt of exactly the limit stays; positions count the prompts that are kept."""
-    caplog.set_level(logging.INFO)
-    texts = ["", "long " * 9, "eight to", None, " ", "longer " * 9, None, "good"]
-    rows = [{"prompt": text} for text in texts]
-    data = make(llama3_tokenizer, rows, chat=False, max_prompt_tokens=9)
-    assert [item["prompt"] for item in data] == ["eight to", "good"]
-    assert data.row_numbers == [2, 7] and [item["index"] for item in data] == [0, 1]
-    assert data.max_prompt_length == 9
-    assert caplog.messages == [
-        "rows: 6 of 8 rows (counted from 0) are left out: column 'prompt' is blank (2 rows, first "
-        "0); the prompt is longer than max_prompt_tokens=9 (2 rows, first 1); column 'prompt' is "
-        "not text: None (2 rows, first 3)."
-    ]
-
-
 def test_nothing_left_is_an_error(llama3_tokenizer):
     with pytest.raises(ValueError, match="^rows: there are no rows"):
         make(llama3_tokenizer, [])
@@ -380,15 +364,3 @@ def test_what_cannot_be_loaded_is_named(llama3_tokenizer, tmp_path, monkeypatch,
     with pytest.raises(ValueError, match=message) as raised:
         RLDataset(llama3_tokenizer, **{"source": "json", **options})
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 700
-
-
-def test_csv_files(llama3_tokenizer, tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("prompt;answer\n1+1?;2\n")
-    with pytest.raises(ValueError, match="there is no column 'prompt' among .'prompt;answer'"):
-        RLDataset(llama3_tokenizer, source=str(path))
-    data = RLDataset(llama3_tokenizer, source=str(path), sep=";")
-    assert data[0]["columns"] == {"answer": 2}
-    path.write_text("prompt,answer\n")
-    with pytest.raises(ValueError, match="corresponds to no data"):
-        RLDataset(llama3_tokenizer, source=str(path))
