@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 # What Python announces before it happens. Writes are not among them; for those there are sizes.
@@ -35,51 +36,45 @@ def kill_points(
         Where it was killed, once the process is dead.
     """
 
-    def code_of(limit: Callable[[], None]) -> int:
+    def killed(limit: Callable[[], object]) -> int:
+        """The exit code of a process that acts under a limit; no other error is allowed."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         prepare()
-        return run_forked(lambda: (limit(), action()))
+        if (child := os.fork()) == 0:
+            try:
+                limit()
+                action()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert (code := os.waitstatus_to_exitcode(status)) != 1
+        return code
 
     number = 0
-    while code_of(partial(_die_at, number, folder)) == _KILLED:
+    while killed(partial(_die_at, number, folder)) == _KILLED:
         yield f"before file operation {number}"
         number += 1
     assert number, "there was no file operation"
     for size in sizes:
-        assert code_of(partial(_die_beyond, size)) == -signal.SIGXFSZ, size
+        assert killed(partial(_die_beyond, size)) == -signal.SIGXFSZ, size
         yield f"beyond {size} bytes"
-    code_of(lambda: None)
+    killed(lambda: None)
     yield "nowhere"
 
 
-def run_forked(action: Callable[[], object]) -> int:
-    """The exit code of a forked process that calls ``action``; fails if that raises."""
-    if (child := os.fork()) == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert (code := os.waitstatus_to_exitcode(status)) != 1
-    return code
-
-
 def _die_at(number: int, folder: Path) -> None:
-    left = [number]
+    operations = count()
 
     def audit(event: str, arguments: tuple) -> None:
         if event in _EVENTS:
             # A relative path is that of shutil.rmtree, from an open folder.
             path = os.path.join(folder, str(arguments[0]))
-            if not path.startswith(str(folder)):
-                return
-            if left[0] == 0:
+            if path.startswith(str(folder)) and next(operations) == number:
                 os._exit(_KILLED)
-            left[0] -= 1
 
     sys.addaudithook(audit)
 

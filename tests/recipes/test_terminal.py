@@ -2,7 +2,7 @@
 
 import re
 
-from runs import RECIPE, run, tiny_overrides, tune
+from runs import RECIPE, tiny_overrides, tune
 
 from torchtune_grpo.monitor.record import read
 
@@ -49,9 +49,8 @@ def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
         assert re.fullmatch(pattern, line), line
     (start,) = read(out, "start")
     assert start["command"].startswith(f"tune run {RECIPE} --config {config} ")
-    assert (
-        start["versions"]["torchtune"] == "0.6.1" and start["config"]["evaluation"]["samples"] == 2
-    )
+    assert start["versions"]["torchtune"] == "0.6.1"
+    assert start["config"]["evaluation"]["samples"] == 2
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
@@ -63,6 +62,3 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     assert "The run's page is not written: " in done.err and "step_000001" in done.err
     (start,) = read(tmp_path / "out", "start")
     assert start["config"]["metric_logger"]["api_key"] == "..."
-    assert (
-        run("-m", "torchtune_grpo", "report", tmp_path / "no", cwd=tmp_path, check=False).code != 0
-    )

@@ -1,6 +1,5 @@
 """The run's own record: killed anywhere, torn anywhere, and given anything."""
 
-import datetime
 import enum
 import json
 import math
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from kill_points import disk_of, kill_points
+from kill_points import kill_points
 from steps import make_scores, make_trajectory
 
 from torchtune_grpo.monitor.record import (
@@ -128,16 +127,6 @@ def test_a_last_line_without_its_end_is_whole(folder):
     check_history(folder, 1, 2, 3)
 
 
-def test_a_full_disk_ends_the_run_and_the_next_one_resumes(folder):
-    record(folder, 1, 2)
-    size = (folder / FILES[1]).stat().st_size + 40
-    with disk_of(size), pytest.raises(OSError, match="File too large"):
-        append(folder, "step", 3, {"€" * 20: 1.0})
-    assert (folder / FILES[1]).stat().st_size == size
-    keep_until(folder, 2)
-    check_history(folder, 1, 2)
-
-
 def test_a_large_record_is_not_read_whole(folder):
     folder.mkdir()
     line = json.dumps({"step": 1, "completion": "x" * 10_000}) + "\n"
@@ -203,11 +192,9 @@ VALUES = {
     "not finite": ([math.nan, math.inf, -math.inf, 1.5], [None, None, None, 1.5]),
     "tensor": (torch.tensor([[1.0, math.nan]], dtype=torch.bfloat16), [[1.0, None]]),
     "no values": (torch.ones(2, device="meta"), None),
-    "array": (numpy.arange(2), [0, 1]),
     "numpy scalars": ([numpy.float32(0.5), numpy.float64("nan"), numpy.int8(1)], [0.5, None, 1]),
     "huge": ([10**5000, -(2**64), 2**63 - 1], [hex(10**5000), hex(-(2**64)), 2**63 - 1]),
     "enum": (Color.RED, 1),
-    "date": (datetime.date(2026, 1, 2), "2026-01-02"),
     "bytes": (b"\xff", "b'\\xff'"),
     "surrogate": ("\ud800 \udcff", "\ud800 \udcff"),
     "line ends": ("a\nb\u2028\x85", "a\nb\u2028\x85"),

@@ -33,13 +33,6 @@ def test_handlers_are_those_of_before_afterwards():
     assert breakable(lambda: 7) == 7
 
 
-def test_a_run_that_was_done_anyway_was_not_interrupted():
-    run = Interrupts()
-    with run.handled(pytest.fail):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert run.exit_code == 0
-
-
 def test_an_ignored_signal_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Interrupts().handled(pytest.fail):
