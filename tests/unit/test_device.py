@@ -1,14 +1,11 @@
 """A rank's memory, threads and random states, and what it makes of them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-from policies import LORA, SHAPE
+from policies import build_policy
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtune.models.llama3 import lora_llama3
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -17,7 +14,6 @@ from torchtune_grpo.machine import device
 from torchtune_grpo.machine.parallel import random_states, restore_random_state, shard
 from torchtune_grpo.training import policy
 
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")
 
 
@@ -81,8 +77,7 @@ def four_ranks():
 
 
 def test_what_cannot_be_sharded_is_refused(four_ranks):
-    shape = {**SHAPE, "embed_dim": 128, "intermediate_dim": 128, "num_kv_heads": 4}
-    model = lora_llama3(**LORA, **shape, quantize_base=True)
+    model = build_policy("qlora")
     with pytest.raises(ValueError, match="^distributed.sharding: 4 ranks cannot share"):
         shard(model, DistributedConfig(), device=CPU)
     with pytest.raises(ValueError, match="^distributed.cpu_offload=True: works with device"):

@@ -1,7 +1,5 @@
 """What autograd keeps of a packed group is what the formula of docs/performance.md says."""
 
-from pathlib import Path
-
 import memory_estimate
 import pytest
 import torch
@@ -17,7 +15,6 @@ from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.training.policy import build_policy
 
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 CPU = torch.device("cpu")
 
 

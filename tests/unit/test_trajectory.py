@@ -1,6 +1,7 @@
 """Prompts and samples become rows, joined without gaps and cut without loss."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import torch
 from hypothesis import given
@@ -8,41 +9,8 @@ from hypothesis import strategies as st
 from trajectories import make_trajectory
 
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.rollout import (
-    RolloutRequest,
-    SamplingParams,
-    decode_responses,
-    roll_out,
-    row_keys,
-)
-from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
-
-
-def samples_of(responses: list[list[int]], width: int) -> Samples:
-    padded = torch.tensor([r + [99] * (width - len(r)) for r in responses])
-    lengths = torch.tensor([len(r) for r in responses])
-    truncated = torch.zeros(len(responses), dtype=torch.bool)
-    return Samples(padded, lengths, truncated, padded.float(), padded.float())
-
-
-def test_join_rows_puts_each_response_right_behind_its_prompt():
-    tokens, prompt_lengths = join_rows(
-        [[1, 2], [3, 4, 5]],
-        samples_of([[11], [12, 13, 14], [15, 16], [17]], width=3),
-    )
-    assert prompt_lengths.tolist() == [2, 2, 3, 3]
-    assert tokens.tolist() == [
-        [1, 2, 11, 0, 0],
-        [1, 2, 12, 13, 14],
-        [3, 4, 5, 15, 16],
-        [3, 4, 5, 17, 0],
-    ]
-
-
-def test_join_rows_clears_what_stands_behind_a_response():
-    """Its longest row may be shorter than the width of the samples."""
-    tokens, _ = join_rows([[5]], samples_of([[6, 7], []], width=9))
-    assert tokens.tolist() == [[5, 6, 7], [5, 0, 0]]
+from torchtune_grpo.rollout import SamplingParams, roll_out, row_keys
+from torchtune_grpo.trajectory import Samples, Trajectory, length_mask
 
 
 def trajectory_of(prompts: list[int], responses: list[int], trained_on: list[int]) -> Trajectory:
@@ -111,57 +79,6 @@ def test_join_pads_to_the_longest():
     assert Trajectory.join([left, wide]).tokens.tolist() == [[0, 1, 2, 0], [7, 8, 9, 0]]
 
 
-def test_completion_ids_hold_the_whole_response_trained_on_or_not():
-    rows = trajectory_of([2, 1], [1, 3], trained_on=[0, 2])
-    assert rows.completion_ids == [[2], [5, 6, 7]]
-
-
-def test_roll_out_joins_samples_prompts_texts_and_columns():
-    """By hand: the second response has its stop token, the first was cut."""
-    samples = replace(
-        samples_of([[1, 2, 3], [4, 26]], width=3), truncated=torch.tensor([True, False])
-    )
-    samples = replace(samples, behaviour_logprobs=samples.sampler_logprobs + 1)
-    asked: list[RolloutRequest] = []
-
-    class Engine:
-        def generate(self, request: RolloutRequest) -> Samples:
-            asked.append(request)
-            return samples
-
-    rows = roll_out(
-        Engine(),
-        PromptBatch(
-            tokens=[[8, 9]],
-            indices=[5],
-            prompts=["why"],
-            columns={"answer": ["7"]},
-            uses=[2],
-            places=[9],
-        ),
-        tokenizer=_Tokenizer(),
-        group_size=2,
-        params=SamplingParams(max_generated_tokens=3, stop_strings=("bc",)),
-        prefill=">",
-        seed=1,
-        step=2,
-    )
-    (request,) = asked
-    assert request.prompts == [[8, 9]] and request.stop_tokens == [26]
-    assert request.decode([2, 3]) == "bc"
-    keys = row_keys(seed=1, step=2, prompt_indices=[5], group_size=6)[4:]  # the third time
-    assert torch.equal(request.keys, keys)
-    assert rows.tokens.tolist() == [[8, 9, 1, 2, 3], [8, 9, 4, 26, 0]]
-    assert rows.completion_ids == [[1, 2, 3], [4, 26]]
-    assert rows.prompt_lengths.tolist() == [2, 2] and rows.response_lengths.tolist() == [3, 2]
-    assert rows.response_mask.tolist() == [[True] * 3, [True, True, False]]
-    assert rows.truncated.tolist() == [True, False]
-    assert rows.sampler_logprobs.tolist() == [[1, 2, 3], [4, 26, 99]]
-    assert rows.behaviour_logprobs.tolist() == [[2, 3, 4], [5, 27, 100]]
-    assert rows.prompts == ["why"] * 2 and rows.completions == [">abc", ">d"]
-    assert rows.columns == {"answer": ["7"] * 2} and rows.prompt_indices.tolist() == [5, 5]
-
-
 class _Tokenizer:
     """Knows 1..26 as letters; any other id is unknown, as beyond a real tokenizer's vocabulary."""
 
@@ -174,7 +91,56 @@ class _Tokenizer:
         return "".join(chr(96 + i) for i in token_ids)
 
 
-def test_decoding_survives_unknown_ids_and_drops_only_the_final_stop_token():
-    samples = samples_of([[1, 2, 26], [1, 500, 2, 3], [26]], width=4)
-    texts = decode_responses(_Tokenizer(), samples, stop_tokens=[26], prefill=">")
-    assert texts == [">ab", ">a\ufffdbc", ">"]
+def test_roll_out_joins_samples_prompts_texts_and_columns():
+    """By hand: only the first response is cut, and the third has a token that no text stands for.
+
+    The longest row is shorter than prompt and samples together.
+    """
+    responses = torch.tensor([[1, 2, 3, 99], [4, 26, 99, 99], [2, 500, 3, 26], [26, 99, 99, 99]])
+    samples = Samples(
+        responses=responses,
+        lengths=torch.tensor([3, 2, 4, 1]),
+        truncated=torch.tensor([True, False, False, False]),
+        sampler_logprobs=responses.float(),
+        behaviour_logprobs=responses.float() + 1,
+    )
+    engine = Mock(generate=Mock(return_value=samples))
+    rows = roll_out(
+        engine,
+        PromptBatch(
+            tokens=[[7, 8, 9], [6]],
+            indices=[5, 0],
+            prompts=["why", "how"],
+            columns={"answer": ["7", "8"]},
+            uses=[2, 0],
+            places=[9, 4],
+        ),
+        tokenizer=_Tokenizer(),
+        group_size=2,
+        params=SamplingParams(max_generated_tokens=3, stop_strings=("bc",)),
+        prefill=">",
+        seed=1,
+        step=2,
+    )
+    (request,) = engine.generate.call_args.args
+    assert request.prompts == [[7, 8, 9], [6]] and request.stop_tokens == [26]
+    assert request.decode([2, 3]) == "bc"
+    keys = row_keys(seed=1, step=2, prompt_indices=[5], group_size=6)[4:]  # the third time
+    assert torch.equal(request.keys[:2], keys)
+    assert rows.tokens.tolist() == [
+        [7, 8, 9, 1, 2, 3],
+        [7, 8, 9, 4, 26, 0],
+        [6, 2, 500, 3, 26, 0],
+        [6, 26, 0, 0, 0, 0],
+    ]
+    assert rows.completion_ids == [[1, 2, 3], [4, 26], [2, 500, 3, 26], [26]]
+    assert rows.prompt_lengths.tolist() == [3, 3, 1, 1]
+    assert rows.response_lengths.tolist() == [3, 2, 4, 1]
+    assert rows.response_mask.sum(dim=1).tolist() == [3, 2, 4, 1]
+    assert rows.truncated.tolist() == [True, False, False, False]
+    assert torch.equal(rows.sampler_logprobs, samples.sampler_logprobs)
+    assert torch.equal(rows.behaviour_logprobs, samples.behaviour_logprobs)
+    assert rows.prompts == ["why", "why", "how", "how"]
+    assert rows.completions == [">abc", ">d", ">b\ufffdc", ">"]
+    assert rows.columns == {"answer": ["7", "7", "8", "8"]}
+    assert rows.prompt_indices.tolist() == [5, 5, 0, 0] and rows.places.tolist() == [9, 9, 4, 4]
