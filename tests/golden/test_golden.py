@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +43,34 @@ LORA = "model=torchtune_grpo.models.lora_hf_model"
 SHARDED = "distributed.sharding=always"
 
 
-def tiny(folder: Path, *more: str, ranks: int = 1) -> None:
-    """The demo's model with random weights."""
+def tiny(*more: str, folder: Path, ranks: int = 1) -> None:
+    """The demo's model with random weights, and some changes."""
+    given = ["--config", "tiny_arithmetic_grpo", *QUICK, *more]
     if ranks == 1:
-        tune("run", RECIPE, "--config", "tiny_arithmetic_grpo", *QUICK, *more, cwd=folder)
+        tune("run", RECIPE, *given, cwd=folder)
     else:
-        run_ranks("--config", "tiny_arithmetic_grpo", *QUICK, *more, ranks=ranks, cwd=folder)
+        run_ranks(*given, ranks=ranks, cwd=folder)
 
 
-def torchtune_model(config: str) -> Callable[[Path], None]:
+def torchtune_model(config: str, folder: Path) -> None:
     """torchtune's builder, tokenizer and checkpointer, and a data set in GSM8K's format."""
-
-    def go(folder: Path) -> None:
-        rewards = "rewards=[{_component_: golden_rewards.vowels}]"
-        more = ["num_steps=3", rewards, "eval_dataset.num_samples=5", "lr_scheduler=null"]
-        command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder)]
-        tune(*command, *more, cwd=folder, TORCHDYNAMO_DISABLE="1")
-
-    return go
-
-
-def overrides(*more: str, ranks: int = 1) -> Callable[[Path], None]:
-    """A run of the demo with some changes."""
-    return lambda folder: tiny(folder, *more, ranks=ranks)
+    rewards = "rewards=[{_component_: golden_rewards.vowels}]"
+    more = ["num_steps=3", rewards, "eval_dataset.num_samples=5", "lr_scheduler=null"]
+    command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder)]
+    tune(*command, *more, cwd=folder, TORCHDYNAMO_DISABLE="1")
 
 
 def resumed(folder: Path) -> None:
     """Two steps, and two more in a second process."""
     more = ["num_steps=4", "lr_scheduler=null", "saving.every_n_steps=2"]
-    tiny(folder, *more)
+    tiny(*more, folder=folder)
     shutil.rmtree(folder / "out" / "step_000004")
-    tiny(folder, *more, "resume_from_checkpoint=true")
+    tiny(*more, "resume_from_checkpoint=true", folder=folder)
 
 
 def from_python(folder: Path) -> None:
     """``GRPO(...)`` with rows and a function, on the demo's model."""
-    tiny(folder, "num_steps=1", "eval_dataset=null", "output_dir=base")
+    tiny("num_steps=1", "eval_dataset=null", "output_dir=base", folder=folder)
     (folder / "script.py").write_text(
         "from torchtune_grpo import GRPO\n"
         "from golden_rewards import vowels\n"
@@ -93,28 +86,30 @@ def from_python(folder: Path) -> None:
 
 
 OLD_POLICY = "ppo_epochs=2 num_minibatches=2".split()
-RUNS: dict[str, Callable[[Path], None]] = {
-    "full": overrides(),
-    "lora_kl": overrides(LORA, "loss.kl_coeff=0.1", "optimizer.lr=1e-2"),
-    "torchtune_lora_bf16": torchtune_model("llama3_2_1B_lora_grpo"),
-    "torchtune_qlora": torchtune_model("llama3_2_1B_qlora_grpo"),
-    "two_epochs_two_minibatches": overrides(*OLD_POLICY, "loss.kl_coeff=0.1"),
-    "dapo": overrides(
+RUNS: dict[str, Callable[..., None]] = {
+    "full": tiny,
+    "lora_kl": partial(tiny, LORA, "loss.kl_coeff=0.1", "optimizer.lr=1e-2"),
+    "torchtune_lora_bf16": partial(torchtune_model, "llama3_2_1B_lora_grpo"),
+    "torchtune_qlora": partial(torchtune_model, "llama3_2_1B_qlora_grpo"),
+    "two_epochs_two_minibatches": partial(tiny, *OLD_POLICY, "loss.kl_coeff=0.1"),
+    "dapo": partial(
+        tiny,
         "loss.aggregation=dapo",
         "loss.epsilon_high=0.28",
         "objective.mask_truncated_completions=true",
     ),
-    "dynamic_sampling": overrides(
-        "dynamic_sampling.max_resamples=2", "rewards.0=golden_rewards.often_equal"
+    "dynamic_sampling": partial(
+        tiny, "dynamic_sampling.max_resamples=2", "rewards.0=golden_rewards.often_equal"
     ),
-    "gspo": overrides(
-        "loss.importance_sampling_level=sequence", *OLD_POLICY, "objective.advantage=none"
+    "gspo": partial(
+        tiny, "loss.importance_sampling_level=sequence", *OLD_POLICY, "objective.advantage=none"
     ),
-    "bf16": overrides("dtype=bf16", "pack_groups=false", "optimizer.lr=1e-2"),
-    "replicated_on_2_ranks": overrides(LORA, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
-    "sharded_on_2_ranks": overrides(SHARDED, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
+    "bf16": partial(tiny, "dtype=bf16", "pack_groups=false", "optimizer.lr=1e-2"),
+    "replicated_on_2_ranks": partial(tiny, LORA, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
+    "sharded_on_2_ranks": partial(tiny, SHARDED, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
     "resumed": resumed,
-    "level_curriculum": overrides(
+    "level_curriculum": partial(
+        tiny,
         "sampler={_component_: torchtune_grpo.data.LevelSampler}",
         "rewards.0=golden_rewards.often_equal",
     ),
@@ -125,7 +120,7 @@ RUNS: dict[str, Callable[[Path], None]] = {
 def record(name: str, folder: Path) -> dict[str, Any]:
     """The metrics of a run, and a digest of the last checkpoint's weights."""
     (folder / "golden_rewards.py").write_text(REWARDS)
-    RUNS[name](folder)
+    RUNS[name](folder=folder)
     left_out = TIMINGS
     if name == "dynamic_sampling":  # which rows share a step depends on the rewards' speed
         left_out += ("sampling/sampling_logp_difference",)
