@@ -4,22 +4,10 @@ import os
 import signal
 
 import pytest
+import runs
 import torch
 from processes import children, is_alive, wait_until
-from runs import (
-    DISTRIBUTED,
-    NO_EVALUATION,
-    RECIPE,
-    Result,
-    completions,
-    in_background,
-    metrics,
-    prompts,
-    run_ranks,
-    tune,
-    untimed,
-)
-from runs import run as run_script
+from runs import DISTRIBUTED, NO_EVALUATION, RECIPE, in_background, metrics, tune
 from torch.utils._pytree import tree_flatten_with_path
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -37,7 +25,7 @@ RESUME = "resume_from_checkpoint=True"
 
 # MOMENT=place:n:signal[:rank] sends a signal when the place is passed for the n-th time.
 MOMENTS = """
-import os, signal, sys, threading, time
+import contextlib, os, signal, sys, threading, time
 from collections import Counter
 
 import torch
@@ -60,10 +48,6 @@ def send(after=0.0):
 def at(place):
     if is_at(place) and HERE == RANK:
         os.kill(os.getpid(), getattr(signal, SIGNAL))
-
-def hang():
-    while True:
-        time.sleep(99)
 
 def tokenizer(model_dir):
     at("setup")
@@ -88,15 +72,13 @@ def reward(prompts, completions, **columns):
     noise = torch.rand(len(completions)).tolist()  # torch's own generator moves on
     if is_at("hang"):
         send(after=0.5)
-        hang()
+        time.sleep(999)
     if is_at("deaf"):
         while True:
-            try:
+            with contextlib.suppress(BaseException):
                 send()
                 send(after=2.0)
-                hang()
-            except BaseException:
-                pass
+                time.sleep(999)
     if is_at("isolated"):
         open("isolated", "w").close()
         send(after=1.0)
@@ -130,13 +112,10 @@ def folder(tmp_path):
 
 
 def run(folder, *more, moment="nowhere:0:0", ranks=0, check=False):
-    env = {"PYTHONPATH": str(folder), "MOMENT": moment}
+    settings = {"cwd": folder, "check": check, "PYTHONPATH": str(folder), "MOMENT": moment}
     if ranks:
-        arguments = ["--config", CONFIG, *QUICK, *TWO, *more]
-        return run_ranks(*arguments, ranks=ranks, cwd=folder, check=check, **env)
-    return tune(
-        "run", RECIPE, "--config", CONFIG, *QUICK, *ONE, *more, cwd=folder, check=check, **env
-    )
+        return runs.run_ranks("--config", CONFIG, *QUICK, *TWO, *more, ranks=ranks, **settings)
+    return tune("run", RECIPE, "--config", CONFIG, *QUICK, *ONE, *more, **settings)
 
 
 def said(done):
@@ -158,7 +137,7 @@ def check_same(out, whole):
         is_tensor = isinstance(value, torch.Tensor)
         same = torch.equal(value, wanted) if is_tensor else value == wanted
         assert path == other and same, path
-    for recorded in (untimed, prompts, completions):
+    for recorded in (runs.untimed, runs.prompts, runs.completions):
         assert recorded(out) == recorded(whole)
 
 
@@ -220,7 +199,7 @@ def test_one_that_comes_at_the_very_end_is_not_told(folder):
         "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
         "exit_on_signals()\n"
     )
-    assert run_script("ends.py", cwd=folder, check=False) == Result(-signal.SIGTERM, "", "")
+    assert runs.run("ends.py", cwd=folder, check=False) == runs.Result(-signal.SIGTERM, "", "")
 
 
 def test_torchrun_hands_it_on(folder):
