@@ -64,15 +64,11 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
         text if sign else f"+{text}",
         f"{text} {unit}.",
         f"x = {text}",
-        rf"\({text}\)",
-        f"**{text}**",
         rf"{text} \text{{ apples}}",
         rf"The final answer is $\boxed{{{text}}}$.",
         f"**Answer:** {text}",
         f"{text}/1",
         f"{text} * 1 = {text}",
-        f'"{text}"',
-        f"{text}\u200b",
     ]
     assert [way for way in ways if not is_correct(way, text)] == []
 

@@ -47,25 +47,20 @@ FENCE = ("```python\ndef f():\n", "\n```")
 AROUND_MATH = [ANSWER, ("<answer>", "</answer>"), ("<think>", "</think> <answer>7</answer>")]
 AROUND_MATH += [("<answer>7</answer>", ""), (r"\boxed{", ""), ("#### ", ""), ("The answer is ", "")]
 
-math = {"answer": ["7"]}
-code = {"entry_point": ["f"], "setup": [""], "test": ["assert f() == 1"]}
-tokens = {"completion_ids": [[7] * SIZE]}
+COLUMNS = {"answer": ["7"], "entry_point": ["f"], "test": ["assert f() == 1"]}
+# Of each shipped reward, its arguments.
 REWARDS = {
-    "math_correctness_reward": math,
-    "last_number_reward": math,
+    "math_correctness_reward": {},
+    "last_number_reward": {},
     "math_format_reward": {},
     "math_number_reward": {},
     "math_tag_reward": {},
-    "code_format_reward": code,
-    "CodeReward": code,
-    "SymbolicMathReward": {"answer": [r"\sqrt{7}"]},
-    "CosineLengthReward": {**math, **tokens},
-    "OverlongPenalty": tokens,
-    "RepetitionPenalty": {},
-}
-SETTINGS = {
+    "code_format_reward": {},
+    "CodeReward": {},
+    "SymbolicMathReward": {},
     "CosineLengthReward": {"max_length": 9},
     "OverlongPenalty": {"max_length": 9, "cache": 3},
+    "RepetitionPenalty": {},
 }
 
 
@@ -78,22 +73,21 @@ def test_every_shipped_reward_is_here() -> None:
 @pytest.mark.parametrize("name", REWARDS)
 def test_no_text_takes_long(name: str) -> None:
     """Each shape by itself, and in an answer block or in a fence, through a set of rewards."""
+    columns, shapes, around = COLUMNS, SHAPES, [ANSWER]
     if name == "SymbolicMathReward":
         pytest.importorskip("math_verify")
-    node = {"_component_": f"torchtune_grpo.rewards.{name}", **SETTINGS.get(name, {})}
+        columns = {"answer": [r"\sqrt{7}"]}
+    elif name in ("code_format_reward", "CodeReward"):
+        around = [FENCE]
+    elif name in ("math_correctness_reward", "math_format_reward"):
+        shapes, around = SHAPES + MATH_SHAPES, AROUND_MATH
+    node = {"_component_": f"torchtune_grpo.rewards.{name}", **REWARDS[name]}
     rewards = RewardSet.from_config([node])
-    columns = {name: values for name, values in REWARDS[name].items() if name != "completion_ids"}
-    ids = REWARDS[name].get("completion_ids")
 
     def score(text: str) -> None:
-        rewards(prompts=[""], completions=[text], columns=columns, completion_ids=ids)
+        rewards(prompts=[""], completions=[text], columns=columns, completion_ids=[[7] * 100])
 
-    if "entry_point" in columns:
-        assert slowest(score, around=[FENCE]) < BOUND
-    elif name in ("math_correctness_reward", "math_format_reward"):
-        assert slowest(score, around=AROUND_MATH, shapes=SHAPES + MATH_SHAPES) < BOUND
-    else:
-        assert slowest(score, around=[ANSWER]) < BOUND
+    assert slowest(score, around=around, shapes=shapes) < BOUND
     rewards.close()
 
 

@@ -34,20 +34,11 @@ def score_one(reward, text, **columns):
 
 def make_set(*, total_weight=0.99):
     """All shaping at once, at the largest weights that are allowed."""
-    shaping = {
-        "format": math_format_reward,
-        "tags": math_tag_reward,
-        "number": math_number_reward,
-        "overlong": OverlongPenalty(max_length=8, cache=4),
-        "repetition": RepetitionPenalty(ngram=2),
-    }
+    shaping = [math_format_reward, math_tag_reward, math_number_reward]
+    shaping += [OverlongPenalty(max_length=8, cache=4), RepetitionPenalty(ngram=2)]
     weight = total_weight / len(shaping)
-    return RewardSet(
-        [
-            Reward("correctness", math_correctness_reward),
-            *(Reward(name, function, weight) for name, function in shaping.items()),
-        ]
-    )
+    rewards = [Reward(function.__name__, function, weight) for function in shaping]
+    return RewardSet([Reward("correctness", math_correctness_reward), *rewards])
 
 
 @given(st.lists(st.tuples(texts, st.integers(0, 20)), min_size=1, max_size=8))
@@ -67,21 +58,16 @@ def test_no_wrong_answer_is_paid_like_a_right_one(rows):
     assert min(t for t, good in zip(totals, right) if good) > max(wrong, default=-math.inf)
 
 
-@given(texts, st.integers(0, 100), texts, st.integers(0, 100))
-def test_length_never_makes_a_wrong_answer_right(one, length, other, other_length):
+@given(texts, st.integers(0, 100))
+def test_length_never_makes_a_wrong_answer_right(text, length):
     reward = CosineLengthReward(max_length=50)
-    values = {
-        grade_math_answer(text, GOLD): score_one(
-            reward, text, answer=[GOLD], completion_ids=[[0] * count]
-        )
-        for text, count in ((one, length), (other, other_length))
-    }
-    assert values.get(True, 0.5) >= 0.5 and values.get(False, -0.5) <= -0.5
+    value = score_one(reward, text, answer=[GOLD], completion_ids=[[0] * length])
+    assert value >= 0.5 if grade_math_answer(text, GOLD) else value <= -0.5
 
 
 def test_weights_with_which_shaping_would_win_are_refused():
     make_set(total_weight=0.99)
-    with pytest.raises(ValueError, match=r"together format 0.2, tags 0.2, .* right answer .*\(1\)"):
+    with pytest.raises(ValueError, match=r"together .*_reward 0.2, .* right answer .*\(1\)"):
         make_set(total_weight=1.0)
     correctness = Reward("c", math_correctness_reward, weight=2.0)
     RewardSet([correctness, Reward("f", math_format_reward, weight=1.5)])
@@ -107,7 +93,6 @@ def test_weights_with_which_shaping_would_win_are_refused():
         ("<think><think>a</think><answer>1</answer>", 0.75, 1.0),
         ("<think>" * 5 + "</think>" * 5, 0.0, 0.0),
         ("<answer>12</answer><answer>13</answer>", 0.0, 0.0),
-        ("", 0.0, 0.0),
     ],
 )
 def test_tags_and_number_by_hand(text, tags, number):

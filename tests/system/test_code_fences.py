@@ -113,9 +113,12 @@ def test_no_program_finds_another_in_its_memory(sandbox):
         assert "AssertionError" in judge(sandbox, thief).why  # it went through to the end
 
 
-def test_the_number_of_processes_and_files_is_limited(sandbox):
+def test_every_limit_is_set_and_no_right_is_left(sandbox):
+    """The number of processes and of files is that of this program alone."""
     code = """
-import os, signal
+import os, resource, signal
+names = ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE", "SIGPENDING")
+limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in names]
 def solve(n):
     children = files = 0
     try:
@@ -128,30 +131,19 @@ def solve(n):
             open(f'{files}', 'w').close()
             files += 1
     except OSError: pass
-    return children, files
+    return limits, (children, files), os.getuid(), os.geteuid()
 """
     most = 4095 if "of their own" in sandbox.confinement() else 4200
-    test = f"got = solve(0)\nassert got == (15, {most}), got"
-    verdict = judge(sandbox, code, test=test, seconds=5)
-    assert verdict.passed, verdict
-
-
-def test_every_limit_is_set_and_no_right_is_left(sandbox):
-    code = """
-import os, resource
-names = ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE", "SIGPENDING")
-limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in names]
-def solve(n): return (limits, os.getuid(), os.geteuid())
-"""
-    expected = [(2, 2), (2**29, 2**29), (16, 16), (2**24, 2**24), (64, 64), (0, 0), (64, 64)]
+    expected = [(6, 6), (2**29, 2**29), (16, 16), (2**24, 2**24), (64, 64), (0, 0), (64, 64)]
     test = f"""
 import os
 def check(candidate):
-    limits, *users = candidate(0)
+    limits, made, *users = candidate(0)
     assert limits == {expected}, limits
+    assert made == (15, {most}), made
     assert os.getuid() != 0 or 0 not in users
 """
-    verdict = judge(sandbox, code, test=test)
+    verdict = judge(sandbox, code, test=test, seconds=5)
     assert verdict.passed, verdict
 
 
@@ -385,9 +377,7 @@ def test_as_another_user_than_root():
     "build",
     [
         "for _ in range(1500): os.mkdir('x'); os.chdir('x')",
-        "for n in range(100000): os.makedirs(f'{n}/x/y/z/x/y/z/x/y/z')",
         "os.mkdir('x'); open('x/y', 'w'); os.chmod('x', 0)",
-        "os.chmod('.', 0)",
         "open('x', 'w'); os.chmod('x', 0); os.symlink('/', 'y')",
         "for n in range(10 ** 6): open(f'{n}', 'w').close()",
     ],
@@ -564,18 +554,16 @@ def test_a_server_that_is_killed_takes_all_along_and_is_replaced(sandbox):
 def own_two_rewards(folder: Path) -> None:
     """Calls, from a folder, a code reward and an isolated one that never end."""
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    rewards = RewardSet.from_config(
-        [
-            {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
-            {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
-        ]
-    )
+    nodes = [
+        {"_component_": "torchtune_grpo.rewards.CodeReward", "timeout": 1000},
+        {"_component_": "actors.sleeps", "isolation": "process", "timeout": 1000},
+    ]
     text = "```python\nimport os, time\ndef solve(n):\n    os.fork(); time.sleep(1000)\n```"
     columns = {"test": ["assert solve(1) == 1"], "entry_point": ["solve"]}
-    for reward in rewards.rewards:
-        arguments = {"prompts": [""], "completions": [text], "columns": columns}
-        threading.Thread(target=RewardSet([reward]), kwargs=arguments, daemon=True).start()
+    arguments = {"prompts": [""], "completions": [text], "columns": columns}
+    for node in nodes:
+        score = RewardSet.from_config([node])
+        threading.Thread(target=score, kwargs=arguments, daemon=True).start()
     threading.Event().wait()
 
 

@@ -57,7 +57,6 @@ def test_why_an_answer_does_not_cross(sandbox, code, why):
         ("yield from range(n)", "assert list(solve(3)) == [0, 1, 2]"),
         ("return map(str, range(n))", "assert [*solve(2)] == ['0', '1'] and next(solve(1)) == '0'"),
         ("return zip('ab', range(n))", "assert dict(solve(2)) == {'a': 0, 'b': 1}"),
-        ("return reversed([1, n])", "assert sorted(solve(2)) == [1, 2]"),
     ],
 )
 def test_iterators_cross_as_iterators_of_their_items(sandbox, code, test):
@@ -150,22 +149,15 @@ def check(candidate):
 
 @pytest.mark.parametrize("catch", ["except Exception: pass", "except: pass", "finally: return"])
 def test_a_test_that_catches_everything_does_not_pass_a_dead_program(sandbox, catch):
-    test = f"def check(candidate):\n    try: assert candidate(1) == 1\n    {catch}\n"
-    assert not judge(sandbox, "import os\ndef solve(n): os._exit(0)", test=test).passed
-    assert not judge(sandbox, "def solve(n): return object()", test=test).passed
+    """Whether it had answered before or not."""
+    test = f"def check(f):\n    try: assert f(1) == 1\n    {catch}\n"
+    later = f"def check(f):\n    assert f(1) == 1\n    try: f(2)\n    {catch}\n"
+    for dead in ("os._exit(0)", "object()"):
+        assert not judge(sandbox, f"import os\ndef solve(n): return {dead}", test=test).passed
+        code = f"import os\ndef solve(n): return n if n == 1 else {dead}"
+        assert not judge(sandbox, code, test=later).passed
     assert judge(sandbox, "def solve(n): return 1", test=test).passed
-
-
-def test_an_answer_does_not_make_up_for_a_later_death(sandbox):
-    test = """
-def check(candidate):
-    assert candidate(1) == 1
-    try: candidate(2)
-    except: pass
-"""
-    code = "import os\ndef solve(n): return n if n == 1 else os._exit(0)"
-    assert not judge(sandbox, code, test=test).passed
-    assert judge(sandbox, "def solve(n): return n // (2 - n)", test=test).passed
+    assert judge(sandbox, "def solve(n): return n // (2 - n)", test=later).passed
 
 
 def test_a_right_answer_of_a_process_that_has_ended_is_none(sandbox):
@@ -214,12 +206,10 @@ def test_an_exception_does_not_end_the_tests_loops(sandbox, name, test):
 
 def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
     """As in HumanEval/32 and /38; the completion cannot replace what the test uses."""
-    setup = "def double(n):\n    return 2 * n\n\ndef solve(n):\n    '''Halves.'''\n"
+    setup = "def double(n):\n    return 2 * n\n\n"
     test = "def check(candidate):\n    assert candidate(double(21)) == 21\n"
-    good = setup + "\n\ndef solve(n):\n    return n // 2\n"
-    bad = (
-        setup + "\n\ndef double(n):\n    return 1\n\ndef solve(n):\n    return 21 if n == 1 else 0"
-    )
+    good = setup + "def solve(n):\n    return n // 2\n"
+    bad = "def double(n):\n    return 1\n\ndef solve(n):\n    return 21 if n == 1 else 0\n"
     assert judge(sandbox, good, setup=setup, test=test).passed
     assert not judge(sandbox, bad, setup=setup, test=test).passed
 

@@ -9,7 +9,6 @@ import pytest
 from processes import children
 
 from torchtune_grpo.rewards import SymbolicMathReward
-from torchtune_grpo.rewards.symbolic import stated_expression
 
 pytest.importorskip("math_verify")
 
@@ -49,6 +48,8 @@ RIGHT = [
     (r"\theta = \frac{\pi}{2}", r"\frac{\pi}{2}"),
     ("y = 2x + 1", "y=2x+1"),
     ("x = (0, 1)", "(0,1)"),
+    ("log(x)", "log(x)"),
+    ("x" + "+1" * 199, "x + 199"),
 ]
 WRONG = [
     (r"\frac{\sqrt{2}}{3}", r"\frac{1}{\sqrt{2}}"),
@@ -72,6 +73,11 @@ WRONG = [
     (r"x \approx \sqrt{2}", r"\sqrt{2}"),
     ("z = 2x + 1", "y=2x+1"),
     (r"\frac{", "x"),
+    ("maybe x", "x"),
+    ("x" + "+1" * 200, "x + 200"),  # there to keep sympy busy
+    ("x\x00", "x"),
+    ("$x$ $y$", "x"),
+    ("$$", "x"),
     ("__import__('os')._exit(0)", "x"),
 ]
 
@@ -126,16 +132,6 @@ def test_the_answer_must_be_located(reward):
         r"</think><answer>\sqrt{2}</answer>",
     ]
     assert reward([""] * 4, texts, answer=golds) == [0.0, 0.0, 0.0, 1.0]
-
-
-def test_prose_is_no_expression():
-    def stated(block):
-        return stated_expression(f"<answer>{block}</answer>")
-
-    assert stated(r" $\frac{1}{x}$ ") == r"\frac{1}{x}"
-    assert stated("log(x)") == "log(x)"
-    for prose in ("maybe x", "x" + "+1" * 200, "x\x00", "$x$ $y$", "$", "$$"):
-        assert stated(prose) is None, prose
 
 
 def test_without_math_verify_it_says_what_to_install(monkeypatch):

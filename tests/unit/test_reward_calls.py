@@ -29,6 +29,7 @@ from torchtune_grpo.rewards import (
 STATE = TrainerState(global_step=3, max_steps=10)
 CORRECTNESS = "torchtune_grpo.rewards.math_correctness_reward"
 FORMAT = "torchtune_grpo.rewards.math_format_reward"
+ISOLATED = {"_component_": FORMAT, "isolation": "process"}
 
 
 def score(*rewards, n=4, share=1.0, **more):
@@ -112,10 +113,10 @@ def test_accepted_return_types():
 def test_what_a_reward_may_not_return(value, message):
     """Whatever share of failures is allowed: it is a bug in the reward, async or not."""
 
-    async def waits(prompts, completions, **columns):
+    async def asynchronous(prompts, completions, **columns):
         return value
 
-    for reward in (returns(value), waits):
+    for reward in (returns(value), asynchronous):
         with pytest.raises(ValueError, match=message):
             score(reward, n=2)
 
@@ -170,6 +171,12 @@ def test_keyword_arguments_are_bound():
         ),
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts=1"),
         ([{"_component_": f"{__name__}.Bonus", "valeu": 1}], r"valeu=1.*did you mean 'value'"),
+        ([{"_component_": FORMAT, "format": "chatml"}], "format='chatml': .* 'text' or 'chat'"),
+        ([{**ISOLATED, "isolation": "thread"}], "isolation='thread': should be 'process'"),
+        ([{**ISOLATED, "timeout": 0}], r"rewards\[0\].timeout=0: should be greater than 0"),
+        ([{**ISOLATED, "workers": 0}], r"rewards\[0\].workers=0: should be greater than 0"),
+        ([{**ISOLATED, "fromat": "chat"}], "fromat='chat': .*did you mean 'format'"),
+        ([{"_component_": FORMAT, "timeout": 3}], "no such argument .it goes with isolation: proc"),
         ([{"_component_": f"{__name__}.Bonus"}], r"rewards\[0\]: could not construct .*'value'"),
     ],
 )
@@ -187,50 +194,6 @@ def test_functions_that_cannot_be_called_as_rewards_are_called():
         RewardSet([Reward("r", no_columns)])
     with pytest.raises(ValueError, match=r"rewards\[0\] \(r\) has no signature"):
         RewardSet([Reward("r", 3)])
-
-
-# Written for TRL's GRPOTrainer, as its documentation shows them.
-
-
-def reward_len(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
-
-
-def reward_by_ids(prompts, completions, completion_ids, trainer_state, **kwargs):
-    return [
-        len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids
-    ]
-
-
-def reward_chat(prompts, completions, target, log_extra=None, log_metric=None, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
-    log_extra("said", contents)
-    log_metric("accuracy", 0.5)
-    return [1.0 if content == gold else 0.0 for content, gold in zip(contents, target)]
-
-
-async def reward_async(prompts, completions, **kwargs):
-    await asyncio.sleep(0.01)
-    return [float(len(completion)) for completion in completions]
-
-
-def test_rewards_written_for_trl_work_unmodified():
-    ids = [[1], [1, 2], [], [1, 2, 3]]
-    chat = Reward("chat", reward_chat, chat=True)
-    scores = score(
-        reward_len,
-        reward_by_ids,
-        chat,
-        reward_async,
-        columns={"target": ["c0", "x", "c2", "c2"]},
-        completion_ids=ids,
-        trainer_state=STATE,
-    )
-    expected = [[2, 1.3, 1, 2], [2, 2.3, 0, 2], [2, 0.3, 1, 2], [2, 3.3, 0, 2]]
-    torch.testing.assert_close(scores.scores, torch.tensor(expected))
-    assert scores.extra == {"said": ["c0", "c1", "c2", "c3"]}
-    assert scores.metrics == [("chat/accuracy", 0.5)]
 
 
 def test_chat_gives_all_messages_and_text_the_last(llama3_tokenizer):
@@ -260,42 +223,25 @@ def test_chat_gives_all_messages_and_text_the_last(llama3_tokenizer):
 
 
 def test_async_rewards_wait_side_by_side():
-    """Five rewards of 0.2 s, and a sync one of 0.2 s, take far less than 1.2 s."""
+    """Five of 0.2 s, beside a sync one of 0.2 s, while a loop runs, as in a notebook."""
 
     def sleeper(prompts, completions, **columns):
         time.sleep(0.2)
         return [0.0] * len(prompts)
 
-    async def waiter(prompts, completions, **columns):
-        await asyncio.sleep(0.2)
-        return [2.0] * len(prompts)
+    class Waiter:
+        async def __call__(self, prompts, completions, **columns):
+            await asyncio.sleep(0.2)
+            return [2.0] * len(prompts)
 
-    start = time.perf_counter()
-    scores = score(waiter, sleeper, *[waiter] * 4)
+    async def notebook():
+        return score(Waiter(), sleeper, *[Waiter().__call__] * 4)
+
+    threads, start = threading.active_count(), time.perf_counter()
+    scores = asyncio.run(notebook())
     assert time.perf_counter() - start < 0.8
     assert min(scores.seconds) > 0.19
     assert scores.scores[0].tolist() == [2, 0, 2, 2, 2, 2]
-
-
-def test_async_rewards_work_while_a_loop_runs():
-    """As in a notebook; no thread is left behind."""
-
-    async def one(prompts, completions, **columns):
-        await asyncio.sleep(0)
-        return [1.0] * len(prompts)
-
-    class Method:
-        async def __call__(self, prompts, completions, **columns):
-            return await one(prompts, completions)
-
-    rewards = RewardSet([Reward("f", one), Reward("m", Method())])
-    threads = threading.active_count()
-
-    async def notebook():
-        for _ in range(2):
-            assert rewards(prompts=["p"], completions=["c"], columns={}).total.tolist() == [2.0]
-
-    asyncio.run(notebook())
     assert threading.active_count() == threads
 
 
@@ -340,6 +286,11 @@ def test_what_is_no_finite_number_is_a_failure(value):
         score(reward, share=0.0)
 
 
+async def reward_async(prompts, completions, **columns):
+    await asyncio.sleep(0.01)
+    return [2.0] * len(completions)
+
+
 class NoText(Exception):
     def __str__(self):
         raise ValueError("no text")
@@ -376,14 +327,10 @@ def raising(way, error):
 )
 def test_whatever_is_raised_costs_only_that_sample(way, error):
     """sys.exit in a task ends its event loop; other rewards, and later steps, go on."""
-    rewards = RewardSet(
-        [Reward("r", raising(way, error)), Reward("other", reward_async)], max_failure_share=0.5
-    )
     for _ in range(2):
-        scores = rewards(prompts=["p"] * 4, completions=["c0", "c1", "c2", "c3"], columns={})
+        scores = score(raising(way, error), reward_async, share=0.5)
         assert scores.failed.tolist() == [[False, False], [True, False], *2 * [[False, False]]]
         assert scores.total.tolist() == [2, 2, 4, 5]
-    rewards.close()
     with pytest.raises(RewardFailure, match=f"index 1: .*({error.__name__}|StopIteration)"):
         score(raising(way, error), share=0.0)
 
@@ -462,9 +409,7 @@ def test_a_failed_score_neither_praises_nor_blames(aggregation):
         values = {"c0": 1.0, "c1": 1.0, "c3": -2.0}
         return [values.get(c, KeyError("mine") if c in ("c2", "c7") else 1.0) for c in completions]
 
-    rewards = RewardSet([Reward("r", reward, weight=2.0)], max_failure_share=0.5)
-    texts = [f"c{i}" for i in range(8)]
-    scores = rewards(prompts=["p"] * 8, completions=texts, columns={}, group_size=4)
+    scores = score(Reward("r", reward, weight=2.0), n=8, share=0.5, group_size=4)
     assert scores.total.tolist() == [2, 2, 0, -4, 2, 2, 2, 2]
     advantages = reward_advantages(
         scores.total, scores.scores, scores.weights, group_size=4, aggregation=aggregation
