@@ -1,12 +1,8 @@
 """A tokenizer from a model's folder: prompts are those that transformers makes of the template."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hf_tokenizers import FAMILIES, write_tokenizer
@@ -19,9 +15,8 @@ from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rollout import decode_tokens
 
-DATE = {"date_string": "26 Jul 2024"}
 CASES = [
-    ("llama3_2", DATE),
+    ("llama3_2", {"date_string": "26 Jul 2024"}),
     ("qwen2_5", {}),
     ("qwen3", {}),
     ("qwen3", {"enable_thinking": True}),
@@ -39,18 +34,21 @@ CONVERSATION = [
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf_tokenizers")
     return {name: write_tokenizer(root / name, name) for name in FAMILIES}
 
 
+@pytest.fixture(scope="session")
+def load(folders):
+    return lambda name, *settings: hf_tokenizer(str(folders[name]), *settings)
+
+
 @pytest.mark.parametrize("system", [None, "Put it between <think> and </think>."])
 @pytest.mark.parametrize(("name", "kwargs"), CASES)
-def test_prompts_are_those_of_the_models_template(
-    folders: dict[str, Path], name: str, kwargs: dict[str, Any], system: str | None
-) -> None:
+def test_prompts_are_those_of_the_models_template(folders, load, name, kwargs, system):
     theirs = AutoTokenizer.from_pretrained(folders[name])
-    encoder = PromptEncoder(hf_tokenizer(str(folders[name]), kwargs), system_prompt=system)
+    encoder = PromptEncoder(load(name, kwargs), system_prompt=system)
     first = [{"role": "system", "content": system}] if system else []
     for prompt in [*QUESTIONS, CONVERSATION]:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -61,49 +59,40 @@ def test_prompts_are_those_of_the_models_template(
         assert encoder.messages(prompt) == first + turns
 
 
-def test_a_row_keeps_its_own_system_message(folders: dict[str, Path]) -> None:
-    encoder = PromptEncoder(hf_tokenizer(str(folders["qwen3"])), system_prompt="Be brief.")
-    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "1+1?"}]
-    assert "Be long." in decoded(encoder, own) and "Be brief." not in decoded(encoder, own)
-
-
-def decoded(encoder: PromptEncoder, prompt: Any) -> str:
+def decoded(encoder, prompt):
     return encoder._tokenizer.decode(encoder(prompt), skip_special_tokens=False)
 
 
-def test_control_text_in_calls_of_tools_stays_text(folders: dict[str, Path]) -> None:
-    tokenizer = hf_tokenizer(str(folders["qwen3"]))
+def test_control_text_in_calls_of_tools_stays_text(load):
+    tokenizer = load("qwen3")
     call = {"function": {"name": "f<|im_start|>", "arguments": {"x": ["<|im_end|>"]}}}
     turns = [
         {"role": "user", "content": "Call f."},
         {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
         {"role": "tool", "content": "7"},
     ]
-    tokens, plain = (
-        PromptEncoder(tokenizer)(turns),
-        json.dumps(turns).replace("<|", "").replace("|>", ""),
-    )
-    expected = PromptEncoder(tokenizer)(json.loads(plain))
+    plain = json.loads(json.dumps(turns).replace("<|", "").replace("|>", ""))
+    tokens, expected = map(PromptEncoder(tokenizer), (turns, plain))
     for id_ in tokenizer.special_tokens.values():
         assert tokens.count(id_) == expected.count(id_)
 
 
-def test_a_template_that_leaves_out_the_prompt_is_refused(folders: dict[str, Path]) -> None:
+def test_a_template_that_leaves_out_the_prompt_is_refused(load):
     """As those do that take a list of parts for the content, and get a text."""
     parts = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}A:"
-    tokenizer = hf_tokenizer(str(folders["qwen3"]), {"chat_template": parts})
+    tokenizer = load("qwen3", {"chat_template": parts})
     with pytest.raises(ValueError, match="^chat=True: .*leaves out the prompt: 'A:'"):
         PromptEncoder(tokenizer)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma"])
-def test_control_text_in_data_stays_text(folders: dict[str, Path], name: str) -> None:
+def test_control_text_in_data_stays_text(load, name):
     """Nor does anything vanish: what the encoder writes between, and looks like it, is kept."""
-    tokenizer = hf_tokenizer(str(folders[name]))
+    tokenizer = load(name)
     encoder = PromptEncoder(tokenizer)
     control = {*tokenizer.special_tokens.values()}
 
-    def marks(prompt: Any) -> list[int]:
+    def marks(prompt):
         return [token for token in encoder(prompt) if token in control]
 
     cut = tokenizer.CUT
@@ -119,62 +108,60 @@ def test_control_text_in_data_stays_text(folders: dict[str, Path], name: str) ->
             assert marks(row) == marks(calm)
 
 
-def test_turns_are_marked_by_tokens_that_are_not_special(folders: dict[str, Path]) -> None:
+def test_turns_are_marked_by_tokens_that_are_not_special(load):
     """DeepSeek's are; the tags of thinking are words of a prompt, and white space is no mark."""
-    folder = str(folders["deepseek_r1_distill"])
-    deepseek = hf_tokenizer(folder).special_tokens
-    assert {"<｜User｜>", "<｜Assistant｜>"} < deepseek.keys() and "<think>" not in deepseek
-    thinks = hf_tokenizer(folder, {"chat_template": "<think>{{ messages[0].content }}</think>"})
-    assert {*thinks.special_tokens} == {*FAMILIES["deepseek_r1_distill"].special}
-    assert {*hf_tokenizer(str(folders["gemma3"])).special_tokens} == {*FAMILIES["gemma3"].special}
+    deepseek = load("deepseek_r1_distill").special_tokens.keys()
+    assert {"<｜User｜>", "<｜Assistant｜>"} < deepseek and "<think>" not in deepseek
+    template = {"chat_template": "<think>{{ messages[0].content }}</think>"}
+    for name, settings in (("deepseek_r1_distill", template), ("gemma3", {})):
+        assert {*load(name, settings).special_tokens} == {*FAMILIES[name].special}
 
 
-def test_the_prefill_continues_the_template(folders: dict[str, Path]) -> None:
+def test_the_prefill_continues_the_template(folders, load):
     theirs = AutoTokenizer.from_pretrained(folders["qwen3"])
     text = theirs.apply_chat_template(
         [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, tokenize=False
     )
     for prefill in ("<think>", "<think>\n", " So, "):
-        encoder = PromptEncoder(hf_tokenizer(str(folders["qwen3"])), prefill=prefill)
+        encoder = PromptEncoder(load("qwen3"), prefill=prefill)
         assert encoder("1+1?") == theirs(text + prefill)["input_ids"]
         assert encoder.prefill == prefill
 
 
-def test_graders_see_the_think_block_that_a_template_opens(folders: dict[str, Path]) -> None:
-    always = hf_tokenizer(str(folders["deepseek_r1_distill"]))
+def test_graders_see_the_think_block_that_a_template_opens(load):
+    always = load("deepseek_r1_distill")
     data = RLDataset(always, rows=[{"prompt": "1+1?"}], prefill="Well")
     assert data.prefill == "<think>\nWell"
     assert always.decode(data[0]["tokens"]).endswith(data.prefill)
     with pytest.raises(ValueError, match="^prefill='<think>': .*opens <think> itself.*Remove"):
         RLDataset(always, rows=[{"prompt": "1+1?"}], prefill="<think>")
     assert PromptEncoder(always, chat=False).prefill == ""
-    never = hf_tokenizer(str(folders["qwen3"]), {"enable_thinking": False})
+    never = load("qwen3", {"enable_thinking": False})
     assert PromptEncoder(never, prefill="So").prefill == "So"
 
 
-def test_dates_stand_still(folders: dict[str, Path]) -> None:
-    folder = str(folders["llama3_2"])
-    fixed = decoded(PromptEncoder(hf_tokenizer(folder)), "hi")
+def test_dates_stand_still(load):
+    fixed = decoded(PromptEncoder(load("llama3_2")), "hi")
     assert "Today Date: 26 Jul 2024\n" in fixed
-    other = hf_tokenizer(folder, {"date_string": "1 Jan 2030"})
-    assert decoded(PromptEncoder(other), "hi") == fixed.replace("26 Jul 2024", "1 Jan 2030")
+    other = PromptEncoder(load("llama3_2", {"date_string": "1 Jan 2030"}))
+    assert decoded(other, "hi") == fixed.replace("26 Jul 2024", "1 Jan 2030")
     template = "{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}"
-    asked = PromptEncoder(hf_tokenizer(folder, {"chat_template": template}))
+    asked = PromptEncoder(load("llama3_2", {"chat_template": template}))
     assert decoded(asked, "hi") == "2024-07-26hi"
 
 
-def test_plain_text_has_bos_where_the_tokenizer_writes_one(folders: dict[str, Path]) -> None:
+def test_plain_text_has_bos_where_the_tokenizer_writes_one(folders, load):
     for name in ("llama3_2", "gemma3", "qwen3", "smollm2"):
         theirs = AutoTokenizer.from_pretrained(folders[name])
-        encoder = PromptEncoder(
-            hf_tokenizer(str(folders[name])), chat=False, system_prompt="Add.", prefill=" So"
+        options = {"chat": False, "system_prompt": "Add.", "prefill": " So"}
+        assert (
+            PromptEncoder(load(name), **options)("1+1?") == theirs("Add.\n\n1+1? So")["input_ids"]
         )
-        assert encoder("1+1?") == theirs("Add.\n\n1+1? So")["input_ids"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_survives_and_unknown_ids_have_one(folders: dict[str, Path], name: str) -> None:
-    tokenizer = hf_tokenizer(str(folders[name]))
+def test_text_survives_and_unknown_ids_have_one(folders, load, name):
+    tokenizer = load(name)
     for text in [*QUESTIONS, " do n't , ' s .", "<think>\n1 </think>", *tokenizer.special_tokens]:
         ids = tokenizer.encode(text, add_bos=False, add_eos=False)
         assert decode_tokens(tokenizer, ids) == text
@@ -188,8 +175,8 @@ def test_text_survives_and_unknown_ids_have_one(folders: dict[str, Path], name: 
     assert tokenizer.decode([*a, *end]) == "a"
 
 
-def test_stop_tokens_are_those_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    tokenizer = hf_tokenizer(str(folders["gemma3"]))
+def test_stop_tokens_are_those_of_the_folder(load, tmp_path):
+    tokenizer = load("gemma3")
     own, turn_end = tokenizer.eos_id, tokenizer.special_tokens["<end_of_turn>"]
     for settings, expected in [
         ({}, [own]),
@@ -205,7 +192,7 @@ def test_stop_tokens_are_those_of_the_folder(folders: dict[str, Path], tmp_path:
         assert hf_tokenizer(str(folder)).stop_tokens == sorted({*expected, own, turn_end})
 
 
-def test_what_ends_a_turn_of_the_template_ends_a_response(tmp_path: Path) -> None:
+def test_what_ends_a_turn_of_the_template_ends_a_response(tmp_path):
     """Llama 3.2's tokenizer alone may name <|end_of_text|>, with which no reply ends."""
     for name, eos, turn_end in [
         ("llama3_2", "<|end_of_text|>", "<|eot_id|>"),
@@ -219,37 +206,30 @@ def test_what_ends_a_turn_of_the_template_ends_a_response(tmp_path: Path) -> Non
         assert {*tokenizer.stop_tokens} == ends
 
 
-def test_a_tokenizer_can_be_copied(folders: dict[str, Path]) -> None:
-    tokenizer = hf_tokenizer(str(folders["qwen3"]), {"enable_thinking": False})
+def test_a_tokenizer_can_be_copied(load):
+    tokenizer = load("qwen3", {"enable_thinking": False})
     encoder = PromptEncoder(tokenizer, system_prompt="Be brief.")
     for twin in (pickle.loads(pickle.dumps(encoder)), copy.deepcopy(encoder)):
         assert twin("1+1? <|im_end|>") == encoder("1+1? <|im_end|>")
 
 
-def test_limits_are_refused_not_applied(folders: dict[str, Path]) -> None:
-    tokenizer = hf_tokenizer(str(folders["qwen3"]), max_seq_len=5)
+def test_limits_are_refused_not_applied(load):
+    tokenizer = load("qwen3", {}, 5)
     with pytest.raises(ValueError, match="the prompt is longer than tokenizer.max_seq_len=5"):
         RLDataset(tokenizer, rows=[{"prompt": "a question of more than five tokens"}])
     assert tokenizer.max_seq_len == 5
 
 
-def test_a_config_makes_one_without_a_word(
-    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    node = OmegaConf.create(
-        {
-            "_component_": "torchtune_grpo.models.hf_tokenizer",
-            "model_dir": str(folders["qwen3"]),
-            "chat_template_kwargs": {"enable_thinking": False},
-        }
-    )
-    tokenizer = instantiate("tokenizer", node)
+def test_a_config_makes_one_without_a_word(folders, capfd):
+    node = {"_component_": "torchtune_grpo.models.hf_tokenizer", "model_dir": str(folders["qwen3"])}
+    node["chat_template_kwargs"] = {"enable_thinking": False}
+    tokenizer = instantiate("tokenizer", OmegaConf.create(node))
     assert decoded(PromptEncoder(tokenizer), "word " * 3000).endswith("</think>\n\n")
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_wrong_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    def refused(folder: Path, message: str, **kwargs: Any) -> None:
+def test_what_is_wrong_is_named(folders, tmp_path):
+    def refused(folder, message, **kwargs):
         with pytest.raises(ValueError, match=message):
             hf_tokenizer(str(folder), **kwargs)
 
@@ -268,16 +248,16 @@ def test_what_is_wrong_is_named(folders: dict[str, Path], tmp_path: Path) -> Non
         refused(folders["qwen3"], message, chat_template_kwargs={name: False})
 
 
-def test_chat_formats_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_chat_formats_that_do_not_fit_are_named(load, tmp_path):
     base = hf_tokenizer(str(write_tokenizer(tmp_path / "base", "qwen3", has_template=False)))
     assert PromptEncoder(base, chat=False)("1+1?") == base.encode("1+1?", add_eos=False)
     with pytest.raises(ValueError, match="^chat=True: .*base has no chat template.*chat=False"):
         PromptEncoder(base)
-    gemma = hf_tokenizer(str(folders["gemma"]))
+    gemma = load("gemma")
     with pytest.raises(ValueError, match="^system_prompt: .*System role not supp.*prompt_template"):
         PromptEncoder(gemma, system_prompt="Be brief.")
     with pytest.raises(ValueError, match="the chat format refuses it: .*must alternate"):
         PromptEncoder(gemma)([{"role": "user", "content": "a"}] * 2)
-    silent = hf_tokenizer(str(folders["qwen3"]), {"chat_template": "{{ messages[-1].content }}"})
+    silent = load("qwen3", {"chat_template": "{{ messages[-1].content }}"})
     with pytest.raises(ValueError, match="^system_prompt: .*leaves it out"):
         PromptEncoder(silent, system_prompt="Be brief.")
