@@ -8,10 +8,10 @@ import importlib
 import sys
 
 COMMANDS = {  # name -> its function, and what it does
-    "config": ("commands:config", "check a config, or print the table of all keys"),
-    "evaluate": ("evaluate:main", "answer held-out prompts before and after training, and compare"),
-    "sample": ("commands:sample", "print what a policy answers"),
-    "report": ("report:main", "write a run's page"),
+    "config": ("cli.commands:config", "check a config, or print the table of all keys"),
+    "evaluate": ("cli.evaluate:main", "compare held-out answers before and after training"),
+    "sample": ("cli.commands:sample", "print what a policy answers"),
+    "report": ("monitor.report:main", "write a run's page"),
 }
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     if name in COMMANDS:
         del sys.argv[1]
         module, _, function = COMMANDS[name][0].partition(":")
-        getattr(importlib.import_module(f"torchtune_grpo.cli.{module}"), function)()
+        getattr(importlib.import_module(f"torchtune_grpo.{module}"), function)()
         return
     if name in ("-h", "--help"):
         lines = (f"  {command:10}{doc}" for command, (_, doc) in COMMANDS.items())

@@ -15,7 +15,7 @@ QUICK = """
 prepare.warmup_steps=0 num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
 max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 evaluation.samples=0
 evaluation.every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
-num_minibatches=2 sampler._component_=torchtune_grpo.data.DifficultySampler
+num_minibatches=2 sampler._component_=torchtune_grpo.data.LevelSampler
 model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
 """.split()
 ISOLATED = "{_component_: apart.isolated, isolation: process, timeout: 99}"

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from recorded_runs import write_hostile_run, write_run
 
-from torchtune_grpo.monitor.report import write_comparison, write_page
+from torchtune_grpo.monitor.report import write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
@@ -126,7 +126,7 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
         return found;
         """,
     )
-    assert found["drawn"] == 14 and found["headline"].startswith("Held-out accuracy")
+    assert found["drawn"] == 13 and found["headline"].startswith("Held-out accuracy")
     assert found["findings"] == 2
     assert found["step"] == ["Step 12, prompt #0", "Step 12, prompt #1"]
     assert found["steps"][0].startswith("Step 12")
@@ -176,10 +176,3 @@ def test_its_policy_stops_what_escaping_would_have_missed(tmp_path, beside):
     assert refused == ["connect-src", "img-src", "script-src", "script-src-attr", "script-src-elem"]
     assert broken == "undefined"
     assert "https://example.invalid/x.png" in problems and len(problems) > 5  # they are seen
-
-
-def test_a_comparison_draws_every_run(tmp_path, beside):
-    folders = [write_run(tmp_path / name) for name in ("one", "two")]
-    write_comparison(folders, tmp_path / "comparison.html")
-    script = 'return [all(".plot").length, all("section").length];'
-    assert beside(tmp_path / "comparison.html", script) == ([10, 3], [])

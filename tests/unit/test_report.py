@@ -9,9 +9,8 @@ import pytest
 from kill_points import disk_of, kill_points
 from recorded_runs import completion, evaluation, write_hostile_run, write_lines, write_run
 
-from torchtune_grpo.cli.report import main
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read
-from torchtune_grpo.monitor.report import write_page
+from torchtune_grpo.monitor.report import main, write_page
 
 MB = 1_000_000
 
@@ -111,21 +110,10 @@ def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
     assert (update["low"], update["high"]) == ([3, 1], [5, 1])
 
 
-def test_pass_rates_by_prompt_and_over_all(tmp_path):
-    """By hand: prompt 7 is seen three times, 2 twice and is harder, 9 once and has no row."""
-    seen = [(1, [7, 9], [0.25, 1.0]), (2, [7, 2], [0.5, 0.0]), (4, [7, 2], [1.0, 0.75])]
-    results = [(step, {"prompt_index": p, "pass_rate": rates}) for step, p, rates in seen]
-    data = of_events(
-        tmp_path, *({"kind": "step", "step": step, "prompts": found} for step, found in results)
-    )
-    assert data["map"] == {
-        "prompts": [2, 7],
-        "num_repeated": 2,
-        "rows": [0, 0, 1, 1, 1],
-        "starts": [2, 4, 1, 2, 4],
-        "ends": [4, 5, 2, 4, 5],
-        "rates": [0.0, 0.75, 0.25, 0.5, 1.0],
-    }
+def test_pass_rates_of_the_groups(tmp_path):
+    seen = [(1, [0.25, 1.0]), (2, [0.5, 0.0]), (4, [1.0, 0.75])]
+    steps = [{"kind": "step", "step": n, "prompts": {"pass_rate": rates}} for n, rates in seen]
+    data = of_events(tmp_path, *steps)
     shares = panel(data, "How many of a group's answers are right")["lines"]
     assert [line["values"] for line in shares] == [
         [0, 0.5, 0],
@@ -196,29 +184,21 @@ def test_what_is_missing_costs_its_part_only(tmp_path, missing):
         (folder / COMPLETIONS_FILE).unlink()
     data = of_run(folder)
     assert bool(data["groups"]) == (missing != "completions")
-    assert bool(data["map"]) == (missing != "step") and data["curves"]
+    rates = [each for each in data["panels"] if each["curves"] == "pass rates"]
+    assert bool(rates) == (missing != "step") and data["panels"]
     assert bool(data["setup"]) == (missing != "start")
     assert data["verdict"]["headline"]
 
 
-def test_what_changed_between_starts_and_between_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    one = write_run(tmp_path / "one")
-    two = write_run(tmp_path / "two", final=0.5, seed=1)
-    (changed,) = (t for t in of_run(one)["setup"] if t["title"] == "Changed between starts")
-    assert changed["rows"] == [["optimizer.lr", "0.0003", "0.0001"]]
-    monkeypatch.setattr(sys, "argv", ["report", str(one), str(two)])
+def test_the_command_writes_a_page_and_says_what_it_shows(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.html"
+    folder = str(write_run(tmp_path / "run"))
+    monkeypatch.setattr(sys, "argv", ["report", folder, "--output", str(page)])
     main()
-    data = data_of(tmp_path / "comparison.html")
-    (differences,) = data["setup"]
-    assert differences["rows"] == [["seed", "0", "1"]], "the run's own folder is no difference"
-    table = {row[0]: row[1:] for row in data["comparison"]["rows"]}
-    assert table["Steps"] == ["12 of 12"] * 2
-    against = table["After, against one"]
-    assert against[0] == "" and against[1].endswith(" p<0.001")
-    for each in data["panels"]:
-        lines = [(line["label"], line["colour"]) for line in each["lines"]]
-        assert lines == [("one", 1), ("two", 2)]
+    (changed,) = (t for t in data_of(page)["setup"] if t["title"] == "Changed between starts")
+    assert changed["rows"] == [["optimizer.lr", "0.0003", "0.0001"]]
+    headline, path = capsys.readouterr().out.splitlines()
+    assert headline.startswith("Held-out accuracy rose") and path == str(page)
 
 
 @pytest.mark.parametrize("name, why", [("nowhere", "is not a folder"), (".", "has no run.jsonl")])

@@ -4,11 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from torchtune_grpo.data import (
-    ShuffledSampler,
-    make_sampler,
-    prompts_of_rank,
-)
+from torchtune_grpo.data import ShuffledSampler, make_sampler, prompts_of_rank
 
 LEVELS = [3, 1, 2, 1, 2, 1, 3, 1, 3, 2]
 ROWS = [
@@ -45,7 +41,7 @@ def test_passes_over_the_data_without_repeats_or_gaps():
         ShuffledSampler(range(7), seed=1).next(8)
 
 
-@pytest.mark.parametrize("name", ["ShuffledSampler", "LevelSampler", "DifficultySampler"])
+@pytest.mark.parametrize("name", ["ShuffledSampler", "LevelSampler"])
 def test_a_step_gets_the_same_prompts_until_it_is_done_and_a_resumed_run_goes_on(name, tmp_path):
     sampler, told = make(name), lambda row: row / 10
     draw(sampler, 4, 7, told)
@@ -61,9 +57,8 @@ def test_a_step_gets_the_same_prompts_until_it_is_done_and_a_resumed_run_goes_on
         sampler.next(11)
 
 
-@pytest.mark.parametrize("name", ["LevelSampler", "DifficultySampler"])
-def test_a_weighted_step_sees_no_prompt_twice_if_it_can(name):
-    for rows in draw(make(name), 4, 20):
+def test_a_weighted_step_sees_no_prompt_twice_if_it_can():
+    for rows in draw(make("LevelSampler"), 4, 20):
         assert len(set(rows)) == 4
     few = make("LevelSampler").next(6)  # of four of the first level
     assert len(set(few)) == 4 and few[4:] == few[:2]
@@ -91,24 +86,6 @@ def test_levels_are_added_when_the_newest_is_solved():
     assert counts == pytest.approx([1 / 3] * 3, abs=0.04)  # whatever the number of their rows
 
 
-def test_half_solved_prompts_come_most_and_hopeless_ones_no_more():
-    """Row 0 is always right, row 1 never, row 2 was once; the others half of the time."""
-    sampler = make("DifficultySampler", give_up_after=3)
-    rates, came = {0: 1.0, 1: 0.0, 2: 0.0}, []
-    sampler.learn([2], [0.25])
-    for rows in draw(sampler, 3, 600, lambda row: rates.get(row, 0.5)):
-        came += rows
-    counts = [came.count(row) for row in range(10)]
-    assert counts[1] == 3
-    usual = sum(counts[3:]) / 7
-    assert all(0.05 * usual < counts[row] < 0.25 * usual for row in (0, 2))
-    metrics = sampler.metrics
-    assert metrics["sampler/given_up"] == pytest.approx(0.1) and metrics["sampler/seen"] == 1
-    assert metrics["sampler/pass_rate"] == pytest.approx((1 + 7 * 0.5) / 10, abs=0.01)
-    hopeless = make("DifficultySampler", give_up_after=1)
-    assert len(draw(hopeless, 10, 3, lambda row: 0.0)) == 3  # then all come again
-
-
 def test_ranks_share_a_round_and_count_what_came_before():
     def shares(rows, world_size, **options):
         ranks = range(world_size)
@@ -130,5 +107,3 @@ def test_bad_arguments_of_a_sampler_are_named():
         make("LevelSampler", column="depth")
     with pytest.raises(ValueError, match=r"sampler.pass_rate=0, window=32: give \(0, 1\]"):
         make("LevelSampler", pass_rate=0)
-    with pytest.raises(ValueError, match="sampler.revisit=0.3, give_up_after=4: give"):
-        make("DifficultySampler", revisit=0.3)

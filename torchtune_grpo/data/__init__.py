@@ -8,7 +8,6 @@ from torchtune_grpo.data.presets import (
     humaneval_dataset,
 )
 from torchtune_grpo.data.samplers import (
-    DifficultySampler,
     LevelSampler,
     ShuffledSampler,
     WeightedSampler,
@@ -17,7 +16,6 @@ from torchtune_grpo.data.samplers import (
 )
 
 __all__ = [
-    "DifficultySampler",
     "LevelSampler",
     "PromptBatch",
     "RLDataset",

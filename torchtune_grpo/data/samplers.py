@@ -151,60 +151,6 @@ class LevelSampler(WeightedSampler):
         return {"sampler/level": float(self._newest), "sampler/level_pass_rate": self._mean}
 
 
-class DifficultySampler(WeightedSampler):
-    """Prefers prompts that are solved half of the time; those teach most.
-
-    A prompt's weight is p (1 - p), at most 0.25 and at least ``revisit``, where p is its running
-    pass rate, 0.5 at first. A prompt without any right sample in ``give_up_after`` groups is not
-    drawn again.
-    """
-
-    def __init__(
-        self,
-        dataset: Sequence[Any],
-        *,
-        seed: int,
-        revisit: float = 0.02,
-        give_up_after: int = 4,
-    ) -> None:
-        super().__init__(dataset, seed=seed)
-        if not 0 < revisit <= 0.25 or give_up_after < 1:
-            raise ValueError(
-                f"revisit={revisit}, give_up_after={give_up_after}: give (0, 0.25], and 1 or more."
-            )
-        self._revisit, self._give_up_after = revisit, give_up_after
-        self._rates = torch.full((self._size,), 0.5)
-        self._tries = torch.zeros(self._size, dtype=torch.long)
-        self._solved = torch.zeros(self._size, dtype=torch.bool)  # ever
-
-    def weights(self) -> Tensor:
-        """p (1 - p), and 0 for given-up rows unless all are."""
-        weights = (self._rates * (1 - self._rates)).clamp(min=self._revisit)
-        return weights.where(~self._given_up, 0) if not self._given_up.all() else weights
-
-    @property
-    def _given_up(self) -> Tensor:
-        return ~self._solved & (self._tries >= self._give_up_after)
-
-    def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """Update running pass rates: the newest counts as much as all before."""
-        super().learn(rows, pass_rates)
-        for row, rate in zip(rows, pass_rates, strict=True):
-            self._rates[row] = rate if not self._tries[row] else (self._rates[row] + rate) / 2
-            self._tries[row] += 1
-            self._solved[row] |= rate > 0
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The mean pass rate of the prompts seen, and the shares of ``seen`` and ``given_up``."""
-        seen = self._tries > 0
-        return {
-            "sampler/pass_rate": self._rates[seen].mean().item() if seen.any() else 0.5,
-            "sampler/seen": seen.float().mean().item(),
-            "sampler/given_up": self._given_up.float().mean().item(),
-        }
-
-
 def make_sampler(node: DictConfig | None, dataset: Sequence[Any], *, seed: int) -> Any:
     """The config's sampler; None shuffles."""
     if node is None:

@@ -5,6 +5,7 @@ The page runs no other script and fetches nothing. All data passes :func:`script
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import html
@@ -20,15 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.config.text import visible
-from torchtune_grpo.evaluation.statistics import Comparison
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
-from torchtune_grpo.monitor.report.panels import (
-    MAX_POINTS,
-    compared_panels,
-    panels,
-    pass_rate_panels,
-    prompt_map,
-)
+from torchtune_grpo.monitor.report.panels import MAX_POINTS, panels
 from torchtune_grpo.monitor.report.verdict import verdict
 
 _MAX_BYTES = 4_500_000  # of all groups: with bokeh (1.4 MB) and the curves, a page is below 8 MB
@@ -46,45 +40,38 @@ _FILTERS = (
 Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it is folded
 
 
+def main() -> None:
+    """Write a run's page, and print its headline and path: ``torchtune-grpo report``."""
+    parser = argparse.ArgumentParser(
+        prog="torchtune-grpo report", description="Writes a run as one HTML page."
+    )
+    parser.add_argument("folder", type=Path, help="a run's output_dir")
+    parser.add_argument("--output", type=Path, help="default: FOLDER/run.html")
+    args = parser.parse_args()
+    path = args.output or args.folder / "run.html"
+    try:
+        headline = write_page(args.folder, path)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{headline}\n{path}")
+
+
 def write_page(folder: Path, path: Path | None = None) -> str:
     """Write the page of a run, to ``run.html`` in its folder, and return its headline."""
     run = RunRecord.read(folder)
-    found, curves = verdict(run), panels(run)
+    found = verdict(run)
     every = -(-run.steps_done // MAX_POINTS)
     data = {
         "name": _name(run),
         "verdict": found,
-        "panels": curves + pass_rate_panels(run),
-        "curves": len(curves),
+        "panels": panels(run),
         "resumes": [start["step"] for start in run.starts if start["step"] > 0],
         "thinned": f"Drawn is every {every}th step." if every > 1 else "",
         **_completions(run),
-        "map": prompt_map(run),
         "setup": _setup(run),
     }
     _write(path or folder / "run.html", _name(run), data)
     return str(found["headline"])
-
-
-def write_comparison(folders: Sequence[Path], path: Path) -> str:
-    """Write the page that compares several runs, and return its headline."""
-    runs = [RunRecord.read(folder) for folder in folders]
-    names = [_name(run) for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    curves, headline = compared_panels(runs, names), f"{len(runs)} runs compared"
-    data = {
-        "name": "Comparison",
-        "headline": headline,
-        "comparison": _verdicts(runs, names),
-        "panels": curves,
-        "curves": len(curves),
-        "resumes": [],
-        "thinned": "",
-        "setup": [_differences("Where their configs differ", names, [run.config for run in runs])],
-    }
-    _write(path, headline, data)
-    return headline
 
 
 def script_json(value: object) -> str:
@@ -225,14 +212,8 @@ def _setup(run: RunRecord) -> list[Table]:
 
 
 def _differences(title: str, names: list[str], configs: Sequence[Record]) -> Table:
-    """Keys with several values. The run's own folder is not a difference."""
-    of_each = [
-        {
-            key: text.replace(config.get("output_dir") or "\0", "OUTPUT_DIR")
-            for key, text in _flat(config)
-        }
-        for config in configs
-    ]
+    """Keys with several values."""
+    of_each = [dict(_flat(config)) for config in configs]
     keys = dict.fromkeys(key for config in of_each for key in config)
     rows = [[key, *(config.get(key, "") for config in of_each)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
@@ -250,34 +231,6 @@ def _flat(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, _as_text(node)
     for key, value in children:
         yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _verdicts(runs: Sequence[RunRecord], names: list[str]) -> Table:
-    columns = []
-    for run in runs:
-        found = verdict(run)
-        open_findings = [each["name"] for each in found["findings"] if each["until"] is None]
-        columns.append(
-            {
-                "Verdict": f"{found['headline']} {found['why'][0].partition(':')[0].rstrip('.')}.",
-                f"After, against {names[0]}": "" if run is runs[0] else _against(runs[0], run),
-                "Open findings": ", ".join(open_findings) or "none",
-                **found["facts"],
-            }
-        )
-    keys = dict.fromkeys(key for column in columns for key in column)
-    rows = [[key, *(column.get(key, "") for column in columns)] for key in keys]
-    return {"title": "Verdicts", "head": ["", *names], "rows": rows}
-
-
-def _against(first: RunRecord, run: RunRecord) -> str:
-    """The paired test of the last evaluations, if their problems are the same."""
-    if first.evaluations and run.evaluations:
-        same_data = first.config.get("eval_dataset") == run.config.get("eval_dataset")
-        changes = Comparison(first.evaluations[-1], run.evaluations[-1]).changes
-        if same_data and "accuracy" in changes:
-            return str(changes["accuracy"])
-    return "no test: not evaluated on the same problems"
 
 
 # ---- File

@@ -98,29 +98,14 @@ function drawPanel(panel, steps, resumes) {
   return plot;
 }
 
-function drawMap({ prompts, rows, starts, ends, rates }, steps) {
-  const names = prompts.map((index) => `#${index}`);
-  const plot = emptyPlot(steps, new Bokeh.FactorRange({ factors: [...names].reverse() }), 60 + 13 * names.length);
-  const data = { name: rows.map((row) => names[row]), step: starts, until: ends, rate: rates };
-  const source = new Bokeh.ColumnDataSource({ data });
-  const palette = [11, 12, 13, 14, 15].map(colour);
-  const paint = { field: "rate", transform: new Bokeh.LinearColorMapper({ palette, low: 0, high: 1 }) };
-  const cells = plot.hbar({ field: "name" }, 0.86, { field: "until" }, { field: "step" }, { source, fill_color: paint, line_color: null });
-  const tooltips = [["prompt", "@name"], ["step", "@step"], ["answers right", "@rate{0%}"]];
-  plot.add_tools(new Bokeh.HoverTool({ renderers: [cells], tooltips }));
-  plot.ygrid.visible = false;
-  return plot;
-}
-
-// Draws panel i into the element `panel-i`, and the map of prompts into `map`.
-async function drawCurves(panels, map, resumes, reset) {
+// Draws panel i into the element `panel-i`.
+async function drawCurves(panels, resumes, reset) {
   const last = Math.max(1, ...panels.flatMap((panel) => panel.lines.map((line) => line.steps.at(-1))));
   const whole = { start: -0.02 * last, end: 1.02 * last + 0.5 };
   const steps = new Bokeh.Range1d(whole);
   const run = new Bokeh.Document();
   panels.forEach((panel) => run.add_root(drawPanel(panel, steps, resumes)));
-  if (map) run.add_root(drawMap(map, steps));
-  const places = run.roots().map((_, at) => document.getElementById(at < panels.length ? `panel-${at}` : "map"));
+  const places = run.roots().map((_, at) => document.getElementById(`panel-${at}`));
   await Bokeh.embed.add_document_standalone(run, document.body, places);
   steps.change.connect(() => { reset.hidden = steps.start === whole.start && steps.end === whole.end; });
   reset.onclick = () => steps.setv(whole);

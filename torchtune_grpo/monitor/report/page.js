@@ -99,16 +99,7 @@ function showPanel({ title, what, lines }, position) {
   }) : [];
   const card = el("div", { className: "card" }, el("h3", {}, title), el("p", { className: "what" }, what),
     el("div", { className: "legend" }, keys), el("div", { className: "plot", id: `panel-${position}` }));
-  byId(position < data.curves ? "panels" : "prompt-panels").append(card);
-}
-
-function showMap({ prompts, num_repeated }) {
-  const all = prompts.length === num_repeated;
-  const which = all ? `The ${num_repeated} prompts` : `${prompts.length} of the ${num_repeated} prompts`;
-  const what = `${which} that came at least twice, the hardest on top; a cell lasts until the prompt comes again. ` +
-    "Good: rows turn from red to blue. A row that stays red is too hard or has a wrong gold answer.";
-  byId("prompt-panels").append(el("div", { className: "card" }, el("h3", {}, "Pass rate by prompt and step"),
-    el("p", { className: "what" }, what), el("div", { className: "plot", id: "map" })));
+  byId("panels").append(card);
 }
 
 // ---- Completions
@@ -228,24 +219,14 @@ function showCompletions() {
 byId("name").textContent = data.name;
 byId("written").textContent = `written ${data.written}`;
 data.panels.forEach(showPanel);
-if (data.map) showMap(data.map);
-else byId("prompt-panels").append(el("p", { className: "note" }, "A map of pass rates by prompt appears once a prompt has come twice."));
 data.setup.forEach((each) => byId("setup").append(table(each)));
-if (data.comparison) {
-  byId("verdict").append(el("h1", {}, data.headline), table(data.comparison));
-  for (const id of ["completions", "prompts"]) {
-    byId(id).remove();
-    document.querySelector(`nav a[href="#${id}"]`).remove();
-  }
-} else {
-  showVerdict(data.verdict);
-  showCompletions();
-  const long = data.panels.some((panel) => panel.lines.some((line) => line.steps.length >= SMOOTH_FROM));
-  byId("curves-note").textContent = [
-    matchMedia("(pointer: coarse)").matches ? "" : "Drag over a curve to zoom into steps.",
-    long ? "Thin: each step; thick: its moving mean." : "",
-    data.resumes.length ? "Dashed: the run was resumed there." : "",
-    data.thinned,
-  ].filter(Boolean).join(" ");
-}
-const drawn = drawCurves(data.panels, data.map, data.resumes, byId("reset"));
+showVerdict(data.verdict);
+showCompletions();
+const long = data.panels.some((panel) => panel.lines.some((line) => line.steps.length >= SMOOTH_FROM));
+byId("curves-note").textContent = [
+  matchMedia("(pointer: coarse)").matches ? "" : "Drag over a curve to zoom into steps.",
+  long ? "Thin: each step; thick: its moving mean." : "",
+  data.resumes.length ? "Dashed: the run was resumed there." : "",
+  data.thinned,
+].filter(Boolean).join(" ");
+const drawn = drawCurves(data.panels, data.resumes, byId("reset"));
