@@ -82,13 +82,9 @@ def test_the_environment_is_scrubbed(sandbox, monkeypatch):
 
 
 def test_nothing_carries_over_to_the_next_program(sandbox):
-    judge(
-        sandbox, "open('kept', 'w').write('x')\nimport math\nmath.kept = 1\ndef solve(n): return 1"
-    )
-    why = judge(
-        sandbox, "import os, math\nraise ValueError((os.listdir('.'), hasattr(math, 'kept')))"
-    )
-    assert why.why == "ValueError: ([], False)"
+    judge(sandbox, "open('kept', 'w').write('x')\nimport math\nmath.kept = 1")
+    find = "import os, math\nraise ValueError((os.listdir('.'), hasattr(math, 'kept')))"
+    assert judge(sandbox, find).why == "ValueError: ([], False)"
 
 
 def test_the_servers_memory_tells_nothing_of_the_last_program(sandbox):

@@ -1,10 +1,8 @@
 """Code rewards: what a test sees of a program, and what a program is; in real sandboxes."""
 
-import secrets
-
 import pytest
 from code_sandboxes import judge
-from hostile_code import HONEST, QUICK, WRONG
+from hostile_code import HONEST, QUICK, TEST, WRONG
 from processes import children
 
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, TrainerState, code_format_reward
@@ -214,26 +212,25 @@ def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
     assert not judge(sandbox, bad, setup=setup, test=test).passed
 
 
+def score(rewards, texts, tests, **more):
+    columns = {"test": tests, "entry_point": ["solve"] * len(texts)}
+    return rewards(prompts=[""] * len(texts), completions=texts, columns=columns, **more)
+
+
 def test_hostile_and_honest_ones_at_once():
-    """Many in parallel, in any order."""
+    """Many in parallel, in any order; a set that was closed starts anew."""
     before = set(children())
-    key = secrets.randbelow(10**6)
-    test = f"def check(candidate):\n    assert candidate(3) == {key}\n"
-    good = f"```python\ndef solve(n):\n    return {key}\n```"
+    good = f"```python\n{HONEST['plain']}```"
     quick = ["exit now", "daemon", "patches builtins", "forges a verdict", "kills everything"]
     texts = [good] * 3
     for name in quick:
         texts += [f"```python\n{QUICK[name]}```", f"# {name}\n{good}"]
     rewards = RewardSet([Reward("code", CodeReward(workers=4, timeout=5))])
-
-    def score(*texts):
-        columns = {"test": [test] * len(texts), "entry_point": ["solve"] * len(texts)}
-        return rewards(prompts=[""] * len(texts), completions=texts, columns=columns).total.tolist()
-
-    assert score(*texts) == [1, 1, 1] + [0, 1] * len(quick)
+    scores = score(rewards, texts, [TEST] * len(texts))
+    assert scores.total.tolist() == [1, 1, 1] + [0, 1] * len(quick)
     rewards.close()
     assert set(children()) == before
-    assert score(good) == [1]  # a set that was closed starts anew
+    assert score(rewards, [good], [TEST]).total.tolist() == [1]
     rewards.close()
 
 
@@ -296,32 +293,32 @@ def test_code_format_reward():
 
 def test_what_a_reward_tells_of_its_verdicts():
     """Why each completion failed, the share of each kind, and a failure that is the test's own."""
-    texts = ["def f(): return 1", "def f(): return 2", "def f(): 1 / 0", "def f(:", "def g(): 1"]
-    texts += ["def f():\n while 1: 0", "import os\ndef f(): os._exit(0)", "def f(): return 1"]
-    tests = ["assert f() == 1"] * 7 + ["if 0:\n f()"]
+    bodies = ["return 1", "return 2", "1 / 0", "(", "while True: 0", "os._exit(0)", "return 1"]
+    texts = [f"import os\ndef solve():\n    {body}" for body in bodies]
+    texts[3:3] = ["def g(): 1", "x" * 100_001]
+    tests = ["assert solve() == 1"] * 8 + ["if 0:\n solve()"]
     rewards = RewardSet([Reward("code", CodeReward(timeout=0.7))], max_failure_share=0.5)
-    columns = {"test": tests, "entry_point": ["f"] * len(texts)}
-    state = TrainerState(global_step=0, max_steps=1)
-    scores = rewards(
-        prompts=[""] * len(texts), completions=texts, columns=columns, trainer_state=state
-    )
+    scores = score(rewards, texts, tests, trainer_state=TrainerState(global_step=0, max_steps=1))
     rewards.close()
-    assert scores.scores[:7, 0].tolist() == [1, 0, 0, 0, 0, 0, 0]
-    assert scores.failed[:, 0].tolist() == [False] * 7 + [True]
-    starts = ["", "AssertionError", "ZeroDivisionError: ", "SyntaxError: ", "KeyError: 'f'"]
-    starts += ["no verdict within", "the completion's process ended", "the test itself failed"]
+    assert scores.scores[:8, 0].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert scores.failed[:, 0].tolist() == [False] * 8 + [True]
+    starts = [
+        "",
+        "AssertionError",
+        "ZeroDivisionError: ",
+        "KeyError: 'solve'",
+        "longer than 100000",
+    ]
+    starts += ["SyntaxError: ", "no verdict within", "the completion's process ended"]
+    starts += ["the test itself failed"]
     assert all(map(str.startswith, scores.extra["why"], starts))
-    kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 1}
-    assert dict(scores.metrics) == {f"code/{kind}": n / 7 for kind, n in kinds.items()}
+    kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 2}
+    assert dict(scores.metrics) == {f"code/{kind}": n / 8 for kind, n in kinds.items()}
 
 
-def test_bad_settings_and_long_completions():
+def test_bad_settings():
     with pytest.raises(ValueError, match="timeout is 0; give a number above 0"):
         CodeReward(timeout=0)
-    reward = CodeReward()
-    (verdict,) = reward.judge(["x" * 100_001], test=[""], entry_point=["f"], setup=[""])
-    reward.close()
-    assert verdict.why == "longer than 100000 characters"
 
 
 def test_what_a_test_draws_is_new_each_time_and_not_known_to_the_completion(sandbox):

@@ -52,7 +52,7 @@ def returns(value):
 class Bonus:
     """A reward with state."""
 
-    def __init__(self, value: float, *, other: int = 0) -> None:
+    def __init__(self, value: float) -> None:
         self.value = value
 
     def __call__(self, prompts, completions, **columns):
