@@ -206,8 +206,7 @@ def test_a_full_disk_is_named_and_gets_back_what_was_half_written(tmp_path):
         pytest.skip("no file system of its own is allowed")
     script = f'{" ".join(mount)} && exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, __file__]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    env = os.environ | {"PYTHONPATH": path}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -252,57 +251,37 @@ def test_a_new_run_moves_no_folder_that_is_not_its_own(tmp_path, monkeypatch, fo
     assert names(tmp_path / "out" / "previous_runs" / "1") == ["step_000001"]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step once more"])
-def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, again):
-    """Before each file operation and amid the weights; of three checkpoints two are kept."""
+@pytest.mark.parametrize(
+    ("step", "best"), [(3, 3), (2, 1)], ids=["a new step and best", "a step once more"]
+)
+def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, step, best):
+    """Before each file operation and amid the weights; two checkpoints are kept."""
     checkpoints, model = saving(tmp_path, keep_last=2)
     out, kept = tmp_path / "out", tmp_path / "kept"
-    for step in (1, 2):
-        checkpoints.save(model, {"number": step}, step=step)
+    for number in (1, 2):
+        checkpoints.save(model, {"number": number}, step=number)
+    checkpoints.keep_best(1)
     out.rename(kept)
-    last = 2 if again else 3
-
-    def prepare() -> None:
-        shutil.copytree(kept, out, dirs_exist_ok=True)
 
     def save() -> None:
-        checkpoints.save(model, {"number": 30}, step=last)
+        checkpoints.keep_best(best)
+        checkpoints.save(model, {"number": 30}, step=step)
 
-    seen = []
-    for where in kill_points(save, folder=out, prepare=prepare, sizes=(1, 5000, 200_000)):
-        newest = checkpoints.newest()  # its sums are right
-        number = torch.load(newest / STATE_FILE)["number"]
-        assert number in ((1, 2, 30) if again else (2, 30)), where
-        claim_output_dir(out)
-        assert all(name.startswith("step_") or name == ".lock" for name in names(out)), where
-        assert checkpoints.newest() == newest
-        seen.append(number)
-    assert seen[-1] == 30 and len(seen) > 10
-
-
-def test_a_kill_while_a_new_best_is_saved_leaves_one_of_the_two(tmp_path, monkeypatch):
-    """Small files in the place of weights."""
-    checkpoints, model = of(tmp_path / "out", keep_last=1), torch.nn.Linear(1, 1)
-    out = tmp_path / "out"
-    monkeypatch.setattr(
-        checkpoints, "_write", lambda folder, *_: torch.save({"number": 3}, folder / STATE_FILE)
+    points = kill_points(
+        save,
+        folder=out,
+        prepare=lambda: shutil.copytree(kept, out, symlinks=True, dirs_exist_ok=True),
+        sizes=(1, 5000, 200_000),
     )
-
-    def prepare() -> None:
-        for step in (1, 2):
-            complete(out, step, number=step)
-        checkpoints.keep_best(1)
-
-    def save() -> None:
-        checkpoints.keep_best(3)
-        checkpoints.save(model, {}, step=3)
-
-    seen = [
-        torch.load(out / "best" / STATE_FILE)["number"]
-        for _ in kill_points(save, folder=out, prepare=prepare)
-    ]
-    assert seen == sorted(seen) and {*seen} == {1, 3}
-    assert names(out) == ["best", "step_000003"]
+    for count, where in enumerate(points):
+        newest = checkpoints.newest()  # its sums are right
+        last, linked = (torch.load(path / STATE_FILE)["number"] for path in (newest, out / "best"))
+        assert last in ((2, 30) if step == 3 else (1, 2, 30)) and linked in (1, last), where
+        claim_output_dir(out)
+        left = {path.name for path in out.iterdir() if not path.name.startswith("step_")}
+        assert left <= {".lock", "best", "best.new"} and checkpoints.newest() == newest, where
+    assert count > 10 and (where, last, linked) == ("nowhere", 30, 30 if best == 3 else 1)
+    assert names(out) == ["best", *(f"step_{number:06d}" for number in (step - 1, step))]
 
 
 def test_a_name_that_the_hub_cannot_have_is_none(tmp_path):
