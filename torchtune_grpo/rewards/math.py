@@ -64,7 +64,7 @@ _REWRITES = [
 ]
 _NUMBER = (
     r"(?<![\w.,])(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:[eE][-+]?[0-9]{1,2})?(?!\w|[.,:][0-9])"
+    r"(?:[eE][-+]?[0-9]{1,3})?(?!\w|[.,:][0-9])"
 )
 # Then, with "n" for each number: punctuation, and words in a row or in brackets.
 _TIDYING = [
@@ -127,19 +127,16 @@ def stated_value(content: str) -> Fraction | None:
     """
     if len(content) > _LONGEST or "\0" in content:
         return None
-    content = _rewrite(content, _REWRITES)
-    shape = _rewrite(re.sub(_NUMBER, "n", content).replace("\0", ""), _TIDYING)
+    for pattern, plainer in _REWRITES:
+        content = re.sub(pattern, plainer, content)
+    shape = re.sub(_NUMBER, "n", content).replace("\0", "")
+    for pattern, plainer in _TIDYING:
+        shape = re.sub(pattern, plainer, shape)
     try:
         numbers = [Fraction(number.replace(",", "")) for number in re.findall(_NUMBER, content)]
         return _last_side(shape, iter(numbers))
     except (ArithmeticError, LookupError, SyntaxError, ValueError):
         return None
-
-
-def _rewrite(text: str, steps: list[tuple[str, str]]) -> str:
-    for pattern, plainer in steps:
-        text = re.sub(pattern, plainer, text)
-    return text
 
 
 def _last_side(shape: str, numbers: Iterator[Fraction]) -> Fraction | None:
@@ -197,14 +194,9 @@ def grade_math_answer(text: str, gold: str | int | float, *, strict: bool = Fals
 
 def _gold_value(gold: object) -> Fraction | None:
     """Return a gold's value, or None if it states none; a float counts as the decimal it prints."""
-    if isinstance(gold, str):
-        return stated_value(gold)
-    if isinstance(gold, bool) or not isinstance(gold, (int, float)):
+    if isinstance(gold, bool) or not isinstance(gold, (str, int, float)):
         raise ValueError(f"answer={shortened(repr(gold))} is neither text nor a number")
-    try:
-        return Fraction(gold if isinstance(gold, int) else str(gold))
-    except ValueError:  # nan, inf
-        return None
+    return stated_value(str(gold))
 
 
 def math_gold_fault(*, answer: object) -> str | None:
