@@ -113,10 +113,8 @@ def located_answers(text: str, *, strict: bool = False) -> set[str]:
         return set()
     if boxes := set(_BOX.findall(tail)):
         return boxes
-    if "####" in tail:
-        return {tail.rpartition("####")[2].strip()}
-    _, *sentences = _CLOSING_SENTENCE.split(tail)
-    return {sentence.strip() for sentence in sentences[-1:]}
+    parts = tail.split("####") if "####" in tail else _CLOSING_SENTENCE.split(tail)
+    return {part.strip() for part in parts[1:][-1:]}
 
 
 def stated_value(content: str) -> Fraction | None:
