@@ -64,9 +64,6 @@ class Operations(TorchDispatchMode):
     def __getitem__(self, name: str) -> int:
         return self.counts[name]
 
-    def total(self) -> int:
-        return self.counts.total()
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.prim.device.default:
             self.counts[str(func)] += 1

@@ -199,16 +199,14 @@ def test_a_model_that_does_not_fit_is_refused_by_key(made, tmp_path, told):
 def test_another_base_by_name_is_a_warning(made, tmp_path, caplog, monkeypatch):
     folder, cfg = made
     monkeypatch.setattr(logging.getLogger("torchtune_grpo.config.check"), "propagate", True)
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    shutil.copytree(folder / "llama", base)
-    shutil.copytree(folder / "adapter", adapter)
-    config = json.loads((adapter / "adapter_config.json").read_text())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    cfg.checkpointer.checkpoint_dir = str(tmp_path / "llama")
+    (tmp_path / "llama/original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
+    file = tmp_path / "adapter/adapter_config.json"
+    config = json.loads(file.read_text())
     for theirs in ("meta-llama/Tiny", "meta-llama/Tiny-Instruct"):
-        config["base_model_name_or_path"] = theirs
-        (adapter / "adapter_config.json").write_text(json.dumps(config))
-        (base / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
-        cfg.checkpointer.checkpoint_dir = str(base)
-        built(cfg, adapter)
+        file.write_text(json.dumps(config | {"base_model_name_or_path": theirs}))
+        built(cfg, tmp_path / "adapter")
     (said,) = [line for line in caplog.messages if "trained on" in line]
     assert "trained on meta-llama/Tiny-Instruct, but" in said and "holds meta-llama/Tiny." in said
 

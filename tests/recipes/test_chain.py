@@ -9,7 +9,16 @@ import torch
 from checkpoints import TINY, TOKENS
 from hf_tokenizers import write_tokenizer
 from peft import PeftModel
-from runs import metrics, run_tiny, tiny_overrides, tune
+from runs import (
+    LENGTH_REWARD,
+    NO_EVALUATION,
+    OF_LENGTH,
+    SGD,
+    metrics,
+    run_tiny,
+    tiny_overrides,
+    tune,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtune_grpo.checkpoint import Checkpoints
@@ -20,9 +29,6 @@ from torchtune_grpo.training.policy import build_policy
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
-QUICK = ["num_steps=1", "dtype=fp32"]
-NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
-SPREAD = "rewards=[{_component_: my_rewards.length}]"
 ADAPTERS = ["model.lora_rank=4", "model.lora_alpha=12", "model.lora_attn_modules=[q_proj,k_proj]"]
 ADAPTERS.append("model.use_dora=true")  # of which torchtune's form for PEFT is wrong
 
@@ -36,21 +42,17 @@ def weights_of(folder):
 def grpo(base, folder, config, *more):
     """One step of ours from a folder's weights."""
     folder.mkdir(exist_ok=True)
-    (folder / "my_rewards.py").write_text(
-        "def length(prompts, completions, **columns):\n"
-        "    return [float(len(c) % 7) for c in completions]\n"
-    )
-    sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler=null"]
-    if config == LORA:
-        sgd += ["optimizer.fused=false", *ADAPTERS]
-    else:
-        sgd.append("~optimizer.bf16_stochastic_round")
+    (folder / "my_rewards.py").write_text(LENGTH_REWARD)
     start = [f"model_dir={base}"] if config == FROM_FOLDER else weights_of(base)
-    run_tiny(config, folder, *QUICK, SPREAD, *sgd, *start, *more)
+    if config == LORA:
+        start += ["optimizer.fused=false", *ADAPTERS]
+    else:
+        start.append("~optimizer.bf16_stochastic_round")
+    run_tiny(config, folder, "num_steps=1", OF_LENGTH, *SGD, *start, *more)
     return folder / "out" / "step_000001"
 
 
-def sft(base, folder, *more):
+def sft(base, folder):
     """Two steps of torchtune's own LoRA recipe from a folder's weights."""
     folder.mkdir()
     rows = [{"instruction": f"{n} plus 2?", "output": str(n + 2)} for n in range(8)]
@@ -61,7 +63,7 @@ def sft(base, folder, *more):
     overrides += ["batch_size=2", "gradient_accumulation_steps=1", "max_steps_per_epoch=2"]
     overrides += ["optimizer.lr=0.02", "lr_scheduler.num_warmup_steps=1", f"output_dir={folder}"]
     overrides += ["dataset.source=json", f"dataset.data_files={folder / 'rows.json'}"]
-    overrides += [f"tokenizer.path={base / 'original/tokenizer.model'}", *weights_of(base), *more]
+    overrides += [f"tokenizer.path={base / 'original/tokenizer.model'}", *weights_of(base)]
     overrides.append("seed=0")  # torchtune draws one otherwise
     overrides.append(f"tokenizer.special_tokens_path={base / 'special_tokens.json'}")
     config = ["--config", "llama3_2/1B_lora_single_device"]
@@ -79,16 +81,10 @@ def logits(folder, adapter=None):
 
 
 @torch.no_grad()
-def policy_logits(base, adapter, *, by_folder):
-    """What the policy of a run says that begins from an adapter, built by model_dir or not."""
-    if by_folder:
-        overrides = [f"model_dir={base}", "device=cpu", "model.adapter_dir=${adapter_dir}"]
-        names = ("attn_modules", "rank", "alpha")
-        overrides += [*(f"model.lora_{name}=null" for name in names), "model.use_dora=null"]
-    else:
-        overrides = [*tiny_overrides(LORA, base.parent), *ADAPTERS, *weights_of(base)]
-    config = "hf_lora_grpo" if by_folder else LORA
-    cfg = read_config(load_config(config, [*overrides, f"adapter_dir={adapter}", "dtype=fp32"]))
+def policy_logits(base, adapter):
+    """What the policy of a run says that begins from an adapter."""
+    overrides = [*tiny_overrides(LORA, base.parent), *ADAPTERS, *weights_of(base), "dtype=fp32"]
+    cfg = read_config(load_config(LORA, [*overrides, f"adapter_dir={adapter}"]))
     weights = Checkpoints(cfg).base_weights()
     return build_policy(cfg, weights, device=torch.device("cpu")).eval()(TOKENS)
 
@@ -157,8 +153,7 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     seen += map(logits, (second, third, fourth, fifth, last))
     for one, other in zip(seen, seen[1:]):
         assert (one - other).abs().max() > 1e-3
-    for by_folder in (False, True):  # what the first run began with
-        close(policy_logits(base, taught, by_folder=by_folder), seen[1])
+    close(policy_logits(base, taught), seen[1])  # what the first run began with
     for folder in (first, second):  # and what it compared itself with
         assert abs(metrics(folder.parent)[0]["kl"]) < 1e-6
     close(logits(base, second / "adapter"), seen[3])
@@ -185,7 +180,7 @@ def test_an_adapter_that_would_not_be_read_is_refused(tmp_path):
 def test_a_run_that_could_not_save_ends_before_its_first_rollout(tmp_path):
     tiny_overrides(LORA, tmp_path)
     (tmp_path / "llama/tokenizer.json").symlink_to(tmp_path / "deleted")  # as of a cleared cache
-    done = run_tiny(LORA, tmp_path, *QUICK, check=False)
+    done = run_tiny(LORA, tmp_path, check=False)
     (error,) = [line for line in done.err.splitlines() if line.startswith("Error: ")]
     assert error.startswith(f"Error: output_dir={tmp_path}/out: a checkpoint, written there on")
     assert "llama/tokenizer.json" in error and "mend checkpointer.checkpoint_dir=" in error

@@ -48,8 +48,8 @@ GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", Path(__file__).parents[3] / 
 
 
 @pytest.mark.skipif(not (GSM8K / "train.jsonl").exists(), reason="no GSM8K files here")
-def test_twenty_steps_on_real_gsm8k(tmp_path):
-    """Real rows through the whole loop: lengths vary, nothing is filtered, all numbers finite."""
+def test_a_run_on_real_gsm8k(tmp_path):
+    """Lengths vary, and all numbers are finite."""
     run_tiny(
         "llama3_2_1B_lora_grpo",
         tmp_path,
@@ -59,13 +59,9 @@ def test_twenty_steps_on_real_gsm8k(tmp_path):
         "dataset.num_samples=200",
         "eval_dataset.max_prompt_tokens=400",
         "eval_dataset.num_samples=8",
-        "num_steps=20",
-        "grpo_samples=2",
-        "batch_size=2",
-        "forward_batch_size=4",
+        "num_steps=5",
     )
     steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
-    assert [r["step"] for r in steps] == list(range(1, 21))
-    assert all(
-        v == v for r in steps for k, v in r.items() if k != "completions/mean_terminated_length"
-    )
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5]
+    of_ended = "completions/mean_terminated_length"  # of which there may be none
+    assert all(value == value for r in steps for name, value in r.items() if name != of_ended)

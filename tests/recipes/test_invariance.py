@@ -5,32 +5,33 @@ turns a gradient of rounding noise into a full step of either sign. The samples 
 function of seed, step, prompt and sample, so that every way of cutting sees the same ones.
 """
 
-import importlib.util
-import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import VOCAB
-from omegaconf import OmegaConf
-from runs import tiny_overrides
+from runs import NO_EVALUATION, tiny_overrides
 from torch import Tensor
 
+from recipes import grpo_full_finetune as module
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.data import ShuffledSampler
-from torchtune_grpo.training import MicroBatch
+from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.training.mini_batches import MiniBatch
 from torchtune_grpo.trajectory import Trajectory
 
-ROOT = Path(__file__).parents[2] / "recipes"
 CONFIG = "llama3_2_1B_lora_grpo"
 GROUP = 4
 BASE = [
+    *NO_EVALUATION,
     "dtype=fp32",
-    "optimizer._component_=torch.optim.SGD",
+    "optimizer=torch.optim.SGD",
     "optimizer.lr=1.0",
+    "~optimizer.fused",
+    "~optimizer.weight_decay",
     "lr_scheduler.num_warmup_steps=0",
     "num_steps=1",
     "ppo_epochs=2",
@@ -42,7 +43,6 @@ BASE = [
     "loss.aggregation=dapo",
 ]
 VARIANTS = {
-    "groups one at a time": ["forward_batch_size=4"],
     "rows two at a time": ["forward_batch_size=2"],
     "padded": ["pack_groups=false"],
     "rolled out in batches that cut groups": ["rollout.max_rows=3"],
@@ -54,36 +54,35 @@ VARIANTS = {
 }
 
 
-REWARDS = """
-from torchtune_grpo.loss import GRPOLoss
+# The runs' configs name these rewards and losses.
+
 
 def length(prompts, completions, **_):
     return [len(c) % 5 for c in completions]
 
+
 def second_of_four(prompts, completions, **_):
-    # Groups 1 and 3 are equal; nobody has the mean of groups 0 and 2.
+    """Groups 1 and 3 are equal; nobody has the mean of groups 0 and 2."""
     return [7.0 * (row % 4 == 1) * (row // 4 % 2 == 0) for row, _ in enumerate(completions)]
+
 
 def first_two_differ(prompts, completions, **_):
     return [(1.0, 3.0, 2.0, 2.0)[row % 4] for row, _ in enumerate(completions)]
 
+
 class EveryRow(GRPOLoss):
     needs_all_rows = True
+
 
 class Own(GRPOLoss):
     def __call__(self, **inputs):
         return super().__call__(**inputs)
-"""
 
 
-def load_module(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+EVERY_ROW, OWN = (f"loss._component_={__name__}.{loss.__name__}" for loss in (EveryRow, Own))
 
 
-def reordered(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable[..., Trajectory]:
+def reordered(roll_out: Callable[..., Trajectory], order: tuple) -> Callable[..., Trajectory]:
     """``roll_out`` with many stop tokens, so that lengths vary, and each group in ``order``."""
 
     def wrapped(*args, tokenizer, **kwargs) -> Trajectory:
@@ -95,84 +94,66 @@ def reordered(roll_out: Callable[..., Trajectory], order: list[int]) -> Callable
     return wrapped
 
 
-class Always(ShuffledSampler):
-    """The same rows in each step."""
-
-    def next(self, count, *, skip=0):
-        return self.rows
-
-
 @dataclass
 class Outcome:
     """What a run left: adapters by name, and what passed through its optimizer steps."""
 
     before: dict[str, Tensor]
-    after: dict[str, Tensor]
-    trajectories: list[Trajectory]
-    parts: list[list[MicroBatch]]
-    received: list[Tensor | None]  # old log-probs
-    returned: list[Tensor]  # log-probs
+    after: dict[str, Tensor] = field(default_factory=dict)
+    batches: list[MiniBatch] = field(default_factory=list)
+    received: list[Tensor | None] = field(default_factory=list)  # old log-probs
+    returned: list[Tensor] = field(default_factory=list)  # log-probs
 
     @property
     def trajectory(self) -> Trajectory:
         """The first step's."""
-        return self.trajectories[0]
+        return self.batches[0].trajectory
+
+
+def adapters(recipe) -> dict[str, Tensor]:
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): p.detach().clone()
+        for name, p in recipe.model.named_parameters()
+        if p.requires_grad
+    }
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """Runs the recipe, once for the same arguments."""
     tmp_path = tmp_path_factory.mktemp("invariance")
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
-    overrides = tiny_overrides(CONFIG, tmp_path)
-
-    def run(more: list[str], *, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length"):
-        return made(tuple(more), rows, prompts, reward)
+    overrides = [*tiny_overrides(CONFIG, tmp_path), *BASE]
 
     @cache
-    def made(more, rows, prompts, reward) -> Outcome:
-        cfg = OmegaConf.load(ROOT / "configs" / f"{CONFIG}.yaml")
-        folder = tempfile.mkdtemp(dir=tmp_path)
-        changes = [*overrides, *BASE, *more, f"output_dir={folder}"]
-        cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
-        del cfg.optimizer.fused, cfg.optimizer.weight_decay
-        cfg.eval_dataset, cfg.evaluation.every_n_steps = None, None
-        cfg.rewards = [{"_component_": f"my_rewards.{reward}"}]
-        module = load_module("recipe", ROOT / "grpo_full_finetune.py")
-        module.roll_out = reordered(module.roll_out, list(rows))
+    def run(*more, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length") -> Outcome:
+        folder = f"output_dir={tempfile.mkdtemp(dir=tmp_path)}"
+        cfg = load_config(CONFIG, [*overrides, *more, folder])
+        cfg.rewards = [{"_component_": f"{__name__}.{reward}"}]
         recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
-        recipe.run.sampler = Always(range(4), seed=0)
-        recipe.run.sampler.rows = list(prompts)
-        update, order, calls, returned = recipe.update, module.in_order, [], []
+        outcome = Outcome(adapters(recipe))
+        update, in_order = recipe.update, module.in_order
 
         def watched_order(*args):
-            returned.append(order(*args))
-            return returned[-1]
+            outcome.returned.append(in_order(*args))
+            return outcome.returned[-1]
 
-        def watched(batch, step):
-            received = batch.old_logprobs
+        def watched_update(batch, step):
+            outcome.batches.append(batch)
+            outcome.received.append(batch.old_logprobs)
             update(batch, step)
-            calls.append((batch.trajectory, batch.parts, received, returned[-1]))
 
-        module.in_order = watched_order
-        recipe.update = watched
-        trained = {
-            name.replace("_checkpoint_wrapped_module.", ""): p
-            for name, p in recipe.model.named_parameters()
-            if p.requires_grad
-        }
-        before = {name: p.detach().clone() for name, p in trained.items()}
-        recipe.train()
+        recipe.update = watched_update
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "roll_out", reordered(module.roll_out, rows))
+            patch.setattr(module, "in_order", watched_order)
+            patch.setattr(ShuffledSampler, "next", lambda *_, skip: list(prompts))
+            recipe.train()
         recipe.cleanup()
-        after = {name: p.detach() for name, p in trained.items()}
-        return Outcome(before, after, *map(list, zip(*calls)))
+        outcome.after = adapters(recipe)
+        return outcome
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(tmp_path)
-        module = load_module("my_rewards", tmp_path / "my_rewards.py")
-        patch.setitem(sys.modules, "my_rewards", module)  # and not another test's
-        yield run
+    return run
 
 
 def assert_same(result: Outcome, base: Outcome, *, atol: float = 1e-5) -> None:
@@ -181,15 +162,15 @@ def assert_same(result: Outcome, base: Outcome, *, atol: float = 1e-5) -> None:
 
 
 def test_weights_do_not_depend_on_how_the_step_is_cut(train):
-    base = train([])
+    base = train()
     assert len(base.trajectory.response_lengths.unique()) > 3
     assert base.trajectory.advantages.abs().max() > 0.5
     moved = max((base.after[n] - base.before[n]).abs().max().item() for n in base.before)
     assert moved > 1e-2
-    cuts = {len(base.parts[0])}
+    cuts = {len(base.batches[0].parts)}
     for name, change in VARIANTS.items():
-        result = train(change)
-        cuts.add(len(result.parts[0]))
+        result = train(*change)
+        cuts.add(len(result.batches[0].parts))
         try:
             assert_same(result, base)
         except AssertionError as error:
@@ -199,11 +180,11 @@ def test_weights_do_not_depend_on_how_the_step_is_cut(train):
 
 def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
     """Other rows side by side, other prompts in a batch, and the same sums."""
-    base = train([])
-    assert_same(train(["forward_batch_size=2"], rows=(2, 0, 3, 1)), base)
-    assert_same(train(["forward_token_budget=64"], rows=(3, 1, 0, 2)), base)
+    base = train()
+    assert_same(train("forward_batch_size=2", rows=(2, 0, 3, 1)), base)
+    assert_same(train("forward_token_budget=64", rows=(3, 1, 0, 2)), base)
     split = ["rollout.max_rows=8", "forward_batch_size=8"]
-    assert_same(train(split, prompts=(3, 1, 0, 2)), base)
+    assert_same(train(*split, prompts=(3, 1, 0, 2)), base)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +199,9 @@ def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
 def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
     """The same weights without them: to the bit where the passes are cut the same."""
     change = [*cut, "loss.kl_coeff=0", "optimizer.lr=0.1"]
-    every = train([*change, "loss._component_=my_rewards.EveryRow"], reward=reward)
+    every = train(*change, EVERY_ROW, reward=reward)
     assert every.trajectory.num_rows == 16
-    result = train(change, reward=reward)
+    result = train(*change, reward=reward)
     assert result.trajectory.num_rows == len(kept)
     assert torch.equal(result.trajectory.weights, every.trajectory.weights[kept])
     assert_same(result, every, atol=atol)
@@ -233,31 +214,31 @@ def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
         (["loss.kl_coeff=0.1"], 16),
         (["loss.kl_coeff=0.1", "loss.kl_on_uninformative=false"], 8),
         (["loss.kl_coeff=0", "loss.entropy_coeff=0.1"], 16),
-        (["loss.kl_coeff=0", "loss._component_=my_rewards.Own"], 16),
+        (["loss.kl_coeff=0", OWN], 16),
     ],
 )
 def test_rows_that_may_have_a_gradient_stay(train, change, rows):
-    assert train(change, reward="first_two_differ").trajectory.num_rows == rows
+    assert train(*change, reward="first_two_differ").trajectory.num_rows == rows
 
 
 def test_a_prompt_that_comes_twice_in_a_step_has_other_samples(train):
     """Of its first time, those that it has alone."""
-    twice = train([], prompts=(3, 1, 3, 3)).trajectory
+    twice = train(prompts=(3, 1, 3, 3)).trajectory
     groups = [twice.select(torch.arange(i, i + GROUP)).completion_ids for i in (0, 8, 12)]
     assert groups[0] != groups[1] != groups[2] != groups[0]
-    once = train([], prompts=(3, 1, 0, 2)).trajectory
+    once = train(prompts=(3, 1, 0, 2)).trajectory
     assert once.completion_ids[: 2 * GROUP] == twice.completion_ids[: 2 * GROUP]
 
 
 def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
     """In float32 sampler and trainer agree, so that training to either gives the same weights."""
-    base = train([])
+    base = train()
     sampled, mask = base.trajectory.sampler_logprobs, base.trajectory.response_mask
     first, second = base.received
     assert first is None and torch.equal(second, base.returned[0])
     assert (base.returned[1] - second)[mask].abs().max() > 1e-3  # the policy has moved
     torch.testing.assert_close(second[mask], sampled[mask], atol=1e-4, rtol=0)
-    sampler = train(["objective.sampling_correction=old_logprobs"])
+    sampler = train("objective.sampling_correction=old_logprobs")
     for received in sampler.received:
         assert torch.equal(received, sampler.trajectory.sampler_logprobs)
     assert len(sampler.received) == 2
@@ -266,14 +247,14 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
 
 def test_an_epoch_in_several_optimizer_steps(train):
     """Each on its own groups, with old log-probs of the policy that sampled, in both epochs."""
-    base = train(["num_minibatches=2"])
-    steps = [rows.prompt_indices.unique().tolist() for rows in base.trajectories]
+    base = train("num_minibatches=2")
+    steps = [batch.trajectory.prompt_indices.unique().tolist() for batch in base.batches]
     assert steps == [[0, 2], [1, 3]] * 2
     nothing, second, *again = base.received
     first = base.returned[0]  # by the policy that sampled, which needs no pass for it
     assert nothing is None
     assert all(torch.equal(a, b) for a, b in zip((first, second), again, strict=True))
-    whole = train([])  # whose first step is by the policy that sampled, too
+    whole = train()  # whose first step is by the policy that sampled, too
     for rows, old in zip(([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]), again):
         mask = whole.trajectory.response_mask[rows][:, : old.shape[1]]
         expected = whole.returned[0][rows][:, : old.shape[1]]
@@ -281,9 +262,9 @@ def test_an_epoch_in_several_optimizer_steps(train):
     moved = (base.returned[1] - second)[base.received[1] != 0].abs().max()
     assert moved > 1e-3  # before its first step on these groups, the policy had moved
     for change in (["forward_batch_size=2"], ["forward_token_budget=64"], ["pack_groups=false"]):
-        assert_same(train(["num_minibatches=2", *change]), base)
-    alone = train(["ppo_epochs=1"], prompts=(0, 2))
-    together = train(["ppo_epochs=1", "num_minibatches=2", "optimizer.lr=0"], prompts=(0, 1, 2, 3))
+        assert_same(train("num_minibatches=2", *change), base)
+    alone = train("ppo_epochs=1", prompts=(0, 2))
+    together = train("ppo_epochs=1", "num_minibatches=2", "optimizer.lr=0", prompts=(0, 1, 2, 3))
     half = together.trajectory.weights
     torch.testing.assert_close(half, alone.trajectory.weights[:, : half.shape[1]])  # of one step
 
@@ -298,9 +279,9 @@ OBJECTIVES = {
 
 def test_objectives_act_in_the_recipe(train):
     """Each takes another step than the default, and the same however it is cut."""
-    base = train([])
+    base = train()
     for name, change in OBJECTIVES.items():
-        result, cut = train(change), train([*change, "forward_batch_size=2"])
+        result, cut = train(*change), train(*change, "forward_batch_size=2")
         assert_same(cut, result)
         moved = max((result.after[n] - base.after[n]).abs().max() for n in base.after)
         assert moved > 1e-4, name
@@ -311,6 +292,6 @@ def test_objectives_act_in_the_recipe(train):
 
 def test_a_budget_that_a_row_can_exceed_is_refused(train):
     with pytest.raises(ValueError, match=r"forward_token_budget=30: .* give at least \d+"):
-        train(["forward_token_budget=30"])
+        train("forward_token_budget=30")
     with pytest.raises(ValueError, match="forward_token_budget=99: replaces forward_batch_size=4"):
-        train(["forward_token_budget=99", "forward_batch_size=4"])
+        train("forward_token_budget=99", "forward_batch_size=4")
