@@ -93,7 +93,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.objective.mask_truncated_completions:
             mask = mask & ~rows.truncated[:, None]
         rows = replace(rows, advantages=advantages, response_mask=mask)
-        step.add_rollout(rows, scores, kept, group_size=self.cfg.grpo_samples)
+        step.add_rollout(rows, scores, group_size=self.cfg.grpo_samples)
         step.add_numbers(rounds.metrics())
         self.run.recorder.groups.rollout(rows, scores)
         return rows.select(kept.nonzero()[:, 0])

@@ -34,9 +34,6 @@ def fails(prompts, completions, **columns):
 def alternates(prompts, completions, **columns):
     return [0.0, 1.0] * (len(completions) // 2)
 
-def alternates_in_half(prompts, completions, **columns):
-    return [0.0, 1.0] * (len(completions) // 4) + [1.0] * (len(completions) // 2)
-
 class RoughLoss(GRPOLoss):
     """Huge in steps 15 to 19, not a number in 22 and 24."""
     step = 0
@@ -86,18 +83,6 @@ RUNS = {
         + ["num_steps=12", "batch_size=4", "grpo_samples=4", "max_generated_tokens=16"]
         + NO_EVALUATION,
         "entropy_exploding",
-    ),
-    "one_row_at_a_time": (
-        [rewards("alternates_in_half"), "num_steps=6", "batch_size=2", "grpo_samples=2"]
-        + ["rollout.max_rows=1", "max_generated_tokens=160", "sampling.min_new_tokens=160"]
-        + NO_EVALUATION,
-        "rollout_slow",
-    ),
-    "all_dropped": (
-        [rewards("right"), "num_steps=6", "batch_size=4", "grpo_samples=2"]
-        + ["dynamic_sampling.max_resamples=1", "max_generated_tokens=64"]
-        + ["sampling.min_new_tokens=64", *NO_EVALUATION],
-        "resampling_costly",
     ),
 }
 

@@ -19,13 +19,12 @@ from torchtune_grpo.monitor import metrics as metrics_module
 from torchtune_grpo.monitor.metrics import StepMetrics
 
 NAN = math.nan
-ALL = torch.ones(4, dtype=torch.bool)  # rows that are trained on
 
 
 def of_rollout(total=(1.0, 3.0, 5.0, 5.0), **changes):
     """What a rollout logs whose rows have these totals."""
     metrics, scores = StepMetrics(), replace(make_scores(), total=torch.tensor(total))
-    metrics.add_rollout(replace(make_trajectory(), **changes), scores, ALL, group_size=2)
+    metrics.add_rollout(replace(make_trajectory(), **changes), scores, group_size=2)
     return metrics.compute()
 
 
@@ -205,7 +204,7 @@ def trl_names() -> set[str]:
 def test_names_are_trls_where_trl_has_one():
     """A name that is neither TRL's nor listed above is a mistake, and so is one that is missing."""
     metrics, trajectory = StepMetrics(), make_trajectory()
-    metrics.add_rollout(trajectory, make_scores(), ALL, group_size=2)
+    metrics.add_rollout(trajectory, make_scores(), group_size=2)
     metrics.add_sampling_gap(trajectory, trajectory.sampler_logprobs)
     inputs = {name: trajectory.sampler_logprobs for name in ("logprobs", "ref_logprobs", "entropy")}
     mask = trajectory.response_mask

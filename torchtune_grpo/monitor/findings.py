@@ -35,7 +35,7 @@ BEGINS_AFTER = {
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
     **dict.fromkeys(("sampler_trainer_gap", "reward_fails"), (3, 0)),
     # The first steps also compile and fill caches.
-    **dict.fromkeys(("rewards_slow", "rollout_slow", "resampling_costly"), (5, 0)),
+    "rewards_slow": (5, 0),
     # These look at many steps themselves.
     **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
     **dict.fromkeys(("gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
@@ -284,8 +284,7 @@ def progress(run: Run) -> Signs:
 
 
 def seconds(run: Run) -> Signs:
-    step = run.now("step_time") or math.nan
-    share = run.now("time/reward") / step
+    share = run.now("time/reward") / (run.now("step_time") or math.nan)
     if share > 0.5:  # an accelerator that waits for rewards most of the time
         each = [run.now(f"time/rewards/{reward['name']}") for reward in run.rewards]
         slowest = max(range(len(each)), key=each.__getitem__)
@@ -294,19 +293,6 @@ def seconds(run: Run) -> Signs:
         if "workers" in run.rewards[slowest]:
             advice = run.scale(f"rewards.{slowest}.workers", 2)
         yield "rewards_slow", evidence, advice
-    share = run.now("time/dropped") / step
-    if share > 0.5:  # what is thrown away costs more than all that is trained on
-        kept, key = run.now("dynamic_sampling/kept"), "dynamic_sampling.max_resamples"
-        evidence = f"Dynamic sampling keeps {kept:.0%} of the groups; the others take {share:.0%}."
-        yield "resampling_costly", evidence, run.change(key, run.config(key) // 2)
-    share = run.now("time/rollout") / step
-    # Half to four fifths is usual, of a whole update; more rows cost a decoding step little.
-    if share > 0.9 and run.now("frac_informative_groups") >= 0.5:
-        rows = run.config("batch_size") * run.config("grpo_samples")
-        is_narrow = (run.config("rollout.max_rows") or rows) < rows
-        wider = run.change("rollout.max_rows", rows)
-        advice = wider if is_narrow else run.scale("batch_size", 2)
-        yield "rollout_slow", f"The rollout takes {share:.0%} of a step.", advice
 
 
 def evaluations(run: Run) -> Signs:

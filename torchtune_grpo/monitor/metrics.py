@@ -17,7 +17,6 @@ from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
 
 _NEGATED = "-"  # begins the name of a smallest value among the largest
-_DROPPED = "time/dropped"  # a share of the rollout's, by tokens
 _OF_NOTHING = -math.inf  # the largest of no values
 
 
@@ -72,16 +71,8 @@ class StepMetrics:
         for name, value in numbers.items():
             self.add_max(name, value)
 
-    def add_rollout(
-        self, trajectory: Trajectory, scores: RewardScores, kept: Tensor, *, group_size: int
-    ) -> None:
-        """Add the rewards and the completions of N rows with advantages.
-
-        Rows that are not ``kept`` [N] were sampled and are not trained on.
-        """
-        if not kept.all():
-            dropped = trajectory.response_lengths[~kept.to(trajectory.response_lengths.device)]
-            self.add_sum(_DROPPED, dropped.sum(), 0)
+    def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
+        """Add the rewards and the completions of N rows with advantages, trained on or not."""
         assert trajectory.advantages is not None
         totals = scores.total.view(-1, group_size)  # [B, G]
         spread = (totals - totals[:, :1]).std(dim=1)  # [B] exactly 0 where all are equal
@@ -160,8 +151,6 @@ class StepMetrics:
             result["num_tokens"] = sums["num_tokens"][0]
         if "time/rollout" in result:
             tokens = sums["completions/mean_length"][0]
-            if _DROPPED in sums:
-                result[_DROPPED] = result["time/rollout"] * sums[_DROPPED][0] / max(tokens, 1)
             result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
             result["tokens_per_second"] = tokens / result["step_time"]
         return result
