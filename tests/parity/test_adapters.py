@@ -171,11 +171,6 @@ OVERRIDES = {
         "adapter_dir={base}/adapter"
     ),
     "adapter_dir={base}: has no adapter; name a folder with": "adapter_dir={base}",
-    "objective.reference=base: adapter_dir is merged into a model without adapters": (
-        "model=torchtune.models.llama3_2.llama3_2 objective.reference=base "
-        "~model.lora_attn_modules ~model.apply_lora_to_mlp ~model.lora_rank ~model.lora_alpha "
-        "~model.lora_dropout"
-    ),
 }
 
 

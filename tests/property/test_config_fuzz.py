@@ -17,7 +17,7 @@ from runs import tiny_overrides
 
 from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.command_line import apply_override, load_config
 from torchtune_grpo.data import load as _load
 
 HUGE = 10**30
@@ -66,8 +66,7 @@ COMMON = {
     "sampling.stop_strings": ["abc", 5, [3], [""], [None], [["a"]], {"a": 1}, None],
     "rollout.engine": "word", "rollout.max_rows": "count?", "rollout.merge_adapters": "word",
     "rollout.cuda_graphs": "word", "rollout.deadline": "positive?",
-    "adapter_dir": "path?", "objective.reference": "word",
-    "distributed.sharding": "word", "distributed.cpu_offload": "flag",
+    "adapter_dir": "path?", "distributed.sharding": "word", "distributed.cpu_offload": "flag",
     "objective.sampling_correction": "word?", "objective.correction_cap": "positive",
     "loss.kl_coeff": "positive0", "loss.epsilon_low": "share", "loss.epsilon_high": "positive0",
     "loss.importance_sampling_level": "word", "loss.surrogate": "word", "loss.dual_clip":
@@ -181,18 +180,12 @@ def start(tmp_path_factory):
     def run(config, *changes):
         cfg = bases[config].copy()
         for key, value in changes:
-            head, _, name = str(key).rpartition(".")
-            parent = OmegaConf.select(cfg, head) if head else cfg
-            if parent is None:
-                OmegaConf.update(cfg, head, {}, force_add=True)
-                parent = OmegaConf.select(cfg, head)
-            name = name if isinstance(key, str) else key
             if value is MISSING:
-                del parent[name]
-            elif OmegaConf.is_list(parent):
-                parent[int(name)] = value
+                apply_override(cfg, f"~{key}")
+            elif isinstance(key, int):
+                cfg[key] = value
             else:
-                parent[name] = value
+                OmegaConf.update(cfg, key, value, merge=False, force_add=True)
         recipe = GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
 

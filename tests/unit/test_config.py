@@ -129,7 +129,6 @@ def test_evaluation_samples_as_training_does_where_the_config_does_not_say():
 
 WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
-    ("objective.reference=base", "objective.reference=base"),
     ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
     ("dynamic_sampling.min_pass_rate=0.1", "dynamic_sampling: .*max_resamples=0"),
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),

@@ -129,9 +129,6 @@ class ObjectiveConfig(Keys):
     in the loss's ratio; null = none."""
     correction_cap: Float = Field(default=2.0, gt=1)
     """Largest importance weight."""
-    reference: Literal["start", "base"] = "start"
-    """The policy that the KL term compares with. With adapter_dir: the base with that adapter, or
-    the base alone."""
 
 
 class DistributedConfig(Keys):
@@ -390,8 +387,6 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
             "evaluation.stop_at and patience: a run is evaluated only at its start and end; set "
             "evaluation.every_n_steps."
         )
-    if cfg.objective.reference == "base" and cfg.adapter_dir is None:
-        yield "objective.reference=base: training starts from the base; remove it."
     if cfg.dynamic_sampling != DynamicSamplingConfig() and cfg.dynamic_sampling.max_resamples == 0:
         yield "dynamic_sampling: no group is replaced with max_resamples=0; set that above 0."
     if (own := cfg.evaluation.own_sampling) and cfg.evaluation.samples == 0:

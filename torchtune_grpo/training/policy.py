@@ -177,8 +177,7 @@ Reference = AdapterReference | FrozenReference
 def make_reference(policy: TransformerDecoder, cfg: GRPOConfig) -> Reference:
     """Pick the cheapest exact reference for a policy that was just loaded."""
     if get_adapter_params(policy):
-        keep_start = cfg.adapter_dir is not None and cfg.objective.reference == "start"
-        return AdapterReference(policy, keep_start=keep_start)
+        return AdapterReference(policy, keep_start=cfg.adapter_dir is not None)
     return FrozenReference(policy)
 
 
@@ -261,11 +260,6 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
 def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
     """Check that ``adapter_dir`` fits the model, and warn if it was trained on another base."""
     adapter_dir, base = str(cfg.adapter_dir), Path(cfg.checkpointer.checkpoint_dir).resolve()
-    if cfg.objective.reference == "base" and not get_adapter_params(model):
-        raise ValueError(
-            "objective.reference=base: adapter_dir is merged into a model without adapters, which "
-            "cannot be switched off; set it to start, or train adapters."
-        )
     file = adapter_files(adapter_dir)[0].resolve()
     if file.parent == base or (base in file.parents and (base / "run_config.json").is_file()):
         raise ValueError(
