@@ -8,10 +8,10 @@ the cosine of the whole update to that of float32 weights; of what is kept, and 
 bf16 that the model then computes with.
 """
 
-import json
 import math
 
 import torch
+from common import report
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchtune import config
@@ -82,7 +82,7 @@ def compare(before: Tensor, after: Tensor, exact: Tensor) -> dict[str, float]:
 def main() -> None:
     """All ways, with the same gradients."""
     torch.compiler.set_stance("force_eager")  # torchao compiles its optimizers, for a minute
-    result: dict = {"benchmark": "bf16_updates", "steps": STEPS}
+    result: dict = {}
     for model, ways in WAYS.items():
         before, exact = start(model), {}
         for way, how in ways.items():
@@ -95,7 +95,7 @@ def main() -> None:
                 }
                 for name, value in kept.items()
             }
-    print(json.dumps(result))
+    report("bf16_updates", steps=STEPS, **result)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from common import report
 from hostile_code import HONEST, HOSTILE, TEST, WRONG
 
 from torchtune_grpo.rewards import CodeReward, code
@@ -129,7 +130,7 @@ def main() -> None:
         "left_over": left_over(),
         "ms_each": milliseconds,
     }
-    print(json.dumps(result | humaneval))
+    report("code_rewards", args, **result, **humaneval)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ there after the kill. A start that fails ends the benchmark.
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
+from common import report
 
 import torchtune_grpo.rollout  # noqa: F401
 from torchtune_grpo.config.command_line import config_files, recipes_folder
@@ -164,8 +164,7 @@ def main() -> None:
             differing += [f"run {totals['runs']}: {what}" for what in gaps]
             counts |= {"runs": 1, "bit_equal": not gaps}
             totals = {key: totals[key] + counts[key] for key in totals}
-    run = {"benchmark": "kills", "torch": torch.__version__, "settings": vars(args)}
-    print(json.dumps({**run, "results": totals, "differing": differing}))
+    report("kills", args, results=totals, differing=differing)
 
 
 if __name__ == "__main__":
