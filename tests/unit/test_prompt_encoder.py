@@ -153,14 +153,6 @@ def test_plain_text_has_bos_and_no_eos(llama3_tokenizer, qwen2_tokenizer, llama2
     assert encoder("what an") == llama2_tokenizer.encode("what answer", add_eos=False)
 
 
-def test_nothing_is_cut_at_the_tokenizers_limit(llama3_tokenizer, qwen2_tokenizer, phi3_tokenizer):
-    for tokenizer in (llama3_tokenizer, qwen2_tokenizer, phi3_tokenizer):
-        limited = with_attributes(tokenizer, max_seq_len=5)
-        text = "a question of more than five tokens"
-        assert PromptEncoder(limited)(text) == PromptEncoder(tokenizer)(text)
-        assert limited.max_seq_len == 5
-
-
 def test_a_tokenizer_without_turns_or_system_messages_is_refused(
     gemma_tokenizer, mistral_tokenizer
 ):
