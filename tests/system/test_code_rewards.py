@@ -1,5 +1,8 @@
 """Code rewards: what a test sees of a program, and what a program is; in real sandboxes."""
 
+import json
+import struct
+
 import pytest
 from code_sandboxes import judge
 from hostile_code import HONEST, QUICK, TEST, WRONG
@@ -85,34 +88,40 @@ def test_what_a_function_does_to_arguments_and_prints_is_seen(sandbox, code, tes
     assert judge(sandbox, "def solve(x): pass", test=test).why.startswith("AssertionError")
 
 
+def forges(data, *, length=None, then="os._exit(0)"):
+    """A program whose function writes an answer of its own, and does something else."""
+    message = struct.pack("!I", length or len(data)) + data
+    return f"import os\ndef solve(n):\n    os.write(3, {message})\n    {then}\n"
+
+
 @pytest.mark.parametrize(
-    "changed", ["1", "[1]", "[[0, 1]]", "[[9, ['list']]]", "[[[], 0]]", "[[0, ['set', 'x']]]",
-                "[[0, ['list', ['same', -1]]]]"]
+    "changed",
+    [1, [1], [[0, 1]], [[9, ["list"]]], [[[], 0]], [[0, ["set", "x"]]],
+     [[0, ["list", ["same", -1]]]]],
 )  # fmt: skip
 def test_forged_changes_are_refused(sandbox, changed):
-    code = f"""
-import json, os, struct
-def solve(x):
-    data = json.dumps({{'value': 1, 'changed': {changed}}}).encode()
-    os.write(3, struct.pack('!I', len(data)) + data)
-    os._exit(0)
-"""
-    verdict = judge(sandbox, code, test="assert solve([1]) == 1")
+    data = json.dumps({"value": 1, "changed": changed}).encode()
+    verdict = judge(sandbox, forges(data), test="assert solve([1]) == 1")
     assert not verdict.passed and not verdict.test_failed and verdict.calls == 1, verdict
     assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError", "IndexError"))
 
 
-@pytest.mark.parametrize(
-    ("sent", "why"),
-    [
-        (b"\0\0\0\1{", "sent something that is not a message"),
-        (b"\0\0\0\1\xff", "sent something that is not a message"),
-        (b"\0\0\0\5half", "ended"),
-    ],
-)
-def test_what_is_no_message_is_refused(sandbox, sent, why):
-    verdict = judge(sandbox, f"import os\ndef solve(n): os.write(3, {sent}), os._exit(0)")
-    assert verdict.why.startswith(f"the completion's process {why}") and not verdict.test_failed
+def test_what_is_no_message_is_refused(sandbox):
+    for code, why in (
+        (forges(b"{"), "sent something that is not a message"),
+        (forges(b"\xff"), "sent something that is not a message"),
+        (forges(b"half", length=8), "ended"),
+    ):
+        verdict = judge(sandbox, code)
+        assert verdict.why.startswith(f"the completion's process {why}") and not verdict.test_failed
+
+
+def test_a_right_answer_of_a_process_that_has_ended_is_none(sandbox):
+    """What it used could not be read any more."""
+    data, test = b'{"value": 1}', "import time\nassert solve(1) == 1\ntime.sleep(0.05)"
+    why = judge(sandbox, forges(data), test=test).why
+    assert why == "the completion's process ended before its test did"
+    assert judge(sandbox, forges(data, then="while True: pass"), test=test).passed
 
 
 def test_exceptions_carry_their_message_and_arguments(sandbox):
@@ -156,21 +165,6 @@ def test_a_test_that_catches_everything_does_not_pass_a_dead_program(sandbox, ca
         assert not judge(sandbox, code, test=later).passed
     assert judge(sandbox, "def solve(n): return 1", test=test).passed
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=later).passed
-
-
-def test_a_right_answer_of_a_process_that_has_ended_is_none(sandbox):
-    """What it used could not be read any more."""
-    code = """
-import json, os, struct
-def solve(n):
-    data = json.dumps({'value': 1}).encode()
-    os.write(3, struct.pack('!I', len(data)) + data)
-    END
-"""
-    test = "import time\nassert solve(1) == 1\ntime.sleep(0.05)"
-    why = judge(sandbox, code.replace("END", "os._exit(0)"), test=test).why
-    assert why == "the completion's process ended before its test did"
-    assert judge(sandbox, code.replace("END", "while True: pass"), test=test).passed
 
 
 def test_answers_as_arguments_are_never_the_tests_fault(sandbox):
@@ -302,13 +296,7 @@ def test_what_a_reward_tells_of_its_verdicts():
     rewards.close()
     assert scores.scores[:8, 0].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert scores.failed[:, 0].tolist() == [False] * 8 + [True]
-    starts = [
-        "",
-        "AssertionError",
-        "ZeroDivisionError: ",
-        "KeyError: 'solve'",
-        "longer than 100000",
-    ]
+    starts = ["", "AssertionError", "ZeroDivisionError: ", "KeyError: 'solve'", "longer than"]
     starts += ["SyntaxError: ", "no verdict within", "the completion's process ended"]
     starts += ["the test itself failed"]
     assert all(map(str.startswith, scores.extra["why"], starts))
