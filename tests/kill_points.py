@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 # What Python announces before it happens. Writes are not among them; for those there are sizes.
-_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link")
+_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.symlink")
 _KILLED = 99
 
 

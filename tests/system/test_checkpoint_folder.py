@@ -254,7 +254,7 @@ def test_a_new_run_moves_no_folder_that_is_not_its_own(tmp_path, monkeypatch, fo
 @pytest.mark.parametrize(
     ("step", "best"), [(3, 3), (2, 1)], ids=["a new step and best", "a step once more"]
 )
-def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, step, best):
+def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, step, best, caplog):
     """Before each file operation and amid the weights; two checkpoints are kept."""
     checkpoints, model = saving(tmp_path, keep_last=2)
     out, kept = tmp_path / "out", tmp_path / "kept"
@@ -282,6 +282,7 @@ def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, step, best):
         left = {path.name for path in out.iterdir() if not path.name.startswith("step_")}
         assert left <= {".lock", "best", "best.new"} and checkpoints.newest() == newest, where
         seen.append(linked)
+    assert "cannot be used" not in caplog.text, "half a checkpoint was seen"
     assert last == 30 and len(seen) > 10 and {*seen} == {1, 30 if best == 3 else 1}
     assert names(out) == ["best", *(f"step_{number:06d}" for number in (step - 1, step))]
 
