@@ -27,11 +27,7 @@ def by_rounds(fails: list[bool], *, batch_size: int, rounds: int) -> int:
     return count
 
 
-class Prompts:
-    """A data set of as many prompts as one likes, each its own number."""
-
-    def __getitem__(self, index):
-        return {"index": index, "tokens": [index], "prompt": str(index), "columns": {}}
+PROMPTS = [dict(index=n, tokens=[n], prompt=str(n), columns={}) for n in range(20)]
 
 
 @given(
@@ -42,7 +38,7 @@ class Prompts:
 def test_as_many_prompts_come_as_groups_fail(fails, batch_size, rounds):
     settings = DynamicSamplingConfig(max_resamples=rounds)
     cfg = SimpleNamespace(batch_size=batch_size, grpo_samples=2, dynamic_sampling=settings)
-    steps = Rounds(cfg, Prompts(), lambda count, skip: [*range(skip, skip + count)])
+    steps = Rounds(cfg, PROMPTS, lambda count, skip: [*range(skip, skip + count)])
     for batch in steps:
         failed = [rounds > 0 and fails[place] for place in batch.places]
         totals = [score for fail in failed for score in ((1.0, 1.0) if fail else (0.0, 1.0))]

@@ -19,15 +19,10 @@ def lora() -> LoRALinear:
     return layer
 
 
-def frozen(layer: nn.Module) -> nn.Module:
-    return layer.requires_grad_(False)
-
-
 KINDS = {
     "trained": lambda: nn.Linear(DIM, VOCAB, bias=False),
-    "frozen": lambda: frozen(nn.Linear(DIM, VOCAB, bias=False)),
+    "frozen": lambda: nn.Linear(DIM, VOCAB, bias=False).requires_grad_(False),
     "tied": lambda: TiedLinear(nn.Embedding(VOCAB, DIM)),
-    "tied_frozen": lambda: TiedLinear(frozen(nn.Embedding(VOCAB, DIM))),
     "bias": lambda: nn.Linear(DIM, VOCAB),
     "lora": lora,
 }
