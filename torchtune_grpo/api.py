@@ -254,7 +254,6 @@ class GRPO:
         return f"GRPO(output_dir={str(self._folder)!r}, {state})"
 
     def _set_up(self) -> GRPOFullFinetuneRecipe:
-        """The recipe, with the model loaded."""
         if not self._is_open:
             raise RuntimeError(
                 f"This run is closed, or another has begun in {self._folder}; make a new GRPO."

@@ -96,7 +96,6 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The config's tokenizer."""
         return instantiate("tokenizer", self.cfg.tokenizer)
 
     @cached_property
@@ -106,14 +105,12 @@ class Run:
 
     @cached_property
     def rewards(self) -> RewardSet:
-        """The config's rewards."""
         rewards = [self._rewards.get(i, node) for i, node in enumerate(self.cfg.rewards)]
         share = self.cfg.max_reward_failure_share
         return RewardSet.from_config(rewards, max_failure_share=share)
 
     @cached_property
     def loss(self) -> Loss:
-        """The config's loss."""
         return make_loss(self.cfg.loss)
 
     @cached_property
@@ -206,7 +203,6 @@ class Run:
 
     @cached_property
     def recorder(self) -> Recorder:
-        """The recorder of the run."""
         return Recorder(
             self.cfg,
             self.given,
@@ -217,7 +213,6 @@ class Run:
 
     @cached_property
     def profiler(self) -> Any:
-        """torchtune's profiler."""
         return make_profiler(self.cfg.profiler)
 
     @cached_property
@@ -263,7 +258,9 @@ class Run:
         parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
         set_seed(self.cfg.seed)
         self.join()
-        checkpoint = self.checkpoints.to_resume() if self.cfg.resume_from_checkpoint else None
+        checkpoint = None
+        if self.cfg.resume_from_checkpoint:
+            checkpoint = parallel.on_first_rank(self.checkpoints.to_resume)
         for part in ("is_sharded", "checkpoints", "loss", "dataset", "evaluator", "sampler"):
             getattr(self, part)
         if checkpoint is None:
@@ -273,14 +270,11 @@ class Run:
 
     # --- The policy ------------------------------------------------------------------------------
 
-    @property
-    def home(self) -> torch.device:
-        """Where a model is built: on the CPU if it is going to be sharded."""
-        return torch.device("cpu") if self.is_sharded else self.device
-
     def build_policy(self) -> TransformerDecoder:
         """Build the policy with the weights that training starts from, the same on all ranks."""
-        model = build_policy(self.cfg, self.checkpoints.base_weights(), device=self.home)
+        # What is going to be sharded may be too large for one device.
+        device = torch.device("cpu") if self.is_sharded else self.device
+        model = build_policy(self.cfg, self.checkpoints.base_weights(), device=device)
         parallel.broadcast_trained_parameters(model)
         return model
 
@@ -389,7 +383,8 @@ class Run:
 
     def evaluate(self, engine: RolloutEngine) -> None:
         """Evaluate the policy, unless the run that is resumed already has."""
-        if self.evaluator is None or self.recorder.has_evaluation(self.step):
+        done = [event["step"] for event in self.recorder.evaluations]
+        if self.evaluator is None or self.step in done:
             return
         self.interrupts.boundary()
         evaluation = self.evaluator(engine, state=self.trainer_state)
@@ -448,7 +443,6 @@ class Run:
         self._judge()
 
     def say_how_to_resume(self) -> None:
-        """Log how to go on after an interrupt."""
         utils.log_rank_zero(log, self.checkpoints.how_to_resume())
 
     def close(self, *, leave_ranks: bool = False) -> None:

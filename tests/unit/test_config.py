@@ -34,11 +34,9 @@ def test_defaults_and_numbers_are_read():
     assert (params.max_generated_tokens, params.temperature) == (512, 0.7)
     assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
     assert settings.eval_sampling_params == params
-    assert (settings.rows_per_step, settings.rows_per_forward) == (64, 8)
-    assert settings_of("forward_batch_size=null").rows_per_forward == 64
     assert settings.rollout.max_rows is None  # as many as memory allows
     assert settings_of("eval_dataset=null").eval_dataset is None
-    assert settings_of("forward_batch_size=5").rows_per_forward == 5  # a bound, no divisor
+    assert settings_of("forward_batch_size=5").forward_batch_size == 5  # a bound, no divisor
     assert settings.tokenizer.path == "/tmp/Llama-3.2-1B-Instruct/original/tokenizer.model"
 
 

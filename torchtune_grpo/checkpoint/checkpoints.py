@@ -47,7 +47,7 @@ _LARGEST_COPY = 100 * 2**20  # bytes; what is larger is weights in some format
 class Checkpoints:
     """The checkpoint folders of a run, and the model that it starts from.
 
-    Every rank has to call the methods that resume, save and keep; the first one reads and writes.
+    Every rank has to call the methods that save and keep; the first one writes.
     """
 
     def __init__(self, cfg: GRPOConfig) -> None:
@@ -74,9 +74,6 @@ class Checkpoints:
 
     def to_resume(self) -> Path:
         """The newest undamaged checkpoint, if the run's config may continue it."""
-        return on_first_rank(self._to_resume)
-
-    def _to_resume(self) -> Path:
         checkpoint = self.newest()
         old, new = _config_of(checkpoint), self._run_config
         remedy = "start afresh with resume_from_checkpoint=False"

@@ -112,7 +112,6 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is or would be."""
     return output_dir / f"step_{step:06d}"
 
 
@@ -213,7 +212,6 @@ def find_damage(folder: Path) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -39,7 +39,6 @@ LENIENT = "last_number"  # the grader beside math_correctness_reward
 
 
 def main() -> None:
-    """Entry point of ``torchtune-grpo evaluate``."""
     parser = argparse.ArgumentParser(
         prog="torchtune-grpo evaluate",
         description="Answers held-out prompts before and after training, and compares.",
@@ -67,7 +66,10 @@ def main() -> None:
         report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
         run.close()
         if parallel.rank() == 0:
-            print("\n".join([_title(report), *comparison_tables(report["groups"])]))
+            count, temperature = report["samples"], report["temperature"]
+            sampled = f", {count} samples each at temperature {temperature:g}" if count else ""
+            print(f"Greedy answers{sampled}. [95 % interval over prompts]")
+            print("\n".join(comparison_tables(report["groups"])))
             print("\n".join(shown(report, args.show)))
             if args.output is not None:
                 args.output.write_text(json.dumps(plain(report), indent=1), encoding="utf-8")
@@ -154,12 +156,6 @@ def _add_lenient_grader(run: Run) -> None:
     decider = run.cfg.evaluation.reward or rewards.names[0]
     if functions.get(decider) is math_correctness_reward and LENIENT not in functions:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    """What the tables show."""
-    sampled = f", {report['samples']} samples each at temperature {report['temperature']:g}"
-    return f"Greedy answers{sampled if report['samples'] else ''}. [95 % interval over prompts]"
 
 
 def shown(report: Mapping[str, Any], number: int) -> list[str]:

@@ -26,11 +26,7 @@ def extend_import_path(*folders: Path) -> None:
 
 
 def recipes_folder() -> Path:
-    """Absolute path of the installed `torchtune_grpo.recipes`.
-
-    Raises:
-        ModuleNotFoundError: If the package runs from a source tree that was never installed.
-    """
+    """Absolute path of `torchtune_grpo.recipes`, which a source tree has only once installed."""
     spec = find_spec("torchtune_grpo.recipes")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -54,13 +50,11 @@ def hub_name(folder: Path) -> str | None:
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Read a config, and change it as the command line says.
+    """Read a config, by its name or its file's path, and change it as the command line says.
 
-    Args:
-        name: of a shipped config, or a file's path; its folder becomes importable. Its key
-            ``base_config`` names another one, whose keys it changes.
-        overrides: ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list;
-            ``model=my.builder`` names the component; ``~key`` removes a key.
+    The file's folder becomes importable. The key ``base_config`` names another config, whose keys
+    it changes. ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list,
+    ``model=my.builder`` names a component, and ``~key`` removes a key.
     """
     cfg = _read(name, folder=Path())
     for override in overrides:

@@ -302,16 +302,6 @@ class GRPOConfig(Keys):
         """Optimizer steps on the samples of one step."""
         return self.ppo_epochs * self.num_minibatches
 
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of one step on this rank."""
-        return self.batch_size * self.grpo_samples
-
-    @property
-    def rows_per_forward(self) -> int:
-        """Rows of one forward pass."""
-        return self.forward_batch_size or self.rows_per_step
-
 
 def _no_room(sampling: SamplingConfig, longest: int) -> Iterator[str]:
     if sampling.min_new_tokens > longest:

@@ -144,11 +144,9 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
     """End the process with exit code 1 where the block fails; the last line is ``Error: ...``.
 
     Config errors and this package's own errors say what to do; for any other, the traceback is
-    printed above that line. ``TORCHTUNE_GRPO_TRACEBACK=1`` prints every traceback. Errors that all
-    ranks raise are reported once on each machine.
-
-    Args:
-        keep: writes the traceback to a file and returns the file's path.
+    printed above that line. ``TORCHTUNE_GRPO_TRACEBACK=1`` prints every traceback, and ``keep``
+    writes it to a file and returns the path. Errors that all ranks raise are reported once on each
+    machine.
     """
     try:
         yield

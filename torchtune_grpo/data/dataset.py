@@ -107,12 +107,10 @@ class RLDataset(Dataset[dict[str, Any]]):
 
     @property
     def max_prompt_length(self) -> int:
-        """Length of the longest prompt in tokens."""
         return max(len(entry.tokens) for entry in self._entries)
 
     @property
     def highest_token(self) -> int:
-        """The highest token id of all prompts."""
         return max(max(entry.tokens, default=0) for entry in self._entries)
 
     @property
@@ -142,7 +140,6 @@ class RLDataset(Dataset[dict[str, Any]]):
     def _read(
         self, rows: Iterable[Row], where: str, num_samples: int | None = None
     ) -> list[_Entry]:
-        """Read the usable rows, and report the others."""
         entries: list[_Entry] = []
         left_out, names = defaultdict[str, list[int]](list), None
         for number, row in enumerate(rows):

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
-from datasets import (
-    Dataset,
-    ReadInstruction,
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, ReadInstruction, load_dataset, load_from_disk
 
 from torchtune_grpo.config.text import describe, shortened
 
@@ -69,13 +61,7 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
         options.setdefault("keep_default_na", False)  # True would read the text "None" as null
         if ".tsv" in str(files):
             options.setdefault("sep", "\t")
-    is_quiet = are_progress_bars_disabled()
-    disable_progress_bars()  # local files are read in no time
-    try:
-        return load_dataset(file_format, split=split, data_files=files, **options)
-    finally:
-        if not is_quiet:
-            enable_progress_bars()
+    return load_dataset(file_format, split=split, data_files=files, **options)
 
 
 def _select(tables: Mapping[str, Iterable[Any]], split: str) -> Iterable[Any]:

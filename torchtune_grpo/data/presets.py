@@ -29,14 +29,6 @@ _LOSSES = ("loses", "sells", "gives away", "lends out")
 _HOLDERS = ("bags", "boxes", "jars", "rows")
 
 
-def _one_digit_sum(rng: random.Random) -> Chain:
-    return (("+", rng.randint(0, 9)), ("+", rng.randint(0, 9)))
-
-
-def _two_digit_step(rng: random.Random) -> Chain:
-    return (("+", rng.randint(10, 99)), (rng.choice("+-"), rng.randint(10, 99)))
-
-
 def _steps(rng: random.Random, count: int) -> Chain:
     return _with_steps((("+", rng.randint(1, 9)),), rng, count, limit=20)
 
@@ -67,10 +59,10 @@ def _with_steps(chain: Chain, rng: random.Random, count: int, *, limit: int) -> 
 
 # Level -> (what draws a chain, whether the question is a story).
 _LEVELS: dict[int, tuple[Callable[[random.Random], Chain], bool]] = {
-    1: (_one_digit_sum, False),
+    1: (lambda rng: (("+", rng.randint(0, 9)), ("+", rng.randint(0, 9))), False),
     2: (partial(_steps, count=2), False),
     3: (partial(_steps, count=3), False),
-    4: (_two_digit_step, False),
+    4: (lambda rng: (("+", rng.randint(10, 99)), (rng.choice("+-"), rng.randint(10, 99))), False),
     5: (partial(_steps, count=2), True),
     6: (partial(_steps, count=3), True),
     7: (_product_and_step, True),

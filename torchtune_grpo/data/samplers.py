@@ -48,7 +48,6 @@ class ShuffledSampler:
             )
 
     def _order(self, number: int) -> list[int]:
-        """All rows in the order of one pass."""
         if not self._shuffle:
             return [*range(self._size)]
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
@@ -132,7 +131,6 @@ class LevelSampler(WeightedSampler):
         return share.where(self._levels <= self._newest, 0)
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """Add the next level when the newest is solved."""
         super().learn(rows, pass_rates)
         rates = zip(rows, pass_rates, strict=True)
         self._recent += [rate for row, rate in rates if self._levels[row] == self._newest]

@@ -63,8 +63,7 @@ def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
     Alone, the resamples of 100 wrong answers are 100 wrong answers, and the interval (0, 0). So two
     prompts that score 0 and two that score 1 are added first, as Agresti and Coull (1998) do for a
     proportion: (0, 0.05) there. They weigh as much less than a prompt as ``values`` (means over
-    samples) vary less than zeros and ones of that mean. benchmarks/intervals.py counts how often
-    the mean is in it. The order of the values has no effect.
+    samples) vary less than zeros and ones of that mean. The order of the values has no effect.
     """
     scores = np.asarray(values, dtype=np.float64)
     mean = scores.mean()
@@ -148,7 +147,6 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """A sentence with the accuracy."""
         before, after = (scores_of(each)["accuracy"] for each in (self.before, self.after))
         if self.before is self.after:
             return f"Held-out accuracy is {after} after step {self.after['step']}."

@@ -67,5 +67,4 @@ def should_stop(
 def _values(
     evaluations: Sequence[Mapping[str, Any]], metric: str | None
 ) -> list[tuple[int, float]]:
-    """Step and value of each evaluation."""
     return [(e["step"], e[metric]) for e in evaluations if metric and e.get(metric) is not None]

@@ -141,7 +141,6 @@ def merge_adapter(state: Mapping[str, Any], *, rank: int, alpha: float) -> dict[
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state dict with its adapters merged."""
     settings = _model_settings(model)
     return merge_adapter(state, rank=settings["lora_rank"], alpha=settings["lora_alpha"])
 
@@ -152,7 +151,6 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
-    """A model's modules with an adapter, by name."""
     modules = model.named_modules()
     return {_plain(name): module for name, module in modules if hasattr(module, "adapter_params")}
 

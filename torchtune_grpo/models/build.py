@@ -276,7 +276,6 @@ def has_bias(hf: Any, name: str) -> bool:
 
 
 def head_dim(hf: Any) -> int:
-    """The size of a head."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 

@@ -116,7 +116,6 @@ class Run:
         self._evaluated = 0  # steps before the last evaluation
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Read a step or an evaluation."""
         values = {name: _number(value) for name, value in event.items()}
         if event["kind"] == "step":
             self.steps.append(values)
@@ -132,7 +131,6 @@ class Run:
             self._evaluated = len(self.steps)
 
     def now(self, metric: str) -> float:
-        """A metric of the newest step."""
         return self.steps[-1].get(metric, math.nan)
 
     def last(self, metric: str, count: int) -> list[float]:
@@ -155,12 +153,10 @@ class Run:
         return OmegaConf.select(self._config, key)
 
     def change(self, key: str, new: Any) -> Advice:
-        """Advice to give a key a value."""
         old = self.config(key)
         return key, f"Set {key}: {'' if old is None else f'{_text(old)} -> '}{_text(new)}."
 
     def scale(self, key: str, factor: float) -> Advice:
-        """Advice to multiply the value of a key."""
         old = self.config(key)
         if not isinstance(old, (int, float)):
             return key, f"Multiply {key} by {factor:g}."

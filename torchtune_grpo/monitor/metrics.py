@@ -48,13 +48,11 @@ class StepMetrics:
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def add_max(self, name: str, value: Tensor | float) -> None:
-        """Keep the largest value, a scalar."""
         value = torch.as_tensor(value).detach().double()
         known = self._largest.get(name, value)
         self._largest[name] = torch.maximum(known, value)
 
     def add_min(self, name: str, value: Tensor | float) -> None:
-        """Keep the smallest value."""
         self.add_max(_NEGATED + name, -value)
 
     @contextmanager

@@ -66,12 +66,10 @@ class RunRecord:
 
     @property
     def steps_done(self) -> int:
-        """Steps of training."""
         return self.steps[-1]["step"] if self.steps else 0
 
     @property
     def config(self) -> Record:
-        """The config of the last start."""
         return self.starts[-1]["config"] if self.starts else {}
 
 

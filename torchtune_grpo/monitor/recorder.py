@@ -96,7 +96,6 @@ class Recorder:
                 log.info(line)
 
     def progress(self, now: Progress) -> None:
-        """Show how far a rollout is."""
         if self._progress is not None:
             self._progress.rollout(now)
 
@@ -124,12 +123,7 @@ class Recorder:
         self.evaluations.append(event)
         utils.log_rank_zero(log, f"Step {step}: held-out {in_one_line(event)}")
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the policy after so many steps was evaluated."""
-        return any(event["step"] == step for event in self.evaluations)
-
     def close(self) -> None:
-        """End the metric logger."""
         if rank() == 0:
             self._metric_logger.close()
 

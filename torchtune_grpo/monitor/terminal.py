@@ -50,11 +50,9 @@ class ProgressLine:
         self._open.close()
 
     def rollout(self, now: Progress) -> None:
-        """Show how far the step's rollout is."""
         self._bar.set_postfix_str(f"rollout {now}")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step."""
         parts = [f"{title} {metrics[n]:.2f}" for n, title in self._shown.items() if n in metrics]
         parts.append(f"{tqdm.format_sizeof(metrics['tokens_per_second'])} tok/s")
         text = ", ".join(parts)

@@ -91,7 +91,6 @@ class Outcome:
         self.extra[column] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        """Record a number."""
         name = str(name)
         if name.rpartition("/")[2] in MEASURED:
             raise ContractError(
@@ -112,7 +111,6 @@ class Outcome:
 
     @classmethod
     def join(cls, parts: Sequence[Outcome]) -> Outcome:
-        """Join one reward's outcomes of several calls."""
         whole = cls(sum(part.count for part in parts))
         for part in parts:
             for name, values in part.extra.items():

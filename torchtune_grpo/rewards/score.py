@@ -44,7 +44,6 @@ class RewardScores:
     metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
 
     def select(self, rows: Tensor) -> RewardScores:
-        """Select the scores of some rows [n]."""
         extra = {name: [values[row] for row in rows] for name, values in self.extra.items()}
         return replace(
             self,
@@ -56,7 +55,6 @@ class RewardScores:
 
     @classmethod
     def join(cls, parts: Sequence[RewardScores]) -> RewardScores:
-        """Concatenate the scores of several calls."""
         names = {name for part in parts for name in part.extra}
         return replace(
             parts[0],
@@ -104,7 +102,6 @@ class RewardSet:
 
     @property
     def names(self) -> list[str]:
-        """The R rewards' names."""
         return [reward.name for reward in self.rewards]
 
     def check_data(self, dataset: Any, *, key: str) -> None:

@@ -190,7 +190,6 @@ class GroupRollout:
                 row.prompt.logits = None
 
     def decode(self) -> None:
-        """Sample the next token of every live row."""
         longest = max(row.count for row in self.live)
         self._cache.grow(longest)
         layout, request = self.layout, self._request
@@ -264,7 +263,6 @@ class Transcript:
                 self._seen[place, list(prompt)] = True
 
     def move(self, *, source: int, target: int) -> None:
-        """Move a row to another place."""
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 

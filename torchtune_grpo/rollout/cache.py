@@ -52,7 +52,6 @@ class GroupCache:
 
     @property
     def prompt_width(self) -> int:
-        """Tokens of a prompt that there is room for."""
         return self.prompts[0].shape[3]
 
     def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
@@ -67,7 +66,6 @@ class GroupCache:
             _grow(self.rows, rows, self.rounded(width), self.shape, keep=True)
 
     def tensors(self) -> list[Tensor]:
-        """All of it."""
         return self.prompts + self.rows
 
     def move(self, *, source: int, target: int, length: int) -> None:
@@ -243,7 +241,6 @@ class RowLayout:
         self.bias = bias.zero_().masked_fill_(~visible[:, None, None], -torch.inf)
 
     def show_last(self) -> None:
-        """Let every row see its last token."""
         own = self.bias[:, 0, 0, self.prompt_width :]
         own.index_put_((self.places, self.last), self._zero)
 

@@ -119,7 +119,6 @@ class NativeDecoder:
         )
 
     def linears(self) -> Iterator[RolloutLinear]:
-        """All linear layers."""
         for layer in self._layers:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self._output

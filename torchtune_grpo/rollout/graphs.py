@@ -44,11 +44,9 @@ class Buffers:
         return flat[:size].view(tuple(shape))
 
     def put(self, name: str, value: Tensor) -> Tensor:
-        """A buffer with the value in it."""
         return self.take(name, value.shape, dtype=value.dtype).copy_(value)
 
     def tensors(self) -> list[Tensor]:
-        """All buffers."""
         return list(self._flat.values())
 
 

@@ -71,7 +71,6 @@ class RolloutLinear:
 
     @property
     def copied_bytes(self) -> int:
-        """Size of the copies of weights."""
         numel = sum(_base_weight(module).numel() for module in self._modules)
         return numel * self._dtype.itemsize if self._copies else 0
 
@@ -83,7 +82,6 @@ class RolloutLinear:
 
     @property
     def _single_weight(self) -> Tensor:
-        """[out, in] of a single layer."""
         (module,) = self._modules
         return self._weight_of(module) if self._weight is None else self._weight[: self.sizes[0]]
 

@@ -34,7 +34,6 @@ class Limits:
     processes: int = 16  # at once, threads included
 
     def for_completion(self) -> dict[str, int]:
-        """Resource limits of the completion's processes."""
         return {
             "CPU": math.ceil(self.seconds) + 1,
             "AS": self.megabytes * _MEGABYTE,
@@ -46,7 +45,6 @@ class Limits:
         }
 
     def for_test(self) -> dict[str, int]:
-        """Resource limits of the test's process."""
         return {
             "CPU": math.ceil(self.seconds) + 1,
             "AS": 2 * self.megabytes * _MEGABYTE,
@@ -117,7 +115,6 @@ class CodeSandbox:
             self._server.kill()
 
     def close(self) -> None:
-        """End the process and whatever runs there."""
         if self._server is not None:
             self._server.close()
             self._server = None

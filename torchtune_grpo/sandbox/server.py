@@ -86,7 +86,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     def start(self, sock: socket.socket) -> None:

@@ -106,7 +106,7 @@ def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
         trajectory,
         group_size=cfg.grpo_samples,
         pack=cfg.pack_groups,
-        rows=cfg.rows_per_forward,
+        rows=cfg.forward_batch_size or max(1, trajectory.num_rows),
         token_budget=cfg.forward_token_budget,
         dense=cfg.compile,
     )
@@ -142,7 +142,6 @@ def micro_batches(
 
 
 def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool) -> MicroBatch:
-    """Lay out the rows of each packed row."""
     numbers = tuple(chain.from_iterable(packs))
     rows = torch.tensor(numbers, dtype=torch.long, device=trajectory.tokens.device)
     if not packs:

@@ -128,7 +128,6 @@ class AdapterReference:
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
     def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
-        """Shard the copied adapters like the policy's."""
         if self._start is not None:
             pairs = zip(self._start, self._parameters(), strict=True)
             self._start = [sharded_like(parameter, value) for value, parameter in pairs]

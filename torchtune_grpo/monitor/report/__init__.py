@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -200,24 +201,28 @@ def _setup(run: RunRecord) -> list[Table]:
     """Tables: the last start, its versions, what differs between starts, the whole config."""
     if not run.starts:
         return []
-    last, configs = run.starts[-1], [start["config"] for start in run.starts]
+    last = run.starts[-1]
     facts = [(key, _as_text(last[key])) for key in ("command", "time", "device", "ranks", "seed")]
-    names = [f"from step {start['step']}" for start in run.starts]
     return [
         {"title": "Last start", "rows": facts},
         {"title": "Versions", "rows": [*last["versions"].items()]},
-        *([_differences("Changed between starts", names, configs)] if len(names) > 1 else []),
+        *([_changes(run.starts)] if len(run.starts) > 1 else []),
         {"title": "Whole config", "rows": [*_flat(run.config)], "folded": True},
     ]
 
 
-def _differences(title: str, names: list[str], configs: Sequence[Record]) -> Table:
-    """Keys with several values."""
-    of_each = [dict(_flat(config)) for config in configs]
-    keys = dict.fromkeys(key for config in of_each for key in config)
-    rows = [[key, *(config.get(key, "") for config in of_each)] for key in keys]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    return {"title": title, "head": ["key", *names], "rows": differing, "empty": "Nowhere."}
+def _changes(starts: Sequence[Record]) -> Table:
+    """Keys of the config that differ between starts."""
+    configs = [dict(_flat(start["config"])) for start in starts]
+    rows = [
+        [key, *(each.get(key, "") for each in configs)] for key in dict.fromkeys(chain(*configs))
+    ]
+    return {
+        "title": "Changed between starts",
+        "head": ["key", *(f"from step {start['step']}" for start in starts)],
+        "rows": [row for row in rows if len(set(row[1:])) > 1],
+        "empty": "Nothing.",
+    }
 
 
 def _flat(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:

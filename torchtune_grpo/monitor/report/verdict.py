@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from tqdm import tqdm
+
 from torchtune_grpo.evaluation.statistics import Comparison, Paired, scores_of
 from torchtune_grpo.evaluation.stopping import should_stop
 from torchtune_grpo.monitor.record import RUN_FILE, Record, RunRecord
@@ -115,8 +117,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
     facts = {
         "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
         "State": "finished" if total and run.steps_done >= total else _state(run),
-        "Time": _duration(seconds),
-        "of it evaluating": _duration(evaluating),
+        "Time": tqdm.format_interval(seconds),
+        "of it evaluating": tqdm.format_interval(evaluating),
     }
     if run.steps and run.steps[-1].get("num_tokens") is not None:
         facts["Tokens"] = f"{run.steps[-1]['num_tokens']:,.0f}"
@@ -132,11 +134,3 @@ def _state(run: RunRecord) -> str:
         return reason
     when = datetime.fromtimestamp((run.folder / RUN_FILE).stat().st_mtime, UTC)
     return f"running or interrupted; last record {when:%Y-%m-%d %H:%M} UTC"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
