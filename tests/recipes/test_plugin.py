@@ -62,6 +62,12 @@ def test_cp_copies_the_one_recipe_under_either_name_and_a_config(tmp_path: Path)
         assert filecmp.cmp(tmp_path / copy, REPO / "recipes" / original, shallow=False)
 
 
+def test_the_single_device_recipe_is_not_for_torchrun(tmp_path: Path) -> None:
+    launch = ["run", "--nproc_per_node", 2, RECIPE, "--config", CONFIG]
+    done = run(TUNE, *launch, cwd=tmp_path, check=False)
+    assert f"{RECIPE} does not support distributed training" in done.err
+
+
 # Stands for a recipe that torchrun starts: ends as it is told.
 ENDS = """
 import os, signal, sys, time
