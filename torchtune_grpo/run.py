@@ -21,6 +21,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.checkpoint import (
     Checkpoints,
+    checkpoint_folder,
     claim_output_dir,
     optimizer_state,
     restore_optimizer,
@@ -443,7 +444,11 @@ class Run:
         self._judge()
 
     def say_how_to_resume(self) -> None:
-        utils.log_rank_zero(log, self.checkpoints.how_to_resume())
+        text = "Interrupted before the first step was done; the same command starts anew."
+        if step := self.checkpoints.last_step:
+            folder = checkpoint_folder(Path(self.cfg.output_dir), step)
+            text = f"Interrupted. To go on from {folder}, add resume_from_checkpoint=True."
+        utils.log_rank_zero(log, text)
 
     def close(self, *, leave_ranks: bool = False) -> None:
         """End reward processes, loggers and, if asked, the group of ranks."""

@@ -10,6 +10,7 @@ from runs import (
     copy_recipe,
     distance,
     metrics,
+    run,
     run_ranks,
     tiny_overrides,
     tune,
@@ -72,6 +73,9 @@ def settings(folder: Path, *more: str) -> list[str]:
 def test_a_fork_trains_on_some_rows_on_one_rank_and_on_two(tmp_path):
     changes = settings(tmp_path / "one", "batch_size=4")
     command = ["run", "my_grpo.py", "--config", "my_config.yaml", *changes]
+    check = ["-m", "torchtune_grpo", "config", "my_config.yaml", "--table", "my_grpo.MyConfig"]
+    checked = run(*check, *changes, "trained_samples=5", cwd=tmp_path / "one")
+    assert "no mistake found" in checked.out
     tune(*command, cwd=tmp_path / "one")
     one = tmp_path / "one" / "out"
     for line in metrics(one):  # of all six, whose std is 1, the mean could hardly be so large

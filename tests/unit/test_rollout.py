@@ -31,6 +31,7 @@ from torchtune_grpo.rollout import (
 from torchtune_grpo.rollout import engine as engines
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
+from torchtune_grpo.rollout.request import StopStrings
 from torchtune_grpo.rollout.sampling import uniforms
 
 STOP = 7
@@ -344,7 +345,7 @@ def test_unknown_model_falls_back_to_torchtune(caplog):
     assert responses(sample(engine, [prompt], temperature=0.0)) == [expected] * 2
 
 
-@pytest.mark.parametrize("min_new_tokens", [0, 9])
+@pytest.mark.parametrize("min_new_tokens", [0, 6, 9])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tokens):
     model, prompts = build_policy(), random_prompts([5, 2, 9])
@@ -361,6 +362,11 @@ def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tok
         assert len(response) == min(ends, default=12)
         assert text_of(response) == free[row][: 2 * len(response)]
         assert bool(samples.truncated[row]) == (not ends)
+
+
+def test_a_stop_string_may_overlap_the_one_before():
+    strings = StopStrings(("aba",), decode=lambda tokens: "".join("ab"[n] for n in tokens))
+    assert [strings.end([0, 1, 0, 1, 0], start=start) for start in (0, 3)] == [3, 5]
 
 
 @pytest.mark.parametrize("engine", ["few_rows", "torchtune"])

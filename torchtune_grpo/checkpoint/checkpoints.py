@@ -107,13 +107,6 @@ class Checkpoints:
         model.load_state_dict(weights, strict=False)
         return state
 
-    def how_to_resume(self) -> str:
-        """A line for the user of a run that was interrupted."""
-        if not self.last_step:
-            return "Interrupted before the first step was done; the same command starts anew."
-        folder = files.checkpoint_folder(self._folder, self.last_step)
-        return f"Interrupted. To go on from {folder}, add resume_from_checkpoint=True."
-
     def save(
         self,
         model: nn.Module,

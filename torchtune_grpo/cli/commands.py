@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.command_line import extend_import_path, load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.config.text import ConfigError, errors_in_one_line, visible
@@ -52,6 +52,7 @@ def config() -> None:
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
     args = parser.parse_intermixed_args()
     with errors_in_one_line():
+        extend_import_path()
         table = _get_component_from_path(args.table) if args.table else GRPOConfig
         if args.run is None:
             print(markdown_tables(table))
@@ -94,10 +95,8 @@ def sample() -> None:
 
 
 def _print_samples(run: Run, args: argparse.Namespace) -> None:
-    if args.prompt:
-        items = run.items_of(args.prompt)
-    else:
-        items = [run.dataset[i] for i in range(min(args.num_prompts, len(run.dataset)))]
+    count = min(args.num_prompts, len(run.dataset))
+    items = run.items_of(args.prompt) if args.prompt else [run.dataset[i] for i in range(count)]
     group_size = args.samples or run.cfg.grpo_samples
     rows = run.answer(
         run.load_engine(None if args.base else run.newest_checkpoint()),

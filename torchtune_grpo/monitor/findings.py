@@ -50,7 +50,7 @@ class Watch:
     """Reads a run's record event by event; finds what begins and ends."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Sequence[str]) -> None:
-        self._run, self._batch_size = Run(cfg, rewards), cfg.batch_size
+        self._run, self._batch_size = History(cfg, rewards), cfg.batch_size
         # Finding -> each step that was looked at, and the signs there.
         self._seen: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         self._current: dict[str, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ class Evaluation(NamedTuple):
     level: float  # mean of the deciding reward
 
 
-class Run:
+class History:
     """A run as rules read it. A metric that is missing, null or not finite is NaN."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Sequence[str]) -> None:
@@ -163,7 +163,7 @@ class Run:
         return self.change(key, type(old)(old * factor))
 
 
-def groups(run: Run) -> Signs:
+def groups(run: History) -> Signs:
     score = f"{run.decider} is {run.level:.2f} in the mean"
     if run.now("frac_informative_groups") == 0:
         evidence = f"No group teaches anything; {score}."
@@ -181,7 +181,7 @@ def groups(run: Run) -> Signs:
         yield "same_texts", evidence, run.change("temperature", warmer)
 
 
-def responses(run: Run) -> Signs:
+def responses(run: History) -> Signs:
     cut, longest = run.now("completions/clipped_ratio"), run.now("completions/max_length")
     if cut >= 0.9:  # a response that is cut off has no answer
         is_late = longest < run.config("max_generated_tokens")
@@ -201,7 +201,7 @@ def responses(run: Run) -> Signs:
         yield "responses_shrink", evidence, least
 
 
-def policy(run: Run) -> Signs:
+def policy(run: History) -> Signs:
     entropy, first = run.now("entropy"), run.first("entropy")
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
     # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times of 100.
@@ -224,7 +224,7 @@ def policy(run: Run) -> Signs:
         yield "sampler_trainer_gap", f"Their log-probs of a token differ by {gap:.3g}.", advice
 
 
-def rewards(run: Run) -> Signs:
+def rewards(run: History) -> Signs:
     deciding, noise = rise(run.last(f"rewards/{run.decider}/mean", 20))
     decider_rises = not deciding <= noise or run.level >= SOLVED
     for index, reward in enumerate(run.rewards):
@@ -246,7 +246,7 @@ def rewards(run: Run) -> Signs:
             yield "only_shaping_rises", evidence, run.scale(f"{key}.weight", 0.5)
 
 
-def optimizer(run: Run) -> Signs:
+def optimizer(run: History) -> Signs:
     norms = run.last("grad_norm", 40)
     before = [norm for norm in norms[:-10] if norm > 0]
     usual = median(before) if len(before) >= 10 else math.inf
@@ -262,7 +262,7 @@ def optimizer(run: Run) -> Signs:
         yield "steps_skipped", evidence, run.scale("optimizer.lr", 0.5)
 
 
-def progress(run: Run) -> Signs:
+def progress(run: History) -> Signs:
     paid = run.last("reward", _MOST_STEPS)  # fewer do not tell a slow rise from none
     level = mean(run.last(f"rewards/{run.decider}/mean", _MOST_STEPS))[0]
     change, error = rise(paid)
@@ -279,7 +279,7 @@ def progress(run: Run) -> Signs:
         yield "learning_stopped", evidence, run.scale("optimizer.lr", 2)
 
 
-def seconds(run: Run) -> Signs:
+def seconds(run: History) -> Signs:
     share = run.now("time/reward") / (run.now("step_time") or math.nan)
     if share > 0.5:  # an accelerator that waits for rewards most of the time
         each = [run.now(f"time/rewards/{reward['name']}") for reward in run.rewards]
@@ -291,7 +291,7 @@ def seconds(run: Run) -> Signs:
         yield "rewards_slow", evidence, advice
 
 
-def evaluations(run: Run) -> Signs:
+def evaluations(run: History) -> Signs:
     """What is paid rises, and held-out accuracy does not, over the last four evaluations."""
     if len(run.evaluations) < 4:
         return

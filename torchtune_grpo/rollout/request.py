@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ class StopStrings:
             found = [string for string in self._strings if string in text]
             if not found:
                 continue
-            before = self._decode(window[:-1])
-            if any(text.count(string) > before.count(string) for string in found):
+            known = len(os.path.commonprefix([text, self._decode(window[:-1])]))
+            if any(string in text[max(0, known + 1 - len(string)) :] for string in found):
                 return length
         return None

@@ -6,8 +6,10 @@ import asyncio
 import importlib
 import inspect
 import json
+import logging
 import os
 import pickle
+import resource
 import socket
 import sys
 import traceback
@@ -89,9 +91,6 @@ def expression_comparer() -> Callable[[str, str], bool | None]:
     then to sympy, which take any time and memory they like for a tower of powers: memory is limited
     here, and the process that asks limits the time.
     """
-    import logging
-    import resource
-
     from math_verify import parse, verify
 
     resource.setrlimit(resource.RLIMIT_AS, (_COMPARER_BYTES, _COMPARER_BYTES))

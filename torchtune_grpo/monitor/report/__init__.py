@@ -214,9 +214,8 @@ def _setup(run: RunRecord) -> list[Table]:
 def _changes(starts: Sequence[Record]) -> Table:
     """Keys of the config that differ between starts."""
     configs = [dict(_flat(start["config"])) for start in starts]
-    rows = [
-        [key, *(each.get(key, "") for each in configs)] for key in dict.fromkeys(chain(*configs))
-    ]
+    keys = dict.fromkeys(chain(*configs))
+    rows = [[key, *(each.get(key, "") for each in configs)] for key in keys]
     return {
         "title": "Changed between starts",
         "head": ["key", *(f"from step {start['step']}" for start in starts)],
