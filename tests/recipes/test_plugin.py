@@ -63,7 +63,7 @@ def test_cp_copies_the_one_recipe_under_either_name_and_a_config(tmp_path: Path)
 
 
 def test_the_single_device_recipe_is_not_for_torchrun(tmp_path: Path) -> None:
-    launch = ["run", "--nproc_per_node", 2, RECIPE, "--config", CONFIG]
+    launch = ["run", "--nproc_per_node", 1, RECIPE, "--config", CONFIG, "no_such_key=1"]
     done = run(TUNE, *launch, cwd=tmp_path, check=False)
     assert f"{RECIPE} does not support distributed training" in done.err
 
@@ -72,7 +72,8 @@ def test_the_single_device_recipe_is_not_for_torchrun(tmp_path: Path) -> None:
 ENDS = """
 import os, signal, sys, time
 if sys.argv[-1] == "exit":
-    sys.exit("Error: what the recipe says")
+    os.write(2, b"Error: what the recipe says\\n")  # at once: two ranks write there
+    sys.exit(1)
 if sys.argv[-1] == "killed" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[-1] == "interrupted":
