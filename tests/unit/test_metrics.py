@@ -1,5 +1,6 @@
-"""Every number that a step logs, by hand."""
+"""Every number that a step logs, by hand; and of which groups it records the completions."""
 
+import json
 import math
 import re
 import statistics
@@ -7,18 +8,17 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from steps import make_scores, make_trajectory
 
-from torchtune_grpo import run
-from torchtune_grpo.config.command_line import recipes_folder
-from torchtune_grpo.loss import GRPOLoss, LossOutput
-from torchtune_grpo.monitor import metrics as metrics_module
+from torchtune_grpo.loss import LossOutput
+from torchtune_grpo.monitor import recorder as recorder_module
 from torchtune_grpo.monitor.metrics import StepMetrics
-
-NAN = math.nan
+from torchtune_grpo.monitor.recorder import GroupRecorder
+from torchtune_grpo.trajectory import Trajectory
 
 
 def of_rollout(total=(1.0, 3.0, 5.0, 5.0), **changes):
@@ -79,111 +79,42 @@ def test_groups_are_informative_by_their_advantages():
     assert of_rollout(total=(1.0, 1.0, 5.0, 5.0))["frac_informative_groups"] == 0.5
 
 
-def test_what_an_update_logs():
-    """Two micro-batches of three and one trained tokens: means are over tokens."""
-    mask = torch.tensor([[True, True], [True, False]])
-    first = LossOutput(torch.tensor(0.3), {"kl": torch.tensor(6.0), "own": torch.tensor(1)})
-    second = LossOutput(torch.tensor(0.3), {"kl": torch.tensor(2.0), "own": torch.tensor(0)})
-    metrics = StepMetrics()
-    metrics.add_update(first, entropy=torch.tensor([[1.0, 2.0], [3.0, NAN]]), response_mask=mask)
-    metrics.add_update(second, entropy=torch.tensor([[6.0]]), response_mask=mask[:1, :1])
-    assert metrics.compute() == {"kl": 2.0, "own": 0.25, "entropy": 3.0}
-
-
-def test_the_gap_between_sampler_and_trainer():
-    metrics, trajectory = StepMetrics(), make_trajectory()
-    logprobs = torch.full((4, 3), -1.5)
-    logprobs[1, 1], logprobs[2, 2] = -3.0, 99.0  # the latter is not trained on
-    metrics.add_sampling_gap(trajectory, logprobs)
-    expected = {
-        "sampling/sampling_logp_difference/mean": (6 * 0.5 + 2.0) / 7,
-        "sampling/sampling_logp_difference/max": 2.0,
-    }
-    assert metrics.compute() == pytest.approx(expected)
-    nothing = replace(trajectory, response_mask=torch.zeros(4, 3, dtype=torch.bool))
-    metrics = StepMetrics()
-    metrics.add_sampling_gap(nothing, logprobs)
-    assert metrics.compute() == {}
-
-
-def test_an_update_on_no_rows_adds_nothing():
-    nothing = make_trajectory().select(torch.zeros(4, dtype=torch.bool))
-    metrics, none = StepMetrics(), torch.empty(0, 3)
+def test_what_trains_no_token_adds_nothing():
+    """No rows, or none of their tokens."""
+    trajectory, metrics = make_trajectory(), StepMetrics()
+    nothing = trajectory.select(torch.zeros(4, dtype=torch.bool))
     output = LossOutput(torch.tensor(0.0), {"kl": torch.tensor(0.0)})
-    metrics.add_update(output, entropy=none, response_mask=nothing.response_mask)
-    metrics.add_sampling_gap(nothing, none)
+    metrics.add_update(output, entropy=torch.empty(0, 3), response_mask=nothing.response_mask)
+    metrics.add_sampling_gap(nothing, torch.empty(0, 3))
+    masked = replace(trajectory, response_mask=torch.zeros(4, 3, dtype=torch.bool))
+    metrics.add_sampling_gap(masked, torch.full((4, 3), -1.5))
     assert metrics.compute() == {}
 
 
-def test_losses_of_a_step_are_averaged_and_maxima_kept():
-    """Three optimizer steps on one rank; a loss that is not finite is not hidden."""
+def test_a_loss_that_is_not_finite_is_not_hidden():
     metrics = StepMetrics()
-    for loss, norm in ((1.0, 4.0), (2.0, 9.0), (6.0, 1.0)):
+    for loss in (1.0, math.nan):
         metrics.add_sum("loss", torch.tensor(loss), 1.0)
-        metrics.add_max("grad_norm", torch.tensor(norm))
-    assert metrics.compute() == {"loss": 3.0, "grad_norm": 9.0}
-    metrics.add_sum("loss", torch.tensor(NAN), 1.0)
     assert math.isnan(metrics.compute()["loss"])
 
 
-def test_ranks_add_up_before_they_are_divided(monkeypatch):
-    """Rank 0 has one value and rank 1 three; the loss is the sum of the ranks' shares."""
-    parts = []
-    for values, share, seconds in (([1.0], 0.25, 2.0), ([4.0, 5.0, 6.0], 0.75, 3.0)):
-        metrics = StepMetrics()
-        metrics.add_values("rewards/a/mean", torch.tensor(values))
-        metrics.add_sum("loss", torch.tensor(share), 1 / 2)
-        metrics.add_max("learning_rate", 0.1)
-        metrics.add_min("completions/min_length", seconds)
-        metrics.add_sum("num_tokens", torch.tensor(7), 0)
-        metrics.add_max("time/rollout", seconds)
-        metrics.add_max("step_time", 10.0)
-        parts.append(metrics)
-    sent = []
-    monkeypatch.setattr(
-        metrics_module, "gather_over_ranks", lambda value: sent.append(value) or list(sent)
-    )
-    parts[0].add_values("completions/mean_length", torch.tensor([30.0]))
-    parts[0].compute()
-    result = parts[1].compute()
-    assert result == pytest.approx(
-        {
-            "rewards/a/mean": 4.0,
-            "rewards/a/std": statistics.stdev([1, 4, 5, 6]),
-            "loss": 1.0,
-            "completions/mean_length": 30.0,
-            "learning_rate": 0.1,
-            "completions/min_length": 2.0,
-            "num_tokens": 14.0,
-            "time/rollout": 3.0,
-            "step_time": 10.0,
-            "rollout/tokens_per_second": 10.0,
-            "tokens_per_second": 3.0,
-        }
-    )
-
-
-def test_timers_add_up():
+def test_timers_add_up_and_tokens_are_counted_by_the_second():
     metrics = StepMetrics()
     for _ in range(2):
-        with metrics.timer("time/reward"):
+        with metrics.timer("time/rollout"):
             time.sleep(0.02)
-    assert 0.04 <= metrics.compute()["time/reward"] < 1
+    metrics.add_max("step_time", 10.0)
+    metrics.add_values("completions/mean_length", torch.tensor([20.0, 40.0]))
+    found = metrics.compute()
+    assert 0.04 <= found["time/rollout"] < 1
+    assert found["rollout/tokens_per_second"] == pytest.approx(60 / found["time/rollout"])
+    assert found["tokens_per_second"] == 6.0
 
 
-# What TRL logs of what does not exist here: tools, a mixture's routers, other losses, a schedule.
-NOT_OURS = """
-tools/call_frequency tools/failure_frequency policy_loss aux_loss entropy_coef vespo/phi_seq_mean
-clip_ratio/low_min clip_ratio/high_max sampling/importance_sampling_ratio/min epoch
-sampling/importance_sampling_ratio/mean sampling/importance_sampling_ratio/max
-num_input_tokens_seen
-""".split()
-# What TRL has no name for.
+# What TRL has no name for, beside times.
 NOT_TRLS = """
 reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass nonfinite_steps
-tokens_per_second rollout/tokens_per_second time/rollout time/reward time/logprobs time/update
-rewards/a/errors rewards/a/none rewards/b/errors rewards/b/none rewards/a/depth time/rewards/a
-time/rewards/b
+rewards/vowels/errors rewards/vowels/none rewards/format/errors rewards/format/none
 """.split()
 
 
@@ -196,28 +127,136 @@ def trl_names() -> set[str]:
     ):
         source = Path(find_spec(package).origin).parent / file
         found += re.findall(pattern, source.read_text())
-    names = {name.format(reward_func_name=reward) for name in found for reward in "ab"}
-    assert "rewards/a/mean" in names and len(names) > 30
-    return names
+    return {n.format(reward_func_name=reward) for n in found for reward in ("vowels", "format")}
 
 
 def test_names_are_trls_where_trl_has_one():
-    """A name that is neither TRL's nor listed above is a mistake, and so is one that is missing."""
-    metrics, trajectory = StepMetrics(), make_trajectory()
-    metrics.add_rollout(trajectory, make_scores(), group_size=2)
-    metrics.add_sampling_gap(trajectory, trajectory.sampler_logprobs)
-    inputs = {name: trajectory.sampler_logprobs for name in ("logprobs", "ref_logprobs", "entropy")}
-    mask = trajectory.response_mask
-    inputs |= {"old_logprobs": None, "weights": mask.float(), "response_mask": mask}
-    for surrogate in ("clipped", "cispo"):
-        output = GRPOLoss(surrogate=surrogate)(advantages=trajectory.advantages, **inputs)
-        metrics.add_update(output, entropy=inputs["entropy"], response_mask=mask)
-    files = (recipes_folder() / "grpo_full_finetune.py", Path(run.__file__))
-    source = "".join(file.read_text() for file in files)
-    for name in re.findall(r'(?:metrics|step)\.(?:add_\w+|timer)\(\s*"([^"]+)"', source):
-        metrics.add_max(name, 1.0)
-    # What PolicyOptimizer.step returns.
-    metrics.add_numbers(dict.fromkeys(("grad_norm", "learning_rate", "nonfinite_steps"), 1.0))
-    ours, trls = set(metrics.compute()), trl_names()
-    assert ours - trls == set(NOT_TRLS)
-    assert trls - ours == set(NOT_OURS)
+    """In the golden runs, a name that is neither TRL's nor listed above is a mistake."""
+    golden = json.loads((Path(__file__).parents[1] / "golden/golden.json").read_text())
+    lines = [line for run in golden.values() for line in run["metrics"]]
+    names = {name for line in lines for name in line}
+    without = ("step", "eval/", "dynamic_sampling/", "sampler/")
+    ours = {name for name in names if not name.startswith(without)}
+    assert ours - trl_names() == {*NOT_TRLS}
+
+
+def make_recorder(num_groups=2):
+    cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, max_generated_tokens=3, seed=0)
+    return GroupRecorder(cfg, decider="a", stop_tokens=(1,))
+
+
+def take(trajectory, scores, *, step=1, num_groups=2):
+    """The chosen groups and all groups' results of one rollout."""
+    recorder = make_recorder(num_groups)
+    recorder.rollout(trajectory, scores)
+    return recorder.take(step)
+
+
+def test_a_record_has_the_numbers_of_the_step():
+    trajectory, scores = make_trajectory(), make_scores()
+    trajectory = replace(trajectory, columns={"gold": ["1", "1", "2", "2" * 3000]})
+    recorder = make_recorder()
+    recorder.rollout(trajectory, scores)
+    logprobs = trajectory.sampler_logprobs - torch.tensor([0.25, 0.5, 99.0])
+    recorder.update(trajectory, logprobs)
+    (first, second), summary = recorder.take(5)
+    assert summary == {"prompt_index": [7, 3], "pass_rate": [1.5, 2.0], "reward": [2.0, 5.0]}
+    assert first[1] == {
+        "step": 5,
+        "prompt_index": 7,
+        "sample": 1,
+        "prompt": "p",
+        "columns": {"gold": "1"},
+        "completion": "b",
+        "tokens": 2,
+        "ended": "stop_string",
+        "reward": 3.0,
+        "rewards": {"a": 2.0, "b": 0.5},
+        "failed": [],
+        "advantage": pytest.approx(-0.7),
+        "sampler_logprob": -1.0,
+        "trainer_logprob": -1.375,
+        "extra": {"note": "x"},
+    }
+    assert first[0]["rewards"] == {"a": 1.0, "b": None} and first[0]["failed"] == []
+    assert second[1]["rewards"] == {"a": None, "b": 0.5} and second[1]["failed"] == ["a"]
+    assert len(second[1]["columns"]["gold"]) == 2000
+    nothing = {"prompt_index": [], "pass_rate": [], "reward": []}
+    assert recorder.take(6) == ([], nothing)  # it has forgotten them
+
+
+def test_why_a_response_ended():
+    trajectory = replace(
+        make_trajectory(),
+        response_lengths=torch.tensor([1, 2, 3, 2]),
+        truncated=torch.tensor([False, False, True, True]),
+    )
+    assert trajectory.tokens[0, 1] == 1
+    groups, _ = take(trajectory, make_scores())
+    ends = [record["ended"] for group in groups for record in group]
+    assert ends == ["stop_token", "stop_string", "length", "deadline"]
+
+
+def many(count, informative):
+    """Groups of two of prompts 0, 1, ...; only some teach."""
+    part = make_trajectory().select(torch.tensor([0, 1]))
+    parts = [
+        replace(
+            part,
+            prompt_indices=torch.tensor([i, i]),
+            places=torch.tensor([i, i]),
+            advantages=torch.tensor([1.0, -1.0]) * (i in informative),
+        )
+        for i in range(count)
+    ]
+    scores = make_scores()
+    tensors = {
+        name: torch.cat([getattr(scores, name)[:2]] * count)
+        for name in ("scores", "total", "failed")
+    }
+    return Trajectory.join(parts), replace(scores, **tensors, extra={})
+
+
+def test_informative_groups_come_first_and_the_choice_is_the_seeds():
+    def chosen(step):
+        groups, _ = take(*many(8, informative={2, 5}), num_groups=3, step=step)
+        return [group[0]["prompt_index"] for group in groups]
+
+    taken = [chosen(step) for step in range(40)]
+    assert all(set(indices[:2]) == {2, 5} for indices in taken)
+    assert {indices[2] for indices in taken} == {0, 1, 3, 4, 6, 7}  # no prompt is favoured
+    assert chosen(7) == taken[7]
+
+
+def test_ranks_choose_as_one(monkeypatch):
+    """Two ranks with half of the groups each record what one rank with all of them records."""
+    trajectory, scores = many(8, informative={1, 2, 6})
+    one, sent = take(trajectory, scores), []
+
+    def gather(value):
+        sent.append(value)
+        return list(sent)
+
+    monkeypatch.setattr(recorder_module, "gather_over_ranks", gather)
+    for half in (slice(0, 8), slice(8, 16)):
+        names = ("scores", "total", "failed")
+        part = replace(scores, **{name: getattr(scores, name)[half] for name in names})
+        two = take(trajectory.select(torch.arange(16)[half]), part)
+    assert two == one
+
+
+def test_rows_that_a_fork_has_moved_or_dropped_are_found_by_their_tokens():
+    trajectory, scores = make_trajectory(), make_scores()
+    recorder = make_recorder()
+    recorder.rollout(trajectory, scores)
+    kept = torch.tensor([3, 0])
+    logprobs = torch.tensor([[-3.0] * 3, [-7.0] * 3])
+    recorder.update(trajectory.select(kept), logprobs)
+    groups, _ = recorder.take(1)
+    found = {record["completion"]: record["trainer_logprob"] for g in groups for record in g}
+    assert found == {"a": -7.0, "b": None, "c": None, "d": -3.0}
+
+
+def test_no_groups_are_kept_but_all_are_counted():
+    groups, summary = take(make_trajectory(), make_scores(), num_groups=0)
+    assert not groups and summary["prompt_index"] == [7, 3]
