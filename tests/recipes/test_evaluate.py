@@ -19,7 +19,8 @@ import os, signal, sys
 
 def planned(prompts, completions, trainer_state, n, **columns):
     at(f"evaluation {{trainer_state.global_step}}")
-    return [float(number < {PLAN}[trainer_state.global_step]) for number in n]
+    right = {PLAN}[trainer_state.global_step]
+    return [1.0 if number < right else None for number in n]  # None counts as wrong
 
 def varied(prompts, completions, **columns):
     return [len(set(text)) / 9 for text in completions]
@@ -122,15 +123,21 @@ def test_two_ranks_end_together(whole, tmp_path):
     assert evaluations(tmp_path / "out") == evaluations(whole / "out")
 
 
-def evaluate(folder: Path, *arguments: str, **settings) -> Result:
-    start = ["-m", "torchtune_grpo", "evaluate", *arguments]
-    return run(*start, cwd=folder, PYTHONPATH=str(folder), **settings)
+def evaluate(folder: Path, *arguments: str, ranks: int = 0, **settings) -> Result:
+    """``torchtune-grpo evaluate out``; of several ranks, what the first one says."""
+    settings |= {"cwd": folder, "PYTHONPATH": str(folder)}
+    if ranks:
+        start = ["--config", "out", *arguments]
+        first, *others = run_ranks(*start, ranks=ranks, command="evaluate", **settings)
+        assert not any(other.out for other in others)
+        return first
+    return run("-m", "torchtune_grpo", "evaluate", "out", *arguments, **settings)
 
 
 def test_the_command_says_what_the_run_said(whole, tmp_path):
     """To the last digit, before and after; one prompt of four is right, then three."""
     file = tmp_path / "found.json"
-    said = evaluate(whole, "out", "--show", "2", "--output", str(file)).out
+    said = evaluate(whole, "--show", "2", "--output", str(file)).out
     report = json.loads(file.read_text())
     first, *_, last = evaluations(whole / "out")
     found = report["groups"]["all"]["graders"]["planned"]
@@ -143,7 +150,7 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
         ("0 + 1?", "right", "right"),
         ("1 + 1?", "wrong", "right"),
     ]
-    evaluate(whole, "out", "--checkpoint", "best", "--output", str(file))
+    evaluate(whole, "--checkpoint", "best", "--output", str(file))
     best = json.loads(file.read_text())
     assert best["weights"]["after"] == "out/step_000002"
     before, after, of_best = (
@@ -155,7 +162,7 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
         (["--checkpoint", "3"], "--checkpoint=step_000003: is not in out, which has step_000002,"),
         (["--by", "lvl"], "--by=lvl: eval_dataset has no such column, but ['answer', 'level', "),
     ):
-        done = evaluate(whole, "out", *wrong, check=False)
+        done = evaluate(whole, *wrong, check=False)
         assert done.code == 1 and done.err.startswith(f"Error: {told}"), done.err
 
 
@@ -171,10 +178,11 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
         "--output",
     ]
     files = [tmp_path / "one.json", tmp_path / "two.json"]
-    said = evaluate(whole, "out", *arguments, str(files[0])).out
-    ranks = dict(ranks=2, command="evaluate", PYTHONPATH=str(whole))
-    first, second = run_ranks("--config", "out", *arguments, str(files[1]), cwd=whole, **ranks)
-    assert files[0].read_bytes() == files[1].read_bytes() and first.out == said != second.out == ""
+    said = evaluate(whole, *arguments, str(files[0])).out
+    assert evaluate(whole, *arguments, str(files[1]), ranks=2).out == said
+    assert files[0].read_bytes() == files[1].read_bytes()
+    alone = ["--base", "--dataset", "num_samples=1"]  # the second rank has no prompt
+    assert evaluate(whole, *alone, ranks=2).out == evaluate(whole, *alone).out
     report = json.loads(files[0].read_text())
     assert [*report["groups"]] == ["all", "level=0", "level=1", "level=2", "level=3"]
     for name, group in report["groups"].items():

@@ -1,120 +1,34 @@
-"""Answers -> accuracy, pass@k, maj@k, by hand, on a split that ranks share; and who is lenient."""
+"""What is refused of an evaluation's keys, who is lenient, and when a run ends by evaluations."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from torchtune_grpo.evaluation import evaluator as evaluation
 from torchtune_grpo.evaluation.evaluator import Evaluator
+from torchtune_grpo.evaluation.stopping import best_step, evaluation_metrics, passes, should_stop
 from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
 from torchtune_grpo.rewards.math import stated_answer
-from torchtune_grpo.rollout import SamplingParams
 
 
-class Split(list):
-    """Prompts of a data set."""
-
-    prefill = ""
-
-
-def correct(prompts, completions, **columns):
-    """None, which counts as wrong, for a text that gives up."""
-    return [None if c == "?" else float(c == "right") for c in completions]
-
-
-def length(prompts, completions, trainer_state, **columns):
-    assert trainer_state == "state"
+def length(prompts, completions, **columns):
     return [9.0] * len(completions)
 
 
-correct.answer_of = lambda text: None if text == "?" else text
-
-
-def fake_roll_out(engine, prompts, *, group_size, params, seed, step, **_):
-    """Prompt p's sample s of 4 is right if s < p; greedy ones are if p is odd; 4 is cut off."""
-    assert (seed, step) == (3, -1)
-    if params.temperature == 0:
-        assert group_size == 1 and params.top_k is None and params.min_new_tokens == 1
-        texts = ["right" if p % 2 else "?" for p in prompts.indices]
-    else:
-        assert params.temperature == 0.7 and params.top_k == 5 and group_size == 4
-        texts = ["right" if s < p else "wrong" for p in prompts.indices for s in range(4)]
-    rows = [p for p in prompts.indices for _ in range(group_size)]
-    return SimpleNamespace(
-        prompts=rows,
-        completions=texts,
-        columns={"n": rows},
-        completion_ids=[[0]] * len(rows),
-        response_lengths=torch.tensor(rows) + 1,
-        truncated=torch.tensor(rows) == 4,
-    )
-
-
-def make(size: int, **changes) -> Evaluator:
-    params = SamplingParams(max_generated_tokens=4, temperature=0.7, top_k=5, min_new_tokens=1)
-    keys = dict(reward="correct", samples=4, keep_best=None)
-    evaluation = SimpleNamespace(**keys | changes)
-    cfg = SimpleNamespace(eval_sampling_params=params, seed=3, evaluation=evaluation)
-    rewards = RewardSet([Reward("length", length), Reward("correct", correct)])
-    rows = ({"index": i, "tokens": [i], "prompt": str(i), "columns": {"n": i}} for i in range(size))
-    return Evaluator(cfg, Split(rows), tokenizer=None, rewards=rewards)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_ranks_share_the_prompts_and_agree(ranks, monkeypatch):
-    """Each prompt counts once on any number of ranks, more than there are prompts included."""
-    monkeypatch.setattr(evaluation, "roll_out", fake_roll_out)
-    monkeypatch.setattr(evaluation, "world_size", lambda: ranks)
-    gathered: list[list] = []
-
-    def gather(answered):
-        gathered.append(answered)
-        return gathered
-
-    monkeypatch.setattr(evaluation, "gather_over_ranks", gather)
-    for rank in range(ranks):  # the last one finds the answers of all others
-        monkeypatch.setattr(evaluation, "rank", lambda rank=rank: rank)
-        result = make(5)(None, state="state")
-    metrics = result.metrics
-    assert 0 < result.seconds < 60
-    values = {name: v for name, v in metrics.items() if not name.endswith(("/low", "/high"))}
-    # 0, 1, 2, 3, 4 of 4 samples are right. Two of them miss with C(4 - c, 2) of 6 pairs. The vote
-    # is right for 3 and 4, and for 2, where both answers have two votes and the right one is first.
-    assert values == pytest.approx(
-        {
-            "eval/accuracy": 2 / 5,
-            "eval/pass@1": (0 + 1 + 2 + 3 + 4) / 20,
-            "eval/pass@2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5,
-            "eval/pass@4": 4 / 5,
-            "eval/maj@4": 3 / 5,
-            "eval/mean_length": 3.0,
-            "eval/clipped_ratio": 1 / 5,
-        }
-    )
-    scored = [name for name in values if f"{name}/low" in metrics]
-    assert len(metrics) == 7 + 2 * len(scored) and len(scored) == 5
-    assert all(metrics[f"{n}/low"] < metrics[n] < metrics[f"{n}/high"] for n in scored)
-    prompts = result.prompts
-    assert prompts["prompt_index"] == [0, 1, 2, 3, 4]
-    assert prompts["accuracy"] == [0, 1, 0, 1, 0] and prompts["pass@1"] == [0, 0.25, 0.5, 0.75, 1]
-    assert prompts["maj@4"] == [0, 0, 1, 1, 1]
-
-
-def test_without_samples_there_is_the_greedy_answer_alone(monkeypatch):
-    monkeypatch.setattr(evaluation, "roll_out", fake_roll_out)
-    result = make(5, samples=0)(None, state="state")
-    names = {name.removesuffix("/low").removesuffix("/high") for name in result.metrics}
-    assert names == {"eval/accuracy", "eval/mean_length", "eval/clipped_ratio"}
-    assert [*result.prompts] == ["prompt_index", "accuracy"]
-
-
-def test_a_reward_that_cannot_do_it_is_refused():
-    with pytest.raises(ValueError, match="no reward of this name; rewards has length, correct"):
-        make(1, reward="corect")
-    with pytest.raises(ValueError, match="keep_best=eval/maj@4: is not measured; give one of eval"):
-        make(1, reward=None, keep_best="eval/maj@4")
-    make(1, keep_best="eval/maj@4")
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"reward": "lst"}, "no reward of this name; rewards has length, last"),
+        ({"keep_best": "eval/maj@4"}, "keep_best=eval/maj@4: is not measured; give one of eval"),
+        ({"reward": "last", "keep_best": "eval/maj@4"}, None),  # this one can vote
+    ],
+)
+def test_a_reward_that_cannot_do_it_is_refused(keys, message):
+    keys = {"reward": None, "samples": 4, "keep_best": None} | keys
+    cfg = SimpleNamespace(evaluation=SimpleNamespace(**keys))
+    rewards = RewardSet([Reward("length", length), Reward("last", last_number_reward)])
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        Evaluator(cfg, [], tokenizer=None, rewards=rewards)
 
 
 def test_the_lenient_grader_reads_the_last_number():
@@ -146,3 +60,58 @@ def test_answers_of_one_value_vote_together():
     assert lenient is not None and lenient("7 or 8.50") == "17/2" and lenient("none") is None
     assert SymbolicMathReward.answer_of(r"<answer>\sqrt{2}</answer>") == r"\sqrt{2}"
     assert Reward("length", length).answer_of is None
+
+
+def lines(*values: float, every: int = 5, metric: str = "eval/accuracy") -> list[dict]:
+    """The metrics of a run that is evaluated every few steps, with lines of steps between."""
+    steps = [{"step": step, "reward": 0.5} for step in range(1, every * len(values))]
+    found = [{"step": every * i, metric: value} for i, value in enumerate(values)]
+    return sorted([*steps, *found], key=lambda line: line["step"])
+
+
+def stops(*values: float, stop_at: float | None = None, patience: int | None = None) -> str | None:
+    return should_stop(lines(*values), metric=None, stop_at=stop_at, patience=patience)
+
+
+def test_the_best_step_is_the_first_of_the_highest_that_has_a_checkpoint():
+    assert best_step(lines(0.9, 0.2, 0.6, 0.6, 0.4), "eval/accuracy") == 10  # not the base's
+    assert best_step(lines(0.9), "eval/accuracy") is None
+    assert best_step([], "eval/accuracy") is None
+    assert best_step(lines(0.1, 0.2), None) is None
+    assert best_step(lines(0.1, 0.2), "eval/pass@1") is None
+    assert best_step([*lines(0.1, 0.2), {"step": 9, "eval/accuracy": None}], "eval/accuracy") == 5
+
+
+def test_a_run_ends_when_its_newest_evaluation_reaches_stop_at():
+    assert stops(0.1, 0.89, stop_at=0.9) is None
+    reason = stops(0.1, 0.9, stop_at=0.9)
+    assert (
+        reason
+        == "Ends after step 5: eval/accuracy is 0.900, and has reached evaluation.stop_at=0.9."
+    )
+    assert stops(0.95, stop_at=0.9) is None  # the base: nothing was trained yet
+    assert stops(0.1, 0.95, 0.5, stop_at=0.9) is None  # resumed with a lower stop_at
+    pass_at_1 = lines(0.1, 0.9, metric="eval/pass@1")
+    assert should_stop(pass_at_1, metric="eval/pass@1", stop_at=0.9, patience=None)
+    assert not should_stop(pass_at_1, metric=None, stop_at=0.9, patience=None)
+
+
+def test_a_run_ends_after_so_many_evaluations_that_were_not_its_best():
+    assert stops(0.1, 0.5, 0.4, patience=2) is None
+    assert stops(0.1, 0.5, 0.4, 0.6, 0.5, patience=2) is None  # counted anew from a new best
+    reason = stops(0.1, 0.5, 0.4, 0.5, patience=2)  # as good as the best is not better
+    assert reason == (
+        "Ends after step 15: the last 2 evaluations were not above the eval/accuracy of 0.500 "
+        "after step 5, and evaluation.patience=2."
+    )
+    assert stops(0.5, 0.4, 0.3, patience=2)  # the base is one to beat
+    assert stops(0.5, patience=1) is None
+    assert stops(patience=1) is None
+    assert stops(0.5, 0.4, 0.3) is None  # neither key is set
+
+
+def test_the_metrics_of_so_many_samples():
+    assert [passes(n) for n in (0, 1, 2, 4, 6)] == [[], [1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
+    assert evaluation_metrics(0) == ["eval/accuracy"]
+    assert evaluation_metrics(1) == ["eval/accuracy", "eval/pass@1"]
+    assert evaluation_metrics(2) == ["eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/maj@2"]
