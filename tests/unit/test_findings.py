@@ -1,6 +1,5 @@
 """Each finding begins at its threshold and not below, once, and ends once."""
 
-import math
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -299,20 +298,9 @@ def test_learning_has_stopped():
     assert run(plateau(learning_rate=2.9e-5)) == []
     assert run(plateau(**{LEVEL: 0.9})) == []
     assert run(plateau(reward_std=0.05)) == []  # a rise of a tenth of it might be hidden
-    held_out = [{"eval/accuracy": 0.3}, *plateau()[:90], {"eval/accuracy": 0.4}, *plateau()[:50]]
-    assert run(held_out) == []
-    assert run([{**r, "eval/accuracy": 0.3} if "eval/accuracy" in r else r for r in held_out])
-
-
-def test_a_resumed_run_finds_the_same():
-    """What it reads again, as JSON has it, brings the watch into the same state."""
-    bad = HEALTHY | {"kl": 2.0, "grad_norm": math.nan}
-    records = events([HEALTHY] * 4 + [bad] * 4 + [HEALTHY] * 8)
-    once = findings(watch_of(), records)
-    assert [each["event"] for each in once] == ["begins", "ends"]
-    for cut in range(len(records)):
-        read = [r | {"grad_norm": None} if r["grad_norm"] != 0.2 else r for r in records[:cut]]
-        assert findings(watch_of(), [*read, *records[cut:]]) == once
+    for accuracy, count in ((0.4, 0), (0.3, 1)):
+        held_out = [{"eval/accuracy": 0.3}, *plateau()[:90], {"eval/accuracy": accuracy}]
+        assert len(run([*held_out, *plateau()[:50]])) == count
 
 
 def test_rewards_go_by_the_names_that_the_run_gives_them():
