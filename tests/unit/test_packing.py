@@ -1,12 +1,14 @@
 """Which rows share a forward pass, how they are laid out, and how packed ones attend."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import SHAPE
 from policies import build_policy as tiny_policy
-from trajectories import make_groups
+from trajectories import make_groups, make_trajectory
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -17,6 +19,19 @@ from torchtune_grpo.training.policy import build_policy
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 CPU = torch.device("cpu")
+
+
+def test_rows_are_selected_with_their_texts_by_index_or_mask():
+    """In the order asked for; or none at all."""
+    texts = ["a", "b", "c"]
+    of_rows = dict(prompts=texts, completions=texts, columns={"answer": texts})
+    whole = replace(make_trajectory([2, 2, 1], [1, 2, 4]), **of_rows)
+    for rows, expected in (([2, 0], [2, 0]), ([False, True, True], [1, 2]), ([False] * 3, [])):
+        part = whole.select(torch.tensor(rows))
+        assert part.prompt_indices.tolist() == expected
+        assert part.response_mask.equal(whole.response_mask[expected])
+        found = (part.prompts, part.completions, part.columns["answer"])
+        assert found == ([texts[row] for row in expected],) * 3
 
 
 def rows_of(trajectory, **way) -> list[list[int]]:
@@ -77,13 +92,13 @@ def test_a_pass_holds_at_most_so_many_rows_and_packs_those_of_a_prompt():
     assert sorted(rows_of(twice, group_size=2, pack=True, rows=2)) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "lora_output"])
 @pytest.mark.parametrize("budget", [None, 60])
-def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, pack, budget):
+def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, kind, budget):
     """Of which nothing is read, but every layer gets a gradient."""
-    model = tiny_policy()
+    model = tiny_policy(kind)
     nothing = make_groups([7, 3], [4, 9, 1, 2]).select(torch.zeros(4, dtype=torch.bool))
-    way = dict(group_size=2, pack=pack, rows=2, token_budget=budget)
+    way = dict(group_size=2, pack=True, rows=2, token_budget=budget)
     assert len(micro_batches(nothing, **way)) == 1
     monkeypatch.setattr(mini_batches, "gather_over_ranks", lambda count: [count, 3])
     parts = micro_batches(nothing, **way)
