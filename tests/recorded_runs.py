@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterable
@@ -17,6 +16,12 @@ HOSTILE = (
     "{{js}} \\u003c 😀 \x00 \r end"
 )
 NUM_PROBLEMS = 128  # held out
+METRICS = """
+reward reward_std_in_group frac_informative_groups rewards/correctness/mean rewards/format/mean
+completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
+entropy kl sampling/sampling_logp_difference/mean clip_ratio/region_mean grad_norm num_tokens
+step_time time/rollout time/reward time/logprobs time/update
+""".split()
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -26,33 +31,15 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_run(
-    folder: Path,
-    *,
-    steps: int = 12,
-    group_size: int = 8,
-    text: str | None = None,
+    folder: Path, *, steps: int = 12, group_size: int = 8, text: str | None = None
 ) -> Path:
     """A run whose accuracy rises to 0.95; ``text`` stands for every completion."""
     folder.mkdir(parents=True, exist_ok=True)
-    start = {
-        "kind": "start",
-        "step": 0,
-        "time": "2026-11-22T12:00:00+00:00",
-        "command": f"tune run grpo_full_finetune_single_device output_dir={folder}",
-        "config": {
-            "output_dir": str(folder),
-            "num_steps": steps,
-            "seed": 0,
-            "optimizer": {"lr": 3e-4},
-            "rewards": [{"name": "correctness", "weight": 1.0}, {"name": "format", "weight": 0.1}],
-        },
-        "versions": {"torch": "2.13.0", "torchtune": "0.6.1"},
-        "device": "cpu",
-        "ranks": 1,
-        "seed": 0,
-    }
-    resumed = copy.deepcopy(start) | {"step": steps // 2}
-    resumed["config"]["optimizer"]["lr"] = 1e-4
+    config = {"num_steps": steps, "optimizer": {"lr": 3e-4}}
+    config["rewards"] = [{"name": "correctness"}, {"name": "format", "weight": 0.1}]
+    start = {"kind": "start", "step": 0, "config": config, "versions": {"torch": "2.13.0"}}
+    start |= dict.fromkeys(("time", "command", "device", "ranks", "seed"), "some")
+    resumed = {**start, "step": steps // 2, "config": config | {"optimizer": {"lr": 1e-4}}}
     events, completions = [start], []
     for step in range(steps + 1):
         skill = 0.1 + 0.85 * step / steps
@@ -62,7 +49,10 @@ def write_run(
         if step > 0:
             # Six of 24 prompts, and the completions to two of them.
             prompts = [(step * 6 + number) % 24 for number in range(6)]
-            events.append(_step(step, skill, prompts))
+            rates = [round(8 * skill) / 8] * len(prompts)
+            of_groups = {"prompt_index": prompts, "pass_rate": rates, "reward": rates}
+            metrics = dict.fromkeys(METRICS, skill + 0.03 * math.sin(step))
+            events.append({"kind": "step", "step": step, **metrics, "prompts": of_groups})
             completions += _completions(step, skill, prompts[:2], group_size, text)
     write_lines(folder / RUN_FILE, [*events, *(FINDINGS if steps >= 10 else []), resumed])
     write_lines(folder / COMPLETIONS_FILE, completions)
@@ -94,36 +84,6 @@ FINDINGS = [
     _finding(8, "begins", "rewards_slow", 7, "rewards.0.workers", "Set rewards.0.workers."),
     _finding(9, "ends", "truncated", 3, "max_generated_tokens", "Set max_generated_tokens."),
 ]
-
-
-def _step(step: int, skill: float, prompts: list[int]) -> dict[str, Any]:
-    rates = [round(8 * skill) / 8] * len(prompts)
-    right = skill + 0.03 * math.sin(step)
-    return {
-        "kind": "step",
-        "step": step,
-        "reward": right + 0.08,
-        "reward_std_in_group": 0.45 * (1 - skill) + 0.05,
-        "frac_informative_groups": 0.9 - skill * 0.6,
-        "rewards/correctness/mean": right,
-        "rewards/format/mean": min(1.0, 0.5 + skill),
-        "completions/mean_length": 30,
-        "completions/min_length": 18,
-        "completions/max_length": 48,
-        "completions/clipped_ratio": 0.2 - skill * 0.2,
-        "entropy": 0.5 - 0.3 * skill,
-        "kl": 0.02 * skill,
-        "sampling/sampling_logp_difference/mean": 1e-6,
-        "clip_ratio/region_mean": 0.001,
-        "grad_norm": 0.4,
-        "num_tokens": 9000 * step,
-        "step_time": 2.0,
-        "time/rollout": 1.2,
-        "time/reward": 0.1,
-        "time/logprobs": 0.1,
-        "time/update": 0.6,
-        "prompts": {"prompt_index": prompts, "pass_rate": rates, "reward": rates},
-    }
 
 
 def evaluation(step: int, **by_prompt: list[float]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 from kill_points import disk_of, kill_points
 from recorded_runs import completion, evaluation, write_hostile_run, write_lines, write_run
+from runs import run_python
 
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read
 from torchtune_grpo.monitor.report import main, write_page
@@ -49,6 +49,7 @@ def verdict_of(folder, before, after):
         ([0, 0, 1] * 20, [1, 1, 1] * 20, "good", "rose from 0.333 to 1.000 (", "better on 40 and"),
         ([1, 1, 1] * 20, [0, 1, 0] * 20, "bad", "fell from 1.000 to 0.333 (", "worse on 40"),
         ([0, 1] * 30, [0, 1] * 29 + [1] * 2, "unsure", "rose from 0.500 to 0.517 (", "Do not bel"),
+        ([0] * 8, [1] * 8, "good", "rose from 0.000 to 1.000 (", "better on 8 and"),
         ([0, 1] * 30, [0, 1] * 30, "unsure", "stayed at 0.500 (", "better on 0 and worse on 0"),
     ],
 )
@@ -59,12 +60,8 @@ def test_the_verdict_says_what_changed_and_whether_to_believe_it(
     assert verdict["tone"] == tone
     assert verdict["headline"].startswith(f"Held-out accuracy {headline}")
     assert why in verdict["why"][0] and f"of {len(before)} problems" in verdict["why"][0]
-
-
-def test_a_change_on_few_problems_comes_with_how_much_they_can_show(tmp_path):
-    verdict = verdict_of(tmp_path, [0] * 8, [1] * 8)
-    assert verdict["tone"] == "good"
-    assert "8 problems only show a change of about" in verdict["why"][2]
+    few = f"{len(before)} problems only show a change of about"
+    assert any(few in each for each in verdict["why"]) == (tone == "unsure" or len(before) < 50)
 
 
 def test_evaluations_of_other_prompts_are_not_tested_against_each_other(tmp_path):
@@ -234,12 +231,6 @@ def test_a_page_is_whole_or_the_old_one(tmp_path):
 def test_torch_is_not_needed(tmp_path):
     """A page is written in the middle of training, and on machines that have no torch."""
     write_run(tmp_path, steps=2)
-    script = (
-        "import sys; from pathlib import Path; "
-        "from torchtune_grpo.monitor.report import write_page; "
-        f"write_page(Path({str(tmp_path)!r})); print({{'torch', 'numpy'}} & {{*sys.modules}})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "{'numpy'}", done.stderr
+    code = "import sys, pathlib; from torchtune_grpo.monitor.report import write_page; "
+    code += "write_page(pathlib.Path()); print({'torch', 'numpy'} & {*sys.modules})"
+    assert run_python("-c", code, cwd=tmp_path).out == "{'numpy'}\n"
