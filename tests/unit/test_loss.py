@@ -1,21 +1,19 @@
-"""The loss family against hand-computed numbers and plain float64 loops, for every combination.
-
-What holds for any numbers (padding, masks, order, micro-batches) is in tests/property.
-"""
+"""The loss family against hand-computed numbers and plain float64 loops, for every combination."""
 
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
+from torchtune_grpo.config.keys import Advantage, RewardAggregation
 from torchtune_grpo.config.text import ConfigError
-from torchtune_grpo.loss import (
-    GRPOLoss,
-    make_loss,
-)
+from torchtune_grpo.loss import GRPOLoss, make_loss
 from torchtune_grpo.training.logprobs import importance_weights
 
 ROWS, WIDTH, LIMIT = 6, 7, 8  # wider than the longest row
@@ -98,6 +96,36 @@ def test_a_failed_reward_counts_as_its_groups_mean():
     assert (advantages.view(4, 4) != 0).any(dim=1).tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
+@pytest.mark.parametrize("normalization", get_args(Advantage))
+@settings(deadline=None, max_examples=25)
+@given(
+    equal=st.floats(-1e30, 1e30),
+    other=st.lists(st.floats(-9, 9), min_size=3, max_size=3),
+    fails=st.none() | st.integers(0, 2),
+)
+def test_equal_rewards_give_exactly_zero(normalization, aggregation, equal, other, fails):
+    """In float32, for any value, next to a group that has spread; one of them may have failed."""
+    assume(len(set(other)) > 1)
+    column = torch.tensor([equal] * 3 + other, dtype=torch.float32)
+    scores = torch.stack([column, column.new_tensor([1.0] * 3 + other)], dim=1)  # [6, 2]
+    if normalization == "max_rl":  # may not be negative
+        scores = scores.abs()
+    failed = torch.zeros_like(scores).bool()
+    if fails is not None:
+        failed[fails, 0], scores[fails, 0] = True, math.nan
+    weights = torch.tensor([0.3, 0.7])
+    advantages = reward_advantages(
+        total_reward(scores, failed, weights, group_size=3),
+        scores,
+        weights,
+        group_size=3,
+        normalization=normalization,
+        aggregation=aggregation,
+    )
+    assert (advantages[:3] == 0).all()
+
+
 @pytest.mark.parametrize("aggregation", ["grpo", "dapo", "dr_grpo", "prompt"])
 def test_weights_of_rows_do_not_depend_on_who_has_them(aggregation, monkeypatch):
     """Three ranks, one without a row; a prompt that comes twice is on two of them."""
@@ -137,10 +165,20 @@ def test_importance_weights_by_hand():
 # --- Against a loop ---------------------------------------------------------------------------
 
 
+POISON = torch.tensor([math.nan, math.inf, -math.inf, 1e300, math.nan, math.inf, -math.inf])
+
+
 def random_batch() -> dict[str, torch.Tensor]:
-    """Draws in which every case of every surrogate has a token: either sign, on each side."""
+    """Draws in which every case of every surrogate has a token: either sign, on each side.
+
+    What stands at masked positions must change nothing.
+    """
     g = torch.Generator().manual_seed(1)
-    draw = lambda: -torch.rand(ROWS, WIDTH, generator=g, dtype=torch.float64) * 2  # noqa: E731
+
+    def draw() -> torch.Tensor:
+        values = -torch.rand(ROWS, WIDTH, generator=g, dtype=torch.float64) * 2
+        return values.where(MASK, POISON)
+
     return {
         "logprobs": draw(),
         "old_logprobs": draw(),
@@ -183,36 +221,36 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
     return total
 
 
+OPTIONS = {
+    "importance_sampling_level": ["token", "sequence"],
+    "surrogate": ["clipped", "cispo", "dppo"],
+    "kl_estimator": ["k1", "k2", "k3"],
+    "aggregation": ["grpo", "dapo", "dr_grpo", "prompt"],
+    "dual_clip": [None, 1.5],
+    "entropy_coeff": [0.0, 0.1],
+}
 COMBINATIONS = [
-    dict(
-        importance_sampling_level=level,
-        surrogate=surrogate,
-        kl_estimator=kl,
-        aggregation=aggregation,
-        dual_clip=dual,
-        entropy_coeff=ent,
-    )
-    for level, surrogate, kl, aggregation, dual, ent in itertools.product(
-        ["token", "sequence"],
-        ["clipped", "cispo", "dppo"],
-        ["k1", "k2", "k3"],
-        ["grpo", "dapo", "dr_grpo", "prompt"],
-        [None, 1.5],
-        [0.0, 0.1],
-    )
-    if not (surrogate != "clipped" and dual) and not (surrogate == "dppo" and level == "sequence")
+    options
+    for values in itertools.product(*OPTIONS.values())
+    if (options := dict(zip(OPTIONS, values)))
+    and (options["surrogate"] == "clipped" or not options["dual_clip"])
+    and (options["surrogate"] != "dppo" or options["importance_sampling_level"] == "token")
 ]
 
 
 @pytest.mark.parametrize("options", COMBINATIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("kl_coeff", [0.0, 0.7])
 def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
+    """Summed over micro-batches of rows in another order."""
     batch = random_batch()
     low = None if options["surrogate"] == "cispo" else 0.1
     loss = GRPOLoss(kl_coeff=kl_coeff, epsilon_low=low, epsilon_high=0.3, **options)
     leaves = [batch["logprobs"].requires_grad_(), batch["entropy"].requires_grad_()]
     weights = loss.weights(MASK, prompt_indices=PROMPTS, **TOTALS).double()
-    value = loss(**batch, weights=weights, response_mask=MASK).loss
+    inputs = batch | {"weights": weights, "response_mask": MASK}
+    value = 0.0
+    for rows in torch.tensor([4, 0, 3, 5, 1, 2]).split(4):
+        value = value + loss(**{name: part[rows] for name, part in inputs.items()}).loss
     grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
     expected = loop_loss(batch, loss)
     expected_grads = torch.autograd.grad(expected, leaves, materialize_grads=True)
@@ -227,25 +265,24 @@ def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
 def test_clip_ratio_counts_tokens_where_clipping_bites():
     """Clipped is a low ratio that would still be pushed down, or a high one pushed up.
 
-    A distance of 0 is one that is given.
+    A distance of 0 is one that is given. The last token is masked.
     """
     assert GRPOLoss(epsilon_low=0.0).epsilons == (0.0, 0.2)
-    mask = torch.ones(1, 4, dtype=torch.bool)
     for advantage, low, high in ((1.0, 0, 2), (-1.0, 2, 0)):
         inputs = dict(
-            logprobs=torch.tensor([[0.5, 0.5, 1.5, 1.5]]).log(),
-            old_logprobs=torch.zeros(1, 4),
+            logprobs=torch.tensor([[0.5, 0.5, 1.5, 1.5, 9.9]]).log(),
+            old_logprobs=torch.zeros(1, 5),
             ref_logprobs=None,
             advantages=torch.tensor([advantage]),
-            weights=torch.ones(1, 4),
-            response_mask=mask,
+            weights=torch.ones(1, 5),
+            response_mask=torch.arange(5)[None] < 4,
         )
         names = ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
         assert GRPOLoss(kl_coeff=0)(**inputs).sums == dict(zip(names, (low, high, 2)))
         cispo = GRPOLoss(kl_coeff=0, surrogate="cispo", epsilon_high=0.2)
         assert cispo(**inputs).sums == {"cispo_clip_ratio": high}
-        inputs["logprobs"] = torch.tensor([[0.1, 0.2, 0.8, 0.9]]).log()
-        inputs["old_logprobs"] = torch.tensor([[0.3, 0.3, 0.6, 0.6]]).log()  # 0.1 is no move
+        inputs["logprobs"] = torch.tensor([[0.1, 0.2, 0.8, 0.9, 0.9]]).log()
+        inputs["old_logprobs"] = torch.tensor([[0.3, 0.3, 0.6, 0.6, 0.1]]).log()  # 0.1 is no move
         assert GRPOLoss(kl_coeff=0, surrogate="dppo")(**inputs).sums == dict(
             zip(names, (low // 2, high, low // 2 + high))
         )
