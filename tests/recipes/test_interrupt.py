@@ -202,15 +202,22 @@ def test_one_that_comes_at_the_very_end_is_not_told(folder):
     assert runs.run("ends.py", cwd=folder, check=False) == runs.Result(-signal.SIGTERM, "", "")
 
 
-def test_torchrun_hands_it_on(folder):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(folder, sent):
+    """torchrun hands SIGTERM on; when it is killed itself, none is left."""
     more = [*QUICK, *TWO, "num_steps=9999", *NO_EVALUATION]
     launch = ["run", "--nproc_per_node", "2", DISTRIBUTED, "--config", CONFIG, *more]
     out = folder / "out"
     with in_background(tune, *launch, cwd=folder, check=False, PYTHONPATH=str(folder)) as done:
         assert wait_until(lambda: metrics(out), 90)
         (launcher,) = done.processes()
-        ranks = [*children(of=launcher)]
-        os.kill(launcher, signal.SIGTERM)
-        assert done.result(25).code == 143  # torchrun kills after 30 s
-    assert len(ranks) == 2 and not any(map(is_alive, ranks))
-    assert steps(out) == [metrics(out)[-1]["step"]]
+        ranks = children(of=launcher)
+        os.kill(launcher, sent)
+        code = done.result(25).code  # torchrun kills after 30 s
+    try:
+        assert len(ranks) == 2 and wait_until(lambda: not any(map(is_alive, ranks)), 5)
+    finally:
+        for rank in filter(is_alive, ranks):
+            os.kill(rank, signal.SIGKILL)
+    assert code == (143 if sent == signal.SIGTERM else -signal.SIGKILL)
+    assert sent == signal.SIGKILL or steps(out) == [metrics(out)[-1]["step"]]

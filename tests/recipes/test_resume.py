@@ -1,13 +1,11 @@
 """Killed runs, changed configs, damage and second runs, through the real ``tune`` command."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from processes import children, is_alive, wait_until
-from runs import DISTRIBUTED, RECIPE, in_background, metrics, run, tune
+from processes import wait_until
+from runs import RECIPE, in_background, metrics, run, tune
 from safetensors.torch import load_file, save_file
 
 from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish
@@ -58,6 +56,11 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
     assert [record["step"] for record in steps] == [1, 2, 3]
     # warm-up to 1e-5 in step 1, then the cosine's thirds: 3/4, 1/4
     assert steps[2]["learning_rate"] == pytest.approx(0.25e-5)
+    base = tmp_path / "out" / "tiny_llama" / "model.safetensors"  # another one of the same size
+    tensors = {name: value + 1 for name, value in load_file(base).items()}
+    save_file(tensors, base, {"format": "pt"})
+    said = refused(tmp_path, *more)
+    assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "was made with" in said
 
 
 def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
@@ -79,15 +82,6 @@ def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
     assert "model.layers.1.mlp.up_proj.weight is missing (1 differ)" in said
 
 
-def test_another_base_model_of_the_same_name_and_size_is_refused(tmp_path):
-    tiny(tmp_path)
-    base = tmp_path / "out" / "tiny_llama" / "model.safetensors"
-    tensors = load_file(base)
-    save_file({name: value + 1 for name, value in tensors.items()}, base, {"format": "pt"})
-    said = refused(tmp_path)
-    assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "was made with" in said
-
-
 def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
     more = ["num_steps=9999", "saving.keep_last=2"]
     out = tmp_path / "out"
@@ -105,16 +99,3 @@ def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
         assert wait_until(lambda: (out / f"step_{step + 2:06d}").exists(), 60)
         steps = [record["step"] for record in metrics(out)]
         assert steps == list(range(1, len(steps) + 1))
-
-
-def test_ranks_end_with_their_launcher(tmp_path):
-    launch = ["run", "--nproc_per_node", "1", DISTRIBUTED, "--config", CONFIG, *QUICK]
-    with in_background(tune, *launch, "num_steps=9999", cwd=tmp_path, check=False) as done:
-        assert wait_until(lambda: (tmp_path / "out" / "step_000001").exists(), 90)
-        (launcher,) = done.processes()
-        (rank,) = children(of=launcher)
-    try:  # the launcher is killed
-        assert wait_until(lambda: not is_alive(rank), 5)
-    finally:
-        if is_alive(rank):
-            os.kill(rank, signal.SIGKILL)

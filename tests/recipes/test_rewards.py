@@ -2,16 +2,7 @@
 
 import yaml
 from processes import processes_with
-from runs import (
-    NO_EVALUATION,
-    completions,
-    copy_recipe,
-    metrics,
-    run_ranks,
-    run_tiny,
-    tiny_overrides,
-    tune,
-)
+from runs import NO_EVALUATION, completions, copy_recipe, metrics, run_tiny, tiny_overrides, tune
 
 CONFIG = "llama3_2_1B_lora_grpo"
 REWARDS = '''
@@ -65,26 +56,6 @@ def test_a_file_next_to_the_config(tmp_path):
     record = completions(tmp_path / "out")[0]
     assert record["extra"]["characters"] == len(record["completion"])
     assert not processes_with(str(mine))
-
-
-BROKEN = """
-def broken(prompts, completions, **columns):
-    raise KeyError('my bug')
-"""
-
-
-def test_a_broken_reward_ends_a_run_on_all_ranks(tmp_path):
-    (tmp_path / "my_rewards.py").write_text(BROKEN)
-    overrides = [*tiny_overrides(CONFIG, tmp_path), *NO_EVALUATION, "batch_size=1"]
-    overrides += ["dynamic_sampling.max_resamples=1", "rewards=[{_component_: my_rewards.broken}]"]
-    env = {"PYTHONPATH": str(tmp_path)}
-    ranks = run_ranks("--config", CONFIG, *overrides, ranks=2, cwd=tmp_path, check=False, **env)
-    assert all(rank.code != 0 for rank in ranks)  # the first to end has the other ended
-    said = "".join(rank.err for rank in ranks)
-    error = "The reward 'broken' failed on 8 of 8 completions, first at index 0 of rank 0: "
-    error += "KeyError: 'my bug'. That is more than max_reward_failure_share=0.25; "
-    assert error in said
-    assert "in broken\n    raise KeyError('my bug')" in said
 
 
 def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path):

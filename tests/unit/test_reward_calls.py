@@ -27,7 +27,6 @@ from torchtune_grpo.rewards import (
 )
 
 STATE = TrainerState(global_step=3, max_steps=10)
-CORRECTNESS = "torchtune_grpo.rewards.math_correctness_reward"
 FORMAT = "torchtune_grpo.rewards.math_format_reward"
 ISOLATED = {"_component_": FORMAT, "isolation": "process"}
 
@@ -57,22 +56,6 @@ class Bonus:
 
     def __call__(self, prompts, completions, **columns):
         return [self.value] * len(completions)
-
-
-def test_two_rewards_by_hand():
-    """1 * correctness + 0.1 * format, on a right text and on a number without tags."""
-    rewards = RewardSet.from_config(
-        [
-            {"_component_": CORRECTNESS, "name": "correctness"},
-            {"_component_": FORMAT, "name": "format", "weight": 0.1},
-        ]
-    )
-    texts = ["<think>a</think> <answer>12</answer>", "12"]
-    scores = rewards(prompts=["p", "q"], completions=texts, columns={"answer": ["12", "12"]})
-    assert scores.names == rewards.names == ["correctness", "format"]
-    torch.testing.assert_close(scores.scores, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
-    torch.testing.assert_close(scores.weights, torch.tensor([1.0, 0.1]))
-    torch.testing.assert_close(scores.total, torch.tensor([1.1, 0.0]))
 
 
 def test_a_reward_that_does_not_apply_is_nan_and_left_out_of_the_total():
