@@ -1,5 +1,7 @@
 """Optimizer steps that bf16 would round away, that are not finite, or whose rate would be 0."""
 
+import math
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -135,30 +137,19 @@ def test_an_adapter_in_float32_is_the_same_function_and_takes_small_steps(kind, 
     torch.testing.assert_close(out.float(), exact(x.float()), atol=0.05, rtol=0.02)
 
 
-def rates(*changes: str) -> list[float]:
-    """Of all optimizer steps of a run."""
-    cfg = read_config(load_config("tiny_arithmetic_grpo", ["num_steps=6", *changes]))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make_lr_scheduler(cfg, optimizer)
-    seen = []
-    for _ in range(cfg.num_steps * cfg.ppo_epochs):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return seen
-
-
-def cosine(steps: int) -> list[float]:
-    return [0.5 + 0.5 * torch.tensor(k * torch.pi / steps).cos().item() for k in range(steps)]
-
-
 def test_every_step_has_a_learning_rate_above_0():
     """Warm-up of 2 in 6 steps: 1/2, 2/2, then half a cosine of 5 steps, without its 0."""
-    assert rates("lr_scheduler.num_warmup_steps=2") == pytest.approx([0.5, *cosine(5)])
-    assert len(rates("ppo_epochs=3")) == 18 and min(rates("ppo_epochs=3")) > 0
-    assert rates("lr_scheduler.num_warmup_steps=0") == pytest.approx(cosine(6))  # as it is
-    assert rates("lr_scheduler=null") == [1.0] * 6
+    changes = ["num_steps=6", "lr_scheduler.num_warmup_steps=2"]
+    cfg = read_config(load_config("tiny_arithmetic_grpo", changes))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_lr_scheduler(cfg, optimizer)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    cosine = [0.5 + 0.5 * math.cos(k * math.pi / 5) for k in range(5)]
+    assert rates == pytest.approx([0.5, *cosine])
 
 
 def decide(guard: NonFiniteGuard, *, loss: float = 0.5, grad: float = 1.0, step: int = 1) -> bool:

@@ -1,8 +1,8 @@
 """Rollout and update on CUDA: every tensor is there, and no step makes the host wait for the GPU.
 
-Tensors are fake, so that this needs no GPU: two devices in one operation raise an error, and so
-does all that would read a value. What reads values on purpose, at the ends of rows and to decide
-whether a step is taken, is left out.
+Where no GPU is needed, tensors are fake: two devices in one operation raise an error, and so does
+all that would read a value. What reads values on purpose, at the ends of rows and to decide whether
+a step is taken, is left out.
 """
 
 from dataclasses import replace
@@ -11,7 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
+from launches import LLAMA_1B, build, counted, counting_cuda, decoding
 from policies import KINDS, VOCAB, build_policy
+from torch.nn import functional as F
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
@@ -19,6 +21,12 @@ from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.machine.attention import (
+    Spans,
+    float32_product,
+    has_varlen_kernel,
+    varlen_attention,
+)
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rollout import (
     NativeEngine,
@@ -51,15 +59,8 @@ def scored_rows(*, rows: int) -> MiniBatch:
     """Of two groups; the layouts are made of real lengths, and then moved to CUDA."""
     trajectory = make_groups([6, 9], [5, 3, 1, 7])
     parts = micro_batches(trajectory, group_size=GROUP, pack=True, rows=rows)
-    texts = list("abcd")
-    trajectory = replace(
-        trajectory,
-        advantages=torch.zeros(4),
-        weights=torch.zeros(trajectory.response_mask.shape),
-        prompts=texts,
-        completions=texts,
-        columns={"gold": texts},
-    )
+    weights = torch.zeros(trajectory.response_mask.shape)
+    trajectory = replace(trajectory, advantages=torch.zeros(4), weights=weights)
     with fake_cuda():
         return MiniBatch(on_cuda(trajectory), [on_cuda(part) for part in parts], num_tokens=16)
 
@@ -162,3 +163,79 @@ def test_merged_and_recorded_steps_run_on_the_gpu(merge, small_gpu):
     graphs = StepGraphs(lambda step: step)
     graphs.drop_unless_at = lambda tensors: None  # fake tensors have no addresses
     roll_out("lora", merge=merge, graphs=graphs)
+
+
+@pytest.mark.parametrize(("way", "most"), [("lora", 480), ("full", 400)])
+def test_a_decoding_step_of_llama_1b_launches_few_operations(way: str, most: int):
+    model = build(way, LLAMA_1B)
+    with counting_cuda(), torch.no_grad():
+        model.to_empty(device="cuda")
+        counts = decoding(model, merge=False, rows=32)
+        assert counted(lambda: torch.tensor([1, 2], device="cuda")).copies_in == 1
+    for name in ("decode_eager", "decode_captured"):
+        assert most / 2 < counts[name].count <= most, (name, counts[name].names.most_common())
+        assert counts[name].copies_in == 0
+    assert 12 < counts["sampling"].count <= 25, counts["sampling"].names.most_common()
+
+
+@pytest.mark.parametrize("dtype, dropout", [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
+def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(dtype, dropout, monkeypatch):
+    queries, keys = [5, 3, 0, 1, 1, 4, 1], [5, 8, 0, 6, 1, 9, 3]
+    stock, masks = F.scaled_dot_product_attention, []
+
+    def attend(*args, attn_mask, **options):
+        assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
+        masks.append(attn_mask)
+        return stock(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    with fake_cuda():
+        sizes = [(sum(queries), 4, 16), (sum(keys), 2, 16), (sum(keys), 2, 16)]
+        inputs = [torch.empty(*size, dtype=dtype, device=CUDA) for size in sizes]
+        varlen_attention(*inputs, Spans.of(queries, keys, device=CUDA), dropout=dropout)
+    masks = [mask for mask in masks if mask is not None]
+    assert [tuple(mask.shape) for mask in masks] == [(3, 8), (4, 9)]
+    for mask in masks:
+        assert mask.storage_offset() == 0
+        assert mask.stride(-1) == 1 and mask.stride(0) % 8 == 0
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize(
+    "device, atol, rtol", [("cpu", 1e-4, 0), pytest.param("cuda", 1e-3, 1e-5, marks=GPU)]
+)
+@pytest.mark.parametrize("into", [False, True])
+def test_float32_product_is_not_rounded_to_bf16(device, atol, rtol, into):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 256, generator=generator).bfloat16() for n in (24, 1000))
+    out = torch.empty(24, 1000, device=device) if into else None
+    product = float32_product(x.to(device), weight.to(device), out=out)
+    assert product.dtype == torch.float32
+    assert out is None or product.data_ptr() == out.data_ptr()
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(product.cpu().double(), exact, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("kv_heads", [pytest.param(n, marks=GPU) for n in (8, 2, 1)])
+def test_varlen_attention_is_its_twin_forward_and_backward(kv_heads):
+    """A prompt, and responses to it: of one token, of none, and of lengths that no tile has."""
+    queries, keys = [37, 5, 1, 0, 130, 64], [37, 42, 38, 37, 167, 101]
+    sizes = [(queries, 8), (keys, kv_heads), (keys, kv_heads), (queries, 8)]
+    *inputs, probe = [
+        torch.randn(sum(n), heads, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed, (n, heads) in enumerate(sizes)
+    ]
+    results = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        given = [x.to(device, dtype).requires_grad_() for x in inputs]
+        assert has_varlen_kernel(given[0]) == (device == "cuda")
+        out = varlen_attention(*given, Spans.of(queries, keys, device=torch.device(device)))
+        gradients = torch.autograd.grad(out, given, probe.to(device, dtype))
+        results[device] = [x.float().cpu() for x in (out, *gradients)]
+    # bf16 has 8 bits: a relative error of 0.4% in each factor of sums of about unit variance.
+    torch.testing.assert_close(results["cuda"], results["cpu"], atol=0.04, rtol=0.04)
