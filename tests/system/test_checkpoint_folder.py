@@ -140,26 +140,18 @@ def test_the_oldest_go_and_never_for_a_damaged_one(tmp_path):
     assert checkpoints.newest().name == "step_000011"
 
 
-def test_the_best_is_kept_beside_the_last_and_linked(tmp_path):
+def test_the_best_is_linked_again_after_a_kill_and_not_when_nobody_asks(tmp_path):
     checkpoints, model = saving(tmp_path, keep_last=1)
     out = tmp_path / "out"
-
-    def save(step):
-        checkpoints.save(model, {}, step=step)
-        return names(out)
-
     checkpoints.keep_best(2)  # about to be saved: nothing to link yet
-    assert save(1) == ["step_000001"]
-    assert save(2) == ["best", "step_000002"]
-    assert save(3) == save(3) == ["best", "step_000002", "step_000003"]
-    assert os.readlink(out / "best") == "step_000002"  # also where the folder moves
-    checkpoints.keep_best(4)  # the old one is linked until the new one is there
-    assert (out / "best" / STATE_FILE).is_file()
-    assert save(4) == ["best", "step_000004"] and (out / "best").resolve().name == "step_000004"
+    for step in (1, 2, 3):
+        checkpoints.save(model, {}, step=step)
     (out / "best.new").symlink_to("left by a kill")
-    checkpoints.keep_best(4)
-    assert names(out) == ["best", "step_000004"]
-    checkpoints.keep_best(None)  # nobody asks for it any longer
+    checkpoints.keep_best(2)
+    assert names(out) == ["best", "step_000002", "step_000003"]
+    assert os.readlink(out / "best") == "step_000002"  # also where the folder moves
+    checkpoints.keep_best(None)
+    checkpoints.save(model, {}, step=4)
     assert names(out) == ["step_000004"]
 
 

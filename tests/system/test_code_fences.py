@@ -270,23 +270,19 @@ def test_the_standard_library_works(sandbox):
 
 # Of an owner who is not root, and whose processes and files completions could reach by their user.
 OWNER = """
-import json, os, resource, stat, sys, tempfile
+import json, os, sys, tempfile
 from torchtune_grpo.sandbox import CodeSandbox, Limits
 folder = tempfile.mkdtemp()
 os.chmod(folder, 0o755)
 with open(folder + "/mine", "w") as file: os.utime(file.name, (1, 1))
 mode = os.stat(folder + "/mine").st_mode
-before, verdicts = resource.getrlimit(resource.RLIMIT_NOFILE), []
+verdicts = []
 for namespaces in (True, False):
     sandbox = CodeSandbox(Limits(seconds=3), namespaces=namespaces)
     for code, test in json.load(open(sys.argv[1])):
         code = code.replace("OWNER", str(os.getpid())).replace("MINE", folder + "/mine")
         verdict = sandbox.judge(code=code, setup="", test=test, entry_point="solve")
         verdicts.append([verdict.passed, verdict.why])
-    server = sandbox._server.pid
-    assert resource.prlimit(server, resource.RLIMIT_NOFILE) == before
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-    assert os.getpriority(0, server) == os.getpriority(0, 0)
     assert os.stat(folder + "/mine").st_mtime == 1 and os.stat(folder + "/mine").st_mode == mode
     sandbox.close()
 os.remove(folder + "/mine"), os.rmdir(folder)
@@ -295,18 +291,15 @@ print(json.dumps(verdicts))
 
 
 HARM = """
-import os, resource, time
+import os
 def solve(n):
     for attempt in (lambda: os.chmod("MINE", 0), lambda: os.utime("MINE")):  # without effect
         try: attempt()
         except FileNotFoundError: pass
     for victim in {OWNER, os.getppid(), os.getppid() - 1} - {0, -1}:  # no parent in a namespace
         for harm in (
-            lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (4, 4)), lambda: os.nice(3),
             lambda: os.kill(victim, 9), lambda: os.setpriority(0, victim, 5),
-            lambda: os.sched_setaffinity(victim, [0]), lambda: os.remove("MINE"),
-            lambda: os.truncate("MINE", 0), lambda: os.getpgid(victim), lambda: os.getsid(victim),
-            lambda: time.clock_gettime(~victim << 3 | 2), lambda: os.readlink("MINE"),
+            lambda: os.remove("MINE"), lambda: os.truncate("MINE", 0),
         ):
             try: harm()
             except OSError: continue
