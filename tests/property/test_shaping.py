@@ -58,13 +58,6 @@ def test_no_wrong_answer_is_paid_like_a_right_one(rows):
     assert min(t for t, good in zip(totals, right) if good) > max(wrong, default=-math.inf)
 
 
-@given(texts, st.integers(0, 100))
-def test_length_never_makes_a_wrong_answer_right(text, length):
-    reward = CosineLengthReward(max_length=50)
-    value = score_one(reward, text, answer=[GOLD], completion_ids=[[0] * length])
-    assert value >= 0.5 if grade_math_answer(text, GOLD) else value <= -0.5
-
-
 def test_weights_with_which_shaping_would_win_are_refused():
     make_set(total_weight=0.99)
     with pytest.raises(ValueError, match=r"together .*_reward 0.2, .* right answer .*\(1\)"):

@@ -31,6 +31,7 @@ from collections import Counter
 import torch
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.models import hf_tokenizer
+from torchtune_grpo.rollout import NativeEngine
 
 passed = Counter()
 PLACE, COUNT, SIGNAL, RANK = (os.environ.get("MOMENT", "nowhere:0:0") + ":0").split(":")[:4]
@@ -51,17 +52,13 @@ def at(place):
 
 def tokenizer(model_dir):
     at("setup")
-    made = hf_tokenizer(model_dir)
-    class Tokenizer(type(made)):
-        @property
-        def stop_tokens(self):  # read at the start, and when a rollout begins
-            at("rollout")
-            return self.__dict__["stop_tokens"]
-        @stop_tokens.setter
-        def stop_tokens(self, value):
-            self.__dict__["stop_tokens"] = value
-    made.__class__ = Tokenizer
-    return made
+    return hf_tokenizer(model_dir)
+
+def generate(engine, request, generate=NativeEngine.generate):
+    at("rollout")
+    return generate(engine, request)
+
+NativeEngine.generate = generate
 
 class Loss(GRPOLoss):
     def __call__(self, **inputs):
@@ -145,10 +142,10 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
     out = folder / "out"
     run(folder, check=True)
     out.rename(folder / "whole")
-    first = run(folder, moment="rollout:2:SIGINT")
+    first = run(folder, moment="rollout:1:SIGINT")
     assert first.code == 130 and "before the first step" in said(first) and not steps(out)
     for moment, code, step in (
-        ("rollout:4:SIGINT", 130, 1),  # of step 2
+        ("rollout:3:SIGINT", 130, 1),  # of step 2
         ("hang:3:SIGTERM", 143, 2),  # step 3, a reward that never returns
         ("update:1:SIGTERM", 143, 3),  # step 3, the first of two epochs: both are done
         ("isolated:2:SIGINT", 130, 4),  # the evaluation behind step 4
@@ -170,7 +167,7 @@ def test_two_ranks_leave_together(folder):
     run(folder, *three, ranks=2, check=True)
     out.rename(folder / "whole")
     for moment, step in (
-        ("rollout:4:SIGTERM:1", 1),  # rank 1 alone gets it, as it begins
+        ("rollout:3:SIGTERM:1", 1),  # rank 1 alone gets it, as it begins
         ("hang:1:SIGTERM", 1),  # both hang, and both get it, as from torchrun
     ):
         done = run(folder, *three, *([RESUME] if steps(out) else []), moment=moment, ranks=2)
