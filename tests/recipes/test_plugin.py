@@ -10,9 +10,7 @@ import filecmp
 import logging
 import re
 import shutil
-import subprocess
-import sys
-import sysconfig
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -155,64 +153,35 @@ def test_a_hook_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFix
     assert "could not extend a_registry_without_a_list: AttributeError" in caplog.text
 
 
-def make_venv_without_us(folder: Path) -> tuple[str, Path]:
-    """A virtual environment with everything that is installed here, except this package.
-
-    Links stand for the packages: installing torch once more would take minutes.
-
-    Returns:
-        The environment's python, and its site-packages.
-    """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    here = folder / "packages_of_here"
-    here.mkdir()
-    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(site).iterdir():
-            if "torchtune_grpo" not in entry.name:
-                (here / entry.name).symlink_to(entry)
-    (site_packages,) = (folder / "venv").glob("lib/python3*/site-packages")
-    (site_packages / "packages_of_here.pth").write_text(f"{here}\n")
-    return str(folder / "venv" / "bin" / "python"), site_packages
-
-
 def files_below(folder: Path) -> set[str]:
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {str(name) for name in names if "__pycache__" not in name.parts}
 
 
-def test_installing_adds_recipes_and_uninstalling_leaves_nothing(
-    tmp_path: Path, tune_ls: str
-) -> None:
-    python, site_packages = make_venv_without_us(tmp_path)
+def test_a_wheel_brings_the_recipes_and_touches_nothing_else(tmp_path: Path, tune_ls: str) -> None:
+    """Nor does running it: uninstalling leaves nothing, as all is below two folders of our own."""
     source = tmp_path / "source"  # building leaves files behind, which must not be in the repo
     source.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "LICENSE"):
         shutil.copy(REPO / name, source)
     for name in ("torchtune_grpo", "recipes"):
         shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    built = run_python("-m", "pip", "wheel", *options, str(source), cwd=tmp_path)
+    assert built.code == 0, built.err
+    (wheel,) = tmp_path.glob("torchtune_grpo-*-py3-none-any.whl")
+    site_packages = tmp_path / "site_packages"
+    zipfile.ZipFile(wheel).extractall(site_packages)
 
-    def run_there(*arguments: str) -> str:
-        result = run_python(*arguments, cwd=tmp_path, python=python, PYTHONPATH="")
-        assert result.code == 0, result.err
-        return result.out
-
-    def hooks() -> str:
-        code = "import importlib.metadata as m; print(*m.entry_points(name='torchtune_grpo'))"
-        return run_there("-c", code).strip()
-
-    def pip(*arguments: str) -> None:
-        run_there("-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
-
-    empty = files_below(site_packages)
-    assert not hooks()  # so that it is stock `tune`
-
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--no-compile")
-    pip("install", *options, str(source))
-    installed = site_packages / "torchtune_grpo"
+    package, about = sorted(site_packages.iterdir())
+    assert (package.name, about.suffix) == ("torchtune_grpo", ".dist-info")
     recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
-    assert files_below(installed) == files_below(REPO / "torchtune_grpo") | recipes
-    assert run_there(str(TUNE), "ls") == tune_ls
-
-    pip("uninstall", "--yes", "torchtune-grpo")
-    assert files_below(site_packages) == empty
-    assert not hooks()
+    assert files_below(package) == files_below(REPO / "torchtune_grpo") | recipes
+    before = files_below(site_packages)
+    where = "import torchtune_grpo, importlib.metadata as m; print(torchtune_grpo.__file__, "
+    where += "*[entry.dist._path for entry in m.entry_points(name='torchtune_grpo')])"
+    path = {"PYTHONPATH": str(site_packages)}
+    installed = run_python("-c", where, cwd=tmp_path, **path).out.split()
+    assert installed == [str(package / "__init__.py"), str(about)]
+    assert run_python(str(TUNE), "ls", cwd=tmp_path, **path).out == tune_ls
+    assert files_below(site_packages) == before
