@@ -1,17 +1,22 @@
-"""The recipe of docs/forking.md: a copy, changed as the page says, trains on some of the rows."""
+"""A fork as docs/forking.md has it trains on some of the rows; the loss of docs/loss.md trains."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from runs import (
+    LENGTH_REWARD,
     NO_EVALUATION,
+    OF_LENGTH,
     SGD,
     copy_recipe,
     distance,
     metrics,
     run,
     run_ranks,
+    run_tiny,
     tiny_overrides,
     tune,
     weights,
@@ -21,15 +26,15 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 
 LORA = "llama3_2_1B_lora_grpo"
-PAGE = Path(__file__).parents[2] / "docs" / "forking.md"
+DOCS = Path(__file__).parents[2] / "docs"
 REWARDS = """
 def reward_letters(prompts, completions, weight, **columns):
     return [float(sum(map(ord, c)) % 7) if n % 3 else 1.0 for c, n in zip(completions, weight)]
 """
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks(kind: str, page: str = "forking.md") -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
 def fork(folder: Path) -> None:
@@ -108,3 +113,20 @@ def test_keys_of_a_fork_are_checked_like_all(tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             trained_samples(override)
+
+
+def test_the_example_of_a_loss_trains(tmp_path):
+    """At most 20 lines; weights move, and the loss's own metric is in each step's log."""
+    (source,) = [text for text in blocks("python", "loss.md") if text.startswith("# my_loss.py")]
+    (node,) = [text for text in blocks("yaml", "loss.md") if "my_loss." in text]
+    (own,) = re.findall(r"The metric `([\w/]+)`", (DOCS / "loss.md").read_text())
+    assert len(source.splitlines()) <= 20
+    (tmp_path / "my_loss.py").write_text(source)
+    (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
+    settings = [f"{name}={value}" for name, value in yaml.safe_load(node).items()]
+    settings += [OF_LENGTH, *SGD, *NO_EVALUATION, "~optimizer.fused", "ppo_epochs=2"]
+    run_tiny(LORA, tmp_path, "~loss", *settings)
+    assert distance(weights(tmp_path / "llama"), weights(tmp_path / "out" / "step_000002")) > 1e-3
+    steps = metrics(tmp_path / "out")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(math.isfinite(step[own]) for step in steps)
