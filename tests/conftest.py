@@ -3,8 +3,6 @@
 import gc
 import logging
 
-import fork_server
-
 # A reward under test may close its event loop; what is left there is told of when it is collected,
 # in the middle of some other test.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -17,7 +15,3 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    fork_server.end()

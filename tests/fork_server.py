@@ -30,8 +30,6 @@ from tempfile import TemporaryDirectory
 TIMEOUT = 300  # seconds of one process
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 _of_thread = threading.local()
-_started: list[subprocess.Popen] = []
-
 
 # One thread, and kernels that give the same bits on every x86 CPU with AVX2: tests/golden.
 PINNED = {
@@ -55,6 +53,7 @@ class ForkServer:
         _start(name)
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(name)
+        self._connection.settimeout(TIMEOUT)
         self._lines = self._connection.makefile("rw")
         self.pid = int(self._lines.readline())
 
@@ -77,15 +76,16 @@ class ForkServer:
                 {"arguments": arguments, "cwd": str(cwd), "env": env, "files": pair}
                 for env, pair in zip(envs, files, strict=True)
             ]
-            timer = threading.Timer(TIMEOUT, os.killpg, (self.pid, signal.SIGKILL))
-            timer.start()
+            reply = ""
             print(json.dumps(request), file=self._lines, flush=True)
-            reply = self._lines.readline()
-            timer.cancel()
+            with suppress(TimeoutError):
+                reply = self._lines.readline()
             texts = [[_text(Path(file)) for file in pair] for pair in files]
             why = f"no reply within {TIMEOUT} s, or the server has ended"
             said = "".join(f"\n{out[-2000:]}\n{err[-4000:]}" for out, err in texts)
-            assert reply, f"{arguments}: {why}:{said}"
+            if not reply:
+                self._connection.shutdown(socket.SHUT_RDWR)  # which ends what still runs
+                raise AssertionError(f"{arguments}: {why}:{said}")
             return [(code, out, err) for code, (out, err) in zip(json.loads(reply), texts)]
 
 
@@ -101,26 +101,16 @@ def fork_server() -> ForkServer:
 
 
 def _start(name: str) -> None:
-    """Starts the server, unless there is one of this name; it serves until this process ends it."""
+    """Starts the server, unless there is one of this name; it serves until this process ends."""
     with socket.socket(socket.AF_UNIX) as listener, suppress(OSError):  # the name is taken
         listener.bind(name)
         listener.listen()
         command = [sys.executable, __file__, str(listener.fileno())]
         hidden = environment(CUDA_VISIBLE_DEVICES="")  # no forked process could use one
-        _started.append(
-            subprocess.Popen(
-                command, env=hidden, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
-            )
+        process = subprocess.Popen(
+            command, env=hidden, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
         )
-
-
-def end() -> None:
-    """Waits for the server, if this process has started it: then times tell of what it has used."""
-    if hasattr(_of_thread, "server"):
-        _of_thread.server._connection.shutdown(socket.SHUT_RDWR)
-        del _of_thread.server
-    for process in _started:
-        process.communicate()
+        atexit.register(process.communicate)  # closes its stdin, and waits
 
 
 def become(*, cwd: str, env: dict[str, str], files: list[str]) -> None:
@@ -163,10 +153,6 @@ def accepted(listener: socket.socket) -> socket.socket:
             os.setsid()
             return connection
         connection.close()
-    listener.close()
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
     os._exit(0)
 
 
