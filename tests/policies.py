@@ -4,9 +4,7 @@ import torch
 from torchtune.models.gemma import gemma
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3 import lora_llama3
-from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
-from torchtune.models.mistral import mistral
 from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
@@ -44,8 +42,6 @@ BUILDERS = {
     "qlora": lambda: lora_llama3(**LORA, **QUANTIZABLE, quantize_base=True),
     "qdora": lambda: lora_llama3(**LORA, **QUANTIZABLE, quantize_base=True, use_dora=True),
     "llama2": lambda: llama2(**SHAPE),
-    "llama3_1": lambda: llama3_1(**SHAPE),
-    "mistral": lambda: mistral(**SHAPE),
     "phi3": lambda: phi3(**SHAPE),
     "gemma": lambda: gemma(**SHAPE, head_dim=16),
 }

@@ -1,10 +1,7 @@
 """The embedded default: no download, no files of its own, one command."""
 
-import os
-from pathlib import Path
-
 import pytest
-from runs import DISTRIBUTED, RECIPE, metrics, run, run_tiny, tune
+from runs import DISTRIBUTED, RECIPE, metrics, run, tune
 
 from torchtune_grpo.monitor.record import read
 
@@ -42,26 +39,3 @@ def check_what_shows_it(output, cwd):
     assert shown.count("=== What is") == 2
     assert shown.count("--- before: wrong") == shown.count("--- after: wrong") == 2
     assert "tiny_llama" in shown and "step_000002" in shown
-
-
-GSM8K = Path(os.environ.get("TORCHTUNE_GRPO_GSM8K", Path(__file__).parents[3] / "shared/gsm8k"))
-
-
-@pytest.mark.skipif(not (GSM8K / "train.jsonl").exists(), reason="no GSM8K files here")
-def test_a_run_on_real_gsm8k(tmp_path):
-    """Lengths vary, and all numbers are finite."""
-    run_tiny(
-        "llama3_2_1B_lora_grpo",
-        tmp_path,
-        f"dataset.data_files={GSM8K / 'train.jsonl'}",
-        f"eval_dataset.data_files={GSM8K / 'test.jsonl'}",
-        "dataset.max_prompt_tokens=400",
-        "dataset.num_samples=200",
-        "eval_dataset.max_prompt_tokens=400",
-        "eval_dataset.num_samples=8",
-        "num_steps=5",
-    )
-    steps = [r for r in metrics(tmp_path / "out") if "reward" in r]
-    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5]
-    of_ended = "completions/mean_terminated_length"  # of which there may be none
-    assert all(value == value for r in steps for name, value in r.items() if name != of_ended)

@@ -1,5 +1,7 @@
 """A rank's memory, threads and random states, and what it makes of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,27 +86,19 @@ def test_what_cannot_be_sharded_is_refused(four_ranks):
         shard(model, DistributedConfig(cpu_offload=True), device=CPU)
 
 
-class Device:
-    """What torch asks of a device's module, with a generator of the CPU's."""
-
-    generator = torch.Generator()
-
-    def get_rng_state(self, device):
-        return self.generator.get_state()
-
-    def set_rng_state(self, state, device):
-        self.generator.set_state(state)
-
-
 def test_the_devices_generator_is_saved_and_restored(monkeypatch):
     """Dropout on a GPU draws from it; here a device that torch is told of stands for one."""
-    here, module = torch.device("privateuseone"), Device()
+    here, generator = torch.device("privateuseone"), torch.Generator()
+    module = SimpleNamespace(
+        get_rng_state=lambda device: generator.get_state(),
+        set_rng_state=lambda state, device: generator.set_state(state),
+    )
     monkeypatch.setattr(torch, "privateuseone", module, raising=False)
     states = random_states(here)
-    drawn = torch.rand(3), torch.rand(3, generator=module.generator)
+    drawn = torch.rand(3), torch.rand(3, generator=generator)
     restore_random_state(states, CPU)
     assert torch.rand(3).equal(drawn[0])
-    assert not torch.rand(3, generator=module.generator).equal(drawn[1])
+    assert not torch.rand(3, generator=generator).equal(drawn[1])
     restore_random_state(states, here)
-    assert torch.rand(3, generator=module.generator).equal(drawn[1])
+    assert torch.rand(3, generator=generator).equal(drawn[1])
     restore_random_state(random_states(CPU), here)  # a run that began elsewhere

@@ -36,7 +36,7 @@ from torchtune_grpo.rollout.sampling import uniforms
 
 STOP = 7
 CPU = torch.device("cpu")
-FAMILIES = ("llama2", "llama3_1", "mistral", "phi3", "gemma", "dora_with_biases")
+FAMILIES = ("llama2", "phi3", "gemma", "dora_with_biases")
 ENGINES = {
     "one_row": lambda model: native(model, max_rows=1),
     "few_rows": lambda model: native(model, max_rows=3, merge_adapters="never"),
@@ -213,6 +213,7 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options, monkeypatch
     prompts = random_prompts([5, 2, 9, 3, 7])
     options = {"group_size": 4, "stops": (STOP, 11, 30), "stop_strings": ("ab",), **options}
     options["decode"] = text_of
+    global_state = torch.get_rng_state()
     expected = sample(ENGINES["torchtune"](model), prompts, **options)
     lengths = set(expected.lengths.tolist())
     assert len(lengths) > 3  # rows do end at different times
@@ -227,6 +228,7 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options, monkeypatch
     recorder = HostRecorder(engine)
     assert_same_samples(sample(engine, prompts, **options), expected)
     assert recorder.recorded > 1
+    assert torch.equal(global_state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -285,17 +287,6 @@ def test_cuda_graphs_change_nothing():
     expected = sample(native(model, max_rows=7, cuda_graphs="never"), prompts, **options)
     got = sample(native(model, max_rows=7), prompts, **options)
     assert_same_samples(got, expected)
-
-
-def test_another_seed_or_step_gives_other_samples_and_global_rng_is_untouched():
-    engine, prompts = native(build_policy(), max_rows=8), random_prompts([4, 7])
-    before = torch.get_rng_state()
-    first = responses(sample(engine, prompts, group_size=4))
-    assert first == responses(sample(engine, prompts, group_size=4))
-    assert first != responses(sample(engine, prompts, group_size=4, seed=1))
-    assert first != responses(sample(engine, prompts, group_size=4, step=1))
-    assert torch.equal(before, torch.get_rng_state())
-    assert len({tuple(row) for row in first[:4]}) > 1  # a group varies
 
 
 def test_noise_is_uniform_and_independent_between_keys():

@@ -1,4 +1,4 @@
-"""What autograd keeps of a packed group is what the formula of docs/performance.md says."""
+"""What autograd keeps of a packed group, and that the estimate of a GPU's memory counts it."""
 
 import memory_estimate
 import pytest
