@@ -24,7 +24,6 @@ from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.training import attend_in_segments, response_logprobs
-from torchtune_grpo.training.logprobs import importance_weights
 from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
@@ -160,9 +159,8 @@ def compare(
     loss: GRPOLoss,
     *,
     on_policy: bool = False,
-    correction: str | None = None,
 ) -> None:
-    """``on_policy``: no old log-probs are given. ``correction``: how sampling is corrected for."""
+    """``on_policy``: no old log-probs are given."""
     rows = make_rows()
     if trl_options.get("mask_truncated_completions"):
         rows = replace(rows, response_mask=rows.response_mask & ~rows.truncated[:, None])
@@ -177,23 +175,10 @@ def compare(
         current, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, *both, LIMIT)
     old = None if on_policy else current + noise[0]
     ref = current + noise[1]
-    corrections = None
-    if correction:
-        corrections = importance_weights(
-            trainer_logprobs=old,
-            behaviour_logprobs=old + noise[1],
-            response_mask=rows.response_mask,
-            mode=correction,
-            cap=1.2,
-        )
-        trainer.use_vllm = True  # the switch in its loss; nothing of vLLM itself is needed
-        inputs["importance_sampling_ratio"] = corrections
     inputs |= {"ref_per_token_logps": ref} | ({} if on_policy else {"old_per_token_logps": old})
     expected = trainer.compute_loss(trainer.model, inputs)
     expected.backward()
-    value, grads = our_step(
-        folder, rows, loss, old_logprobs=old, ref_logprobs=ref, corrections=corrections
-    )
+    value, grads = our_step(folder, rows, loss, old_logprobs=old, ref_logprobs=ref)
     torch.testing.assert_close(value, expected.detach(), atol=1e-5, rtol=0)
     named = dict(trainer.model.named_parameters())
     assert sum(g.abs().max() > 1e-3 for g in grads.values()) > 10
@@ -222,13 +207,6 @@ def test_entropy_bonus(folder):
     """TRL's bonus is a mean over tokens whatever the loss type, which is our dapo's."""
     loss = GRPOLoss(kl_coeff=0, aggregation="dapo", entropy_coeff=0.2)
     compare(folder, dict(loss_type="dapo", beta=0.0, entropy_coef=0.2), loss)
-
-
-@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_sampling_correction_enters_the_loss_alike(folder, correction):
-    """The weights are ours; computing them in TRL needs vLLM."""
-    loss = GRPOLoss(kl_coeff=0.3)
-    compare(folder, dict(loss_type="grpo", beta=0.3), loss, correction=correction)
 
 
 REWARDS = [

@@ -63,20 +63,6 @@ def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_is_told_where_its_traceback_cannot_be_written(tmp_path):
-    """As on a full disk: a folder is in the file's place."""
-    (tmp_path / "my_parts.py").write_text(
-        "import os\n"
-        "def wrong(prompts, completions, **columns):\n"
-        "    os.makedirs('out/error.txt')\n"
-        "    return [1.0]\n"
-    )
-    done = run_tiny(CONFIG, tmp_path, "rewards.0=my_parts.wrong", check=False)
-    assert done.code == 1 and done.err.splitlines()[-1].startswith(
-        "Error: The reward 'correctness'"
-    )
-
-
 def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     overrides = tiny_overrides(CONFIG, tmp_path)
     done = check(*overrides, "device=cuda", cwd=tmp_path)
@@ -87,11 +73,14 @@ def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
 def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
     """And of an error that says nothing about the user's keys, always on the terminal."""
     (tmp_path / "my_parts.py").write_text(
-        "import torch\n"
+        "import os, torch\n"
         "class Late(torch.optim.SGD):\n"
         "    def step(self):\n"
         "        raise KeyError('my bug')\n"
         "def wrong(prompts, completions, **columns):\n"
+        "    return [1.0]\n"
+        "def blocked(prompts, completions, **columns):\n"
+        "    os.makedirs('full/error.txt')\n"
         "    return [1.0]\n"
     )
     reward = ["rewards.0=my_parts.wrong", *SHORT]
@@ -107,6 +96,10 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
     done = run_tiny(CONFIG, tmp_path, "optimizer=my_parts.Late", *SHORT, check=False)
     assert "in step\n    raise KeyError('my bug')" in done.err
     assert done.err.endswith("Error: KeyError: 'my bug'\n")
+    # As on a full disk: a folder is in the file's place.
+    full = ["rewards.0=my_parts.blocked", "output_dir=full", *SHORT]
+    done = run_tiny(CONFIG, tmp_path, *full, check=False)
+    assert done.code == 1 and done.err.splitlines()[-1].startswith("Error: The reward 'correctn")
     # 12 rows in passes of at most 5, and evaluations every so many steps of no data set
     run_tiny(
         CONFIG, tmp_path, "forward_batch_size=5", "batch_size=3", "num_steps=1", "eval_dataset=null"

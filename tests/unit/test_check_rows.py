@@ -51,12 +51,11 @@ BAD = ["yes", "24 or 25", "", " ", None, True, [24], {"a": 1}, float("nan"), flo
 BAD += ["48/2 = 24 clips.\n#### 24", r"\sqrt{2}", "24, 25"]
 
 
-@pytest.mark.parametrize("reward", [MATH, COSINE], ids=["correctness", "cosine"])
-def test_golds_that_state_no_number(reward: Any) -> None:
+def test_golds_that_state_no_number() -> None:
     """Just those: the good ones are right as an answer to themselves."""
-    assert fault(reward, *({"answer": gold} for gold in GOOD)) is None
+    assert fault(MATH, *({"answer": gold} for gold in GOOD)) is None
     for gold in BAD:
-        assert "1 of 1 rows" in str(fault(reward, {"answer": gold})), gold
+        assert "1 of 1 rows" in str(fault(MATH, {"answer": gold})), gold
 
 
 def test_golds_that_are_no_expression() -> None:
@@ -112,22 +111,13 @@ def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> 
     assert message in str(fault(CODE, CODE_ROW, {**CODE_ROW, column: value}))
 
 
-GOOD_TESTS = [
-    r"assert add('\d') == 2",
-    "import os.path as p, math\nassert math.isclose(add(p.sep), 2)",
-    "def check(*given):\n    assert given[0](1) == 2",
-    "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert add(1) == 2",
-    "def prepare():\n    global one\n    one = 1\nprepare()\nassert add(one) == 2",
-    "class Case:\n    one = 1\n    def run(self):\n        assert add(Case.one) == 2\nCase().run()",
-    "try:\n    add(None)\nexcept TypeError as error:\n    assert __name__ and str(error)",
-]
-
-
 @pytest.mark.filterwarnings("error")
 def test_tests_that_a_program_can_pass() -> None:
     """Without setup, with one that the config fixes, called by name; warnings are no errors."""
     plain = {name: CODE_ROW[name] for name in ("test", "entry_point")}
-    assert fault(CODE, plain, *({**plain, "test": test} for test in GOOD_TESTS)) is None
+    tried = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert add(1) == 2"
+    good = [r"assert add('\d') == 2", "def check(*given):\n    assert given[0](1) == 2", tried]
+    assert fault(CODE, plain, *({**plain, "test": test} for test in good)) is None
     assert fault(CODE, {**CODE_ROW, "setup": ""}) is None
     fenced = SHIPPED + "code_format_reward"
     assert fault(fenced, plain) is None
