@@ -7,16 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hf_models import hf_folder
 from omegaconf import OmegaConf
 from policies import SHAPE, randomize
 from safetensors.torch import save_file
 from torch import Tensor
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
-from torchtune.models.qwen2 import qwen2
-from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2._tokenizer import bytes_to_unicode
-from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import SavingConfig
 
@@ -46,32 +44,9 @@ def llama_checkpoint(folder: Path) -> Path:
         "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     }
-    settings = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
-    _save(folder, "LlamaForCausalLM", settings, tune_to_hf(**_state(llama3_2(**TINY))))
-    llama_tokenizer_files(folder)
-    return folder
-
-
-def qwen_checkpoint(folder: Path) -> Path:
-    """A random two-layer Qwen 2.5 with a byte tokenizer."""
-    settings = {"model_type": "qwen2", "rope_theta": 1000000.0}
-    torch.manual_seed(0)  # for its biases
-    model = qwen2(**TINY, rope_base=1_000_000.0, tie_word_embeddings=True)
-    state = qwen2_tune_to_hf(**_state(model), tie_word_embeddings=True)
-    _save(folder, "Qwen2ForCausalLM", settings, state)
-    qwen_tokenizer_files(folder)
-    return folder
-
-
-def _state(model: TransformerDecoder) -> dict[str, Any]:
-    """Random weights, and the shape by which torchtune converts them."""
-    heads = {name: TINY[name] for name in ("num_heads", "num_kv_heads")}
-    return {"state_dict": randomize(model).state_dict(), "dim": TINY["embed_dim"], **heads}
-
-
-def _save(folder: Path, architecture: str, settings: dict, state: dict[str, Tensor]) -> None:
-    common = {
-        "architectures": [architecture],
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "vocab_size": VOCAB,
         "hidden_size": TINY["embed_dim"],
         "intermediate_size": TINY["intermediate_dim"],
@@ -83,11 +58,27 @@ def _save(folder: Path, architecture: str, settings: dict, state: dict[str, Tens
         "hidden_act": "silu",
         "torch_dtype": "float32",
         "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": rope,
     }
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(common | settings))
+    (folder / "config.json").write_text(json.dumps(config))
+    heads = {name: TINY[name] for name in ("num_heads", "num_kv_heads")}
+    state = randomize(llama3_2(**TINY)).state_dict()
+    state = tune_to_hf(state, **heads, dim=TINY["embed_dim"])
     state = {name: value.contiguous() for name, value in state.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
+    llama_tokenizer_files(folder)
+    return folder
+
+
+def qwen_checkpoint(folder: Path) -> Path:
+    """A random two-layer Qwen 2.5 with a byte tokenizer."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256}
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    hf_folder("qwen2", folder, **sizes, rope_parameters=rope, rms_norm_eps=1e-5)
+    qwen_tokenizer_files(folder)
+    return folder
 
 
 def llama_tokenizer_files(folder: Path) -> None:
