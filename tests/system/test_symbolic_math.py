@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from processes import children
+from processes import children, wait_until
 
 from torchtune_grpo.rewards import SymbolicMathReward
 
@@ -92,11 +92,14 @@ def test_what_keeps_sympy_busy_is_wrong_in_time(reward):
     assert time.monotonic() - start < 25
 
 
+def workers() -> list[int]:
+    return [worker for server in children() for worker in children(of=server)]
+
+
 def test_a_worker_that_is_killed_is_a_failure(reward):
     """Nobody knows whether the answer is right; other answers are graded as ever."""
-    assert grade(reward, RIGHT[:2]) == [1.0, 1.0]
-    workers = [worker for server in children() for worker in children(of=server)]
-    killers = [threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)) for worker in workers]
+    assert wait_until(lambda: grade(reward, RIGHT[:2]) == [1.0, 1.0] and len(workers()) == 2)
+    killers = [threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)) for worker in workers()]
     for killer in killers:
         killer.start()
     lost = grade(reward, [(f"(x+1)^{{9999999{digit}}}", "(1+x)^2") for digit in "12"])
