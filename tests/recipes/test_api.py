@@ -43,9 +43,7 @@ def judged(prompts, completions, **columns):
     return [0.5 * (len(c) % 3) for c in completions]
 """
 
-SAME = (
-    COMMON
-    + """
+SAME = """
 async def judged(prompts, completions, **columns):
     await asyncio.sleep(0.01)
     return [0.5 * (len(c) % 3) for c in completions]
@@ -85,12 +83,11 @@ async def main():  # as in a notebook, a loop runs in the main thread
 
 asyncio.run(main())
 """
-)
 
 
 def run_script(folder, text):
     (folder / "my_rewards.py").write_text(VARIED)
-    (folder / "mine.py").write_text(text)
+    (folder / "mine.py").write_text(COMMON + text)
     return run("mine.py", cwd=folder)
 
 
@@ -110,9 +107,7 @@ def test_python_and_tune_run_take_the_same_steps(tmp_path):
         assert str(ours) == str(theirs)
 
 
-STOPPED = (
-    COMMON
-    + """
+STOPPED = """
 class Varied:
     calls = 0
 
@@ -137,7 +132,6 @@ for folder, STOPS in (("whole", ()), ("stopped", (4, 6, 9))):
     assert stops == len(STOPS)
     assert open(f"{folder}/.lock").read() == ""
 """
-)
 
 
 def test_after_ctrl_c_the_object_goes_on_where_it_was(tmp_path):
@@ -148,9 +142,7 @@ def test_after_ctrl_c_the_object_goes_on_where_it_was(tmp_path):
     assert whole == stopped and [record["step"] for record in whole] == [0, 1, 2, 3, 3]
 
 
-BAD = (
-    COMMON
-    + """
+BAD = """
 def mistakes(**given):
     try:
         with GRPO(**{"output_dir": "out", **TINY, **given}) as run:
@@ -191,16 +183,13 @@ assert len(run.generate(f"{n}+1=" for n in range(3))) == 3
 run.close()
 assert len(mistakes(**bad, output_dir="mine")) == 1 and open("mine/.lock").read() == ""
 """
-)
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path):
     run_script(tmp_path, BAD)
 
 
-RANKS = (
-    COMMON
-    + """
+RANKS = """
 TINY |= {"batch_size": 1, "num_steps": 1}
 for folder in ("out", "again"):
     run = GRPO(data=train, eval_data=held_out, rewards=[varied], output_dir=folder, **TINY)
@@ -209,13 +198,12 @@ for folder in ("out", "again"):
 anew = GRPO(data=train, rewards=[varied], output_dir="again", **TINY)
 assert "closed" in repr(run)
 """
-)
 
 
 def test_every_rank_calls_the_same(tmp_path):
     (tmp_path / "my_rewards.py").write_text(VARIED)
     mine = tmp_path / "mine.py"
-    mine.write_text(RANKS)
+    mine.write_text(COMMON + RANKS)
     first, second = run_ranks("--config", CONFIG, ranks=2, cwd=tmp_path, recipe=mine)
     said = [line for line in first.out.splitlines() if line.startswith("{")]
     assert len(said) == 2 and said[0] == said[1]

@@ -66,14 +66,9 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
     assert of(tmp_path).newest() == newest
 
 
-def flip(data: bytes, place: float) -> bytes:
-    at = int(len(data) * place)
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
 DAMAGE = {
     "cut": lambda data: data[: len(data) // 2],
-    "bit": lambda data: flip(data, 0.7),
+    "bit": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
     "gone": lambda data: None,
 }
 

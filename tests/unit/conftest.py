@@ -71,15 +71,13 @@ def qwen2_5_tokenizer(qwen_files: dict[str, Any]) -> Qwen2_5Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def sentencepiece_files(tokenizer_dir: Path) -> dict[bool, str]:
-    """Small SentencePiece models, with (True) and without the leading space of Llama 2."""
+def sentencepiece_tokenizers(tokenizer_dir: Path) -> dict[str, Any]:
+    """Of models that put a space before a text, as Llama 2's does, but for Gemma's."""
     words = "what is the sum of these numbers think step by answer reply INST SYS user"
-    files = {}
     for add_dummy_prefix in (True, False):
-        prefix = tokenizer_dir / f"prefix_{add_dummy_prefix}"
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter([words] * 20),
-            model_prefix=str(prefix),
+            model_prefix=str(tokenizer_dir / f"prefix_{add_dummy_prefix}"),
             model_type="bpe",
             vocab_size=330,
             byte_fallback=True,
@@ -88,25 +86,10 @@ def sentencepiece_files(tokenizer_dir: Path) -> dict[bool, str]:
             add_dummy_prefix=add_dummy_prefix,
             minloglevel=2,
         )
-        files[add_dummy_prefix] = f"{prefix}.model"
-    return files
-
-
-@pytest.fixture(scope="session")
-def llama2_tokenizer(sentencepiece_files: dict[bool, str]) -> Llama2Tokenizer:
-    return Llama2Tokenizer(sentencepiece_files[True])
-
-
-@pytest.fixture(scope="session")
-def mistral_tokenizer(sentencepiece_files: dict[bool, str]) -> MistralTokenizer:
-    return MistralTokenizer(sentencepiece_files[True])
-
-
-@pytest.fixture(scope="session")
-def phi3_tokenizer(sentencepiece_files: dict[bool, str]) -> Phi3MiniTokenizer:
-    return Phi3MiniTokenizer(sentencepiece_files[True])
-
-
-@pytest.fixture(scope="session")
-def gemma_tokenizer(sentencepiece_files: dict[bool, str]) -> GemmaTokenizer:
-    return GemmaTokenizer(sentencepiece_files[False])
+    prefixed, plain = (str(tokenizer_dir / f"prefix_{each}.model") for each in (True, False))
+    return {
+        "llama2": Llama2Tokenizer(prefixed),
+        "mistral": MistralTokenizer(prefixed),
+        "phi3": Phi3MiniTokenizer(prefixed),
+        "gemma": GemmaTokenizer(plain),
+    }

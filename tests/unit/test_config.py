@@ -34,6 +34,9 @@ def test_defaults_and_numbers_are_read():
     assert (params.max_generated_tokens, params.temperature) == (512, 0.7)
     assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
     assert settings.eval_sampling_params == params
+    own = settings_of(*changes, "evaluation={temperature: 0.6, top_p: 1, samples: 2}")
+    assert own.sampling_params == params
+    assert own.eval_sampling_params == params.replace(temperature=0.6, top_p=1.0)
     assert settings.rollout.max_rows is None  # as many as memory allows
     assert settings_of("eval_dataset=null").eval_dataset is None
     assert settings_of("forward_batch_size=5").forward_batch_size == 5  # a bound, no divisor
@@ -115,16 +118,6 @@ def test_a_row_must_fit_the_budget():
         check_prompts(settings, "dataset", model=model, longest=101, highest_token=0)
 
 
-def test_evaluation_samples_as_training_does_where_the_config_does_not_say():
-    settings = settings_of(
-        "sampling={top_k: 5, top_p: 0.9, stop_strings: [a]}",
-        "evaluation={temperature: 0.6, top_p: 1, samples: 2}",
-    )
-    params = settings.eval_sampling_params
-    assert params == settings.sampling_params.replace(temperature=0.6, top_p=1.0)
-    assert params.top_k == 5 and settings.sampling_params.top_p == 0.9
-
-
 WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
     ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
@@ -132,9 +125,7 @@ WITHOUT_EFFECT = [
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),
 ]
 EFFECTIVE = [
-    "forward_batch_size=null forward_token_budget=4096 pack_groups=false",
     "objective.sampling_correction=token_mask objective.correction_cap=3.0",
-    "loss.epsilon_high=0.3 ppo_epochs=2",
     "loss.dual_clip=3.0 objective.sampling_correction=old_logprobs",
 ]
 

@@ -24,13 +24,6 @@ def utf8(text: str) -> list[int]:
     return list(text.encode())
 
 
-def with_attributes(tokenizer: Any, **attributes: Any) -> Any:
-    changed = copy.copy(tokenizer)
-    for name, value in attributes.items():
-        setattr(changed, name, value)
-    return changed
-
-
 def llama3_tokens(tokenizer: Any, *turns: tuple[str, str], open_turn: str) -> list[int]:
     """The published Llama 3 format, written out by hand."""
     special = tokenizer.special_tokens
@@ -63,7 +56,7 @@ def test_chat_is_the_published_format(request, name, prefill):
         assert encoder("1+1?") == published(tokenizer, turns[1], open_turn=prefill)
 
 
-def test_messages_are_turns(llama3_tokenizer, qwen2_tokenizer, mistral_tokenizer):
+def test_messages_are_turns(llama3_tokenizer, qwen2_tokenizer, sentencepiece_tokenizers):
     turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "Sure?")]
     messages = [{"role": role, "content": text} for role, text in turns]
     for tokenizer, written in [
@@ -73,6 +66,7 @@ def test_messages_are_turns(llama3_tokenizer, qwen2_tokenizer, mistral_tokenizer
         assert PromptEncoder(tokenizer, prefill="So")(messages) == written
         assert PromptEncoder(tokenizer, prefill="So", system_prompt="No.")(messages) == written
     dialogue = [Message(role=role, content=text) for role, text in [*turns[1:], ("assistant", "")]]
+    mistral_tokenizer = sentencepiece_tokenizers["mistral"]
     written, _ = mistral_tokenizer.tokenize_messages(dialogue)
     assert PromptEncoder(mistral_tokenizer)(messages[1:]) == written[:-1]
     assert written.count(mistral_tokenizer.eos_id) == 2
@@ -84,26 +78,27 @@ def test_messages_are_turns(llama3_tokenizer, qwen2_tokenizer, mistral_tokenizer
 @pytest.mark.parametrize(
     ("name", "leave_open", "has_system"),
     [
-        ("llama2_tokenizer", {"add_end_tokens": False}, True),
-        ("mistral_tokenizer", {"add_eos": False}, False),
-        ("gemma_tokenizer", {"add_eos": False}, True),
-        ("phi3_tokenizer", {"add_eos": False}, True),
+        ("llama2", {"add_end_tokens": False}, True),
+        ("mistral", {"add_eos": False}, False),
+        ("gemma", {"add_eos": False}, True),
+        ("phi3", {"add_eos": False}, True),
     ],
 )
 def test_sentencepiece_prompts_begin_as_a_whole_dialogue_does(
-    request, name, leave_open, has_system, prefill
+    sentencepiece_tokenizers, name, leave_open, has_system, prefill
 ):
     """A prompt is what the tokenizer makes of the dialogue with the prefill as reply, less its end.
 
     Only the prefill's own tokens show whether SentencePiece's leading space was treated as in the
     dialogues on which the model was trained.
     """
-    tokenizer = request.getfixturevalue(name)
+    tokenizer = sentencepiece_tokenizers[name]
     end: list[int] = []
-    if name == "gemma_tokenizer":
-        tokenizer = with_attributes(tokenizer, prompt_template=GEMMA_TURNS)
+    if name == "gemma":
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.prompt_template = GEMMA_TURNS
         end = tokenizer.encode("<end_of_turn>\n", add_bos=False, add_eos=False)
-    elif name == "phi3_tokenizer":
+    elif name == "phi3":
         newline = tokenizer.encode("\n", add_bos=False, add_eos=False)
         end = [tokenizer.special_tokens["<|end|>"], *newline]
     system = [Message(role="system", content="answer by step")] if has_system else []
@@ -143,21 +138,21 @@ def test_overlapping_names_of_control_tokens_are_all_cut(qwen_files):
     assert PromptEncoder(tokenizer, chat=False)(text) == utf8(text)
 
 
-def test_plain_text_has_bos_and_no_eos(llama3_tokenizer, qwen2_tokenizer, llama2_tokenizer):
+def test_plain_text_has_bos_and_no_eos(llama3_tokenizer, qwen2_tokenizer, sentencepiece_tokenizers):
     options: dict[str, Any] = {"chat": False, "system_prompt": "Solve.", "prefill": " <think>\n"}
     text = utf8("Solve.\n\n1+1= <think>\n")
     assert PromptEncoder(llama3_tokenizer, **options)("1+1=") == [llama3_tokenizer.bos_id, *text]
     assert PromptEncoder(qwen2_tokenizer, **options)("1+1=") == text
     # As one string: two calls of encode would put SentencePiece's leading space between them.
+    llama2_tokenizer = sentencepiece_tokenizers["llama2"]
     encoder = PromptEncoder(llama2_tokenizer, chat=False, prefill="swer")
     assert encoder("what an") == llama2_tokenizer.encode("what answer", add_eos=False)
 
 
-def test_a_tokenizer_without_turns_or_system_messages_is_refused(
-    gemma_tokenizer, mistral_tokenizer
-):
+def test_a_tokenizer_without_turns_or_system_messages_is_refused(sentencepiece_tokenizers):
+    gemma_tokenizer = sentencepiece_tokenizers["gemma"]
     with pytest.raises(ValueError, match="tokenizer.prompt_template"):
         PromptEncoder(gemma_tokenizer, system_prompt="Be brief.")
     PromptEncoder(gemma_tokenizer, chat=False)
     with pytest.raises(ValueError, match="system_prompt.*null.*prompt_template"):
-        PromptEncoder(mistral_tokenizer, system_prompt="Be brief.")
+        PromptEncoder(sentencepiece_tokenizers["mistral"], system_prompt="Be brief.")

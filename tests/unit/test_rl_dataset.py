@@ -28,13 +28,11 @@ BRACES = r"\boxed{} {answer} {0} {{level}} {prompt.__class__} }{"
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """For local files need none."""
+    """For local files need none; `datasets` would count their uses at its makers', if it could."""
 
     def refuse(*args, **kwargs):
-        raise AssertionError("tried the network")
+        raise OSError("there is no network")
 
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
 
@@ -324,7 +322,9 @@ def test_messages_are_prompts(llama3_tokenizer, tmp_path, ending):
     assert [item["tokens"] for item in data] == [encoder(TURNS), encoder(own)]
 
 
-def test_messages_need_the_chat_format_and_no_template(llama3_tokenizer, mistral_tokenizer, caplog):
+def test_messages_need_the_chat_format_and_no_template(
+    llama3_tokenizer, sentencepiece_tokenizers, caplog
+):
     rows = [{"prompt": "1+1?"}, {"prompt": TURNS}]
     with pytest.raises(ValueError, match="^prompt_template='Q: {prompt}': row 1 has a list"):
         make(llama3_tokenizer, rows, prompt_template="Q: {prompt}")
@@ -333,7 +333,7 @@ def test_messages_need_the_chat_format_and_no_template(llama3_tokenizer, mistral
         make(llama3_tokenizer, rows[1:], chat=False)
     caplog.set_level(logging.INFO)
     system = {"prompt": chat(("system", "Be brief."), ("user", "1+1?"))}
-    assert len(make(mistral_tokenizer, [*rows, system])) == 2
+    assert len(make(sentencepiece_tokenizers["mistral"], [*rows, system])) == 2
     assert "the chat format refuses it: System prompts are not" in caplog.text
 
 
