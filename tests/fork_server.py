@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,6 +73,8 @@ class ForkServer:
                 [str(Path(folder, f"{name}_{rank}")) for name in ("out", "err")]
                 for rank in range(len(envs))
             ]
+            for file in chain(*files):
+                Path(file).touch()
             request = [
                 {"arguments": arguments, "cwd": str(cwd), "env": env, "files": pair}
                 for env, pair in zip(envs, files, strict=True)
@@ -80,17 +83,13 @@ class ForkServer:
             print(json.dumps(request), file=self._lines, flush=True)
             with suppress(TimeoutError):
                 reply = self._lines.readline()
-            texts = [[_text(Path(file)) for file in pair] for pair in files]
+            texts = [[Path(file).read_text() for file in pair] for pair in files]
             why = f"no reply within {TIMEOUT} s, or the server has ended"
             said = "".join(f"\n{out[-2000:]}\n{err[-4000:]}" for out, err in texts)
             if not reply:
                 self._connection.shutdown(socket.SHUT_RDWR)  # which ends what still runs
                 raise AssertionError(f"{arguments}: {why}:{said}")
             return [(code, out, err) for code, (out, err) in zip(json.loads(reply), texts)]
-
-
-def _text(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
 
 
 def fork_server() -> ForkServer:

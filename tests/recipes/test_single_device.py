@@ -27,13 +27,8 @@ from torchtune_grpo.models import HFCheckpointer, hf_tokenizer
 
 HUB_CONFIGS = [name for name in config_files() if "tiny" not in name]
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
-EXPECTED_METRICS = """
-reward reward_std frac_reward_zero_std frac_informative_groups rewards/correctness/mean
-rewards/correctness/std rewards/format/mean completions/mean_length completions/clipped_ratio kl
-entropy clip_ratio/low_mean clip_ratio/high_mean loss grad_norm learning_rate time/rollout
-time/reward time/logprobs time/update step_time tokens_per_second num_tokens
-sampling/sampling_logp_difference/mean
-""".split()
+# tests/golden has the names of those that do not depend on the machine.
+TIMES = "time/rollout time/reward time/logprobs time/update step_time tokens_per_second".split()
 
 
 @pytest.mark.parametrize("config", HUB_CONFIGS)
@@ -46,8 +41,8 @@ def test_shipped_config_runs_two_steps(tmp_path, config):
     out = tmp_path / "out"
     steps, folder = steps_of(out), out / "step_000002"
     assert [record["step"] for record in steps] == [1, 2]
-    for name in EXPECTED_METRICS:
-        assert all(math.isfinite(record[name]) for record in steps), name
+    for record in steps:
+        assert not [name for name in {*record, *TIMES} if not math.isfinite(record[name])]
     assert [r["step"] for r in metrics(out) if "eval/accuracy" in r] == [0, 2]
     # bf16 rounds differently in the sampler and in the trainer, but they are the same policy
     assert all(record["sampling/sampling_logp_difference/mean"] < 0.05 for record in steps)

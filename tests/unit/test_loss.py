@@ -286,6 +286,9 @@ def test_clip_ratio_counts_tokens_where_clipping_bites():
         assert GRPOLoss(kl_coeff=0, surrogate="dppo")(**inputs).sums == dict(
             zip(names, (low // 2, high, low // 2 + high))
         )
+        inputs["logprobs"] = inputs["old_logprobs"] + 1
+        sequence = GRPOLoss(kl_coeff=0, importance_sampling_level="sequence")
+        assert sequence(**inputs).sums == dict(zip(names, (0, 2 * high, 2 * high)))
 
 
 @pytest.mark.parametrize(

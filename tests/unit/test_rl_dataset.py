@@ -82,10 +82,10 @@ def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):
     [
         ({"prompt_template": "({n}) {prompt} {{x}}"}, {"n": 3}, "(3) 1+1? {x}", {"n": 3}),
         (
-            {"prompt_template": "Q: {prompt}", "prompt_column": "question"},
-            {"question": "2+2?", "answer": "4"},
-            "Q: 2+2?",
-            {"prompt": "1+1?", "answer": "4"},
+            {"prompt_template": "{prompt}?", "prompt_column": "q"},
+            {"q": "2"},
+            "2?",
+            {"prompt": "1+1?"},
         ),
         ({"prompt_template": "{prompt}!"}, {"prompt": BRACES}, BRACES + "!", {}),
         (
