@@ -77,29 +77,21 @@ def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):
 # Templates
 
 
-@pytest.mark.parametrize(
-    ("options", "row", "prompt", "columns"),
-    [
-        ({"prompt_template": "({n}) {prompt} {{x}}"}, {"n": 3}, "(3) 1+1? {x}", {"n": 3}),
-        (
-            {"prompt_template": "{prompt}?", "prompt_column": "q"},
-            {"q": "2"},
-            "2?",
-            {"prompt": "1+1?"},
-        ),
-        ({"prompt_template": "{prompt}!"}, {"prompt": BRACES}, BRACES + "!", {}),
-        (
-            {"columns": {"answer": "gold", "solution": "answer", "problem": "prompt"}},
-            {"answer": 1, "gold": 2},
-            "1+1?",
-            {"answer": 2, "solution": 1, "problem": "1+1?"},
-        ),
-    ],
-)
-def test_templates_and_columns(llama3_tokenizer, options, row, prompt, columns):
+def test_templates_and_columns(llama3_tokenizer):
     """Braces in the data are only text."""
-    (item,) = make(llama3_tokenizer, [{"prompt": "1+1?", **row}], **options)
-    assert item["prompt"] == prompt and item["columns"] == columns
+
+    def item_of(row, **options):
+        (item,) = make(llama3_tokenizer, [{"prompt": "1+1?", **row}], **options)
+        return item["prompt"], item["columns"]
+
+    found = item_of({"n": 3}, prompt_template="({n}) {prompt} {{x}}")
+    assert found == ("(3) 1+1? {x}", {"n": 3})
+    assert item_of({"prompt": BRACES}, prompt_template="{prompt}!") == (BRACES + "!", {})
+    found = item_of({"q": "2+2?"}, prompt_template="Q: {prompt}", prompt_column="q")
+    assert found == ("Q: 2+2?", {"prompt": "1+1?"})
+    columns = {"answer": "gold", "solution": "answer", "problem": "prompt"}
+    found = item_of({"answer": 1, "gold": 2}, columns=columns)
+    assert found == ("1+1?", {"answer": 2, "solution": 1, "problem": "1+1?"})
 
 
 @pytest.mark.parametrize(
