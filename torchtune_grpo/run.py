@@ -471,8 +471,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__)
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()
-        exit_on_signals()
-        with errors_in_one_line(keep=write_error):
+        with exit_on_signals(), errors_in_one_line(keep=write_error):
             return recipe_main(load_config(args.config, overrides))
 
     return main

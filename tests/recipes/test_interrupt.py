@@ -193,8 +193,8 @@ def test_one_that_comes_at_the_very_end_is_not_told(folder):
     (folder / "ends.py").write_text(
         "import atexit, os, signal\n"
         "from torchtune_grpo.machine.interrupt import exit_on_signals\n"
-        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
-        "exit_on_signals()\n"
+        "with exit_on_signals():\n"
+        "    atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
     )
     assert runs.run("ends.py", cwd=folder, check=False) == runs.Result(-signal.SIGTERM, "", "")
 

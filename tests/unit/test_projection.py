@@ -85,5 +85,3 @@ def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
         assert grad.dtype == dtype
         tolerance = scale * expected_grad.abs().max().item()
         torch.testing.assert_close(grad, expected_grad, atol=tolerance, rtol=0)
-
-

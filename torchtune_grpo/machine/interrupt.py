@@ -10,7 +10,6 @@ reward that hangs on another rank delays them.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -36,14 +35,18 @@ class Interrupted(KeyboardInterrupt):
     """The run was asked to end; not an Exception, so that no reward counts as failed."""
 
 
-def exit_on_signals() -> None:
-    """Let signals end this process at once, with exit code 128 + signal and no traceback."""
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Let signals end the block, with exit code 128 + signal; behind it they kill the process."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     _install(leave)
-    atexit.register(_install, signal.SIG_DFL)  # SystemExit would only print a traceback by then
+    try:
+        yield
+    finally:  # at exit, SystemExit would only print a traceback
+        _install(signal.SIG_DFL)
 
 
 def is_interrupted() -> bool:

@@ -114,7 +114,6 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
-        """See :meth:`RolloutEngine.generate`."""
         stop = must_stop(self._settings.deadline)
         with self.current_weights() as (decoder, cache):
             max_rows = self.rows_at_once(request)
@@ -190,7 +189,6 @@ class TorchtuneEngine:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def generate(self, request: RolloutRequest) -> Samples:
-        """See :meth:`RolloutEngine.generate`."""
         stop = must_stop(self._settings.deadline)
         device = next(self._model.parameters()).device
         group, total = request.group_size, request.num_rows
