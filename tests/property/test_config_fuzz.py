@@ -40,21 +40,26 @@ BAD = {
     "keys": ["abc", 5, True, [1], {"no_such_key": 1}, None],
     "learning": ["abc", "", {"a": 1}, {}, -1.0, nan],  # what all optimizers refuse themselves
 }
-# Some keys of each kind, in every table; those of a kind that ends in ? take null, too.
+# The keys of each kind; those of one that ends in ? take null, too.
 KEYS = """
-count: batch_size grpo_samples num_steps model.num_layers model.embed_dim model.vocab_size
-count: model.num_heads
-count?: forward_batch_size evaluation.every_n_steps saving.keep_last sampling.top_k rollout.max_rows
-count0: seed sampling.min_new_tokens
+count: batch_size grpo_samples max_generated_tokens num_steps ppo_epochs
+count: model.num_layers model.embed_dim model.vocab_size model.num_heads
+count?: forward_batch_size forward_token_budget evaluation.every_n_steps saving.every_n_steps
+count?: saving.keep_last sampling.top_k rollout.max_rows
+count0: seed evaluation.samples log_groups sampling.min_new_tokens
 size?: dataset.max_prompt_tokens dataset.num_samples
-positive: temperature objective.correction_cap
+positive: temperature sampling.repetition_penalty objective.correction_cap
 positive?: clip_grad_norm rollout.deadline loss.dual_clip
-positive0: loss.kl_coeff
+positive0: loss.kl_coeff loss.entropy_coeff
+positive0?: loss.epsilon_high
 share: max_reward_failure_share
-share?: sampling.top_p loss.epsilon_low
-flag: pack_groups resume_from_checkpoint
-flag?: distributed.cpu_offload dataset.chat profiler.enabled model.use_dora model.quantize_base
-word: objective.advantage device dtype rollout.engine checkpointer.model_type loss.surrogate
+share?: sampling.top_p sampling.min_p loss.epsilon_low
+flag: pack_groups compile enable_activation_checkpointing resume_from_checkpoint
+flag?: objective.mask_truncated_completions saving.adapter_weights_only distributed.cpu_offload
+flag?: dataset.chat profiler.enabled model.apply_lora_to_mlp model.use_dora model.quantize_base
+word: objective.advantage objective.multi_objective_aggregation device dtype distributed.sharding
+word: rollout.engine rollout.merge_adapters rollout.cuda_graphs checkpointer.model_type
+word: loss.importance_sampling_level loss.surrogate loss.kl_estimator loss.aggregation
 word: dataset.prompt_column
 word?: evaluation.reward objective.sampling_correction
 text?: dataset.prefill dataset.system_prompt
@@ -81,7 +86,7 @@ OTHER = {
     "lr_scheduler.num_warmup_steps": [*NO_NUMBER, inf, nan],
     "lr_scheduler.num_cycles": [*NO_NUMBER, inf, nan],
     "checkpointer.checkpoint_files": ["abc", 5, [3], [], {}, ["no_such_file"], None],
-    "checkpointer.model_type": ["GEMMA2", "T5_ENCODER"],
+    "checkpointer.model_type": ["GEMMA2", "PHI4", "T5_ENCODER"],
     "tokenizer.special_tokens_path": ["/no/such/file", 5, [1]],
     "tokenizer.max_seq_len": [*NO_NUMBER, -1, 0, inf, nan],
     "metric_logger.log_dir": [5, [1], {"a": 1}, None, "/dev/null/x"],
