@@ -155,6 +155,8 @@ def start(tmp_path_factory):
         raise Reached
 
     patch.setattr(Checkpoints, "base_weights", stop)
+    patch.setattr("datasets.config.HF_HUB_OFFLINE", True)  # the hub is not asked for any name
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     bases = {}
     for config in CONFIGS:
         (folder / config).mkdir()
