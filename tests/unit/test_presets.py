@@ -6,6 +6,7 @@ Presets are checked like the class they are of.
 import itertools
 import json
 import logging
+import math
 import re
 from collections import Counter
 
@@ -14,8 +15,13 @@ from omegaconf import OmegaConf
 
 import torchtune_grpo.data
 from torchtune_grpo.config.check import check_component
-from torchtune_grpo.data import arithmetic_dataset, gsm8k_dataset, humaneval_dataset
-from torchtune_grpo.data.presets import LEVELS, _split_of, arithmetic_problems
+from torchtune_grpo.data import (
+    arithmetic_dataset,
+    gsm8k_dataset,
+    humaneval_dataset,
+    number_dataset,
+)
+from torchtune_grpo.data.presets import LEVELS, _canonical, arithmetic_problems
 
 PROBLEMS = [
     {
@@ -180,6 +186,28 @@ def test_bad_arguments_are_named(bad, message):
 
 def test_numbers_that_may_swap_places_do_not_change_the_split():
     for a, b in itertools.product(range(1, 10), repeat=2):
-        assert _split_of((("+", a), ("*", b))) == _split_of((("+", b), ("*", a)))
+        assert _canonical((("+", a), ("*", b))) == _canonical((("+", b), ("*", a)))
         orders = itertools.permutations([("+", a), ("+", b), ("-", 1)])
-        assert len({_split_of(chain) for chain in orders if chain[0][0] == "+"}) == 1
+        assert len({repr(_canonical(chain)) for chain in orders if chain[0][0] == "+"}) == 1
+
+
+@pytest.mark.parametrize("task", ["largest", "product", "sum"])
+def test_questions_about_numbers_are_right_and_held_out(llama3_tokenizer, task):
+    """Also in another order of the numbers."""
+    solve = {"largest": max, "product": math.prod, "sum": sum}[task]
+    numbers: dict[str, set] = {}
+    for split, count in (("train", 80), ("test", 20)):
+        data = number_dataset(llama3_tokenizer, task=task, split=split, num_samples=count)
+        numbers[split] = set()
+        for item in (data[i] for i in range(len(data))):
+            row = item["columns"]
+            drawn = [*map(int, re.findall("[0-9]+", item["prompt"]))]
+            assert row["answer"] == str(solve(drawn))
+            numbers[split].add(tuple(sorted(drawn)))
+        assert len({data[i]["prompt"] for i in range(count)}) == count
+    assert not numbers["train"] & numbers["test"]
+
+
+def test_more_products_than_there_are_is_an_error(llama3_tokenizer):
+    with pytest.raises(ValueError, match="num_samples=200: task=product has only .* split train"):
+        number_dataset(llama3_tokenizer, task="product", split="train", num_samples=200)

@@ -6,6 +6,7 @@ from torchtune_grpo.data.presets import (
     arithmetic_problems,
     gsm8k_dataset,
     humaneval_dataset,
+    number_dataset,
 )
 from torchtune_grpo.data.samplers import (
     LevelSampler,
@@ -27,5 +28,6 @@ __all__ = [
     "gsm8k_dataset",
     "humaneval_dataset",
     "make_sampler",
+    "number_dataset",
     "prompts_of_rank",
 ]

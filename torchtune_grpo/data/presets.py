@@ -1,9 +1,10 @@
-"""Data sets with a name: arithmetic made on the spot, GSM8K and HumanEval."""
+"""Data sets with a name: arithmetic and numbers made on the spot, GSM8K and HumanEval."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import operator
 import random
 import re
@@ -80,14 +81,18 @@ def _running_values(chain: Chain) -> list[int]:
     return values
 
 
-def _split_of(chain: Chain) -> Split:
-    """Return a chain's split, which does not depend on the order of terms and factors."""
+def _split_of(canonical: list[Any]) -> Split:
+    """Return the split of a problem, given in a form that does not depend on any order."""
+    digest = hashlib.blake2b(repr(canonical).encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
+
+
+def _canonical(chain: Chain) -> list[list[str]]:
+    """Sort a chain's terms and factors."""
     start = ("*" if chain[1][0] == "*" else "+", chain[0][1])
     steps = (start, *chain[1:])
     runs = groupby(steps, key=lambda step: "+-" if step[0] in "+-" else step[0])
-    canonical = [sorted(f"{operation}{number}" for operation, number in run) for _, run in runs]
-    digest = hashlib.blake2b(repr(canonical).encode(), digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
+    return [sorted(f"{operation}{number}" for operation, number in run) for _, run in runs]
 
 
 def _worked(chain: Chain) -> str:
@@ -166,7 +171,7 @@ def _new_problem(
     for _ in range(2000):
         chain = draw(rng)
         values = _running_values(chain)
-        if min(values) < 0 or _split_of(chain) != split:
+        if min(values) < 0 or _split_of(_canonical(chain)) != split:
             continue
         question, answer = _question(chain, story, rng), str(values[-1])
         if question not in seen:
@@ -263,3 +268,43 @@ def arithmetic_dataset(
     """:func:`arithmetic_problems` with the columns ``solution``, ``answer`` and ``level``."""
     rows = arithmetic_problems(levels=levels, split=split, num_samples=num_samples, seed=seed)
     return RLDataset(tokenizer, rows=rows, prompt_column="question", **options)
+
+
+# Task -> the question, how its numbers are joined, how many there are, which, and the answer.
+_TASKS: dict[str, tuple[str, str, int, range, Callable[[list[int]], int]]] = {
+    "largest": ("Which is the largest of these numbers: {}?", ", ", 4, range(10, 100), max),
+    "product": ("What is {}?", " * ", 2, range(2, 13), math.prod),
+    "sum": ("What is {}?", " + ", 2, range(10, 100), sum),
+}
+
+
+@_shows_options
+def number_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    task: Literal["largest", "product", "sum"],
+    split: Split,
+    num_samples: int,
+    seed: int = 0,
+    **options: Any,
+) -> RLDataset:
+    """Questions about a few numbers, made on the spot, that a small language model half knows.
+
+    The ``largest`` of four numbers of two digits, the ``sum`` of two such, or the ``product`` of
+    two from 2 to 12. The columns are ``question`` and ``answer``. All questions differ, and the
+    splits have no numbers in common, in whatever order.
+    """
+    question, sign, count, numbers, answer = _TASKS[task]
+    rng = random.Random(f"{seed}/{split}/{task}")
+    rows: dict[str, dict[str, str]] = {}
+    for _ in range(200 * num_samples):
+        drawn = rng.choices(numbers, k=count)
+        if len(rows) < num_samples and _split_of(sorted(drawn)) == split:
+            text = question.format(sign.join(map(str, drawn)))
+            rows[text] = {"question": text, "answer": str(answer(drawn))}
+    if len(rows) < num_samples:
+        raise ValueError(
+            f"num_samples={num_samples}: task={task} has only {len(rows)} questions in the split "
+            f"{split}; lower it."
+        )
+    return RLDataset(tokenizer, rows=rows.values(), prompt_column="question", **options)

