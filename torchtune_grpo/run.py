@@ -34,7 +34,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import Problems, errors_in_one_line
 from torchtune_grpo.data import collate_prompts, make_sampler
 from torchtune_grpo.evaluation.evaluator import Evaluator
-from torchtune_grpo.evaluation.stopping import best_step, should_stop
+from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.loss import Loss, make_loss
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.device import (

@@ -1,14 +1,12 @@
 """A real language model from the package index: its folder, a run on it, and what it saves."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from runs import RECIPE, environment, run, steps_of, tune
+from runs import RECIPE, run, run_python, steps_of, tune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtune_grpo import smollm2
@@ -26,16 +24,10 @@ eval_dataset.num_samples=2 evaluation.samples=0 evaluation.every_n_steps=null op
 def folder(tmp_path_factory) -> Path:
     """The model's folder, made as a user makes it."""
     made = tmp_path_factory.mktemp("smollm2") / "model"
-    done = subprocess.run(
-        [sys.executable, "-m", "torchtune_grpo.smollm2", str(made)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if "could not fetch" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "torchtune_grpo.smollm2", str(made), cwd=made.parent)
+    if "could not fetch" in done.err:
+        pytest.skip(done.err.strip().splitlines()[-1])
+    assert done.code == 0, done.err
     return made
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_grpo.evaluation.evaluator import Evaluator
-from torchtune_grpo.evaluation.stopping import best_step, evaluation_metrics, passes, should_stop
+from torchtune_grpo.evaluation.statistics import best_step, evaluation_metrics, passes, should_stop
 from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
 from torchtune_grpo.rewards.math import stated_answer
 

@@ -16,10 +16,11 @@ from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.evaluation.statistics import (
     Comparison,
     bootstrap_interval,
+    evaluation_metrics,
     majority,
     pass_at_k,
+    passes,
 )
-from torchtune_grpo.evaluation.stopping import evaluation_metrics, passes
 from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.rewards import RewardSet, TrainerState

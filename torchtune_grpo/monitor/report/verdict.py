@@ -7,8 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from torchtune_grpo.evaluation.statistics import Comparison, Paired, scores_of
-from torchtune_grpo.evaluation.stopping import should_stop
+from torchtune_grpo.evaluation.statistics import Comparison, Paired, scores_of, should_stop
 from torchtune_grpo.monitor.record import RUN_FILE, Record, RunRecord
 
 _SURE = 0.05  # of p: the usual level
