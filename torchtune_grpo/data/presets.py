@@ -298,11 +298,13 @@ def number_dataset(
     rng = random.Random(f"{seed}/{split}/{task}")
     rows: dict[str, dict[str, str]] = {}
     for _ in range(200 * num_samples):
+        if len(rows) == num_samples:
+            break
         drawn = rng.choices(numbers, k=count)
-        if len(rows) < num_samples and _split_of(sorted(drawn)) == split:
+        if _split_of(sorted(drawn)) == split:
             text = question.format(sign.join(map(str, drawn)))
             rows[text] = {"question": text, "answer": str(answer(drawn))}
-    if len(rows) < num_samples:
+    else:
         raise ValueError(
             f"num_samples={num_samples}: task={task} has only {len(rows)} questions in the split "
             f"{split}; lower it."
