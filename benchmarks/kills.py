@@ -35,7 +35,7 @@ from torchtune_grpo.config.command_line import config_files, recipes_folder
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, read, read_lines
 
 SETTINGS = """
-prepare.warmup_steps=0 num_steps=6 saving.every_n_steps=1 saving.keep_last=2 batch_size=2
+num_steps=6 saving.every_n_steps=1 saving.keep_last=2 batch_size=2 temperature=2
 grpo_samples=4 forward_batch_size=8 max_generated_tokens=12 eval_dataset=null
 evaluation.every_n_steps=null optimizer.lr=1e-3 dataset.num_samples=64 log_groups=99
 """.split()
@@ -46,7 +46,7 @@ TIMED = re.compile("time/|^step_time$|tokens_per_second$")
 
 
 def reward_length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Gives even a model that knows nothing something to learn."""
+    """Differs within a group."""
     return [float(len(completion) % 7) for completion in completions]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 
 import pytest
+import tiny_llama
 import torch
 from runs import RECIPE, metrics, run, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
@@ -33,7 +34,7 @@ def often_equal(prompts, completions, **columns):
     return [float(sum(map(text.lower().count, "aeiou0123")) % 4 == 0) for text in completions]
 """
 QUICK = """
-prepare.warmup_steps=0 num_steps=3 batch_size=4 grpo_samples=4 forward_batch_size=8
+model_dir=tiny_llama num_steps=3 batch_size=4 grpo_samples=4 forward_batch_size=8
 max_generated_tokens=10 dataset.num_samples=64 eval_dataset.num_samples=6
 evaluation.every_n_steps=null
 evaluation.samples=2 output_dir=out sampling.stop_strings=[e,o,'7']
@@ -70,13 +71,12 @@ def resumed(folder: Path) -> None:
 
 def from_python(folder: Path) -> None:
     """``GRPO(...)`` with rows and a function, on the demo's model."""
-    tiny("num_steps=1", "eval_dataset=null", "output_dir=base", folder=folder)
     (folder / "script.py").write_text(
         "from torchtune_grpo import GRPO\n"
         "from golden_rewards import vowels\n"
         "rows = [{'prompt': f'What is {i} + 1?', 'answer': str(i + 1)} for i in range(12)]\n"
-        "run = GRPO(config='tiny_arithmetic_grpo', data=rows, eval_data=rows[:4], prepare=None,\n"
-        "    rewards=[vowels], model_dir='base/tiny_llama', output_dir='out', num_steps=2,\n"
+        "run = GRPO(config='tiny_arithmetic_grpo', data=rows, eval_data=rows[:4],\n"
+        "    rewards=[vowels], model_dir='tiny_llama', output_dir='out', num_steps=2,\n"
         "    batch_size=4, grpo_samples=4, max_generated_tokens=10, evaluation_samples=2,\n"
         "    evaluation_every_n_steps=None)\n"
         "run.train()\n"
@@ -120,6 +120,7 @@ RUNS: dict[str, Callable[..., None]] = {
 def record(name: str, folder: Path) -> dict[str, Any]:
     """The metrics of a run, and a digest of the last checkpoint's weights."""
     (folder / "golden_rewards.py").write_text(REWARDS)
+    run(tiny_llama.__file__, "tiny_llama", "--steps", 0, cwd=folder)
     RUNS[name](folder=folder)
     left_out = TIMINGS
     if name == "dynamic_sampling":  # which rows share a step depends on the rewards' speed

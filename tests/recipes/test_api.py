@@ -25,7 +25,7 @@ for name, part in (("train", train), ("held_out", held_out)):
     with open(f"{name}.jsonl", "w") as file:
         file.writelines(json.dumps(row) + "\\n" for row in part)
 TINY = dict(
-    config="tiny_arithmetic_grpo", prepare_warmup_steps=0, num_steps=3, batch_size=2,
+    config="tiny_arithmetic_grpo", num_steps=3, batch_size=2, temperature=2.0,
     grpo_samples=4, max_generated_tokens=8, evaluation_samples=1, optimizer={"lr": 0.01},
     dataset_prefill="<think>",
 )

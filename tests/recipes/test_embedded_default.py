@@ -6,7 +6,7 @@ from runs import DISTRIBUTED, RECIPE, metrics, run, tune
 from torchtune_grpo.monitor.record import read
 
 CONFIG = "tiny_arithmetic_grpo"
-QUICK = ["prepare.warmup_steps=0", "num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
+QUICK = ["num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
 QLORA = ["model=torchtune_grpo.models.lora_hf_model", "model.quantize_base=True"]
 
 
@@ -14,7 +14,7 @@ QLORA = ["model=torchtune_grpo.models.lora_hf_model", "model.quantize_base=True"
     ("recipe", "more"), [(RECIPE, []), (DISTRIBUTED, QLORA)], ids=["full", "qlora"]
 )
 def test_runs_from_an_empty_folder(tmp_path, recipe, more):
-    """Under either name; the checkpoint is made on the spot."""
+    """Under either name; the model comes with the package."""
     tune("run", recipe, "--config", CONFIG, *QUICK, "forward_batch_size=64", *more, cwd=tmp_path)
     output = tmp_path / CONFIG
     records = metrics(output)
@@ -37,5 +37,5 @@ def check_what_shows_it(output, cwd):
     assert " problems that it never trained on, it does better on " in page.read_text()
     shown = run("-m", "torchtune_grpo", "evaluate", output, "--show", "2", cwd=cwd).out
     assert shown.count("=== What is") == 2
-    assert shown.count("--- before: wrong") == shown.count("--- after: wrong") == 2
+    assert shown.count("--- before: wrong") == shown.count("--- after: right") == 2
     assert "tiny_llama" in shown and "step_000002" in shown

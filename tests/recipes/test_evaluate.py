@@ -39,7 +39,7 @@ sys.addaudithook(audit)
 """
 DATA = "{_component_: torchtune_grpo.data.RLDataset, source: rows.jsonl"
 QUICK = """
-prepare.warmup_steps=0 num_steps=7 optimizer.lr=5e-3 grpo_samples=2 forward_batch_size=null
+num_steps=7 optimizer.lr=5e-3 grpo_samples=2 forward_batch_size=null
 max_generated_tokens=6 output_dir=out saving.every_n_steps=1 saving.keep_last=1
 evaluation.samples=0 evaluation.every_n_steps=1 evaluation.patience=2 evaluation.reward=planned
 evaluation.keep_best=eval/accuracy ~dataset ~eval_dataset
@@ -147,7 +147,7 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
     change = found["change"]["eval/accuracy"]
     assert (change["difference"], change["p"]) == (0.5, 0.5)  # two won, none lost: 2 / 2^2
     assert re.search(r"accuracy +0\.250 \[.*\] +0\.750 \[.*\] +\+0\.500 \[.*\] p=0.500", said)
-    assert re.findall(r"=== (.*)\n--- before: (.*)\n[^=]*?--- after: (.*)\n", said) == [
+    assert re.findall(r"=== (.*)\n--- before: (.*)\n(?s:.*?)--- after: (.*)\n", said) == [
         ("0 + 1?", "right", "right"),
         ("1 + 1?", "wrong", "right"),
     ]
@@ -170,11 +170,12 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
 def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, tmp_path):
     """Each answer begins with the prefill, hence every strict verdict is known: the gold is 7.
 
-    What the random policy writes behind it makes the last number, which is counted here anew.
+    What is sampled behind it makes the last number, which is counted here anew.
     """
     arguments = [
         *("--base", "--samples", "4", "--by", "level", "--dataset", "num_samples=8"),
         *("--dataset", "prefill='<think>.</think><answer>7</answer>'", "evaluation.reward=null"),
+        "evaluation.temperature=9",  # or nothing is written behind it
         "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right}]",
         "--output",
     ]

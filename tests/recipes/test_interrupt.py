@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
-prepare.warmup_steps=0 num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
+num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
 max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 evaluation.samples=0
 evaluation.every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
 num_minibatches=2 sampler._component_=torchtune_grpo.data.LevelSampler

@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny_llama
 from omegaconf import OmegaConf
-from runs import RECIPE, tune
+from runs import RECIPE, run, tune
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.monitor.findings import BEGINS_AFTER, Watch
@@ -104,7 +105,8 @@ def events(folder: Path) -> list[dict]:
 def start(name: str, folder: Path, *more: str) -> list[dict]:
     overrides, _ = RUNS[name]
     (folder / "provoking.py").write_text(PARTS)
-    common = ["--config", "tiny_arithmetic_grpo", "prepare.warmup_steps=0", "lr_scheduler=null"]
+    run(tiny_llama.__file__, "tiny_llama", "--steps", 0, cwd=folder)
+    common = ["--config", "tiny_arithmetic_grpo", "model_dir=tiny_llama", "lr_scheduler=null"]
     tune("run", RECIPE, *common, "output_dir=out", *overrides, *more, cwd=folder)
     return events(folder / "out")
 

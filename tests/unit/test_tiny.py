@@ -1,26 +1,25 @@
-"""The embedded default's tokenizer is also transformers', and the model is made safely."""
+"""The tiny model: its folder, its tokenizer, and the script that makes its weights anew."""
 
 import multiprocessing
 
 import pytest
 import torch
+from tiny_llama import examples, mean_loss, random_model, teach
 from transformers import AutoTokenizer
 
-from torchtune_grpo import tiny as _warmup
-from torchtune_grpo.models import hf_model, hf_tokenizer
-from torchtune_grpo.tiny import completion_log_probs, make_tiny_checkpoint, prepare, warm_up
-
-VOCAB_SIZE = 448
+from torchtune_grpo.models import hf_tokenizer
+from torchtune_grpo.tiny import prepare
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", warmup_steps=0)
+def folder(tmp_path_factory) -> str:
+    made = tmp_path_factory.mktemp("tiny") / "model"
+    prepare(made)
+    return str(made)
 
 
 def test_tokenizer_round_trips_any_text_and_keeps_digits_apart(folder):
-    tokenizer = hf_tokenizer(str(folder))
-    assert tokenizer.vocab_size == VOCAB_SIZE
+    tokenizer = hf_tokenizer(folder)
     for text in ("12+34=46\n</think>\n<answer>46</answer>", "Größe 漢字 \U0001f600", ""):
         ids = tokenizer.encode(text, add_bos=False, add_eos=False)
         assert tokenizer.decode(ids) == text
@@ -29,48 +28,24 @@ def test_tokenizer_round_trips_any_text_and_keeps_digits_apart(folder):
     assert len(tokenizer.encode(" think", add_bos=False, add_eos=False)) <= 2
 
 
-def test_prepare_keeps_what_is_there_and_refuses_other_settings(tmp_path):
-    prepare(tmp_path / "m", warmup_steps=0, seed=1)
-    before = (tmp_path / "m" / "model.safetensors").stat()
-    prepare(tmp_path / "m", warmup_steps=0, seed=1)
-    assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
-    with pytest.raises(ValueError, match="seed"):
-        prepare(tmp_path / "m", warmup_steps=0, seed=2)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="thesis.tex"):
-        make_tiny_checkpoint(tmp_path / "mine", warmup_steps=0)
-
-
-def prepare_with_one_thread(folder):
-    torch.set_num_threads(1)  # a forked process cannot use its parent's threads
-    prepare(folder, warmup_steps=0)
+def inode(folder):
+    prepare(folder)
     return (folder / "config.json").stat().st_ino
 
 
 def test_several_processes_may_prepare_at_once(tmp_path):
-    """One of them makes the checkpoint, and all find it."""
+    """One of them copies the folder, all find it, and what is there stays."""
+    folders = [tmp_path / str(n // 2) for n in range(40)]
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        files = pool.map(prepare_with_one_thread, [tmp_path / "m"] * 2, chunksize=1)
-    assert files[0] == files[1] == (tmp_path / "m" / "config.json").stat().st_ino
+        found = pool.map(inode, folders, chunksize=1)
+    assert found == [*map(inode, folders)]
 
 
-def test_the_same_seed_gives_the_same_weights(folder, tmp_path):
-    again = make_tiny_checkpoint(tmp_path / "again", warmup_steps=0)
-    other = make_tiny_checkpoint(tmp_path / "other", warmup_steps=0, seed=1)
-    for name, depends in {"model.safetensors": True, "tokenizer.json": False}.items():
-        assert (again / name).read_bytes() == (folder / name).read_bytes()
-        assert ((other / name).read_bytes() != (folder / name).read_bytes()) == depends
-
-
-def test_warm_up_teaches(folder, monkeypatch):
-    """Thirty steps raise the likelihood of worked answers, whatever the machine's speed."""
-    monkeypatch.setattr(_warmup, "NUM_PROBLEMS", 500)
+def test_the_weights_can_be_taught_anew(folder):
+    """Thirty steps make worked answers more likely."""
     torch.manual_seed(0)
-    tokenizer, model = hf_tokenizer(str(folder)), hf_model(str(folder))
-    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
-    answer = tokenizer.encode("2+3=5\n5+4=9</think>", add_bos=False, add_eos=False)
-    example = [(tokenizer.encode("What is 2 + 3 + 4?", add_eos=False), answer)]
-    before = completion_log_probs(model, example)[0].sum()
-    warm_up(model, tokenizer, seed=0, levels=[3], steps=30)
-    assert completion_log_probs(model, example)[0].sum() > before + 10
+    model, by_level = random_model(folder), examples(folder)
+    batch = [row[:2] for row in by_level[-1][:16]]
+    before = mean_loss(model, batch).item()
+    teach(model, by_level, steps=30)
+    assert mean_loss(model, batch).item() < before - 2
