@@ -30,11 +30,15 @@ def make_trajectory(prompts: Sequence[int], responses: Sequence[int]) -> Traject
     )
 
 
-def make_groups(prompts: Sequence[int], responses: Sequence[int]) -> Trajectory:
-    """Like :func:`make_trajectory`, with one prompt length per group and its rows' own prompt."""
+def make_groups(prompts: Sequence[int], responses: Sequence[int], *, shared: int = 0) -> Trajectory:
+    """Like :func:`make_trajectory`, with one prompt length per group and its rows' own prompt.
+
+    All prompts begin with the same ``shared`` tokens.
+    """
     group = len(responses) // len(prompts)
     trajectory = make_trajectory([p for p in prompts for _ in range(group)], responses)
     for row in range(len(responses)):
         first, length = row - row % group, trajectory.prompt_lengths[row]
         trajectory.tokens[row, :length] = trajectory.tokens[first, :length]
+    trajectory.tokens[:, :shared] = trajectory.tokens[0, :shared]
     return trajectory

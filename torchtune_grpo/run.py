@@ -38,9 +38,9 @@ from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.loss import Loss, make_loss
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.device import (
+    choose_threads,
     find_device,
     keep_freed_memory,
-    limit_threads,
     set_seed,
 )
 from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
@@ -248,7 +248,7 @@ class Run:
         check_model(self.cfg)
         if is_cpu:
             keep_freed_memory()
-            limit_threads(self.empty_model)
+            choose_threads(self.empty_model)
 
     def start(self) -> Path | None:
         """Take ``output_dir`` and make all that needs no weights, so that mistakes fail here.
@@ -259,6 +259,8 @@ class Run:
         parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
         set_seed(self.cfg.seed)
         self.join()
+        if self.device.type == "cpu":
+            utils.log_rank_zero(log, f"CPU threads: {torch.get_num_threads()}.")
         checkpoint = None
         if self.cfg.resume_from_checkpoint:
             checkpoint = parallel.on_first_rank(self.checkpoints.to_resume)

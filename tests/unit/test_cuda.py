@@ -6,6 +6,7 @@ a step is taken, is left out.
 """
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +23,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.attention import (
-    Spans,
+    Segments,
     float32_product,
     has_varlen_kernel,
     varlen_attention,
@@ -178,9 +179,15 @@ def test_a_decoding_step_of_llama_1b_launches_few_operations(way: str, most: int
     assert 12 < counts["sampling"].count <= 25, counts["sampling"].names.most_common()
 
 
+def tree(prompt: int, *responses: int) -> list[list[range]]:
+    """The segments of a prompt and of responses of so many tokens."""
+    ends = pairwise(accumulate(responses, initial=prompt))
+    return [[range(prompt)], *([range(prompt), range(*pair)] for pair in ends)]
+
+
 @pytest.mark.parametrize("dtype, dropout", [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
 def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(dtype, dropout, monkeypatch):
-    queries, keys = [5, 3, 0, 1, 1, 4, 1], [5, 8, 0, 6, 1, 9, 3]
+    parts = tree(5, 3, 0, 1, 4)
     stock, masks = F.scaled_dot_product_attention, []
 
     def attend(*args, attn_mask, **options):
@@ -190,9 +197,8 @@ def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(dtype, dropout,
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     with fake_cuda():
-        sizes = [(sum(queries), 4, 16), (sum(keys), 2, 16), (sum(keys), 2, 16)]
-        inputs = [torch.empty(*size, dtype=dtype, device=CUDA) for size in sizes]
-        varlen_attention(*inputs, Spans.of(queries, keys, device=CUDA), dropout=dropout)
+        inputs = [torch.empty(13, heads, 16, dtype=dtype, device=CUDA) for heads in (4, 2, 2)]
+        varlen_attention(*inputs, Segments.of(parts, device=CUDA), dropout=dropout)
     masks = [mask for mask in masks if mask is not None]
     assert [tuple(mask.shape) for mask in masks] == [(3, 8), (4, 9)]
     for mask in masks:
@@ -224,17 +230,16 @@ def test_float32_product_is_not_rounded_to_bf16(device, atol, rtol, into):
 @pytest.mark.parametrize("kv_heads", [pytest.param(n, marks=GPU) for n in (8, 2, 1)])
 def test_varlen_attention_is_its_twin_forward_and_backward(kv_heads):
     """A prompt, and responses to it: of one token, of none, and of lengths that no tile has."""
-    queries, keys = [37, 5, 1, 0, 130, 64], [37, 42, 38, 37, 167, 101]
-    sizes = [(queries, 8), (keys, kv_heads), (keys, kv_heads), (queries, 8)]
+    parts = tree(37, 5, 1, 0, 130, 64)
     *inputs, probe = [
-        torch.randn(sum(n), heads, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        for seed, (n, heads) in enumerate(sizes)
+        torch.randn(237, heads, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed, heads in enumerate((8, kv_heads, kv_heads, 8))
     ]
     results = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         given = [x.to(device, dtype).requires_grad_() for x in inputs]
         assert has_varlen_kernel(given[0]) == (device == "cuda")
-        out = varlen_attention(*given, Spans.of(queries, keys, device=torch.device(device)))
+        out = varlen_attention(*given, Segments.of(parts, device=torch.device(device)))
         gradients = torch.autograd.grad(out, given, probe.to(device, dtype))
         results[device] = [x.float().cpu() for x in (out, *gradients)]
     # bf16 has 8 bits: a relative error of 0.4% in each factor of sums of about unit variance.

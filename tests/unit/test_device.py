@@ -1,5 +1,8 @@
 """A rank's memory, threads and random states, and what it makes of them."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -43,8 +46,31 @@ def test_a_tiny_model_gets_one_thread_unless_the_user_has_chosen(
 ):
     if variable:
         two_threads.setenv(variable, "2")
-    device.limit_threads(nn.Linear(parameters, 1, bias=False, device="meta"))
+    device.choose_threads(nn.Linear(parameters, 1, bias=False, device="meta"))
     assert torch.get_num_threads() == threads
+
+
+def test_waiting_threads_sleep():
+    """While nothing is computed; libgomp's own spinning takes half a second of the CPU here."""
+    work = """
+import time, torch
+from torchtune_grpo.machine.device import choose_threads
+choose_threads(torch.nn.Linear(1000, 1000, bias=False, device="meta"))
+x = torch.zeros(2**20)
+x.add_(1)
+before = time.process_time()
+for _ in range(50):
+    x.add_(1)
+    time.sleep(0.02)
+print(torch.get_num_threads(), time.process_time() - before)
+"""
+    others = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment = others | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", work], env=environment, capture_output=True, text=True
+    )
+    threads, seconds = done.stdout.split()
+    assert threads == "2" and float(seconds) < 0.1, done.stderr
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch):

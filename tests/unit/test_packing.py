@@ -12,9 +12,10 @@ from trajectories import make_groups, make_trajectory
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.machine.attention import Segments
 from torchtune_grpo.training import mini_batches, response_logprobs, trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.packing import Segments, dense_mask
+from torchtune_grpo.training.packing import dense_mask
 from torchtune_grpo.training.policy import build_policy
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
@@ -92,6 +93,17 @@ def test_a_pass_holds_at_most_so_many_rows_and_packs_those_of_a_prompt():
     assert sorted(rows_of(twice, group_size=2, pack=True, rows=2)) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize(
+    ("shared", "tokens"),
+    [(0, (5 + 3 + 2) + (6 + 1 + 4)), (4, 4 + (1 + 3 + 2) + (2 + 1 + 4)), (5, 4 + 6 + 7)],
+)
+def test_what_all_prompts_begin_with_is_there_once(shared, tokens):
+    """But each prompt's last token, which predicts its responses, is its own."""
+    trajectory = make_groups([5, 6], [4, 3, 2, 5], shared=shared)
+    (part,) = micro_batches(trajectory, group_size=2, pack=True, rows=4)
+    assert part.layout.tokens.shape == (1, tokens)
+
+
 @pytest.mark.parametrize("kind", ["llama", "lora_output"])
 @pytest.mark.parametrize("budget", [None, 60])
 def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, kind, budget):
@@ -122,9 +134,11 @@ def test_dense_masks_are_aligned():
 
 def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
     """The output is linear in the values, so that <g, out> = <v, gradient> under one pattern."""
-    segments = Segments.of([[5, 3, 0, 4], [2, 6, 1, 1]], width=12, device=CPU)
+    prompt = range(5)
+    parts = [[prompt], [prompt, range(5, 8)], [prompt, range(8, 8)], [prompt, range(8, 12)]]
+    segments = Segments.of(parts, device=CPU)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, g = (torch.randn(2, 4, 12, 8, generator=generator).requires_grad_() for _ in "qkvg")
+    q, k, v, g = (torch.randn(1, 4, 12, 8, generator=generator).requires_grad_() for _ in "qkvg")
     call = tiny_policy().layers[0].attn._attention_call  # takes every second head's k and v
 
     def attend(dropout: float) -> torch.Tensor:

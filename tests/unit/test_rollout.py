@@ -106,7 +106,7 @@ def greedy_by_full_forward(model, prompt: list[int], limit: int) -> list[int]:
 @functools.cache
 def greedy_case(kind: str):
     """A model, prompts, and its own full forward's response to each."""
-    model, prompts = build_policy(kind), random_prompts([5, 1, 9])
+    model, prompts = build_policy(kind), [[7, 8, 9, *p] for p in random_prompts([5, 1, 9])]
     return model, prompts, [greedy_by_full_forward(model, prompt, 12) for prompt in prompts]
 
 
@@ -119,6 +119,16 @@ def test_greedy_equals_full_forward(kind, engine):
     assert responses(samples) == [response for response in expected for _ in range(2)]
     assert samples.truncated.tolist() == [r[-1] != STOP for r in expected for _ in range(2)]
     assert not model.caches_are_setup()
+
+
+def test_what_all_prompts_begin_with_is_computed_once():
+    model, prompts = build_policy(), random_prompts([5, 1, 9])
+    counts = []
+    model.tok_embeddings.register_forward_hook(lambda *call: counts.append(call[1][0].numel()))
+    for beginning, tokens in (([], 15), ([7, 8, 9], 3 + 15)):
+        sample(native(model), [beginning + prompt for prompt in prompts])
+        assert counts[0] == tokens
+        counts.clear()
 
 
 @pytest.mark.parametrize("engine", ["few_rows", "torchtune"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,43 +24,62 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 @dataclass(frozen=True)
-class Spans:
-    """The parts of sequences that are stored one after another, for :func:`varlen_attention`."""
+class Segments:
+    """Parts of a row of tokens, each of which sees itself, causally, and other parts.
 
-    queries: tuple[int, ...]  # [parts] how many queries each part has; 0 is allowed
-    keys: tuple[int, ...]  # [parts] how many keys, at least as many
+    They form a tree: what several prompts begin with, the rest of each prompt, and its responses.
+    With a dense mask most scores would be hidden ones: of G responses of n tokens to a prompt of P
+    tokens, (P + G * n)^2 instead of G * n * (P + n).
+    """
+
+    queries: tuple[int, ...]  # [parts] how many tokens each part has
+    keys: tuple[int, ...]  # [parts] how many it sees
     query_ends: Tensor  # [parts + 1] int32: 0, and where each part's queries end
     key_ends: Tensor  # [parts + 1] int32
+    seen: Tensor  # [sum of keys] which token of the row each key is
 
     @classmethod
-    def of(cls, queries: Iterable[int], keys: Iterable[int], *, device: torch.device) -> Spans:
-        """Copy the counts and ends to the device, once for many calls."""
-        queries, keys = tuple(queries), tuple(keys)
-        assert all(n <= m for n, m in zip(queries, keys, strict=True)), "a query without a key"
+    def of(cls, parts: Iterable[Sequence[range]], *, device: torch.device) -> Segments:
+        """Build them once for all layers and passes, from the ranges that each part sees.
+
+        A part's own range is its last one; the parts lie one after another. Empty ones are allowed.
+        """
+        parts = [part for part in parts if part[-1]]
+        queries = tuple(len(part[-1]) for part in parts)
+        keys = tuple(sum(map(len, part)) for part in parts)
         query_ends, key_ends = (
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
             for counts in (queries, keys)
         )
-        return cls(queries, keys, query_ends, key_ends)
+        seen = torch.cat([torch.arange(x.start, x.stop) for part in parts for x in part])
+        return cls(queries, keys, query_ends, key_ends, seen.to(device))
+
+
+def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
+    """Number of tokens that all prompts begin with, and that are the last of none."""
+    if len(prompts) < 2:
+        return 0
+    return len(os.path.commonprefix([list(prompt[:-1]) for prompt in prompts]))
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention of each part to its own keys; a part's last query sees all of them.
+    """Causal attention of each segment; its last query sees all of its keys.
 
-    q and the result are [Tq, heads, hd]; k and v are [Tk, kv_heads, hd]. Since Ampere, CUDA has one
-    kernel for all parts in bf16 or fp16. Elsewhere, and with dropout, each part is a call.
+    q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. Since Ampere, CUDA has one
+    kernel for all segments in bf16 or fp16. Elsewhere, and with dropout, each is a call.
     """
+    k, v = (x.index_select(0, segments.seen) for x in (k, v))
     if dropout == 0 and has_varlen_kernel(q):
         call, takes_gqa = _varlen_attn()
         options: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
         if not takes_gqa:
             k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
-        longest = max(spans.queries), max(spans.keys)
-        ends = spans.query_ends, spans.key_ends
+        longest = max(segments.queries), max(segments.keys)
+        ends = segments.query_ends, segments.key_ends
         return call(q, k, v, *ends, *longest, window_size=(-1, 0), **options)
-    return _part_by_part(q, k, v, spans, dropout=dropout)
+    return _part_by_part(q, k, v, segments, dropout=dropout)
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
@@ -89,11 +109,11 @@ def _varlen_attn() -> tuple[Any, bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: float) -> Tensor:
+def _part_by_part(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float) -> Tensor:
     out = []
     # cuDNN plans each new shape for up to a second, and here nearly all are new.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
-        parts = (_split(q, spans.queries), _split(k, spans.keys), _split(v, spans.keys))
+        parts = (_split(q, segments.queries), *(_split(x, segments.keys) for x in (k, v)))
         for q_i, k_i, v_i in zip(*parts, strict=True):
             n, m = q_i.shape[2], k_i.shape[2]
             k_i, v_i = (_for_each_head(x, q.shape[1]) for x in (k_i, v_i))
@@ -101,7 +121,7 @@ def _part_by_part(q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, dropout: flo
             if m > n > 1:  # [n, m] 0 or -inf, where the last query sees all keys
                 mask = q.new_full((n, aligned(m)), -torch.inf).triu_(m - n + 1)[:, :m]
             attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=m == n)
-            out.append(attend(q_i, k_i, v_i, attn_mask=mask) if n else q_i)
+            out.append(attend(q_i, k_i, v_i, attn_mask=mask))
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ _NF4_BITS = 4.5  # with the scales of its blocks
 # Below this many parameters a second thread gains next to nothing, and beside another busy process
 # it makes a step many times as long, because each operation waits for its last thread.
 MANY_PARAMETERS = 1_000_000
+_OPENMP_GRAIN = 2**15  # elements, from which on torch takes one more thread
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
@@ -80,15 +84,39 @@ def only_warnings() -> Iterator[None]:
         log.setLevel(level)
 
 
-def limit_threads(model: nn.Module) -> None:
-    """Let torch use one CPU thread for a small model; it may be on the meta device.
+def choose_threads(model: nn.Module) -> None:
+    """Let torch use one CPU thread for a small model, or all that wait without spinning.
 
-    ``OMP_NUM_THREADS``, which torchrun sets for several ranks, and ``MKL_NUM_THREADS`` overrule it.
+    The model may be on the meta device. ``OMP_NUM_THREADS``, which torchrun sets for several ranks,
+    and ``MKL_NUM_THREADS`` decide instead.
     """
-    if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
-        return
-    if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
-        torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ and "MKL_NUM_THREADS" not in os.environ:
+        if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
+            torch.set_num_threads(1)
+    if torch.get_num_threads() > 1 and sys.platform == "linux":
+        _stop_spinning()
+
+
+@cache
+def _stop_spinning() -> None:
+    """Make OpenMP's threads sleep soon when they wait for each other.
+
+    By default they spin, and take from another busy process, or from each other, the core that the
+    last thread of an operation needs: a step then takes two to four times as long. Only
+    ``OMP_WAIT_POLICY``, read when torch is imported, says otherwise; but with more threads than
+    CPUs libgomp hardly spins. So other threads start teams of their own, which then sleep for ever.
+    """
+
+    def start_team(started: Event) -> None:
+        torch.zeros(threads * _OPENMP_GRAIN).add_(1)
+        started.set()
+        Event().wait()
+
+    threads, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    for _ in range(-(-(cpus + 1 - threads) // (threads - 1))):
+        started = Event()
+        Thread(target=start_team, args=(started,), daemon=True).start()
+        started.wait()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
-from torchtune_grpo.machine.attention import Spans, varlen_attention
+from torchtune_grpo.machine.attention import Segments, shared_beginning, varlen_attention
 from torchtune_grpo.models import HalfRotation, NormFirstAttention
 from torchtune_grpo.rollout.cache import CacheShape, GroupCache, RowLayout
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
@@ -148,11 +148,11 @@ class NativeDecoder:
     ) -> Tensor:
         """Run prompts side by side, without padding, and cache their keys and values in slots.
 
+        What all of them begin with is computed once.
         Returns [prompts, V], the logits of the token behind each prompt, in float32.
         """
-        attention = PromptAttention([len(prompt) for prompt in prompts], slots, cache)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt])
-        h = self._run_layers(tokens.to(self.device), attention)
+        attention = PromptAttention(prompts, slots, cache)
+        h = self._run_layers(attention.tokens, attention)
         return self._unembed(h[attention.ends])
 
     def decode(self, tokens: Tensor, at: RowLayout, cache: GroupCache, *, width: int) -> Tensor:
@@ -225,26 +225,37 @@ def _add(scale: nn.Module, linear: RolloutLinear, h: Tensor, x: Tensor) -> Tenso
 class PromptAttention:
     """Causal attention within prompts that lie side by side; caches their keys and values.
 
-    ``lengths`` are those of the prompts, ``slots`` their places in the cache.
+    What all prompts begin with comes once, before the rest of each. ``slots`` are their places in
+    the cache.
     """
 
-    def __init__(self, lengths: list[int], slots: list[int], cache: GroupCache) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
+    ) -> None:
         device = cache.shape.device
-        parts = list(zip(lengths, slots, strict=True))
-        self._cache = cache
-        self._spans = Spans.of(lengths, lengths, device=device)
-        self._fresh = torch.tensor(slots, device=device)
-        of_tokens = [[slot, token] for length, slot in parts for token in range(length)]
-        self._slots, self.positions = torch.tensor(of_tokens).t().to(device)  # [S] each
-        self.ends = self._spans.query_ends[1:] - 1  # [prompts] each one's last token
+        beginning = range(shared_beginning(prompts))
+        tokens, positions = list(prompts[0][: len(beginning)]), list(beginning)
+        parts: list[list[range]] = [[beginning]]
+        cached: list[list[int]] = []  # slot, position and token of each key and value
+        for prompt, slot in zip(prompts, slots, strict=True):
+            rest = range(len(tokens), len(tokens) + len(prompt) - len(beginning))
+            tokens += prompt[len(beginning) :]
+            positions += range(len(beginning), len(prompt))
+            parts.append([beginning, rest])
+            cached += ([slot, at, token] for at, token in enumerate([*beginning, *rest]))
+        self.tokens, self.positions = torch.tensor([tokens, positions], device=device)  # [S] each
+        self.ends = torch.tensor([rest[-1] for _, rest in parts[1:]], device=device)  # [prompts]
+        self._cache, self._fresh = cache, torch.tensor(slots, device=device)
+        self._slots, self._places, self._of = torch.tensor(cached, device=device).t()
+        self._segments = Segments.of(parts, device=device)
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """[S, q heads + 2 kv heads, hd] of all prompts -> [S, q heads * hd]."""
         q, new = _split(heads, self._cache)
         cached = self._cache.prompts[layer]
         cached.index_fill_(1, self._fresh, 0)  # what is masked has to be finite as well
-        cached[:, self._slots, :, self.positions] = new
-        return varlen_attention(q, new[:, 0], new[:, 1], self._spans).flatten(1)
+        cached[:, self._slots, :, self._places] = new[self._of]
+        return varlen_attention(q, new[:, 0], new[:, 1], self._segments).flatten(1)
 
 
 class GroupAttention:

@@ -1,15 +1,15 @@
-"""Layouts of rows for a forward pass: one row each, or those with the same prompt packed in one.
+"""Layouts of rows for a forward pass: one row each, or groups packed in one.
 
-Packed as ``[prompt, response 1, ..., response G]``, a group's prompt is computed once instead of G
-times, and needs no padding between responses of different lengths. The prompt attends to itself and
-a response to the prompt and itself, causally. Attention by segments never computes the hidden
-scores, and on CUDA is one kernel; compiled layers, which would be compiled anew for each step's
-lengths, take a dense mask.
+Packed as ``[beginning, rest of prompt 1, its responses 1 to G, rest of prompt 2, ...]``, a prompt
+is computed once instead of G times, what all prompts begin with (a system prompt) once, and there
+is no padding. A prompt attends to the beginning and itself, a response to its whole prompt and
+itself, causally. On CUDA that is one kernel. Compiled layers, which would be compiled anew for each
+step's lengths, take each group as a row, padded, and a dense mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from torchtune_grpo.machine.attention import Spans, aligned, has_varlen_kernel, varlen_attention
+from torchtune_grpo.machine.attention import (
+    Segments,
+    aligned,
+    has_varlen_kernel,
+    shared_beginning,
+    varlen_attention,
+)
 from torchtune_grpo.models import NormFirstAttention
 from torchtune_grpo.trajectory import Trajectory
 
@@ -67,38 +73,62 @@ def row_layout(batch: Trajectory) -> Layout:
 
 
 def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
-    """Pack rows with the same prompt; ``packs`` [n] is each one's packed row: 0, ..., 0, 1, ..."""
-    device = batch.tokens.device
-    counts = packs.bincount()  # [b]
-    first = counts.cumsum(0) - counts  # [b] each pack's first row
-    prompts = batch.prompt_lengths[first]  # [b]
-    inputs = response_inputs(batch)  # [n]
-    before = inputs.cumsum(0) - inputs
-    begin = prompts[packs] + before - before[first][packs]  # [n] where each response begins
-    total = int((begin + inputs).max())  # S
-    column = torch.arange(total, device=device).expand(len(first), total).contiguous()  # [b, S]
+    """Put rows with the same prompt behind one copy of it; ``packs`` [n], 0, ..., 0, 1, ...
 
-    # Segment 0 is the prompt, k the k-th response; padding counts to the last one and is not read.
-    starts = torch.full((len(first), int(counts.max())), total, device=device)
-    starts[packs, torch.arange(len(packs), device=device) - first[packs]] = begin
-    segments = torch.searchsorted(starts, column, right=True)  # [b, S]
-    member = first[:, None] + (segments - 1).clamp(min=0)  # [b, S] each token's row
-    after_prompt = prompts[:, None] + column - begin[member]
-    positions = torch.where(segments == 0, column, after_prompt)
-    positions = positions.clamp(max=batch.tokens.shape[1] - 1)
+    All packs lie in one row, what all prompts begin with first; ``dense`` ones in a row each.
+    """
+    device = batch.tokens.device
+    prompts, inputs = batch.prompt_lengths.tolist(), response_inputs(batch).tolist()
+    groups = torch.arange(len(packs)).split(packs.bincount().tolist())
+    heads = [int(rows[0]) for rows in groups]  # [b] each pack's first row
+    shared = 0
+    if not dense:
+        shared = shared_beginning([batch.tokens[n, : prompts[n]].tolist() for n in heads])
+
+    beginning = range(shared)
+    # The row, its position there, the segment's number and the ranges that it sees.
+    parts: list[tuple[int, int, int, tuple[range, ...]]] = [(heads[0], 0, 0, (beginning,))]
+    starts: list[int] = []  # [b] of each pack in the row
+    predicts: list[int] = []  # [n] the token that predicts each response's first one
+    begins: list[int] = []  # [n] of each response
+    end = shared
+    for head, rows in zip(heads, groups, strict=True):
+        starts.append(end)
+        prompt = range(end, end := end + prompts[head] - shared)
+        parts.append((head, shared, 0, (beginning, prompt)))
+        for number, row in enumerate(rows.tolist(), 1):
+            begins.append(end)
+            predicts.append(prompt[-1])
+            response = range(end, end := end + inputs[row])
+            parts.append((row, prompts[row], number, (beginning, prompt, response)))
+    own = [(row, first - seen[-1].start, part, len(seen[-1])) for row, first, part, seen in parts]
+    table = torch.tensor(own, device=device)  # [parts, 4]
+    member, shift, segments = table[:, :3].repeat_interleave(table[:, 3], dim=0).t()  # [S] each
+    place_in_row = torch.arange(end, device=device)
+    positions = place_in_row + shift
     tokens = batch.tokens[member, positions]
 
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
-    read = torch.where(offset == 0, prompts[packs[row]] - 1, begin[row] + offset - 1)
+    begin, before = torch.tensor([begins, predicts], device=device)
+    read = torch.where(offset == 0, before[row], begin[row] + offset - 1)
     targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
-    attention: Segments | Tensor = segments
-    if not dense:
-        parts = zip(prompts.tolist(), inputs.split(counts.tolist()), strict=True)
-        sizes = [[prompt, *part.tolist()] for prompt, part in parts]
-        attention = Segments.of(sizes, width=total, device=device)
     mask = batch.response_mask
     place = row * mask.shape[1] + offset
-    return Layout(tokens, positions, attention, packs[row], read, targets, mask, place)
+    if not dense:
+        attention = Segments.of((seen for *_, seen in parts), device=device)
+        where = torch.zeros_like(row), read
+        return Layout(tokens[None], positions[None], attention, *where, targets, mask, place)
+
+    start = torch.tensor(starts, device=device)
+    pack = torch.searchsorted(start, place_in_row, right=True) - 1  # [S]
+    column = place_in_row - start[pack]
+
+    def padded(x: Tensor, padding: int) -> Tensor:  # [b, most columns]
+        rows = x.new_full((len(starts), int(column.max()) + 1), padding)
+        return rows.index_put((pack, column), x)
+
+    inputs_of_model = padded(tokens, 0), padded(positions, 0), padded(segments, -1)
+    return Layout(*inputs_of_model, packs[row], read - start[packs[row]], targets, mask, place)
 
 
 def empty_layout(batch: Trajectory) -> Layout:
@@ -123,33 +153,6 @@ def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     b, width = segments.shape
     mask = torch.zeros(b, width, aligned(width), dtype=dtype, device=segments.device)
     return mask[:, :, :width].masked_fill_(hidden, -torch.inf)
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The parts of b packed rows of S tokens, passed as the mask of torchtune's modules.
-
-    With a dense mask most of the S * S scores are hidden: with G responses of n tokens to a prompt
-    of P, S is P + G * n, but only G * n * (P + n) are used.
-    """
-
-    # The prompt, each response behind the prompt's keys, and the padding, of all packed rows.
-    spans: Spans
-    keys: Tensor  # [Tk] which of the rows' b * S tokens each key is
-
-    @classmethod
-    def of(cls, sizes: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Segments:
-        """Build them once for all layers and passes, from [P, n_1, ..., n_G] of each packed row."""
-        parts: list[tuple[Tensor, Tensor]] = []  # the keys before the queries, and their own
-        for row, (prompt, *responses) in enumerate(sizes):
-            tokens = torch.arange(row * width, (row + 1) * width)
-            counts = [prompt, *responses, width - prompt - sum(responses)]
-            shared, *own, rest = tokens.split(counts)
-            parts += [(shared[:0], shared), *((shared, part) for part in own), (rest[:0], rest)]
-        parts = [(before, own) for before, own in parts if len(own)]
-        queries = [len(own) for _, own in parts]
-        keys = [torch.cat(part) for part in parts]
-        return cls(Spans.of(queries, map(len, keys), device=device), torch.cat(keys).to(device))
 
 
 def attend_in_segments(model: TransformerDecoder) -> None:
@@ -203,12 +206,6 @@ def _attend(
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of the prompt to itself, and of each response to the prompt and itself.
-
-    q and the result are [b, heads, S, hd]; k and v are [b, kv_heads, S, hd].
-    """
-    b, _, width, _ = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    k, v = (x.index_select(0, segments.keys) for x in (k, v))
-    out = varlen_attention(q, k, v, segments.spans, dropout=dropout)
-    return out.unflatten(0, (b, width)).transpose(1, 2)
+    """:func:`varlen_attention` of q [1, heads, S, hd] to k and v [1, kv_heads, S, hd]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attention(q, k, v, segments, dropout=dropout).transpose(0, 1)[None]
