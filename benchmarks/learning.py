@@ -1,0 +1,121 @@
+"""Trains a config with several settings and seeds, and says how far each one gets.
+
+    python benchmarks/learning.py --vary optimizer.lr=1e-4,4e-4,1e-3 --vary model.lora_rank=1,8,32
+    python benchmarks/learning.py --config tiny_arithmetic_grpo --presets --seeds 0
+    python benchmarks/learning.py --vary full optimizer.lr=2e-5
+
+Settings are multiplied with each other and with the seeds. ``full`` instead of a key trains all
+weights; ``--presets`` are those of docs/objectives.md. Every run uses one thread, and keeps its
+record in a folder of its own below ``--work``, so that a second call continues where the first one
+was stopped.
+
+Prints one JSON line: per run the held-out pass@1 and pass@k of each evaluation, the samples until
+pass@1 reached ``--goal``, the clipped share of tokens, the findings, and the CPU seconds of all.
+"""
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+from common import report, tune_run
+
+from torchtune_grpo.monitor.record import RunRecord
+
+PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
+CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
+LORA = ("adapter_dir", "lora_attn_modules", "apply_lora_to_mlp", "lora_rank", "lora_alpha")
+LORA += ("lora_dropout", "use_dora", "quantize_base")
+FULL = ["model._component_=torchtune_grpo.models.hf_model", *(f"~model.{key}" for key in LORA)]
+
+
+def presets() -> list[list[str]]:
+    """The keys of each YAML block of the page, as on tune's command line, behind its name."""
+    blocks = re.findall(r"```yaml\n# ([^:]+):.*\n((?:.|\n)*?)```", PAGE.read_text())
+    return [[f"# {name}", *overrides(yaml.safe_load(text))] for name, text in blocks]
+
+
+def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of a nested config with dots."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from overrides(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={value}"
+
+
+def choices(text: str) -> list[list[str]]:
+    """``key=a,b`` as the overrides of each choice."""
+    if text == "full":
+        return [["# full", *FULL]]
+    key, _, values = text.partition("=")
+    return [[f"{key}={value}"] for value in values.split(",")]
+
+
+def train(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
+    """One run, unless its folder holds it already."""
+    done = folder / "cpu_seconds.json"
+    if not done.exists():
+        given = [key for key in keys if not key.startswith("#")]
+        usage = tune_run(config, folder, [*given, "saving.adapter_weights_only=True"], threads=1)
+        for checkpoint in folder.glob("step_*"):
+            shutil.rmtree(checkpoint)
+        done.write_text(json.dumps(round(usage.ru_utime + usage.ru_stime)))
+    return {"CPU seconds": json.loads(done.read_text())} | curves(RunRecord.read(folder))
+
+
+def curves(run: RunRecord, *, goal: float = 0.9) -> dict[str, Any]:
+    """What a record says of learning."""
+    samples = run.config["batch_size"] * run.config["grpo_samples"]
+    steps = [event["step"] for event in run.evaluations]
+    metrics = {
+        name.removeprefix("eval/"): [round(event[name], 3) for event in run.evaluations]
+        for name in run.evaluations[0]
+        if name.startswith("eval/pass@")
+    }
+    reached = (n for n, value in zip(steps, metrics["pass@1"], strict=True) if value >= goal)
+    clipped = [step[name] for step in run.steps for name in CLIPPED if name in step]
+    return {
+        "steps": steps,
+        **metrics,
+        f"samples to {goal}": samples * step if (step := next(reached, None)) else None,
+        "clipped": round(mean(clipped or [0.0]), 4),
+        "findings": [event["name"] for event in run.findings if event["event"] == "begins"],
+    }
+
+
+def main() -> None:
+    """Trains all combinations, as many at once as there are jobs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="smollm2_135M_grpo")
+    parser.add_argument("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE")
+    parser.add_argument("--presets", action="store_true", help="each of them")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/torchtune-grpo-learning"))
+    parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
+    args = parser.parse_intermixed_args()
+    axes = [[[f"seed={seed}"] for seed in args.seeds], *map(choices, args.vary)]
+    settings = product(*axes, presets() if args.presets else [[]])
+
+    def run(parts: tuple[list[str], ...]) -> dict[str, Any]:
+        keys = [*args.overrides, *(key for part in parts for key in part)]
+        name = " ".join(part[0] for part in parts if part)
+        words = " ".join([args.config, *args.overrides, name])
+        folder = args.work / re.sub(r"[^\w.=-]+", "_", words)
+        return {"run": name} | train(args.config, keys, folder)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = list(pool.map(run, settings))
+    report("learning", args, runs=runs)
+
+
+if __name__ == "__main__":
+    main()

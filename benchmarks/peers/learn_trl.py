@@ -1,0 +1,128 @@
+"""The demo's run with TRL's ``GRPOTrainer``: the same folder, prompts, reward and batch.
+
+    python benchmarks/peers/learn_trl.py --steps 8 16 --lr 4e-4 --seeds 0 1 2
+    python benchmarks/learning.py grpo_samples=4 num_steps=16 evaluation.every_n_steps=8
+
+Both train LoRA of rank 32 and alpha 64 on all linear layers with a constant rate, 16 prompts and 4
+samples a step, no KL term, in float32 on one thread. TRL's adapters are scored by ``torchtune-grpo
+evaluate``, on the same held-out questions. Prints one JSON line: per seed pass@1 after the given
+steps, and the CPU seconds of the process until then, imports included.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import BIN, apart, report, run  # noqa: E402
+
+from torchtune_grpo.config.check import instantiate, read_config  # noqa: E402
+from torchtune_grpo.config.command_line import load_config  # noqa: E402
+from torchtune_grpo.data import RLDataset  # noqa: E402
+from torchtune_grpo.rewards import math_correctness_reward  # noqa: E402
+
+CONFIG = "smollm2_135M_grpo"
+
+
+def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
+    """CPU seconds of this process after each number of steps; the adapters lie in the folder."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    cfg = read_config(load_config(CONFIG, [f"seed={seed}"]))
+    own_tokenizer = instantiate("tokenizer", cfg.tokenizer)
+    data: RLDataset = instantiate("dataset", cfg.dataset, own_tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model_dir)
+    rows = [data[i] for i in range(len(data))]
+    prompts = [tokenizer.decode(row["tokens"]) for row in rows]
+    assert tokenizer(prompts).input_ids == [list(row["tokens"]) for row in rows]
+
+    def correctness(prompts, completions, answer, **columns) -> list[float]:
+        said = [data.prefill + text for text in completions]
+        return math_correctness_reward(prompts, said, answer=answer)
+
+    seconds: dict[int, float] = {}
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, options, state, control, **more) -> None:
+            if state.global_step in args.steps:
+                seconds[state.global_step] = round(time.process_time(), 1)
+                trainer.save_model(f"{folder}/{state.global_step}")
+
+    trainer = GRPOTrainer(
+        model=cfg.model_dir,
+        reward_funcs=correctness,
+        args=GRPOConfig(
+            output_dir=folder,
+            model_init_kwargs={"dtype": "float32"},
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=seed,
+            max_steps=max(args.steps),
+            per_device_train_batch_size=args.rows,
+            gradient_accumulation_steps=cfg.batch_size * args.samples // args.rows,
+            activation_checkpointing=False,
+            num_generations=args.samples,
+            max_completion_length=cfg.max_generated_tokens,
+            beta=0.0,
+            loss_type="grpo",
+            optim="adamw_torch",
+            learning_rate=args.lr,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+        ),
+        train_dataset=Dataset.from_dict(
+            {"prompt": prompts, "answer": [row["columns"]["answer"] for row in rows]}
+        ),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return seconds
+
+
+def score(adapter: Path) -> float:
+    """Held-out pass@1 of an adapter."""
+    output = adapter / "evaluation.json"
+    which = [CONFIG, "--base", f"adapter_dir={adapter}", "--output", output]
+    run([BIN / "torchtune-grpo", "evaluate", *which], threads=1)
+    graders = json.loads(output.read_text())["groups"]["all"]["graders"]
+    return round(graders["correctness"]["before"]["eval/pass@1"], 3)
+
+
+def learn(seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A seed's scores and CPU seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = apart(train, seed, args, folder, HF_HUB_OFFLINE="1")
+        scores = {step: score(Path(folder, str(step))) for step in args.steps}
+    return {"seed": seed, "pass@1": scores, "CPU seconds": seconds}
+
+
+def main() -> None:
+    """Trains with each seed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--samples", type=int, default=4, help="in a group")
+    parser.add_argument("--rows", type=int, default=16, help="of TRL's micro-batches")
+    args = parser.parse_args()
+    report("learn_trl", args, runs=[learn(seed, args) for seed in args.seeds])
+
+
+if __name__ == "__main__":
+    main()
