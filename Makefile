@@ -21,7 +21,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal
 
-test: $(STAMP)
+# Its tests are skipped where it cannot be built.
+$(VENV)/.reasoning-gym: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[reasoning-gym]" \
+	|| echo "Without reasoning-gym, which needs a C compiler."
+	@touch $@
+
+test: $(VENV)/.reasoning-gym
 	$(PYTEST)
 
 # What starts no `tune` process, and neither forks nor kills others for long.

@@ -1,8 +1,19 @@
 """Rewards of a user's own, through the real ``tune`` command."""
 
+import pytest
 import yaml
 from processes import processes_with
-from runs import NO_EVALUATION, completions, copy_recipe, metrics, run_tiny, tiny_overrides, tune
+from runs import (
+    NO_EVALUATION,
+    RECIPE,
+    completions,
+    copy_recipe,
+    metrics,
+    run_tiny,
+    steps_of,
+    tiny_overrides,
+    tune,
+)
 
 CONFIG = "llama3_2_1B_lora_grpo"
 REWARDS = '''
@@ -68,3 +79,19 @@ def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path):
     wrong = "the reward 'correctness' can score no answer to 12 of 12 rows"
     assert f"{key}: {wrong} (counted from 0): row 0: answer='0 + 2 =" in said
     assert "torchtune_grpo.data.gsm8k_dataset" in said
+
+
+GYM = """
+--config tiny_arithmetic_grpo output_dir=out num_steps=2 batch_size=2 grpo_samples=2
+max_generated_tokens=12 eval_dataset=null evaluation.every_n_steps=null ~dataset.levels ~rewards.1
+dataset._component_=torchtune_grpo.data.reasoning_gym_dataset dataset.task=leg_counting
+dataset.settings.max_instances=2 dataset.num_samples=8
+rewards.0._component_=torchtune_grpo.rewards.ReasoningGymReward
+"""
+
+
+def test_a_task_of_reasoning_gym(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    tune("run", RECIPE, *GYM.split(), cwd=tmp_path)
+    assert [step["rewards/correctness/errors"] for step in steps_of(tmp_path / "out")] == [0.0, 0.0]
+    assert "legs" in completions(tmp_path / "out")[0]["prompt"]

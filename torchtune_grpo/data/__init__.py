@@ -7,6 +7,7 @@ from torchtune_grpo.data.presets import (
     gsm8k_dataset,
     humaneval_dataset,
     number_dataset,
+    reasoning_gym_dataset,
 )
 from torchtune_grpo.data.samplers import (
     LevelSampler,
@@ -30,4 +31,5 @@ __all__ = [
     "make_sampler",
     "number_dataset",
     "prompts_of_rank",
+    "reasoning_gym_dataset",
 ]

@@ -1,15 +1,17 @@
-"""Data sets with a name: arithmetic and numbers made on the spot, GSM8K and HumanEval."""
+"""Data sets with a name: GSM8K, HumanEval, and what is made on the spot."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import math
 import operator
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, Literal
@@ -296,17 +298,62 @@ def number_dataset(
     """
     question, sign, count, numbers, answer = _TASKS[task]
     rng = random.Random(f"{seed}/{split}/{task}")
-    rows: dict[str, dict[str, str]] = {}
-    for _ in range(200 * num_samples):
+    drawn = (rng.choices(numbers, k=count) for _ in range(200 * num_samples))
+    questions = ((each, question.format(sign.join(map(str, each)))) for each in drawn)
+    rows = ((sorted(n), {"question": text, "answer": str(answer(n))}) for n, text in questions)
+    different = _different(rows, task=task, split=split, num_samples=num_samples)
+    return RLDataset(tokenizer, rows=different, prompt_column="question", **options)
+
+
+def _different(
+    drawn: Iterable[tuple[list[Any], dict[str, Any]]], *, task: str, split: Split, num_samples: int
+) -> list[dict[str, Any]]:
+    """Take the first rows of a split, given with what decides it, whose questions differ."""
+    rows: dict[str, dict[str, Any]] = {}
+    for canonical, row in drawn:
+        if _split_of(canonical) == split:
+            rows[row["question"]] = row
         if len(rows) == num_samples:
-            break
-        drawn = rng.choices(numbers, k=count)
-        if _split_of(sorted(drawn)) == split:
-            text = question.format(sign.join(map(str, drawn)))
-            rows[text] = {"question": text, "answer": str(answer(drawn))}
-    else:
-        raise ValueError(
-            f"num_samples={num_samples}: task={task} has only {len(rows)} questions in the split "
-            f"{split}; lower it."
-        )
-    return RLDataset(tokenizer, rows=rows.values(), prompt_column="question", **options)
+            return [*rows.values()]
+    raise ValueError(
+        f"num_samples={num_samples}: task={task} has only {len(rows)} questions in the split "
+        f"{split}; lower it."
+    )
+
+
+# Their questions change with Python's hash seed or its global random numbers: from rank to rank.
+_CHANGING = "codeio intermediate_integration isomorphic_strings knight_swap list_functions "
+_CHANGING += "polynomial_multiplication ransom_note word_ladder"
+
+
+@_shows_options
+def reasoning_gym_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    task: str,
+    split: Split,
+    num_samples: int,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> RLDataset:
+    """A task of reasoning-gym (arXiv:2505.24760) with its own ``settings``.
+
+    The columns are ``question``, ``answer`` (None where many are right), ``metadata``, and
+    ``entry`` for ``ReasoningGymReward``. All questions differ, and no words of one, in whatever
+    order, are in both splits.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ValueError(f"task={task}: needs: pip install 'reasoning-gym<0.2'") from error
+    known = DATASETS.keys() - _CHANGING.split()
+    if task not in known:
+        near = ", ".join(get_close_matches(task, sorted(known), cutoff=0))
+        raise ValueError(f"task={task}: not among reasoning-gym's stable ones, as {near} are.")
+    made = create_dataset(task, seed=seed, size=50 * num_samples, **(settings or {}))
+    of_task = {"task": task, "settings": json.dumps(settings or {})}
+    signs = re.compile(r"\w+|\S")  # words, and each other character
+    rows = ((sorted(signs.findall(e["question"])), {**e, "entry": e | of_task}) for e in made)
+    different = _different(rows, task=task, split=split, num_samples=num_samples)
+    return RLDataset(tokenizer, rows=different, prompt_column="question", **options)

@@ -13,6 +13,7 @@ from torchtune_grpo.rewards.math import (
     math_format_holds,
     math_format_reward,
 )
+from torchtune_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.score import RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards.shaping import (
@@ -28,6 +29,7 @@ __all__ = [
     "CodeReward",
     "CosineLengthReward",
     "OverlongPenalty",
+    "ReasoningGymReward",
     "RepetitionPenalty",
     "Reward",
     "RewardFailure",
