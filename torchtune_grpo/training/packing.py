@@ -207,5 +207,5 @@ def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, dropout: float = 0.0
 ) -> Tensor:
     """:func:`varlen_attention` of q [1, heads, S, hd] to k and v [1, kv_heads, S, hd]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
     return varlen_attention(q, k, v, segments, dropout=dropout).transpose(0, 1)[None]
