@@ -83,7 +83,8 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
     heads = [int(rows[0]) for rows in groups]  # [b] each pack's first row
     shared = 0
     if not dense:
-        shared = shared_beginning([batch.tokens[n, : prompts[n]].tolist() for n in heads])
+        tokens_of = zip(heads, batch.tokens[heads].tolist(), strict=True)
+        shared = shared_beginning([tokens[: prompts[row]] for row, tokens in tokens_of])
 
     beginning = range(shared)
     # The row, its position there, the segment's number and the ranges that it sees.
