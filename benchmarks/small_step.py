@@ -1,11 +1,11 @@
 """A step of the demo's shape: what its time goes into, and how it shares the cores.
 
     python benchmarks/small_step.py
-    python benchmarks/small_step.py --busy 0 1 --threads one spinning sleeping
+    python benchmarks/small_step.py --busy 0 1 --threads one spinning adaptive
 
 SmolLM2 135M's shape with random weights and LoRA of rank 32, in float32: 16 prompts of 57 tokens,
 of which the first 33 are the same, and 8 responses of 4 to 9 tokens to each. ``threads`` is one,
-or two as torch has them (``spinning``), or as a run has them (``sleeping``), beside some ``busy``
+or two as torch has them (``spinning``), or as a run has them (``adaptive``), beside some ``busy``
 processes. ``shared`` prompts are those; the others have no tokens in common.
 
 Prints one JSON line: for each way the least seconds of a rollout and an update, and the share of
@@ -67,7 +67,7 @@ def step(name: str, way: str, busy: int, shared: bool, repeats: int) -> dict[str
     """Seconds of a rollout and an update, and the operations of their products."""
     keep_freed_memory()
     model = random_policy(SHAPE, rank=32).train()
-    if way == "sleeping":
+    if way == "adaptive":
         choose_threads(model)
     else:
         torch.set_num_threads(1 if way == "one" else 2)

@@ -50,25 +50,27 @@ def test_a_tiny_model_gets_one_thread_unless_the_user_has_chosen(
     assert torch.get_num_threads() == threads
 
 
-def test_waiting_threads_sleep():
+def test_waiting_threads_sleep_beside_a_busy_process():
     """While nothing is computed; libgomp's own spinning takes half a second of the CPU here."""
     work = """
-import time, torch
+import subprocess, sys, time, torch
 from torchtune_grpo.machine.device import choose_threads
 choose_threads(torch.nn.Linear(1000, 1000, bias=False, device="meta"))
 x = torch.zeros(2**20)
 x.add_(1)
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+time.sleep(2)
 before = time.process_time()
 for _ in range(50):
     x.add_(1)
     time.sleep(0.02)
 print(torch.get_num_threads(), time.process_time() - before)
+other.kill()
 """
     others = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment = others | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", work], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", work]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     threads, seconds = done.stdout.split()
     assert threads == "2" and float(seconds) < 0.1, done.stderr
 

@@ -6,8 +6,9 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
@@ -26,6 +27,8 @@ _NF4_BITS = 4.5  # with the scales of its blocks
 # it makes a step many times as long, because each operation waits for its last thread.
 MANY_PARAMETERS = 1_000_000
 _OPENMP_GRAIN = 2**15  # elements, from which on torch takes one more thread
+_LOOK_SECONDS = 0.5
+_BUSY_SHARE = 0.2  # of one CPU that others take
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
@@ -85,7 +88,7 @@ def only_warnings() -> Iterator[None]:
 
 
 def choose_threads(model: nn.Module) -> None:
-    """Let torch use one CPU thread for a small model, or all that wait without spinning.
+    """Let torch use one CPU thread for a small model, or all as long as others leave them the CPUs.
 
     The model may be on the meta device. ``OMP_NUM_THREADS``, which torchrun sets for several ranks,
     and ``MKL_NUM_THREADS`` decide instead.
@@ -94,29 +97,53 @@ def choose_threads(model: nn.Module) -> None:
         if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
             torch.set_num_threads(1)
     if torch.get_num_threads() > 1 and sys.platform == "linux":
-        _stop_spinning()
+        _spin_only_alone()
 
 
 @cache
-def _stop_spinning() -> None:
-    """Make OpenMP's threads sleep soon when they wait for each other.
+def _spin_only_alone() -> None:
+    """Make OpenMP's threads sleep when they wait for each other beside busy processes.
 
-    By default they spin, and take from another busy process, or from each other, the core that the
-    last thread of an operation needs: a step then takes two to four times as long. Only
-    ``OMP_WAIT_POLICY``, read when torch is imported, says otherwise; but with more threads than
-    CPUs libgomp hardly spins. So other threads start teams of their own, which then sleep for ever.
+    By default they spin, which is fastest on idle CPUs; but beside another busy process they take
+    from each other the CPU that the last thread of an operation needs, and a step takes twice as
+    long or more. The number of threads stays the same, as results depend on it.
     """
+    Thread(target=_watch_others, args=(torch.get_num_threads(),), daemon=True).start()
 
-    def start_team(started: Event) -> None:
-        torch.zeros(threads * _OPENMP_GRAIN).add_(1)
-        started.set()
-        Event().wait()
 
-    threads, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    for _ in range(-(-(cpus + 1 - threads) // (threads - 1))):
-        started = Event()
-        Thread(target=start_team, args=(started,), daemon=True).start()
-        started.wait()
+def _watch_others(threads: int) -> None:
+    cpus = os.sched_getaffinity(0)
+    wake: Event | None = None  # ends the sleeping teams
+    busy, own = _busy_seconds(cpus), time.process_time()
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        before = busy, own
+        busy, own = _busy_seconds(cpus), time.process_time()
+        others = busy - before[0] - (own - before[1])
+        if wake is None and others > _BUSY_SHARE * _LOOK_SECONDS:
+            wake = Event()
+            for _ in range(-(-(len(cpus) + 1 - threads) // (threads - 1))):
+                Thread(target=_sleeping_team, args=(threads, wake), daemon=True).start()
+        elif wake is not None and others <= _BUSY_SHARE * _LOOK_SECONDS:
+            wake.set()
+            wake = None
+
+
+def _sleeping_team(threads: int, wake: Event) -> None:
+    """With more threads than CPUs, libgomp's hardly spin: so here are some that do nothing."""
+    torch.zeros(threads * _OPENMP_GRAIN).add_(1)
+    wake.wait()
+
+
+def _busy_seconds(cpus: Container[int]) -> float:
+    """What all processes have had of some CPUs; 0 where the system does not say."""
+    ticks = 0
+    with suppress(OSError, ValueError), open("/proc/stat") as file:
+        for line in file:
+            name, *counts = line.split()
+            if name.startswith("cpu") and name != "cpu" and int(name[3:]) in cpus:
+                ticks += sum(map(int, counts[:3]))  # user, nice, system
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def free_bytes(device: torch.device) -> int:
