@@ -23,8 +23,7 @@ from tqdm.auto import tqdm
 from torchtune_grpo.machine.parallel import rank
 
 _NF4_BITS = 4.5  # with the scales of its blocks
-# Below this many parameters a second thread gains next to nothing, and beside another busy process
-# it makes a step many times as long, because each operation waits for its last thread.
+# Below this many parameters a second thread gains next to nothing.
 MANY_PARAMETERS = 1_000_000
 _OPENMP_GRAIN = 2**15  # elements, from which on torch takes one more thread
 _LOOK_SECONDS = 0.5
