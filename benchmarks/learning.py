@@ -78,7 +78,7 @@ def curves(run: RunRecord, *, goal: float = 0.9) -> dict[str, Any]:
     metrics = {
         name.removeprefix("eval/"): [round(event[name], 3) for event in run.evaluations]
         for name in run.evaluations[0]
-        if name.startswith("eval/pass@")
+        if re.fullmatch(r"eval/pass@\d+", name)
     }
     reached = (n for n, value in zip(steps, metrics["pass@1"], strict=True) if value >= goal)
     clipped = [step[name] for step in run.steps for name in CLIPPED if name in step]
