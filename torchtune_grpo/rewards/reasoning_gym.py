@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from torchtune_grpo.rewards.math import located_answers
-from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
+from torchtune_grpo.rewards.workers import FunctionWorker, function_pool
 
 
 class ReasoningGymReward:
@@ -22,11 +19,8 @@ class ReasoningGymReward:
     __name__ = "reasoning_gym_reward"
 
     def __init__(self, *, partial: bool = False, timeout: float = 5.0, workers: int = 2) -> None:
-        if timeout <= 0 or workers < 1:
-            raise ValueError(f"timeout is {timeout} and workers {workers}; give more than 0")
-        path = "torchtune_grpo.rewards.reasoning_gym.scorer"
-        made = [FunctionWorker(path, makes=True, timeout=timeout) for _ in range(workers)]
-        self._pool = WorkerPool(made)
+        path = "torchtune_grpo.sandbox.worker.task_scorer"
+        self._pool = function_pool(path, timeout=timeout, workers=workers)
         self._partial, self.close = partial, self._pool.close
         self.decides = not partial  # in part, wrong answers may score nearly 1
 
@@ -46,11 +40,3 @@ def _score(worker: FunctionWorker, row: tuple[str, dict[str, Any]]) -> float:
         return 0.0 if others else float(worker(answer=given, entry=entry))
     except (RuntimeError, TimeoutError):
         return 0.0
-
-
-def scorer() -> Callable[..., float]:
-    """Make the function that a worker calls; the import is not part of a call's time."""
-    from reasoning_gym import create_dataset
-
-    made = cache(lambda task, settings: create_dataset(task, **json.loads(settings)))
-    return lambda answer, entry: made(entry["task"], entry["settings"]).score_answer(answer, entry)

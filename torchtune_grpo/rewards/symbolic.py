@@ -14,7 +14,7 @@ from torchtune_grpo.rewards.math import (
     stated_answer,
     stated_value,
 )
-from torchtune_grpo.rewards.workers import FunctionWorker, WorkerLost, WorkerPool
+from torchtune_grpo.rewards.workers import FunctionWorker, WorkerLost, function_pool
 
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
@@ -42,12 +42,8 @@ class SymbolicMathReward:
     def __init__(self, *, timeout: float = 5.0, workers: int = 2) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("SymbolicMathReward needs: pip install 'math-verify<0.10'")
-        if timeout <= 0 or workers < 1:
-            raise ValueError(f"timeout is {timeout} and workers {workers}; give more than 0")
         path = "torchtune_grpo.sandbox.worker.expression_comparer"
-        self._pool = WorkerPool(
-            [FunctionWorker(path, makes=True, timeout=timeout) for _ in range(workers)]
-        )
+        self._pool = function_pool(path, timeout=timeout, workers=workers)
 
     def __call__(
         self, prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any

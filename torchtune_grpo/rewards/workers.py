@@ -88,6 +88,13 @@ class WorkerPool(Generic[W]):
             worker.close()
 
 
+def function_pool(path: str, *, timeout: float, workers: int) -> WorkerPool[FunctionWorker]:
+    """A pool for the function that ``path`` makes; both numbers have to be above 0."""
+    if timeout <= 0 or workers < 1:
+        raise ValueError(f"timeout is {timeout} and workers {workers}; give more than 0")
+    return WorkerPool([FunctionWorker(path, makes=True, timeout=timeout) for _ in range(workers)])
+
+
 class FunctionWorker:
     """Calls a function in a process of its own, with a time limit per call.
 

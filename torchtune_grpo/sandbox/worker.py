@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
@@ -105,3 +105,11 @@ def expression_comparer() -> Callable[[str, str], bool | None]:
         return bool(found and verify(expected, found, timeout_seconds=None))
 
     return equal
+
+
+def task_scorer() -> Callable[[str, dict[str, Any]], float]:
+    """Make a function that scores an answer to an entry of ``reasoning_gym_dataset``."""
+    from reasoning_gym import create_dataset
+
+    made = cache(lambda task, settings: create_dataset(task, **json.loads(settings)))
+    return lambda answer, entry: made(entry["task"], entry["settings"]).score_answer(answer, entry)
