@@ -39,6 +39,15 @@ SHAPE_S = dict(
     intermediate_dim=1536,
     max_seq_len=4096,
 )
+SMOLLM2 = dict(
+    vocab_size=49_152,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    embed_dim=576,
+    intermediate_dim=1536,
+    max_seq_len=2048,
+)
 LLAMA_1B = dict(
     vocab_size=128_256,
     num_layers=16,

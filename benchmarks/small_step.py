@@ -1,6 +1,6 @@
 """A step of the demo's shape: what its time goes into, and how it shares the cores.
 
-    python benchmarks/small_step.py
+    python benchmarks/small_step.py --prompts shared own
     python benchmarks/small_step.py --busy 0 1 --threads one spinning adaptive
 
 SmolLM2 135M's shape with random weights and LoRA of rank 32, in float32: 16 prompts of 57 tokens,
@@ -17,10 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 from common import (
+    SMOLLM2,
     apart,
     loss_of,
     random_policy,
@@ -36,15 +38,6 @@ from torchtune_grpo.machine.device import choose_threads, keep_freed_memory
 from torchtune_grpo.rollout import RolloutConfig, make_engine
 from torchtune_grpo.training.mini_batches import micro_batches
 
-SHAPE = dict(
-    vocab_size=49_152,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    embed_dim=576,
-    intermediate_dim=1536,
-    max_seq_len=2048,
-)
 PROMPTS, GROUP, PROMPT, SHARED, LONGEST = 16, 8, 57, 33, 9
 
 
@@ -63,20 +56,20 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def step(name: str, way: str, busy: int, shared: bool, repeats: int) -> dict[str, float]:
+def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[str, float]:
     """Seconds of a rollout and an update, and the operations of their products."""
     keep_freed_memory()
-    model = random_policy(SHAPE, rank=32).train()
-    if way == "adaptive":
+    model = random_policy(SMOLLM2, rank=32).train()
+    if threads == "adaptive":
         choose_threads(model)
     else:
-        torch.set_num_threads(1 if way == "one" else 2)
-    same = SHARED if shared else 0
-    prompts = random_prompts([PROMPT] * PROMPTS, SHAPE["vocab_size"])
+        torch.set_num_threads(1 if threads == "one" else 2)
+    same, vocab = SHARED if kind == "shared" else 0, SMOLLM2["vocab_size"]
+    prompts = random_prompts([PROMPT] * PROMPTS, vocab)
     prompts.tokens[:] = [prompts.tokens[0][:same] + tokens[same:] for tokens in prompts.tokens]
     request = request_of(prompts, new_tokens=LONGEST, group=GROUP)
     rows = random_rows(
-        vocab=SHAPE["vocab_size"],
+        vocab=vocab,
         prompt=PROMPT,
         shortest=4,
         longest=LONGEST,
@@ -111,24 +104,23 @@ def step(name: str, way: str, busy: int, shared: bool, repeats: int) -> dict[str
 def main() -> None:
     """Measures every way in a process of its own, in turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", nargs="+", default=["one"])
+    ways = ["one", "spinning", "adaptive"]
     parser.add_argument("--busy", type=int, nargs="+", default=[0])
+    parser.add_argument("--threads", nargs="+", choices=ways, default=["one"])
+    parser.add_argument("--prompts", nargs="+", choices=["shared", "own"], default=["shared"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     per_second = apart(product_rate, "a product")
     results: dict[str, list[dict[str, float]]] = {}
-    for _ in range(args.rounds):
-        for busy in args.busy:
-            for way in args.threads:
-                for shared in (True, False) if args.threads == ["one"] else (True,):
-                    name = f"{way}, {busy} busy, {'shared' if shared else 'own'} prompts"
-                    found = apart(step, name, way, busy, shared, args.repeats)
-                    for work in ("rollout", "update"):
-                        needed = found.pop(f"{work} operations") / per_second
-                        found[f"{work}: share of products"] = round(needed / found[work], 2)
-                        found[work] = round(found[work], 2)
-                    results.setdefault(name, []).append(found)
+    for busy, threads, kind in [*product(args.busy, args.threads, args.prompts)] * args.rounds:
+        name = f"{threads}, {busy} busy, {kind} prompts"
+        found = apart(step, name, busy, threads, kind, args.repeats)
+        for work in ("rollout", "update"):
+            needed = found.pop(f"{work} operations") / per_second
+            found[f"{work}: share of products"] = round(needed / found[work], 2)
+            found[work] = round(found[work], 2)
+        results.setdefault(name, []).append(found)
     report("small_step", args, gigaflops=round(per_second / 1e9), results=results)
 
 

@@ -147,7 +147,8 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
     change = found["change"]["eval/accuracy"]
     assert (change["difference"], change["p"]) == (0.5, 0.5)  # two won, none lost: 2 / 2^2
     assert re.search(r"accuracy +0\.250 \[.*\] +0\.750 \[.*\] +\+0\.500 \[.*\] p=0.500", said)
-    assert re.findall(r"=== (.*)\n--- before: (.*)\n(?s:.*?)--- after: (.*)\n", said) == [
+    within = r"(?s:(?!\n=== ).)*?"  # one question's answer
+    assert re.findall(rf"=== (.*)\n--- before: (.*)\n{within}--- after: (.*)\n", said) == [
         ("0 + 1?", "right", "right"),
         ("1 + 1?", "wrong", "right"),
     ]
