@@ -57,6 +57,7 @@ LLAMA_1B = dict(
     intermediate_dim=8192,
     max_seq_len=4096,
 )
+SHAPES = {"S": SHAPE_S, "M": LLAMA_1B, "SmolLM2": SMOLLM2}
 GROUP = 8
 PROMPT_LENGTHS = (96, 160, 212, 292)
 

@@ -5,9 +5,9 @@
     python benchmarks/learning.py --vary full optimizer.lr=2e-5
 
 Settings are multiplied with each other and with the seeds. ``full`` instead of a key trains all
-weights; ``--presets`` are those of docs/objectives.md. Every run uses one thread, and keeps its
-record in a folder of its own below ``--work``, so that a second call continues where the first one
-was stopped.
+weights; ``--presets`` are those of docs/objectives.md, all or the named. Every run uses one thread,
+and keeps its record in a folder of its own below ``--work``, so that a second call continues where
+the first one was stopped.
 
 Prints one JSON line: per run the held-out pass@1 and pass@k of each evaluation, the samples until
 pass@1 reached 0.9, the clipped share of tokens, the findings, and the CPU seconds of all.
@@ -32,15 +32,14 @@ from torchtune_grpo.monitor.record import RunRecord
 PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
 GOAL = 0.9  # of pass@1
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
-LORA = ("adapter_dir", "lora_attn_modules", "apply_lora_to_mlp", "lora_rank", "lora_alpha")
-LORA += ("lora_dropout", "use_dora", "quantize_base")
-FULL = ["model._component_=torchtune_grpo.models.hf_model", *(f"~model.{key}" for key in LORA)]
+FULL = "model=torchtune_grpo.models.hf_model"
 
 
-def presets() -> list[list[str]]:
+def presets(names: list[str]) -> list[list[str]]:
     """The keys of each YAML block of the page, as on tune's command line, behind its name."""
     blocks = re.findall(r"```yaml\n# ([^:]+):.*\n((?:.|\n)*?)```", PAGE.read_text())
-    return [[f"# {name}", *overrides(yaml.safe_load(text))] for name, text in blocks]
+    keys = {name: [f"# {name}", *overrides(yaml.safe_load(text))] for name, text in blocks}
+    return [keys[name] for name in names or keys]
 
 
 def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -55,7 +54,7 @@ def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def choices(text: str) -> list[list[str]]:
     """``key=a,b`` as the overrides of each choice."""
     if text == "full":
-        return [["# full", *FULL]]
+        return [["# full", FULL]]
     key, _, values = text.partition("=")
     return [[f"{key}={value}"] for value in values.split(",")]
 
@@ -97,14 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="smollm2_135M_grpo")
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE")
-    parser.add_argument("--presets", action="store_true", help="each of them")
+    parser.add_argument("--presets", nargs="*", metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--work", type=Path, default=Path("/tmp/torchtune-grpo-learning"))
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     args = parser.parse_intermixed_args()
     axes = [[[f"seed={seed}"] for seed in args.seeds], *map(choices, args.vary)]
-    settings = product(*axes, presets() if args.presets else [[]])
+    settings = product(*axes, [[]] if args.presets is None else presets(args.presets))
 
     def run(parts: tuple[list[str], ...]) -> dict[str, Any]:
         keys = [*args.overrides, *(key for part in parts for key in part)]

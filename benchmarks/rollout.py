@@ -4,14 +4,15 @@
     python benchmarks/rollout.py --dtype bf16
     python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --prompt-length 16 \
         --new-tokens 9 --ways native stock --repeats 1
+    python benchmarks/rollout.py --shape SmolLM2 --prompts 16 --prompt-length 57 --new-tokens 12
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
-3.2 1B; weights are random. Ways: `native` and `torchtune` are this package's engines, `stock` is
-torchtune's own `generate`, `transformers` is its `generate` with the same weights. Each way runs in
-a process of its own, because the recipes change how the C library allocates memory: once to warm
-up, then `--repeats` times; the line holds medians. A decoding step's time is that of all tokens
-less that of one, which takes the prompts' computation and what copies weights out of it. Prints one
-JSON line.
+3.2 1B, SmolLM2 is that of 135M; weights are random. Ways: `native` and `torchtune` are this
+package's engines, `stock` is torchtune's own `generate`, `transformers` is its `generate` with the
+same weights. Each way runs in a process of its own, because the recipes change how the C library
+allocates memory: once to warm up, then `--repeats` times; the line holds medians. A decoding step's
+time is that of all tokens less that of one, which takes the prompts' computation and what copies
+weights out of it. Prints one JSON line.
 """
 
 import argparse
@@ -23,9 +24,8 @@ from functools import partial
 
 import torch
 from common import (
-    LLAMA_1B,
     PROMPT_LENGTHS,
-    SHAPE_S,
+    SHAPES,
     apart,
     random_model,
     random_prompts,
@@ -39,7 +39,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.rollout import NativeEngine, RolloutConfig, RolloutRequest, TorchtuneEngine
 
-SHAPES = {"S": SHAPE_S, "M": LLAMA_1B}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = ("native", "torchtune")  # allocate as the recipes do; the others as their users do
 WAYS = (*OURS, "stock", "transformers")

@@ -3,13 +3,15 @@
     python benchmarks/peers/step_trl.py --rounds 3
     python benchmarks/peers/step_trl.py --ways packed trl-8 trl-16 trl-32 trl-4-checkpointed
     python benchmarks/peers/step_trl.py --ways packed trl-4 --new-tokens 512 --warm-up 0 --repeats 1
+    python benchmarks/peers/step_trl.py --shape SmolLM2 --prompt-lengths $(yes 57 | head -16) \
+        --new-tokens 12 --rows 128 --ways packed trl-16 trl-64
 
-Ways: ``packed`` is this package with a whole group in each forward pass, ``budget`` with
+Ways: ``packed`` is this package with ``--rows`` rows in each forward pass, ``budget`` with
 ``--token-budget`` tokens, ``trl-<n>`` is TRL with a per-device micro-batch of n rows and without
 activation checkpointing, ``trl-<n>-checkpointed`` with it, which is TRL's default. Both compute the
-same: four prompts of 96, 160, 212 and 292 tokens, groups of eight, full-length responses, the same
-weights (shape S), LoRA r = 8 on all linear layers, the paper's loss with beta 0.04, one AdamW step
-over all 32 rows, float32. The reward is a function of the sampled ids.
+same: by default four prompts of 96 to 292 tokens, groups of eight, full-length responses, the same
+weights, LoRA r = 8 on all linear layers, the paper's loss with beta 0.04, one AdamW step
+over all rows, float32. The reward is a function of the sampled ids.
 
 Every way runs in a process of its own, in each of ``--rounds`` that take the ways in turn: a
 machine that is slow for some minutes slows all of them. Extra memory is the peak resident memory of
@@ -39,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import (  # noqa: E402
     GROUP,
     PROMPT_LENGTHS,
-    SHAPE_S,
+    SHAPES,
     Words,
     apart,
     forget_peak,
@@ -55,9 +57,6 @@ from common import (  # noqa: E402
 from rollout import to_transformers  # noqa: E402
 
 BETA, LEARNING_RATE, RANK = 0.04, 1e-5, 8
-VOCAB = SHAPE_S["vocab_size"]
-PROMPTS = random_prompts(list(PROMPT_LENGTHS), VOCAB)
-ROWS = len(PROMPT_LENGTHS) * GROUP
 
 
 def score(completion_ids, **columns) -> list[float]:
@@ -103,8 +102,10 @@ def summary(rounds: list[dict]) -> dict:
 
 def run_ours(args: argparse.Namespace, way: str) -> dict:
     """The recipe's rollout and update, without logs and metrics."""
-    model = random_policy(SHAPE_S, rank=RANK)
-    model.load_state_dict(random_model(SHAPE_S).state_dict(), strict=False)
+    shape = SHAPES[args.shape]
+    prompts = random_prompts(args.prompt_lengths, shape["vocab_size"])
+    model = random_policy(shape, rank=RANK)
+    model.load_state_dict(random_model(shape).state_dict(), strict=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     engine = make_engine(model, RolloutConfig())
@@ -117,10 +118,10 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     for step in range(args.warm_up + args.repeats):
         watch.start()
         model.eval()
-        batch = roll_out(engine, PROMPTS, **sampling, seed=0, step=step)
+        batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
         rewards = torch.tensor(score(batch.completion_ids))
         batch = replace(batch, advantages=group_advantages(rewards, group_size=GROUP))
-        cut = {"rows": GROUP, "token_budget": budget, "dense": args.attention == "dense"}
+        cut = {"rows": args.rows, "token_budget": budget, "dense": args.attention == "dense"}
         parts = micro_batches(batch, group_size=GROUP, pack=True, **cut)
         batch = replace(batch, ref_logprobs=reference.logprobs(parts, temperature=1.0))
         batch = with_weights(batch)
@@ -131,16 +132,16 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         watch.stop()
-        assert int(batch.response_mask.sum()) == ROWS * args.new_tokens
+        assert int(batch.response_mask.sum()) == batch.num_rows * args.new_tokens
     return watch.result()
 
 
-def word_tokenizer():
+def word_tokenizer(size: int):
     """A transformers tokenizer of the words w0, w1, ...; its end token cannot be sampled."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {f"w{i}": i for i in range(VOCAB)} | {"end": VOCAB}
+    vocab = {f"w{i}": i for i in range(size)} | {"end": size}
     words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="w0")
@@ -153,9 +154,11 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
     from trl import GRPOConfig, GRPOTrainer
 
     _, rows, *checkpointed = way.split("-")
-    texts = [Words().decode(tokens) for tokens in PROMPTS.tokens]
+    shape = SHAPES[args.shape]
+    prompts = random_prompts(args.prompt_lengths, shape["vocab_size"])
+    texts = [Words().decode(tokens) for tokens in prompts.tokens]
     return GRPOTrainer(
-        model=to_transformers(random_model(SHAPE_S)),
+        model=to_transformers(random_model(shape)),
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=folder,
@@ -166,7 +169,7 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
             disable_tqdm=True,
             max_steps=args.warm_up + args.repeats,
             per_device_train_batch_size=int(rows),
-            gradient_accumulation_steps=ROWS // int(rows),
+            gradient_accumulation_steps=len(texts) * GROUP // int(rows),
             activation_checkpointing=bool(checkpointed),
             num_generations=GROUP,
             max_completion_length=args.new_tokens,
@@ -177,7 +180,7 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
             learning_rate=LEARNING_RATE,
         ),
         train_dataset=Dataset.from_dict({"prompt": texts}),
-        processing_class=word_tokenizer(),
+        processing_class=word_tokenizer(shape["vocab_size"]),
         peft_config=LoraConfig(
             r=RANK,
             lora_alpha=2 * RANK,
@@ -209,7 +212,8 @@ def run_trl(args: argparse.Namespace, way: str) -> dict:
         trainer.add_callback(Clock())
         watch = Stopwatch(warm_up=args.warm_up)
         trainer.train()
-    assert sampled == [ROWS * args.new_tokens] * (args.warm_up + args.repeats), sampled
+    tokens = len(args.prompt_lengths) * GROUP * args.new_tokens
+    assert sampled == [tokens] * (args.warm_up + args.repeats), sampled
     return watch.result()
 
 
@@ -223,6 +227,9 @@ def main() -> None:
     """Runs every way in a process of its own, and compares ours with TRL's fastest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=["packed", "trl-4"])
+    parser.add_argument("--shape", choices=SHAPES, default="S")
+    parser.add_argument("--prompt-lengths", type=int, nargs="+", default=PROMPT_LENGTHS)
+    parser.add_argument("--rows", type=int, default=GROUP, help="of a forward pass, packed")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--token-budget", type=int, default=512, help="of the way called budget")
     parser.add_argument("--attention", choices=["segments", "dense"], default="segments")
