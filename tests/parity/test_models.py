@@ -190,7 +190,11 @@ REFUSED = {
     "hidden_act": dict(hidden_act="gelu"),
     "architectures": dict(architectures=["LlamaForSequenceClassification"]),
     "quantization_config": dict(quantization_config={"quant_method": "awq"}),
-    "partial_rotary_factor": dict(partial_rotary_factor=0.5),
+    "partial_rotary_factor": dict(
+        rope_parameters=dict(
+            rope_type="linear", rope_theta=1e4, factor=2.0, partial_rotary_factor=0.5
+        )
+    ),
     "use_bidirectional_attention": dict(use_bidirectional_attention=True),
 }
 

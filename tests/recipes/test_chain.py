@@ -46,8 +46,6 @@ def grpo(base, folder, config, *more):
     start = [f"model_dir={base}"] if config == FROM_FOLDER else weights_of(base)
     if config == LORA:
         start += ["optimizer.fused=false", *ADAPTERS]
-    else:
-        start.append("~optimizer.bf16_stochastic_round")
     run_tiny(config, folder, "num_steps=1", OF_LENGTH, *SGD, *start, *more)
     return folder / "out" / "step_000001"
 

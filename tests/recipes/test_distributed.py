@@ -77,8 +77,6 @@ def settings(folder: Path, config: str, *more: str) -> list[str]:
     overrides.append("eval_dataset.num_samples=5")  # ranks get different numbers of prompts
     if config in (LORA, QWEN3):  # fused SGD has no form for sharded parameters
         overrides.append("optimizer.fused=false")
-    if config == FULL:
-        overrides.append("~optimizer.bf16_stochastic_round")  # SGD has no such argument
     return [*overrides, *more]
 
 

@@ -32,9 +32,7 @@ batch_size=4 grpo_samples=4 max_generated_tokens=6 dataset.num_samples=16 optimi
 eval_dataset=null evaluation.every_n_steps=null
 """.split()
 FULL = """
-num_steps=1 model._component_=torchtune_grpo.models.hf_model ~model.adapter_dir ~model.lora_rank
-~model.lora_alpha ~model.lora_attn_modules ~model.apply_lora_to_mlp ~model.lora_dropout
-~model.use_dora ~model.quantize_base optimizer=torch.optim.SGD optimizer.fused=false
+num_steps=1 model=torchtune_grpo.models.hf_model optimizer=torch.optim.SGD optimizer.fused=false
 clip_grad_norm=null
 """.split()
 

@@ -15,6 +15,7 @@ from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.data import make_sampler
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy import check_model, check_prompts, empty_model
 
@@ -67,6 +68,8 @@ BAD = [
     ("model.lora_attn_modules=[q_prj]", "model.lora_attn_modules=['q_prj']", "'q_proj'"),
     (f"~model model._component_={NO_ARGUMENTS} model.rank=1", "model.rank=1", "takes none"),
     ("rewards.0.weight=1e39", "rewards[0].weight=1e+39", "float32"),
+    ("metric_logger.log_di=1", "metric_logger.log_di=1", "Did you mean metric_logger.log_dir?"),
+    ("dynamic_sampling.max_resamples=1001", "max_resamples=1001", "less than or equal to 1000"),
 ]
 
 
@@ -87,13 +90,17 @@ NOT_OF_THE_MODEL = [
     ("optimizer.betas=[0.9,1.5]", r"optimizer: could not construct .*betas.*1.5"),
     ("checkpointer.checkpoint_dir=/no/such", "checkpoint_dir=/no/such: .*exist; `tune download"),
     ("checkpointer.checkpoint_files=[no_such]", "checkpointer: could not construct .*no_such"),
+    ("model.lora_rank=257", "model: lora_rank is above the model's width of 256; lower it"),
+    ("optimizer=torch.optim.LBFGS", "optimizer._component_=torch.optim.LBFGS: .*a step: .*closure"),
+    ("optimizer=torch.optim.SparseAdam", "cannot take a step: .*dense gradients"),
+    ("optimizer.fused=false optimizer.capturable=true", "a step: .*capturable.*other arguments"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), NOT_OF_THE_MODEL, ids=lambda x: x[:40])
 def test_what_does_not_fit_the_checkpoint_is_named(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        check_model(tiny(tmp_path, change))
+        check_model(tiny(tmp_path, *change.split()))
 
 
 def tiny(folder, *changes):
@@ -116,6 +123,24 @@ def test_a_row_must_fit_the_budget():
     check_prompts(settings, "dataset", model=model, longest=100, highest_token=0)
     with pytest.raises(ValueError, match="forward_token_budget=611.*give at least 612"):
         check_prompts(settings, "dataset", model=model, longest=101, highest_token=0)
+
+
+def test_a_component_may_be_its_path_alone():
+    """It keeps those arguments of the one before that it takes; a reward keeps all of them."""
+    rewards = "rewards.0=torchtune_grpo.rewards.format_reward"
+    settings = settings_of("sampler=torchtune_grpo.data.LevelSampler", rewards)
+    assert settings.sampler == {"_component_": "torchtune_grpo.data.LevelSampler"}
+    assert settings.rewards[0].name == "correctness"
+    full = read_config(load_config("hf_full_grpo", ["model_dir=m", "optimizer=torch.optim.AdamW"]))
+    assert set(full.optimizer) == {"_component_", "lr", "weight_decay"}
+    with pytest.raises(ValueError, match="sampler._component_=no.Such: cannot be imported"):
+        settings_of("sampler=no.Such")
+
+
+def test_a_sampler_without_weights_is_refused():
+    sampler = settings_of("sampler=torchtune_grpo.data.WeightedSampler").sampler
+    with pytest.raises(ValueError, match="sampler: could not construct .*weights"):
+        make_sampler(sampler, [1], seed=0)
 
 
 WITHOUT_EFFECT = [

@@ -66,8 +66,10 @@ def check_component(name: str, node: DictConfig) -> None:
     for argument, value in found.items():
         if argument in accepted and accepted[argument].kind is not inspect.Parameter.VAR_KEYWORD:
             problems += _misfit(f"{name}.{argument}", value, accepted[argument])
-        elif argument != "_component_" and not is_open:
-            near = difflib.get_close_matches(argument, accepted, n=1)
+        elif argument != "_component_":
+            near = difflib.get_close_matches(argument, accepted, cutoff=0.85 if is_open else 0.6)
+            if is_open and not near:
+                continue
             problems.append(
                 f"{name}.{argument}={value}: {dotpath} has no argument {argument!r}."
                 + (f" Did you mean {name}.{near[0]}?" if near else "")
@@ -108,10 +110,10 @@ def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ign
     problems, settings = Problems(), None
     with problems.noted():
         settings = read(table, values)
-    for name, node in cfg.items_ex(resolve=False):
-        if isinstance(node, DictConfig) and isinstance(node.get("_component_"), str):
+    for name, node in (values if settings is None else dict(settings)).items():
+        if isinstance(node, (dict, DictConfig)) and isinstance(node.get("_component_"), str):
             with problems.noted():
-                check_component(str(name), DictConfig(values[name]))
+                check_component(name, DictConfig(node))
     problems.raise_any()
     assert settings is not None
     if os.environ.get("RANK", "0") == "0":

@@ -109,11 +109,23 @@ def apply_override(cfg: DictConfig, override: str) -> None:
 
 
 def set_key(cfg: DictConfig, key: str, value: Any) -> None:
-    """Set a dotted key; a text in the place of a component names another component."""
+    """Set a dotted key; a text in the place of a component names another component.
+
+    Of the old one's arguments, the new one keeps those that it takes; a reward keeps them all.
+    """
     now = OmegaConf.select(cfg, key, throw_on_missing=False)
     if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:
         key += "._component_"
     OmegaConf.update(cfg, key, value, force_add=True)
+    name = key.removesuffix("._component_")
+    if name != key and not key.startswith("rewards."):
+        from torchtune_grpo.config.schema import parameters  # `tune ls` does without pydantic
+
+        accepted = parameters(value)
+        node = OmegaConf.select(cfg, name)
+        if accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+            for argument in node.keys() - accepted.keys() - {"_component_"}:
+                del node[argument]
 
 
 def _remove(cfg: DictConfig, key: str) -> None:

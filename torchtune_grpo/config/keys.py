@@ -105,7 +105,7 @@ class RolloutConfig(Keys):
 class DynamicSamplingConfig(Keys):
     """The keys below ``dynamic_sampling``: groups that teach nothing are replaced (DAPO)."""
 
-    max_resamples: Count = 0
+    max_resamples: int = Field(default=0, ge=0, le=1000)
     """Rounds of further prompts, each as many as groups are still missing; 0 = none."""
     reward: str | None = None
     """A group fails if this reward is the same for all; null = the weighted sum."""

@@ -43,6 +43,8 @@ def _number(value: Any) -> Any:
 
 
 def _component(value: Any) -> Any:
+    if isinstance(value, str) and "." in value:
+        value = {"_component_": value}  # without arguments
     if isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
         return DictConfig(value)
     raise ValueError("give a mapping with _component_, the dotpath of a class or function")

@@ -7,6 +7,7 @@ repeated sees the same prompts, and the state is that of the finished steps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,15 +78,15 @@ class ShuffledSampler:
         vars(self).update(state)
 
 
-class WeightedSampler(ShuffledSampler):
+class WeightedSampler(ShuffledSampler, ABC):
     """Draws rows by weight, and within a step without replacement as long as there are rows.
 
     A base class for other samplers, which define :meth:`weights` and extend :meth:`learn`.
     """
 
+    @abstractmethod
     def weights(self) -> Tensor:
         """The weight of each row, [rows]; a row of weight 0 is never drawn."""
-        raise NotImplementedError
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         """As in :class:`ShuffledSampler`. Source: Efraimidis and Spirakis 2006 (A-Res)."""

@@ -309,9 +309,12 @@ def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, 
     if is_gemma(hf) and hf.query_pre_attn_scalar != head_dim(hf):
         yield "query_pre_attn_scalar", hf.query_pre_attn_scalar, "supported is head_dim"
     for name in _layer_kinds(hf):
-        rope = _rope_parameters(hf, name)["rope_type"]
-        if rope not in ("default", *_SCALED_ROTATIONS):
-            yield "rope_type", rope, f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
+        rope = _rope_parameters(hf, name)
+        if rope["rope_type"] not in ("default", *_SCALED_ROTATIONS):
+            kinds = f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
+            yield "rope_type", rope["rope_type"], kinds
+        if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            yield "partial_rotary_factor", part, "such a model is not supported"
 
 
 def _layer_kinds(hf: Any) -> list[str]:

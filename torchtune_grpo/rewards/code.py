@@ -17,7 +17,7 @@ from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.reward import declares
-from torchtune_grpo.rewards.workers import WorkerPool
+from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
@@ -67,6 +67,8 @@ class CodeReward:
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"rewards: {name} is {value!r}; give a number above 0.")
+        if workers > MAX_WORKERS:
+            raise ValueError(f"rewards: workers is {workers}; give at most {MAX_WORKERS}.")
         limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
         self._sandboxes = [CodeSandbox(limits, unfenced=unfenced) for _ in range(workers)]
         self._pool = WorkerPool(self._sandboxes)

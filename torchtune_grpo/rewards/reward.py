@@ -11,14 +11,15 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
+from pydantic import Field
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config.command_line import extend_import_path
-from torchtune_grpo.config.schema import Float, Keys, PositiveFloat, PositiveInt, Text, read
+from torchtune_grpo.config.schema import Float, Keys, PositiveFloat, Text, read
 from torchtune_grpo.config.text import ConfigError, describe
 from torchtune_grpo.data.chat import GIVEN
-from torchtune_grpo.rewards.workers import FunctionWorker, WorkerPool
+from torchtune_grpo.rewards.workers import MAX_WORKERS, FunctionWorker, WorkerPool
 
 # reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None], as
 # for TRL's trainer; None says that the reward does not apply to a completion. It may be async.
@@ -143,7 +144,7 @@ class _IsolatedKeys(_Keys):
     """The keys that ``isolation: process`` adds; else they are the component's arguments."""
 
     timeout: PositiveFloat = 10.0
-    workers: PositiveInt = 2
+    workers: int = Field(default=2, ge=1, le=MAX_WORKERS)
 
 
 def make_reward(node: Mapping[str, Any], key: str) -> Reward:

@@ -25,6 +25,7 @@ from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive,
 
 # Importing torch on a busy machine can take long; it is not the function's time.
 _LOAD_SECONDS = 120.0
+MAX_WORKERS = 256  # more processes than that are a mistake
 
 W = TypeVar("W")
 T = TypeVar("T")
@@ -89,9 +90,12 @@ class WorkerPool(Generic[W]):
 
 
 def function_pool(path: str, *, timeout: float, workers: int) -> WorkerPool[FunctionWorker]:
-    """A pool for the function that ``path`` makes; both numbers have to be above 0."""
-    if timeout <= 0 or workers < 1:
-        raise ValueError(f"timeout is {timeout} and workers {workers}; give more than 0")
+    """A pool for the function that ``path`` makes."""
+    if timeout <= 0 or not 1 <= workers <= MAX_WORKERS:
+        raise ValueError(
+            f"timeout is {timeout} and workers {workers}; give a timeout above 0 and "
+            f"1 to {MAX_WORKERS} workers"
+        )
     return WorkerPool([FunctionWorker(path, makes=True, timeout=timeout) for _ in range(workers)])
 
 

@@ -21,7 +21,7 @@ from torchtune.modules.peft import disable_adapter, get_adapter_params, set_trai
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import DistributedConfig, GRPOConfig
-from torchtune_grpo.config.text import Problems, read_json
+from torchtune_grpo.config.text import Problems, describe, read_json
 from torchtune_grpo.machine.device import free_bytes, weight_bytes
 from torchtune_grpo.machine.parallel import (
     gather_over_ranks,
@@ -190,9 +190,26 @@ def check_model(cfg: GRPOConfig) -> None:
         if cfg.adapter_dir is not None:
             _check_adapter_dir(cfg, model)
     with problems.noted():
-        optimizer = instantiate("optimizer", cfg.optimizer, [nn.Parameter(torch.zeros(2, 2))])
-        make_lr_scheduler(cfg, optimizer)
+        _check_optimizer(cfg)
     problems.raise_any()
+
+
+def _check_optimizer(cfg: GRPOConfig) -> None:
+    """Make the optimizer and its schedule, and take a step on the run's device, if it is there."""
+    has_card = cfg.device != "cpu" and torch.cuda.is_available()
+    weight = nn.Parameter(torch.zeros(2, 2, device=cfg.device if has_card else "cpu"))
+    optimizer = instantiate("optimizer", cfg.optimizer, [weight])
+    make_lr_scheduler(cfg, optimizer)
+    # torchao compiles a step for each shape, which takes long.
+    if (has_card or cfg.device == "cpu") and not type(optimizer).__module__.startswith("torchao"):
+        weight.grad = torch.zeros_like(weight)
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise ValueError(
+                f"optimizer._component_={cfg.optimizer._component_}: cannot take a step: "
+                f"{describe(error)}; give another optimizer or other arguments."
+            ) from error
 
 
 def _check_files(cfg: GRPOConfig) -> None:
@@ -248,6 +265,9 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
                 f"model: {component} with {given} has {name}={value}, but config.json in "
                 f"{folder} says {hf_config[name]}. Build the model that was downloaded."
             )
+    width = built["hidden_size"]
+    if any(getattr(module, "rank", 0) > width for module in model.modules()):
+        raise ValueError(f"model: lora_rank is above the model's width of {width}; lower it.")
     size = built["vocab_size"]
     if any(token >= size for token in cfg.sampling.suppressed_tokens):
         raise ValueError(
