@@ -112,16 +112,17 @@ def to_transformers(model: TransformerDecoder):
 
 def timed(
     way: Callable[[], int], device: torch.device, *, repeats: int
-) -> tuple[int, float, float]:
-    """Tokens sampled, seconds of the first run, and the median of ``repeats`` more."""
-    seconds = []
+) -> tuple[int, float, float, float]:
+    """Tokens sampled, seconds of the first run, the median of the others, and their CPU seconds."""
+    seconds, cpu_seconds = [], []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         tokens = way()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return tokens, seconds[0], statistics.median(seconds[1:])
+        cpu_seconds.append(time.process_time() - cpu_start)
+    return tokens, seconds[0], statistics.median(seconds[1:]), statistics.median(cpu_seconds[1:])
 
 
 def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
@@ -133,16 +134,17 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
     lengths = [args.prompt_length or PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
     prompts = random_prompts(lengths, model.tok_embeddings.num_embeddings)
 
-    def seconds_of(new_tokens: int) -> tuple[int, float, float]:
+    def seconds_of(new_tokens: int) -> tuple[int, float, float, float]:
         request = request_of(prompts, new_tokens=new_tokens, group=args.group_size)
         way = make_way(name, model, request)
         return timed(way, torch.device(args.device), repeats=args.repeats)
 
-    tokens, warm_up, seconds = seconds_of(args.new_tokens)
-    _, _, first = seconds_of(1)
+    tokens, warm_up, seconds, cpu_seconds = seconds_of(args.new_tokens)
+    _, _, first, _ = seconds_of(1)
     return {
         "tokens": tokens,
         "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
         "warm_up_seconds": round(warm_up, 2),
         "ms_per_decode_step": round(1000 * (seconds - first) / (args.new_tokens - 1), 1),

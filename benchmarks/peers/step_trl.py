@@ -65,25 +65,28 @@ def score(completion_ids, **columns) -> list[float]:
 
 
 class Stopwatch:
-    """Seconds of each step, and the peak memory of all of them."""
+    """Seconds of each step, on the clock and of the CPU, and the peak memory of all of them."""
 
     def __init__(self, *, warm_up: int) -> None:
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self._warm_up = warm_up
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind is no step's
         forget_peak()
         self._resident = resident_mb()
 
     def start(self) -> None:
-        self._start = time.perf_counter()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
         self.seconds.append(time.perf_counter() - self._start)
+        self.cpu_seconds.append(time.process_time() - self._cpu_start)
 
     def result(self) -> dict:
         """What a process returns."""
         return {
             "each": self.seconds[self._warm_up :],
+            "cpu_seconds": self.cpu_seconds[self._warm_up :],
             "warm_up_seconds": sum(self.seconds[: self._warm_up]),
             "extra_mb": round(peak_mb() - self._resident),
         }
@@ -95,6 +98,7 @@ def summary(rounds: list[dict]) -> dict:
     return {
         "seconds": round(statistics.median(each), 2),
         "each": [round(seconds, 2) for seconds in each],
+        "cpu_seconds": round(statistics.median(s for r in rounds for s in r["cpu_seconds"]), 2),
         "warm_up_seconds": round(statistics.median(r["warm_up_seconds"] for r in rounds), 2),
         "extra_mb": max(result["extra_mb"] for result in rounds),
     }
@@ -248,7 +252,8 @@ def main() -> None:
     best = min(peers, key=lambda way: results[way]["seconds"], default=None)
     gains = {
         way: {
-            key: round(results[best][key] / results[way][key], 2) for key in ("seconds", "extra_mb")
+            key: round(results[best][key] / results[way][key], 2)
+            for key in ("seconds", "cpu_seconds", "extra_mb")
         }
         for way in results
         if best and way not in peers
