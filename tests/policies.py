@@ -50,11 +50,15 @@ KINDS = ("llama", "untied", "qwen", "lora", "dora", "lora_output")  # that diffe
 
 @torch.no_grad()
 def randomize(model: TransformerDecoder) -> TransformerDecoder:
-    """Gives every parameter a random value, LoRA's B matrices too, large enough to matter."""
+    """Gives every parameter a random value, LoRA's B matrices too, large enough to matter.
+
+    B is smaller, so that the adapters do not outweigh the weights: gradients would be in the
+    hundreds, and their rounding depend on the CPU.
+    """
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            scale = 1.4 * parameter.shape[-1] ** -0.5
+            scale = (0.4 if "lora_b" in name else 1.4) * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         elif "magnitude" in name:
             parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))

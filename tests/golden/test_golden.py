@@ -1,11 +1,10 @@
-"""Short runs whose metrics and final weights are compared to the last bit with recorded ones.
+"""Short runs whose metrics and final weights are compared with recorded ones.
 
 ``python tests/golden/test_golden.py [name ...]`` records them anew in ``golden.json``; a commit
 that has new numbers says which ones changed, and why. ``tests/fork_server.py`` pins the kernels of
-torch, MKL and oneDNN, so that the numbers do not depend on the CPU.
+torch, MKL and oneDNN; on another CPU the numbers then differ by 1e-7, and in bf16 by much more.
 """
 
-import hashlib
 import json
 import shutil
 import sys
@@ -57,7 +56,7 @@ def torchtune_model(config: str, folder: Path) -> None:
     """torchtune's builder, tokenizer and checkpointer, and a data set in GSM8K's format."""
     rewards = "rewards=[{_component_: golden_rewards.vowels}]"
     more = ["num_steps=3", rewards, "eval_dataset.num_samples=5", "lr_scheduler=null"]
-    command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder)]
+    command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder), "dtype=fp32"]
     tune(*command, *more, cwd=folder, TORCHDYNAMO_DISABLE="1")
 
 
@@ -89,7 +88,7 @@ OLD_POLICY = "ppo_epochs=2 num_minibatches=2".split()
 RUNS: dict[str, Callable[..., None]] = {
     "full": tiny,
     "lora_kl": partial(tiny, LORA, "loss.kl_coeff=0.1", "optimizer.lr=1e-2"),
-    "torchtune_lora_bf16": partial(torchtune_model, "llama3_2_1B_lora_grpo"),
+    "torchtune_lora": partial(torchtune_model, "llama3_2_1B_lora_grpo"),
     "torchtune_qlora": partial(torchtune_model, "llama3_2_1B_qlora_grpo"),
     "two_epochs_two_minibatches": partial(tiny, *OLD_POLICY, "loss.kl_coeff=0.1"),
     "dapo": partial(
@@ -99,12 +98,15 @@ RUNS: dict[str, Callable[..., None]] = {
         "objective.mask_truncated_completions=true",
     ),
     "dynamic_sampling": partial(
-        tiny, "dynamic_sampling.max_resamples=2", "rewards.0=golden_rewards.often_equal"
+        tiny,
+        "dynamic_sampling.max_resamples=2",
+        "objective.sampling_correction=token_truncate",
+        "rewards.0=golden_rewards.often_equal",
     ),
     "gspo": partial(
         tiny, "loss.importance_sampling_level=sequence", *OLD_POLICY, "objective.advantage=none"
     ),
-    "bf16": partial(tiny, "dtype=bf16", "pack_groups=false", "optimizer.lr=1e-2"),
+    "rows": partial(tiny, "pack_groups=false", "optimizer.lr=1e-2"),
     "replicated_on_2_ranks": partial(tiny, LORA, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
     "sharded_on_2_ranks": partial(tiny, SHARDED, "loss.kl_coeff=0.1", "batch_size=2", ranks=2),
     "resumed": resumed,
@@ -118,41 +120,43 @@ RUNS: dict[str, Callable[..., None]] = {
 
 
 def record(name: str, folder: Path) -> dict[str, Any]:
-    """The metrics of a run, and a digest of the last checkpoint's weights."""
+    """The metrics of a run, and a number for each of the last checkpoint's weights."""
     (folder / "golden_rewards.py").write_text(REWARDS)
     run(tiny_llama.__file__, "tiny_llama", "--steps", 0, cwd=folder)
     RUNS[name](folder=folder)
-    left_out = TIMINGS
-    if name == "dynamic_sampling":  # which rows share a step depends on the rewards' speed
-        left_out += ("sampling/sampling_logp_difference",)
     lines = [
-        {key: value for key, value in line.items() if not key.startswith(left_out)}
+        {key: value for key, value in line.items() if not key.startswith(TIMINGS)}
         for line in metrics(folder / "out")
     ]
-    digest = hashlib.sha256()
     newest = max((folder / "out").glob("step_*"))
     tensors = {
         f"{file.stem}/{name}": tensor
         for file in newest.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return {"metrics": lines, "weights": digest.hexdigest()}
+    return {"metrics": lines, "weights": {name: waves(t) for name, t in sorted(tensors.items())}}
+
+
+def waves(tensor: torch.Tensor) -> float:
+    """A weighted sum that depends on each element and on their order."""
+    values = tensor.flatten().double()
+    return float(values @ torch.arange(len(values)).double().cos())
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_golden(name, tmp_path):
+    """Adam turns rounding into steps where gradients are nearly 0, so weights have more room."""
     wanted = json.loads(GOLDEN.read_text())[name]
     found = record(name, tmp_path)
     assert len(found["metrics"]) == len(wanted["metrics"])
     for now, then in zip(found["metrics"], wanted["metrics"]):
         differ = {
-            key: (now.get(key), value) for key, value in then.items() if now.get(key) != value
+            key: (now.get(key), value)
+            for key, value in then.items()
+            if now.get(key) != pytest.approx(value, rel=1e-4, abs=1e-5)
         }
         assert not differ, f"step {then['step']}, (now, recorded): {differ}"
-    assert found["weights"] == wanted["weights"]
+    assert found["weights"] == pytest.approx(wanted["weights"], rel=1e-3, abs=5e-3)
 
 
 def main() -> None:
