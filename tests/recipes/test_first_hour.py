@@ -75,7 +75,7 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
     (tmp_path / "my_parts.py").write_text(
         "import os, torch\n"
         "class Late(torch.optim.SGD):\n"
-        "    def step(self):\n"
+        "    def zero_grad(self, **given):\n"
         "        raise KeyError('my bug')\n"
         "def wrong(prompts, completions, **columns):\n"
         "    return [1.0]\n"
@@ -94,7 +94,7 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
     done = run_tiny(CONFIG, tmp_path, *reward, check=False, TORCHTUNE_GRPO_TRACEBACK="1")
     assert "Traceback (most recent call last)" in done.err
     done = run_tiny(CONFIG, tmp_path, "optimizer=my_parts.Late", *SHORT, check=False)
-    assert "in step\n    raise KeyError('my bug')" in done.err
+    assert "in zero_grad\n    raise KeyError('my bug')" in done.err
     assert done.err.endswith("Error: KeyError: 'my bug'\n")
     # As on a full disk: a folder is in the file's place.
     full = ["rewards.0=my_parts.blocked", "output_dir=full", *SHORT]
