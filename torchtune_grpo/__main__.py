@@ -7,6 +7,8 @@ and ``validate`` go to torchtune's command, also where the hook in ``import torc
 import importlib
 import sys
 
+from torchtune_grpo.config.text import end_on_ctrl_c
+
 COMMANDS = {  # name -> its function, and what it does
     "config": ("cli.commands:config", "check a config, or print the table of all keys"),
     "evaluate": ("cli.evaluate:main", "compare held-out answers before and after training"),
@@ -17,6 +19,7 @@ COMMANDS = {  # name -> its function, and what it does
 
 def main() -> None:
     """Run one of the commands above; any other word is a command of ``tune``."""
+    end_on_ctrl_c()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]

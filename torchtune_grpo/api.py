@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import utils
 
@@ -168,10 +167,10 @@ class GRPO:
             self._drop()
             raise
         code = run.interrupts.exit_code
-        if code == 128 + signal.SIGTERM:
-            raise SystemExit(code)
-        if code:
+        if code == 128 + signal.SIGINT:
             raise Interrupted(f"after step {run.step}; train() goes on from there")
+        if code:
+            raise SystemExit(code)
         return checkpoint_folder(self._folder, run.checkpoints.last_step)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
@@ -190,8 +189,7 @@ class GRPO:
         if evaluator is None:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe.model.eval()
-        with torch.random.fork_rng(devices=[]):  # what rewards draw is not the run's
-            return evaluator(recipe.engine, state=run.trainer_state).metrics
+        return evaluator(recipe.engine, state=run.trainer_state).metrics
 
     def generate(
         self,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -21,6 +23,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.checkpoint import (
     Checkpoints,
+    check_state,
     checkpoint_folder,
     claim_output_dir,
     optimizer_state,
@@ -31,19 +34,20 @@ from torchtune_grpo.checkpoint import (
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import Problems, errors_in_one_line
+from torchtune_grpo.config.text import Problems, end_on_ctrl_c, errors_in_one_line
 from torchtune_grpo.data import collate_prompts, make_sampler
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.loss import Loss, make_loss
-from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine import interrupt, parallel
 from torchtune_grpo.machine.device import (
     choose_threads,
     find_device,
     keep_freed_memory,
+    seed_step,
     set_seed,
 )
-from torchtune_grpo.machine.interrupt import Interrupts, exit_on_signals
+from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.monitor.recorder import Recorder, make_profiler
 from torchtune_grpo.rewards import Reward, RewardSet, TrainerState
@@ -146,9 +150,12 @@ class Run:
     @cached_property
     def sampler(self) -> Any:
         """The sampler, which decides which prompts come next."""
-        sampler = make_sampler(self.cfg.sampler, self.dataset, seed=self.cfg.seed)
-        sampler.next(self.cfg.batch_size * parallel.world_size())  # fails if there are too few
-        return sampler
+        make = functools.partial(make_sampler, self.cfg.sampler, self.dataset, seed=self.cfg.seed)
+        tried = make()
+        rows = tried.next(self.cfg.batch_size * parallel.world_size())  # fails if there are too few
+        tried.learn(rows, [0.5] * len(rows))
+        check_state("sampler", tried.state_dict())
+        return make()
 
     @cached_property
     def evaluator(self) -> Evaluator | None:
@@ -348,7 +355,7 @@ class Run:
         if self._is_due(evaluate_every):
             evaluate()
         while not self.is_over:
-            self.interrupts.boundary()
+            self._begin_step()
             metrics = StepMetrics()
             with metrics.timer("step_time"):
                 yield metrics
@@ -374,6 +381,11 @@ class Run:
         """How far the run is, for the rewards."""
         return TrainerState(self.step, max_steps=self.cfg.num_steps, epoch=self.sampler.epoch)
 
+    def _begin_step(self) -> None:
+        """End an interrupted run, or begin what a resumed one repeats: a step or its evaluation."""
+        interrupt.check()
+        seed_step(self.cfg.seed, self.step)
+
     def _is_due(self, every: int | None) -> bool:
         return self.step == 0 or self.is_over or (every is not None and self.step % every == 0)
 
@@ -389,7 +401,7 @@ class Run:
         done = [event["step"] for event in self.recorder.evaluations]
         if self.evaluator is None or self.step in done:
             return
-        self.interrupts.boundary()
+        self._begin_step()
         evaluation = self.evaluator(engine, state=self.trainer_state)
         self.recorder.evaluation(self.step, evaluation)
         self._judge()
@@ -414,7 +426,6 @@ class Run:
             "optimizer": optimizer_state(optimizer.optimizer),
             "guard": optimizer.guard.state_dict(),
             "sampler": self.sampler.state_dict(),
-            "torch_rng": parallel.random_states(self.device),
         }
         folder = self.checkpoints.save(
             policy, state, step=self.step, evaluations=self.recorder.evaluations
@@ -440,7 +451,6 @@ class Run:
         )
         optimizer.guard.load_state_dict(state["guard"])
         self.sampler.load_state_dict(state["sampler"])
-        parallel.restore_random_state(state["torch_rng"], self.device)
         self.recorder.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
         self._judge()
@@ -473,7 +483,13 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__)
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()
-        with exit_on_signals(), errors_in_one_line(keep=write_error):
-            return recipe_main(load_config(args.config, overrides))
+        end_on_ctrl_c()  # and on other signals, until the recipe handles them
+        with errors_in_one_line(keep=write_error):
+            code = recipe_main(load_config(args.config, overrides))
+        if code:  # a signal's; Python would wait for threads that dropped rewards have left behind
+            with suppress(OSError):  # the terminal is closed
+                sys.stdout.flush()
+            os._exit(code)
+        return code
 
     return main

@@ -74,6 +74,8 @@ if sys.argv[-1] == "exit":
     sys.exit(1)
 if sys.argv[-1] == "killed" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[-1] == "asked":  # to end, by a signal to this rank alone
+    sys.exit(143)
 if sys.argv[-1] == "interrupted":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getppid(), signal.SIGINT)
@@ -87,6 +89,7 @@ TOLD = r"(?s).*failed \(exitcode: 1\).*Traceback.*"
     [
         ("exit", 2, {}, 1, "(Error: what the recipe says\n){1,2}"),
         ("killed", 2, {}, 1, r"Error: rank 1: Signal 9 \(SIGKILL\) received by PID \d+\n"),
+        ("asked", 1, {}, 143, ""),
         ("interrupted", 1, {}, 130, "W.* Received 2 death signal, shutting down workers\n"),
         ("exit", 1, {"TORCHTUNE_GRPO_TRACEBACK": "1"}, 1, TOLD),
         ("exit, of somebody else's", 1, {}, 1, TOLD),

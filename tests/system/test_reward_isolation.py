@@ -47,6 +47,7 @@ class Actor:
             hang = lambda: (time.sleep(0.02), re.match("(a+)+$", "a" * 60 + "b"))
             threading.Thread(target=hang, daemon=True).start()
             return [1.0]
+        if text == "alarm": signal.signal(signal.SIGALRM, signal.SIG_IGN); text = "1.5"
         if text == "print": print("noise"); os.write(1, b"noise"); os.write(2, b"noise")
         if text == "nan": return [float("nan")]
         if text == "none": return [None]
@@ -113,7 +114,7 @@ def score(rewards, *completions, **more):
 
 def test_each_way_to_fail_costs_one_sample(make):
     bad = "loop regex sleep raise exit sysexit segfault deaf nan print".split()
-    texts = [text for name in bad for text in (name, "1.5")] + ["none"]
+    texts = [text for name in bad for text in (name, "1.5")] + ["none", "alarm"]
     scores = score(make(workers=2, bonus=1.0), *texts)
     assert scores.failed[:, 0].tolist() == [text in bad for text in texts]
     values = scores.scores[:, 0]

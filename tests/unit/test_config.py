@@ -2,8 +2,10 @@
 
 import logging
 import re
+from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
@@ -15,7 +17,7 @@ from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import markdown_tables
 from torchtune_grpo.config.text import ConfigError
-from torchtune_grpo.data import make_sampler
+from torchtune_grpo.data import ShuffledSampler, make_sampler
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy import check_model, check_prompts, empty_model
 
@@ -202,23 +204,54 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     assert "config.json says model_type='mixtral'; " in problem
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
-    """By the tokens that prompts have; those that none has do no harm."""
+@pytest.fixture
+def mistakes_with_data(tmp_path):
+    """Finds the mistakes of a config with eight rows, which a model of 350 tokens answers."""
     folder = write_tokenizer(hf_folder("qwen3", tmp_path / "model", vocab_size=350), "qwen3")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "2+2?"}\n' * 8)
 
-    def mistakes(**dataset):
+    def mistakes(sampler=None, **dataset):
         node = {"_component_": "torchtune_grpo.data.RLDataset", "source": str(rows), **dataset}
         cfg = load_config("hf_lora_grpo", ["device=cpu", f"model_dir={folder}"])
-        cfg |= {"dataset": node, "eval_dataset": None}
+        cfg |= {"dataset": node, "eval_dataset": None, "sampler": sampler}
         cfg |= {"output_dir": str(tmp_path / "out"), "max_generated_tokens": 8}
         cfg.rewards = [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
         return mistakes_in(cfg)
 
-    assert mistakes() == []
-    (problem,) = mistakes(prefill="</think>")
+    return mistakes
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(mistakes_with_data):
+    """By the tokens that prompts have; those that none has do no harm."""
+    assert mistakes_with_data() == []
+    (problem,) = mistakes_with_data(prefill="</think>")
     assert problem.startswith("tokenizer: prompts of dataset have the token 350, but the ")
+
+
+class Recent(ShuffledSampler):
+    """Remembers the last pass rates, as a user's class may."""
+
+    def __init__(self, dataset, *, seed, kind):
+        super().__init__(dataset, seed=seed)
+        self._kind = kind
+
+    def learn(self, rows, pass_rates):
+        super().learn(rows, pass_rates)
+        made = {"array": np.asarray, "deque": deque, "function": lambda rates: lambda: rates}
+        self._recent = made[self._kind](pass_rates)
+
+
+def test_a_sampler_whose_state_could_not_be_read_back_is_refused(mistakes_with_data):
+    """Although it only gets that state by its first step."""
+
+    def mistakes(kind):
+        return mistakes_with_data({"_component_": f"{__name__}.Recent", "kind": kind})
+
+    assert mistakes("array") == []
+    for kind, held in (("deque", "(collections.deque); give"), ("function", "<lambda>")):
+        (problem,) = mistakes(kind)
+        assert problem.startswith("sampler: its state_dict() cannot be saved") and held in problem
 
 
 def test_the_table_in_the_docs_is_the_one_in_the_code():

@@ -1,10 +1,11 @@
 """A rank's memory, threads and random states, and what it makes of them."""
 
 import os
+import random
 import subprocess
 import sys
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine import device
-from torchtune_grpo.machine.parallel import random_states, restore_random_state, shard
+from torchtune_grpo.machine.parallel import shard
 from torchtune_grpo.training import policy
 
 CPU = torch.device("cpu")
@@ -114,19 +115,14 @@ def test_what_cannot_be_sharded_is_refused(four_ranks):
         shard(model, DistributedConfig(cpu_offload=True), device=CPU)
 
 
-def test_the_devices_generator_is_saved_and_restored(monkeypatch):
-    """Dropout on a GPU draws from it; here a device that torch is told of stands for one."""
-    here, generator = torch.device("privateuseone"), torch.Generator()
-    module = SimpleNamespace(
-        get_rng_state=lambda device: generator.get_state(),
-        set_rng_state=lambda state, device: generator.set_state(state),
-    )
-    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
-    states = random_states(here)
-    drawn = torch.rand(3), torch.rand(3, generator=generator)
-    restore_random_state(states, CPU)
-    assert torch.rand(3).equal(drawn[0])
-    assert not torch.rand(3, generator=generator).equal(drawn[1])
-    restore_random_state(states, here)
-    assert torch.rand(3, generator=generator).equal(drawn[1])
-    restore_random_state(random_states(CPU), here)  # a run that began elsewhere
+def test_what_a_step_draws_depends_on_nothing_before_it(monkeypatch):
+    def drawn(step, seed=7):
+        device.seed_step(seed, step)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    steps = [drawn(step) for step in (3, 4)]
+    assert drawn(3) == steps[0]
+    others = [*steps, drawn(4, seed=8), drawn(3, seed=8)]
+    monkeypatch.setattr(device, "rank", lambda: 1)
+    others += [drawn(2), drawn(3)]  # of the second rank
+    assert all(len(set(values)) == len(others) for values in zip(*others))

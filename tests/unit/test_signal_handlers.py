@@ -1,17 +1,18 @@
 """Which signals a run handles, and that it gives them back."""
 
 import os
+import pty
 import signal
 import threading
 
 import pytest
 
-from torchtune_grpo.machine.interrupt import Interrupts, breakable, check, is_interrupted
+from torchtune_grpo.machine.interrupt import SIGNALS, Interrupts, breakable, check, is_interrupted
 
 
 @pytest.fixture(autouse=True)
 def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -31,6 +32,29 @@ def test_handlers_are_those_of_before_afterwards():
     assert signal.getsignal(signal.SIGTERM) is mine
     check()  # of no run
     assert breakable(lambda: 7) == 7
+
+
+def test_a_closed_terminal_ends_a_run_that_cannot_say_so(monkeypatch):
+    """Also one that Ctrl-C has asked to end, whose checkpoint may be half written."""
+    stderr, (terminal, slave) = os.dup(2), pty.openpty()
+    os.close(terminal)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *_: pytest.fail("it is not handled"))
+    monkeypatch.setattr("torchtune_grpo.machine.interrupt.ECHO_SECONDS", 0.0)
+    for first in (signal.SIGHUP, signal.SIGINT):
+        run = Interrupts()
+        run.leave = pytest.fail
+        try:
+            os.dup2(slave, 2)
+            with run.handled(lambda: None):
+                os.kill(os.getpid(), first)
+                os.kill(os.getpid(), signal.SIGHUP)
+                check()
+        finally:
+            os.dup2(stderr, 2)
+        assert run.exit_code == 128 + first
+    os.close(slave)
+    os.close(stderr)
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -1,6 +1,6 @@
 """What is saved, so that a resumed run continues, and users can load the result elsewhere."""
 
-from torchtune_grpo.checkpoint.checkpoints import Checkpoints
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints, check_state
 from torchtune_grpo.checkpoint.folder import (
     CheckpointError,
     all_checkpoints,
@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "all_checkpoints",
+    "check_state",
     "checkpoint_folder",
     "claim_output_dir",
     "optimizer_state",

@@ -7,11 +7,14 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.serialization import safe_globals
 from torchtune import config, utils
 
 from torchtune_grpo.checkpoint import folder as files
@@ -41,6 +44,9 @@ _OF_THE_BASE = re.compile(
     re.IGNORECASE,
 )
 _NESTED = ("original/tokenizer.model", "additional_chat_templates/*")  # torchtune reads the first
+# What numpy's arrays and numbers, as samplers have them, are pickled with
+_NUMPY: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
+_NUMPY += [value.__reduce__()[0] for value in (np.zeros(0), np.float64())]
 _LARGEST_COPY = 100 * 2**20  # bytes; what is larger is weights in some format
 
 
@@ -97,7 +103,7 @@ class Checkpoints:
     def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
         """Load a checkpoint's weights into a freshly built policy; the training's state."""
         self.last_step = files.step_of(checkpoint)
-        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+        state = _read_state(checkpoint / STATE_FILE)
         weights = state["adapter"]
         if not weights:
             names = sorted(path.name for path in checkpoint.glob("model*.safetensors"))
@@ -209,6 +215,27 @@ class Checkpoints:
             if _WEIGHTS.fullmatch(path.name):
                 path.rename(folder / path.name)
         shutil.rmtree(written)
+
+
+def check_state(key: str, state: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a checkpoint with the state of the config's ``key`` cannot be read."""
+    file = BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        _read_state(file)
+    except Exception as error:
+        held = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{key}: its state_dict() cannot be saved and read back "
+            f"({held[1] if held else error}); give tensors, arrays, numbers, texts, lists or dicts."
+        ) from error
+
+
+def _read_state(file: Path | BytesIO) -> dict[str, Any]:
+    """The training's state from a file, without running what else a pickle may hold."""
+    with safe_globals(_NUMPY):
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _copy_base_files(base: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -34,12 +35,18 @@ def autoload() -> None:
 def register() -> None:
     """Have the hooks below called when the modules of torchtune that they extend are imported.
 
-    Calling it again, or after torchtune was imported, does no harm.
+    Calling it again, or after torchtune was imported, does no harm. In `tune` with a recipe of ours
+    and in its ranks, Ctrl-C is silent from here on: the imports take seconds.
     """
     from wrapt import register_post_import_hook
 
     register_post_import_hook(_guarded(add_recipes), "torchtune._recipe_registry")
     register_post_import_hook(_guarded(end_torchrun_briefly), "torchtune._cli.run")
+    command = Path(sys.argv[0]).name
+    if command in ("tune", "grpo_full_finetune.py") and any(map(_is_ours, sys.argv)):
+        from torchtune_grpo.config.text import end_on_ctrl_c
+
+        end_on_ctrl_c()
 
 
 def add_recipes(registry: ModuleType) -> None:
@@ -75,9 +82,8 @@ def end_torchrun_briefly(run: ModuleType) -> None:
 
     @functools.wraps(stock)
     def _run_distributed(self: Any, args: Any, is_builtin: bool) -> None:
-        file = Path(args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py")
-        ours = file.is_file() and b"torchtune_grpo" in file.read_bytes()
-        if not ours or os.environ.get(TRACEBACK):
+        file = args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py"
+        if not _is_ours(file) or os.environ.get(TRACEBACK):
             return stock(self, args, is_builtin)
         # One line for each rank; the others are about what torchrun itself cannot do.
         logging.getLogger(SignalException.__module__).addFilter(
@@ -87,12 +93,20 @@ def end_torchrun_briefly(run: ModuleType) -> None:
             stock(self, args, is_builtin)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            killed = failure.exitcode < 0
-            raise SystemExit(f"Error: rank {rank}: {failure.message}" if killed else 1) from None
+            code = failure.exitcode  # above 128: the signal that a rank has left by, as it told
+            killed = code < 0
+            raise SystemExit(f"Error: rank {rank}: {failure.message}" if killed else code) from None
         except (KeyboardInterrupt, SignalException) as stop:
             raise SystemExit(128 + getattr(stop, "sigval", signal.SIGINT)) from None
 
     run.Run._run_distributed = _run_distributed
+
+
+def _is_ours(recipe: str) -> bool:
+    """Whether a recipe is ours by name, or a file that mentions this package, as copies do."""
+    file = Path(recipe)
+    is_script = file.suffix == ".py" and file.is_file()
+    return recipe in RECIPES or (is_script and b"torchtune_grpo" in file.read_bytes())
 
 
 def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -102,6 +103,15 @@ def _text(value: Any) -> str:
 
 # In the environment: set it to see where an error was raised.
 TRACEBACK = "TORCHTUNE_GRPO_TRACEBACK"
+
+
+def end_on_ctrl_c() -> None:
+    """Let Ctrl-C end this process at once, where Python would print a traceback.
+
+    It stays ignored where it is, as in a shell's background jobs.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class ConfigError(ValueError):

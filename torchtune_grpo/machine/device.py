@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import sys
 import time
 from collections.abc import Container, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
@@ -72,6 +74,18 @@ def set_seed(seed: int) -> int:
     """Seed all of torch's generators, on each rank differently, and return the rank's seed."""
     with only_warnings():
         return training.set_seed(seed=seed)
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed Python's, numpy's and torch's generators for a step, on each rank differently.
+
+    What dropout and rewards draw then depends on nothing that was drawn before the step, so that no
+    generator's state has to be saved or restored.
+    """
+    own = int(np.random.SeedSequence((seed, step, rank())).generate_state(1)[0])
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM end a run soon and with a checkpoint, on all ranks at the same point.
+"""Signals end a run soon and with a checkpoint, on all ranks at the same point.
 
-A signal sets a flag. A rollout checks it between two tokens and stops; a reward, which may hang, is
-broken off by the signal itself. The ranks then agree whether to end. A resumed run repeats what was
-dropped, with the same samples. Updates and saves are never broken off.
+Ctrl-C, SIGTERM and SIGHUP (the terminal is closed) set a flag. A rollout checks it between two
+tokens and stops; a reward, which may hang, is broken off by the signal itself. The ranks then agree
+whether to end. A resumed run repeats what was dropped, with the same samples. Updates and saves are
+never broken off. Outside of a run, a signal simply kills the process.
 
 torchrun passes a signal on to all of its ranks. If only one rank gets it, all end together, but a
 reward that hangs on another rank delays them.
@@ -20,12 +21,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
-
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0  # torchrun and a scheduler may both pass on the same signal
 
 _active: Interrupts | None = None  # of the process, as signal handlers are
@@ -33,20 +32,6 @@ _active: Interrupts | None = None  # of the process, as signal handlers are
 
 class Interrupted(KeyboardInterrupt):
     """The run was asked to end; not an Exception, so that no reward counts as failed."""
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Let signals end the block, with exit code 128 + signal; behind it they kill the process."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    _install(leave)
-    try:
-        yield
-    finally:  # at exit, SystemExit would only print a traceback
-        _install(signal.SIG_DFL)
 
 
 def is_interrupted() -> bool:
@@ -92,7 +77,6 @@ class Interrupts:
         self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)  # 2nd Ctrl-C
         self._since = 0.0
         self._ended = False
-        self._random_state = torch.get_rng_state()
 
     @property
     def exit_code(self) -> int:
@@ -101,10 +85,7 @@ class Interrupts:
 
     @contextmanager
     def handled(self, stop: Callable[[], None]) -> Iterator[None]:
-        """On a signal, end the block where it may end, then call ``stop`` on all ranks.
-
-        torch's random state is then that of the last :meth:`boundary`.
-        """
+        """On a signal, end the block where it may end, then call ``stop`` on all ranks."""
         global _active
         self.signal, self._ended, _active = None, False, self
         before = _install(self._on_signal)
@@ -112,17 +93,11 @@ class Interrupts:
             yield
         except Interrupted:
             self._ended = True
-            torch.set_rng_state(self._random_state)
             stop()
         finally:
             _active = None
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def boundary(self) -> None:
-        """Mark the point that a resumed run continues from, then :func:`check`."""
-        self._random_state = torch.get_rng_state()
-        check()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
@@ -131,8 +106,9 @@ class Interrupts:
                 name = signal.Signals(number).name
                 _say(f"{name}: ends soon, with a checkpoint. Ctrl-C again: at once, without one.")
         elif time.monotonic() - self._since > ECHO_SECONDS:
-            # torchrun passes a second Ctrl-C on as SIGTERM; a scheduler may repeat its SIGTERM.
-            if signal.SIGINT in (number, self.signal):
+            # torchrun passes a second Ctrl-C on as SIGTERM; a scheduler may repeat its SIGTERM, and
+            # who has pressed Ctrl-C may close the terminal.
+            if signal.SIGINT in (number, self.signal) and number != signal.SIGHUP:
                 _say("")
                 self.leave(number)
         if self.breaks:
@@ -157,4 +133,5 @@ def _install(handler: Any) -> dict[int, Any]:
 def _say(text: str) -> None:
     """Write a line below a progress bar, without Python's buffers, which may be locked now."""
     begin = "\n" if sys.stderr.isatty() else ""
-    os.write(2, f"{begin}{text}\n".encode() if text else begin.encode())
+    with suppress(OSError):  # the terminal is closed
+        os.write(2, f"{begin}{text}\n".encode() if text else begin.encode())

@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -172,23 +172,6 @@ def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(value.to(parameter.device), mesh, placements)
-
-
-def random_states(device: torch.device) -> list[dict[str, Tensor]]:
-    """Every rank's states of torch's generators for its CPU and device, by device type."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return gather_over_ranks(states)
-
-
-def restore_random_state(states: Sequence[dict[str, Tensor]], device: torch.device) -> None:
-    """Set this rank's part of :func:`random_states`; generators without one stay as they are."""
-    own = states[rank()] if rank() < len(states) else {}
-    if "cpu" in own:
-        torch.set_rng_state(own["cpu"])
-    if device.type != "cpu" and device.type in own:
-        torch.get_device_module(device).set_rng_state(own[device.type], device)
 
 
 def _is_distributed() -> bool:
