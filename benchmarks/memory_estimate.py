@@ -181,13 +181,12 @@ def estimate(
     rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
     parts |= rollout | {
         "moments": trained * ((2 if "8bit" in cfg.optimizer._component_ else 8) + 4 * masters),
-        "gradients": trained * width,
+        "gradients": trained * (4 if masters else width),
         "update": update,
         "optimizer": 0,
     }
-    if width == 2:  # all gradients in float32; or a weight at a time, its gradient and both moments
-        largest = max(p.numel() for p in model.parameters())
-        parts["optimizer"] = 4 * trained if masters else 4 * 4 * largest
+    if width == 2 and not masters:  # a weight at a time, its gradient and both moments in float32
+        parts["optimizer"] = 4 * 4 * max(p.numel() for p in model.parameters())
     gib = {name: value / GIB for name, value in parts.items()}
     stays = sum(gib.values()) - sum(gib[name] for name in IN_TURN)
     trains = gib["gradients"] + max(gib["update"], gib["optimizer"])

@@ -245,6 +245,19 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
     assert_same(sampler, base, atol=1e-4)
 
 
+def test_old_logprobs_are_without_dropout(train):
+    """As the samples were drawn. In the second step, since adapters begin with doing nothing."""
+    dropout = ["model.lora_dropout=0.5", "num_minibatches=2", "num_steps=2"]
+    result = train(*dropout)
+    dropped = []
+    for batch, old, first in list(zip(result.batches, result.received, result.returned))[4:]:
+        mask = batch.trajectory.response_mask
+        sampled = batch.trajectory.sampler_logprobs
+        torch.testing.assert_close(old[mask], sampled[mask], atol=1e-4, rtol=0)
+        dropped.append((first - old)[mask].abs().max())
+    assert len(dropped) == 4 and min(dropped) > 1e-2
+
+
 def test_an_epoch_in_several_optimizer_steps(train):
     """Each on its own groups, with old log-probs of the policy that sampled, in both epochs."""
     base = train("num_minibatches=2")

@@ -13,6 +13,8 @@ from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import DistributedConfig
+from torchtune_grpo.machine.parallel import reduce_gradients, shard
 from torchtune_grpo.models import PeftDoRALinear, standardize
 from torchtune_grpo.training.optimizer import (
     NonFiniteError,
@@ -59,6 +61,39 @@ def test_masters_take_the_steps_of_float32_weights(node):
     for weight, entry, want in zip(weights, entries, exact, strict=True):
         assert entry["master"].equal(want) and weight.equal(want.bfloat16())
     assert weights[0].dtype == torch.bfloat16 and len(entries) == 2
+
+
+class OneLayer(nn.Module):
+    """Whose gradient is 1 for each micro-batch of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("node, each", [(ADAMW, 300), (ROUNDED, 256)], ids=["masters", "rounded"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_with_masters_gradients_are_summed_in_float32(tmp_path, sharded, node, each):
+    """Over 300 micro-batches and two ranks; bf16 cannot count beyond 256."""
+
+    def summed(rank: int) -> tuple[torch.dtype, list]:
+        model = OneLayer()
+        if sharded:
+            shard(model, DistributedConfig(), device=torch.device("cpu"))
+        make_optimizer(OmegaConf.create(node), model.parameters())
+        for _ in range(300 if sharded or rank == 0 else 0):  # the other has no row to train on
+            model(torch.ones(1, 2).bfloat16()).sum().backward()
+        reduce_gradients(model)
+        (parameter,) = model.parameters()
+        grad = parameter.grad.full_tensor() if sharded else parameter.grad
+        return grad.dtype, grad.unique().tolist()
+
+    dtype = torch.float32 if node is ADAMW else torch.bfloat16
+    expected = (dtype, [each * (2.0 if sharded else 1.0)])
+    assert on_two_ranks(summed, folder=tmp_path) == [expected, expected]
 
 
 def test_weights_in_float32_have_the_optimizer_of_the_config():

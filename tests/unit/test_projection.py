@@ -85,3 +85,26 @@ def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
         assert grad.dtype == dtype
         tolerance = scale * expected_grad.abs().max().item()
         torch.testing.assert_close(grad, expected_grad, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen", "tied"])
+def test_in_bf16_each_tokens_gradient_is_right_however_likely_it_is(kind):
+    """At 0.999 the target's row of W and the mean of all rows nearly cancel."""
+    torch.manual_seed(0)
+    output = KINDS[kind]()
+    weight = plain_weight(output)
+    weight.data = (torch.randn_like(weight) * 0.3).bfloat16()
+    targets = torch.randint(VOCAB, (TOKENS,))
+    toward = weight[targets].detach().float()
+    toward *= torch.linspace(6, 16, TOKENS)[:, None] / toward.square().sum(dim=1, keepdim=True)
+    h = (torch.randn(TOKENS, DIM) * 0.3 + toward).bfloat16().requires_grad_()
+    logprobs, _ = projection_logprobs(output, h, targets, temperature=0.8, chunk_bytes=4 * CHUNK)
+    (grad,) = torch.autograd.grad(logprobs.sum(), h)
+    exact_h = h.detach().double().requires_grad_()
+    logits = exact_h @ weight.detach().double().t() / 0.8
+    exact = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+    (exact_grad,) = torch.autograd.grad(exact.sum(), exact_h)
+    shares = exact.exp()
+    assert shares.min() < 0.5 and 0.999 < shares.max() < 0.9999
+    error = (grad - exact_grad).norm(dim=1) / exact_grad.norm(dim=1)
+    assert error.max() < 0.01

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
@@ -116,7 +122,8 @@ def reduce_gradients(model: nn.Module) -> None:
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:  # this rank has no row to train on
-            parameter.grad = torch.zeros_like(parameter)
+            wide = parameter.grad_dtype or torch.float32
+            parameter.grad = torch.zeros_like(parameter, dtype=wide)
         if isinstance(parameter.grad, DTensor):
             parameter.grad.mul_(world_size())
         else:
@@ -139,12 +146,15 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
             f"distributed.sharding: {world_size()} ranks cannot share the model's 4-bit weights; "
             "set it to never, or model.quantize_base to false, or change the number of ranks."
         )
-    mesh = init_device_mesh(device.type, (world_size(),))
-    policy = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+    split: Any = {
+        "mesh": init_device_mesh(device.type, (world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),  # of gradients
+        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+    }
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, reshard_after_forward=True, **split)
     # Embedding, norm and output end one pass and begin the next, so they stay gathered.
-    fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False, **split)
 
 
 @contextmanager

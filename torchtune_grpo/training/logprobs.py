@@ -8,7 +8,8 @@ attention. W is read once, and its gradient is written block by block, each bloc
 all tokens. If W is frozen (LoRA), the forward pass also accumulates ``softmax(logits) W``, which is
 all that the backward pass needs; if W is trained, the backward pass makes each block again. Logits
 are float32 also where W is bf16: rounded to that, one of 16 would be off by up to 1/16, and the
-log-prob of its token as much. What is summed over the vocabulary for a gradient has W's dtype.
+log-prob of its token as much. Sums over the vocabulary are float32, too: in a likely token's
+gradient they nearly cancel the target's row of W.
 
 Any other projection (LoRA on the output, a bias, quantized weights) is called on a chunk of tokens
 at a time, and again in the backward pass. Its logits have the dtype that it gives them: in a bf16
@@ -310,11 +311,11 @@ def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> T
 
 
 def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
-    """``total += left w`` in float32, the product in w's dtype."""
-    if w.dtype == total.dtype:
-        total.addmm_(left, w)  # saves a tensor of total's size for each block
+    """``total += left w`` in float32: the products of a token's blocks nearly cancel."""
+    if w.is_cuda and w.dtype != total.dtype:
+        total += float32_product(left.to(w.dtype), w.t())
     else:
-        total += left.to(w.dtype) @ w
+        total.addmm_(left, w.to(total.dtype))  # saves a tensor of total's size for each block
 
 
 def _columns(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:

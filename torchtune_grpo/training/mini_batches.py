@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import GRPOConfig
@@ -53,14 +53,24 @@ def mini_batches(
     if cfg.objective.sampling_correction == "old_logprobs":
         for batch in batches:
             batch.old_logprobs = batch.trajectory.sampler_logprobs
-    else:  # the first update's own pass yields its old log-probs
+    else:
+        # The first update's own pass yields its old log-probs. With dropout they would be those of
+        # another policy than the one that sampled, and of another one in each epoch.
+        first = 0 if cfg.updates_per_step > 1 and _has_dropout(policy) else 1
         policy.eval()
         with torch.no_grad():
-            for batch in batches[1:]:
+            for batch in batches[first:]:
                 batch.old_logprobs = trajectory_logprobs(
                     policy, batch.parts, temperature=cfg.temperature
                 )
     return batches
+
+
+def _has_dropout(policy: TransformerDecoder) -> bool:
+    return any(
+        isinstance(module, nn.Dropout) or getattr(module, "attn_dropout", 0) > 0
+        for module in policy.modules()
+    )
 
 
 def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:

@@ -3,7 +3,8 @@
 Near a weight of 0.02 the numbers of bf16 are 1.2e-4 apart, so that every step of 1e-6 would be
 rounded away. Weights in bf16 therefore either have float32 masters, which take the steps and are
 saved in checkpoints, or are rounded at random, up or down with the probability that keeps the mean
-(Zamirai et al. 2020, arXiv:2010.06192), which takes no memory.
+(Zamirai et al. 2020, arXiv:2010.06192), which takes no memory. With masters, gradients are summed
+over micro-batches in float32, too, and otherwise in bf16.
 """
 
 from __future__ import annotations
@@ -79,13 +80,27 @@ def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torc
     narrow = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
     if narrow and node.get("bf16_stochastic_round"):
         optimizer.param_groups[0][_ROUNDED_STEPS] = 0
+        utils.log_rank_zero(
+            log,
+            f"Gradients of {narrow:,} weights in bf16 are summed over micro-batches in bf16; "
+            "optimizer=torch.optim.AdamW sums them in float32, and needs more memory.",
+        )
     elif narrow:
+        for parameter in trained:
+            parameter.grad_dtype = None  # any
+            parameter.register_post_accumulate_grad_hook(_widen_gradient)
         utils.log_rank_zero(
             log,
             f"{narrow:,} weights in bf16 have float32 masters, {4e-9 * narrow:.1f} GB; "
             "torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=True needs none.",
         )
     return optimizer
+
+
+def _widen_gradient(parameter: Tensor) -> None:
+    """Make a first micro-batch's gradient float32, so that the others are added to that."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.float()
 
 
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
