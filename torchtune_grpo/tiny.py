@@ -7,7 +7,6 @@ is a token of its own.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def prepare(checkpoint_dir: str | Path) -> None:
 
 
 def make_once(target: str | Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder unless it exists; several processes may call this at once.
+    """Make a folder unless it holds something; several processes may call this at once.
 
     It appears in one move when ``fill`` has filled it under another path, beside which there is
     room for what is only needed until then.
@@ -35,10 +34,14 @@ def make_once(target: str | Path, fill: Callable[[Path], None]) -> None:
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{target.name}.lock"):
-        if target.exists():
+        if target.exists() and any(target.iterdir()):
             return
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
-            folder = Path(name) / target.name
-            folder.mkdir()
+        work = target.parent / f".{target.name}.part"
+        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+        try:
+            folder = work / target.name
+            folder.mkdir(parents=True)
             fill(folder)
             folder.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)

@@ -41,6 +41,15 @@ def test_several_processes_may_prepare_at_once(tmp_path):
     assert found == [*map(inode, folders)]
 
 
+def test_an_empty_folder_is_filled_and_what_a_kill_has_left_goes(tmp_path):
+    (tmp_path / "model").mkdir()
+    prepare(tmp_path / "first")
+    (tmp_path / "first").rename(tmp_path / ".model.part")  # as if killed
+    prepare(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").exists()
+    assert not (tmp_path / ".model.part").exists()
+
+
 def test_the_weights_can_be_taught_anew(folder):
     """Thirty steps make worked answers more likely."""
     torch.manual_seed(0)
