@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 from torchtune import utils
 
-from torchtune_grpo.checkpoint import checkpoint_folder, claim_output_dir, release_output_dir
+from torchtune_grpo.checkpoint import checkpoint_folder, claim_output_dir
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened
-from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import read_metrics
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
@@ -237,7 +237,7 @@ class GRPO:
         """End reward processes, free the model, and let other runs use ``output_dir``."""
         self._drop()
         if self._is_open:
-            release_output_dir(self._folder)
+            lock.release(self._folder)
         self._is_open = False
 
     def __enter__(self) -> GRPO:

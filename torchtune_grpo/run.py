@@ -454,6 +454,7 @@ class Run:
         self.recorder.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
         self._judge()
+        self.checkpoints.prune()  # a run that is killed may have saved and not deleted
 
     def say_how_to_resume(self) -> None:
         text = "Interrupted before the first step was done; the same command starts anew."

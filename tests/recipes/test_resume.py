@@ -56,6 +56,10 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
     assert [record["step"] for record in steps] == [1, 2, 3]
     # warm-up to 1e-5 in step 1, then the cosine's thirds: 3/4, 1/4
     assert steps[2]["learning_rate"] == pytest.approx(0.25e-5)
+    kept = ["step_000001", "step_000002", "step_000003"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == kept
+    tiny(tmp_path, RESUME, *more, "saving.keep_last=1")  # as if killed before it deleted them
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == kept[-1:]
     base = tmp_path / "out" / "tiny_llama" / "model.safetensors"  # another one of the same size
     tensors = {name: value + 1 for name, value in load_file(base).items()}
     save_file(tensors, base, {"format": "pt"})
@@ -99,3 +103,10 @@ def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
         assert wait_until(lambda: (out / f"step_{step + 2:06d}").exists(), 60)
         steps = [record["step"] for record in metrics(out)]
         assert steps == list(range(1, len(steps) + 1))
+        out.rename(tmp_path / "moved")  # or deleted
+        second = tiny(tmp_path, "num_steps=1")
+    first = done.result()
+    (error,) = (line for line in first.err.splitlines() if "Traceback" in line or "Error" in line)
+    assert first.code == 1 and error.startswith("Error: output_dir=out: was deleted while ")
+    assert [record["step"] for record in metrics(out)] == [1] and second.code == 0
+    assert not (out / "error.txt").exists() and (out / "step_000001" / SUMS_FILE).exists()

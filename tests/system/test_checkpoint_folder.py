@@ -23,6 +23,7 @@ from torchtune_grpo.checkpoint import (
 from torchtune_grpo.checkpoint.checkpoints import STATE_FILE
 from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish, staging
 from torchtune_grpo.config.command_line import hub_name
+from torchtune_grpo.machine import lock
 
 
 def complete(folder, step, **state):
@@ -206,9 +207,11 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         profiler={"output_dir": f"{out}/logs/profiles"},
     )
     (out / "logs" / "profiles").mkdir(parents=True)
-    (out / "notes.txt").touch()
+    own = ["my_problems.jsonl", "notes.txt", "step_2", "step_000007_tuned"]  # the user's
+    for name in own:
+        (out / name).touch()
     set_aside_previous_run(cfg)
-    assert names(out) == ["logs", "notes.txt"]  # no run was here
+    assert names(out) == sorted(["logs", *own])  # no run was here
     for number in (1, 2):
         complete(out, 5)
         (out / "best").symlink_to("step_000005")
@@ -217,7 +220,7 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
             (out / folder).mkdir(exist_ok=True)
         (out / "torchtune_config.yaml").touch()
         set_aside_previous_run(cfg)
-        assert names(out) == ["notes.txt", "previous_runs"]
+        assert names(out) == sorted(["previous_runs", *own])
         archive = out / "previous_runs" / str(number)
         assert names(archive) == [
             *("best", "logs", "nonfinite", "run.jsonl", "step_000005", "torchtune_config.yaml")
@@ -266,12 +269,13 @@ def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, step, best, capl
         last, linked = (torch.load(path / STATE_FILE)["number"] for path in (newest, out / "best"))
         assert last in ((2, 30) if step == 3 else (1, 2, 30)) and linked in (1, last), where
         claim_output_dir(out)
+        lock.release(out)
         left = {path.name for path in out.iterdir() if not path.name.startswith("step_")}
         assert left <= {".lock", "best", "best.new"} and checkpoints.newest() == newest, where
         seen.append(linked)
     assert "cannot be used" not in caplog.text, "half a checkpoint was seen"
     assert last == 30 and len(seen) > 10 and {*seen} == {1, 30 if best == 3 else 1}
-    assert names(out) == ["best", *(f"step_{number:06d}" for number in (step - 1, step))]
+    assert names(out) == [".lock", "best", *(f"step_{number:06d}" for number in (step - 1, step))]
 
 
 def test_a_name_that_the_hub_cannot_have_is_none(tmp_path):

@@ -22,6 +22,7 @@ from torchtune_grpo.checkpoint import resume
 from torchtune_grpo.checkpoint.model_card import model_card
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import on_first_rank
 from torchtune_grpo.models import (
@@ -130,16 +131,27 @@ class Checkpoints:
 
         def write() -> None:
             remedy = "Earlier checkpoints are as they were; what was half written is deleted."
-            with files.staging(self._folder, failing=str(target), remedy=remedy) as folder:
-                self._write(folder, model, weights, training_state, step, evaluations)
-                files.publish(folder, target)
-            files.link_best(self._folder, self.best)
-            if self._cfg.saving.keep_last is not None:
-                files.delete_older(target, keep=self._cfg.saving.keep_last, best=self.best)
+            with lock.writing(self._folder):
+                with files.staging(self._folder, failing=str(target), remedy=remedy) as folder:
+                    self._write(folder, model, weights, training_state, step, evaluations)
+                    files.publish(folder, target)
+                files.link_best(self._folder, self.best)
 
         on_first_rank(write)
         self.last_step = step
+        self.prune()
         return target
+
+    def prune(self) -> None:
+        """Delete all but the last ``saving.keep_last`` checkpoints and the best one."""
+        newest = files.checkpoint_folder(self._folder, self.last_step)
+
+        def delete() -> None:
+            if (keep := self._cfg.saving.keep_last) is not None:
+                with lock.writing(self._folder):
+                    files.delete_older(newest, keep=keep, best=self.best)
+
+        on_first_rank(delete)
 
     def keep_best(self, step: int | None) -> None:
         """From now on keep this step's checkpoint, and the link ``best`` to it.

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, its checkpoints ``step_<n>``, and what an earlier run left there.
+"""A run's folder: its checkpoints ``step_<n>``, and what an earlier run left there.
 
 A checkpoint is written in ``.incomplete``, gets a file with the SHA-256 of each of its files, and
 is renamed once the disk holds all of them. Before it is deleted it is renamed again. A process that
@@ -7,19 +7,18 @@ is killed therefore leaves whole checkpoints and hidden folders, which the next 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from torchtune import utils
 
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine import lock
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
 
 log = utils.get_logger("INFO")
 
@@ -27,9 +26,7 @@ BEST = "best"  # a link to a checkpoint
 SUMS_FILE = "SHA256SUMS"  # as sha256sum writes it, and a last line with its own sum
 STAGING = ".incomplete"
 _DELETED = ".deleted_"  # begins the name of a folder that is being deleted
-_LOCK_FILE = ".lock"
 _ERROR_FILE = "error.txt"  # the last run's traceback, if it failed
-_claimed: dict[Path, IO[str]] = {}  # the system frees a lock when its process ends, however it does
 
 
 class CheckpointError(RuntimeError):
@@ -38,44 +35,15 @@ class CheckpointError(RuntimeError):
 
 def claim_output_dir(folder: Path) -> None:
     """Lock a folder until this process ends, and clear what a killed run left half done there."""
-    folder = folder.resolve()
-    if folder not in _claimed:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = (folder / _LOCK_FILE).open("a+")
-        except OSError as error:
-            raise ValueError(
-                f"output_dir={folder}: cannot be written to: {error}; give another folder."
-            ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"output_dir={folder}: {file.read().strip() or 'another process'} is running in "
-                "it; end that run, or give another folder."
-            ) from None
-        except OSError as error:
-            log.warning(f"output_dir={folder}: cannot be locked against a second run: {error}")
-        file.truncate(0)
-        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-        _claimed[folder] = file
+    lock.claim(folder)
     (folder / _ERROR_FILE).unlink(missing_ok=True)
     for left in (*folder.glob(STAGING), *folder.glob(f"{_DELETED}*")):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def release_output_dir(folder: Path) -> None:
-    """Unlock a folder that this process may have claimed."""
-    file = _claimed.pop(folder.resolve(), None)
-    if file is not None:
-        file.truncate(0)
-        file.close()
-
-
 def write_error(text: str) -> str | None:
     """Write a traceback into the folder that this process has claimed, if any; the file's path."""
-    for folder in _claimed:
+    for folder in lock.held():
         with suppress(OSError):  # the error may be a full disk
             (folder / _ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
             return str(folder / _ERROR_FILE)
@@ -89,9 +57,9 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     profiles move along if they have a folder of their own in ``output_dir``.
     """
     output_dir = Path(os.path.abspath(cfg.output_dir))
-    names = (BEST, "step_*", "*.jsonl", "*.jsonl.new", "nonfinite")
-    left = [path for name in names for path in output_dir.glob(name)]
-    if not left:
+    names = (BEST, RUN_FILE, COMPLETIONS_FILE, "nonfinite")
+    left = [*all_checkpoints(output_dir), *(output_dir / name for name in names)]
+    if not any(map(os.path.lexists, left)):
         return
     left += [output_dir / "torchtune_config.yaml", output_dir / "run.html"]
     logger, profiler = cfg.metric_logger, cfg.profiler or {}
@@ -104,7 +72,7 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     runs = [int(path.name) for path in archive.iterdir() if path.name.isdecimal()]
     target = archive / str(1 + max(runs, default=0))
     target.mkdir()
-    for path in filter(Path.exists, left):  # a folder may lie in one that has moved already
+    for path in filter(os.path.lexists, left):  # a folder may lie in one that has moved already
         new = target / path.relative_to(output_dir)
         new.parent.mkdir(parents=True, exist_ok=True)
         path.rename(new)
@@ -121,9 +89,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def all_checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoints, whole or damaged, oldest first."""
+    """Checkpoints, whole or damaged, oldest first; other folders are named otherwise."""
     folders = [path for path in output_dir.glob("step_*") if path.name[5:].isdecimal()]
-    return sorted(folders, key=step_of)
+    named = [path for path in folders if path == checkpoint_folder(output_dir, step_of(path))]
+    return sorted(named, key=step_of)
 
 
 def newest_checkpoint(output_dir: Path) -> Path:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.config.text import plain
+from torchtune_grpo.machine import lock
 
 log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 
@@ -140,5 +141,5 @@ def _encoded(records: Sequence[Record]) -> bytes:
 
 
 def _append(path: Path, lines: bytes) -> None:
-    with path.open("ab") as file:
+    with lock.writing(path.parent), path.open("ab") as file:
         file.write(lines)

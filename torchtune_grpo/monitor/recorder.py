@@ -26,6 +26,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import describe, plain
 from torchtune_grpo.evaluation.evaluator import Evaluation
 from torchtune_grpo.evaluation.statistics import in_one_line
+from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
 from torchtune_grpo.monitor.findings import Watch
 from torchtune_grpo.monitor.record import Record, append, append_groups, keep_until, read
@@ -143,7 +144,7 @@ class Recorder:
 
     def _write_page(self) -> None:
         """Write the page; a run goes on without it."""
-        if rank() > 0:
+        if rank() > 0 or lock.is_lost(self._folder):
             return
         try:
             write_page(self._folder)
