@@ -1,14 +1,16 @@
 """Killed runs, changed configs, damage and second runs, through the real ``tune`` command."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from processes import wait_until
-from runs import RECIPE, in_background, metrics, run, tune
+from runs import RECIPE, in_background, metrics, run, run_python, tune
 from safetensors.torch import load_file, save_file
 
 from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish
+from torchtune_grpo.monitor.record import read
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = """
@@ -110,3 +112,29 @@ def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
     assert first.code == 1 and error.startswith("Error: output_dir=out: was deleted while ")
     assert [record["step"] for record in metrics(out)] == [1] and second.code == 0
     assert not (out / "error.txt").exists() and (out / "step_000001" / SUMS_FILE).exists()
+
+
+def test_a_secret_is_in_no_file_and_a_resume_sees_that_it_has_changed(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from torchtune_grpo.data import arithmetic_dataset\n"
+        "def rows(tokenizer, hub_token, **given):\n"
+        "    return arithmetic_dataset(tokenizer, **given)\n"
+        "def judge(prompts, completions, api_key, home_key, rounds_key, **columns):\n"
+        "    assert api_key.startswith('sk-') and home_key.startswith('/') and rounds_key == 3\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    judge = "{_component_: own.judge, api_key: sk-1, home_key: '${oc.env:HOME}', rounds_key: 3}"
+    more = [f"rewards=[{judge}]", "dataset._component_=own.rows", "dataset.hub_token=sk-2"]
+    command = ["-m", "torchtune_grpo", "run", RECIPE, "--config", CONFIG, *QUICK, *more]
+    run_python(*command, cwd=tmp_path)
+    said = [refused(tmp_path, *more, "dataset.hub_token=sk-3")]
+    assert "dataset.hub_token=... (sha256 " in said[0]
+    done = tiny(tmp_path, RESUME, *more, "rewards.0.api_key=sk-4", "num_steps=3")
+    assert "rewards.0.api_key ... (sha256 " in done.err
+    start, _ = read(tmp_path / "out", "start")
+    assert '"rounds_key": 3' in start["command"] and "hub_token=..." in start["command"]
+    assert start["config"]["rewards"][0]["rounds_key"] == 3
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {"README.md", "run.html", "run_config.json"} < {path.name for path in files}
+    for text in (*(path.read_bytes() for path in files), *map(str.encode, (*said, done.err))):
+        assert not re.search(rb"sk-\d", text)

@@ -5,6 +5,7 @@ Tensors are saved whole, and sharded again for the ranks that resume, whose numb
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.checkpoint.folder import sha256_of
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
 from torchtune_grpo.models import adapter_files
 from torchtune_grpo.training.optimizer import MASTER, has_masters
@@ -48,7 +50,7 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
         values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     return {
-        key: _identity(value) if _is_fixed(key, FIXED) else value
+        key: _identity(key, value) if _is_fixed(key, FIXED) else _hidden(key, value)
         for key, value in _flat(values).items()
     }
 
@@ -97,10 +99,17 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name in value for k, v in _flat(value[name], f"{prefix}{name}.").items()}
 
 
-def _identity(value: Any) -> Any:
-    """A path's name, with a digest if it is a file; any other value as it is."""
-    if not isinstance(value, str) or not os.path.exists(value):
+def _hidden(key: str, value: Any) -> Any:
+    """A value, or of a secret a digest, which tells whether it has changed."""
+    if not is_secret(key, value):
         return value
+    return f"... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]})"
+
+
+def _identity(key: str, value: Any) -> Any:
+    """A path's name, with a digest if it is a file; any other value as :func:`_hidden` has it."""
+    if not isinstance(value, str) or not os.path.exists(value):
+        return _hidden(key, value)
     path = Path(value)
     return f"{path.name} (sha256 {sha256_of(path)[:16]})" if path.is_file() else path.name
 

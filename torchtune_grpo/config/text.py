@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 # All but newline and tab of C0 and C1, which hold the terminal's commands; what turns the direction
@@ -21,6 +22,8 @@ from tqdm import tqdm
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+# Names of a config's keys whose texts are shown to nobody
+_SECRET = re.compile(r".*(token|secret|password|authorization|api_?keys?|_key)", re.IGNORECASE)
 _MAX_DEPTH = 50
 _LARGEST_INT = 2**63 - 1
 
@@ -28,6 +31,34 @@ _LARGEST_INT = 2**63 - 1
 def visible(text: str) -> str:
     r"""The text with control characters spelled out, ESC as ``\x1b``; newlines and tabs stay."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Whether a config's value is a secret, by its key; ``${oc.env:NAME}`` only names one."""
+    name = re.sub(r"(\.\d+)*$", "", key).rpartition(".")[2]
+    is_text = isinstance(value, str) and not value.startswith("${")
+    return is_text and _SECRET.fullmatch(name) is not None
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """A config's nested values, with ``...`` in place of secrets."""
+    if isinstance(value, dict):
+        return {name: without_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(item, key) for item in value]
+    return "..." if is_secret(key, value) else value
+
+
+def override_without_secrets(argument: str) -> str:
+    """A command line's ``key=value``, where the value may be a list or a mapping in YAML."""
+    key, is_set, text = argument.partition("=")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, (dict, list)) and (hidden := without_secrets(value, key)) != value:
+        return f"{key}={json.dumps(hidden)}"
+    return f"{key}={without_secrets(text, key)}" if is_set else argument
 
 
 def shortened(text: str, limit: int = 80) -> str:

@@ -23,7 +23,7 @@ from torchtune import training, utils
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import describe, plain
+from torchtune_grpo.config.text import describe, override_without_secrets, plain, without_secrets
 from torchtune_grpo.evaluation.evaluator import Evaluation
 from torchtune_grpo.evaluation.statistics import in_one_line
 from torchtune_grpo.machine import lock
@@ -41,7 +41,6 @@ log = utils.get_logger("INFO")
 _STEPS_PER_PAGE = 10
 _LONGEST_COLUMN = 2_000  # characters of a data set's column; the rest is left out
 _PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
-_SECRETS = ("token", "secret", "password", "api_key")  # a key of the config that ends so
 
 
 class Recorder:
@@ -68,7 +67,8 @@ class Recorder:
             self._folder.mkdir(parents=True, exist_ok=True)
             with redirect_stdout(io.StringIO()):  # loggers print where they write
                 self._metric_logger = instantiate("metric_logger", cfg.metric_logger)
-            self._metric_logger.log_config(given)
+            shown = without_secrets(OmegaConf.to_container(given, resolve=False))
+            self._metric_logger.log_config(OmegaConf.create(shown))
 
     def resume(self, step: int) -> None:
         """Forget what was recorded after the step that the run goes on from."""
@@ -276,19 +276,12 @@ def _start(given: DictConfig, device: torch.device) -> Record:
             versions[package] = version(package)
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([os.path.basename(script), *arguments]),
-        "config": _without_secrets(OmegaConf.to_container(given, resolve=True)),
+        "command": shlex.join(
+            [os.path.basename(script), *map(override_without_secrets, arguments)]
+        ),
+        "config": without_secrets(OmegaConf.to_container(given, resolve=True)),
         "versions": versions,
         "device": f"{device.type} {name}".strip(),
         "ranks": world_size(),
         "seed": given.get("seed", 0),
     }
-
-
-def _without_secrets(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {
-            key: "..." if str(key).lower().endswith(_SECRETS) else _without_secrets(value)
-            for key, value in node.items()
-        }
-    return [*map(_without_secrets, node)] if isinstance(node, list) else node
