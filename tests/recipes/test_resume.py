@@ -62,7 +62,18 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == kept
     tiny(tmp_path, RESUME, *more, "saving.keep_last=1")  # as if killed before it deleted them
     assert [path.name for path in (tmp_path / "out").glob("step_*")] == kept[-1:]
-    base = tmp_path / "out" / "tiny_llama" / "model.safetensors"  # another one of the same size
+    model = tmp_path / "out" / "tiny_llama"
+    for name, was, now in (
+        ("config.json", "500000", "20000"),  # rope_theta
+        ("tokenizer.json", '"x"', '"y"'),
+        ("tokenizer_config.json", "chat_template", "another"),
+    ):
+        text = (model / name).read_text()
+        assert was in text
+        (model / name).write_text(text.replace(was, now))
+        assert f"model_dir/{name}=sha256 " in refused(tmp_path, *more)
+        (model / name).write_text(text)
+    base = model / "model.safetensors"  # another one of the same size
     tensors = {name: value + 1 for name, value in load_file(base).items()}
     save_file(tensors, base, {"format": "pt"})
     said = refused(tmp_path, *more)

@@ -74,7 +74,10 @@ def model_card(
     A checkpoint has merged weights, or an adapter in PEFT's format, or both.
     """
     shown = {
-        key: config[key] for name in _KEYS for key in config if f"{key}.".startswith(f"{name}.")
+        key: config[key]
+        for name in _KEYS
+        for key in config
+        if f"{key}.".startswith(f"{name}.") and "/" not in key  # a file's digest
     }
     folder, hub = checkpoint_folder(Path(), step), hub_name(base)
     name = hub or str(base)

@@ -23,6 +23,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
 from torchtune_grpo.models import adapter_files
+from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER, has_masters
 
 # What a checkpoint's policy cannot be loaded or read without
@@ -36,23 +37,30 @@ FIXED = (
 # Of an optimizer, a resumed run takes these from its config and not from the checkpoint.
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
+# The files of a model's folder that say what its weights and its texts mean
+_OF_A_MODEL = (
+    *("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+)
 _FROM_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
 
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str, Any]:
     """A config as plain values by dotted key; ``base_files`` are the weights it starts from.
 
-    Where a key must stay, a file is given by its name and digest, so that it may move.
+    Where a key must stay, a file is given by its name and digest, so that it may move, and so are
+    the files of a folder that say what its model is.
     """
     values = cfg.model_dump()
     values["checkpointer"] = {**cfg.checkpointer, "checkpoint_files": [*map(str, base_files)]}
     if cfg.adapter_dir is not None:
         values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
     values["batch_size * ranks"] = cfg.batch_size * world_size()
-    return {
-        key: _identity(key, value) if _is_fixed(key, FIXED) else _hidden(key, value)
-        for key, value in _flat(values).items()
-    }
+    values["versions"] = versions()
+    result: dict[str, Any] = {}
+    for key, value in _flat(values).items():
+        result |= _identity(key, value) if _is_fixed(key, FIXED) else {key: _hidden(key, value)}
+    return result
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -106,12 +114,16 @@ def _hidden(key: str, value: Any) -> Any:
     return f"... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]})"
 
 
-def _identity(key: str, value: Any) -> Any:
+def _identity(key: str, value: Any) -> dict[str, Any]:
     """A path's name, with a digest if it is a file; any other value as :func:`_hidden` has it."""
     if not isinstance(value, str) or not os.path.exists(value):
-        return _hidden(key, value)
+        return {key: _hidden(key, value)}
     path = Path(value)
-    return f"{path.name} (sha256 {sha256_of(path)[:16]})" if path.is_file() else path.name
+    if path.is_file():
+        return {key: f"{path.name} (sha256 {sha256_of(path)[:16]})"}
+    files = sorted({file for pattern in _OF_A_MODEL for file in path.glob(pattern)})
+    digests = {f"{key}/{file.name}": f"sha256 {sha256_of(file)[:16]}" for file in files}
+    return {key: path.name, **digests}
 
 
 def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Every rank has to call it.
     """
-    result = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, DTensor):
             value = _plain(value).full_tensor()  # a collective: in the same order on all ranks

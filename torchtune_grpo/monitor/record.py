@@ -16,8 +16,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from torchtune_grpo.machine import lock
 log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 
 RUN_FILE, COMPLETIONS_FILE = "run.jsonl", "completions.jsonl"
+_PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
 # What completions.jsonl may grow to over a whole run, and what it may take at once.
 _MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
@@ -72,6 +76,15 @@ class RunRecord:
     @property
     def config(self) -> Record:
         return self.starts[-1]["config"] if self.starts else {}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a run's numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def read_lines(path: Path) -> list[Record]:

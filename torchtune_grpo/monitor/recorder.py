@@ -10,8 +10,7 @@ import random
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager, redirect_stdout
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from torchtune_grpo.evaluation.statistics import in_one_line
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
 from torchtune_grpo.monitor.findings import Watch
-from torchtune_grpo.monitor.record import Record, append, append_groups, keep_until, read
+from torchtune_grpo.monitor.record import Record, append, append_groups, keep_until, read, versions
 from torchtune_grpo.monitor.report import write_page
 from torchtune_grpo.monitor.terminal import ProgressLine, summary
 from torchtune_grpo.rewards import RewardScores
@@ -40,7 +39,6 @@ log = utils.get_logger("INFO")
 
 _STEPS_PER_PAGE = 10
 _LONGEST_COLUMN = 2_000  # characters of a data set's column; the rest is left out
-_PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
 
 
 class Recorder:
@@ -270,17 +268,13 @@ def _start(given: DictConfig, device: torch.device) -> Record:
     """What a run was started with, and on what."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     script, *arguments = sys.orig_argv[1:] or [""]  # without the interpreter
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(
             [os.path.basename(script), *map(override_without_secrets, arguments)]
         ),
         "config": without_secrets(OmegaConf.to_container(given, resolve=True)),
-        "versions": versions,
+        "versions": versions(),
         "device": f"{device.type} {name}".strip(),
         "ranks": world_size(),
         "seed": given.get("seed", 0),
