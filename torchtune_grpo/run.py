@@ -56,10 +56,11 @@ from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.policy import (
     Reference,
-    build_policy,
     check_model,
     check_prompts,
     empty_model,
+    load_policy,
+    make_policy,
     make_reference,
     should_shard,
 )
@@ -281,11 +282,19 @@ class Run:
     # --- The policy ------------------------------------------------------------------------------
 
     def build_policy(self) -> TransformerDecoder:
-        """Build the policy with the weights that training starts from, the same on all ranks."""
-        # What is going to be sharded may be too large for one device.
-        device = torch.device("cpu") if self.is_sharded else self.device
-        model = build_policy(self.cfg, self.checkpoints.base_weights(), device=device)
-        parallel.broadcast_trained_parameters(model)
+        """Build the policy with the weights that training starts from, the same on all ranks.
+
+        One that is going to be sharded has them on the first rank, and is on meta on the others.
+        """
+        device = self.device
+        if self.is_sharded:  # too large for one device, or for the host's memory once for each rank
+            device = torch.device("cpu" if parallel.rank() == 0 else "meta")
+        model = make_policy(self.cfg, device=device)
+        parallel.load_once(
+            model, lambda: load_policy(model, self.cfg, self.checkpoints.base_weights())
+        )
+        if not self.is_sharded:
+            parallel.broadcast_trained_parameters(model)
         return model
 
     def build_reference(self, policy: TransformerDecoder) -> Reference | None:

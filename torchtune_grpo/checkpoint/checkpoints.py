@@ -24,7 +24,7 @@ from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
-from torchtune_grpo.machine.parallel import on_first_rank
+from torchtune_grpo.machine.parallel import load_once, on_first_rank
 from torchtune_grpo.models import (
     adapter_names,
     load_weights,
@@ -105,13 +105,19 @@ class Checkpoints:
         """Load a checkpoint's weights into a freshly built policy; the training's state."""
         self.last_step = files.step_of(checkpoint)
         state = _read_state(checkpoint / STATE_FILE)
-        weights = state["adapter"]
-        if not weights:
-            names = sorted(path.name for path in checkpoint.glob("model*.safetensors"))
-            whole = self._make_checkpointer(checkpoint_dir=str(checkpoint), checkpoint_files=names)
-            weights = load_weights(whole, self._node)
-        _check_same(model, weights, checkpoint)
-        model.load_state_dict(weights, strict=False)
+
+        def load() -> None:
+            weights = state["adapter"]
+            if not weights:
+                names = sorted(path.name for path in checkpoint.glob("model*.safetensors"))
+                whole = self._make_checkpointer(
+                    checkpoint_dir=str(checkpoint), checkpoint_files=names
+                )
+                weights = load_weights(whole, self._node)
+            _check_same(model, weights, checkpoint)
+            model.load_state_dict(weights, strict=False)
+
+        load_once(model, load)
         return state
 
     def save(

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -136,8 +137,16 @@ def reduce_gradients(model: nn.Module) -> None:
             grad.copy_(part.view_as(grad))
 
 
+def load_once(model: nn.Module, load: Callable[[], None]) -> None:
+    """Call what loads a model's weights; on the first rank alone if the others have it on meta."""
+    if any(gather_over_ranks(next(model.parameters()).is_meta)):
+        on_first_rank(load)
+    else:
+        load()
+
+
 def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: torch.device) -> None:
-    """Shard a model, whole and with the same weights on every rank, layer by layer with FSDP2."""
+    """Shard a model layer by layer with FSDP2; the first rank has its weights, others need none."""
     if settings.cpu_offload and device.type == "cpu":
         raise ValueError("distributed.cpu_offload=True: works with device=cuda; set it to false.")
     nf4 = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
@@ -152,9 +161,28 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
     for layer in model.layers:
+        _hand_out(layer, device)
         fully_shard(layer, reshard_after_forward=True, **split)
+    for child in model.children():
+        if child is not model.layers:
+            _hand_out(child, device)
     # Embedding, norm and output end one pass and begin the next, so they stay gathered.
     fully_shard(model, reshard_after_forward=False, **split)
+
+
+def _hand_out(module: nn.Module, device: torch.device) -> None:
+    """Move a module to every rank's device, with the first rank's values.
+
+    FSDP2 itself would move frozen NF4 weights to parameters that require a gradient, and fail.
+    """
+    if rank() == 0:
+        module.to(device)
+    else:
+        module.to_empty(device=device)
+    for tensor in chain(module.parameters(), module.buffers()):
+        parts = tensor.__tensor_flatten__()[0] if isinstance(tensor, NF4Tensor) else ["data"]
+        for part in parts:
+            dist.broadcast(getattr(tensor, part), src=0)
 
 
 @contextmanager
@@ -177,11 +205,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Shard a tensor, whole and the same on all ranks, if the parameter is sharded."""
+    """Shard a tensor, which the first rank has whole, if the parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value.to(parameter.device), mesh, placements)
+    device = parameter.device
+    whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+    return distribute_tensor(whole, mesh, placements)
 
 
 def _is_distributed() -> bool:

@@ -76,19 +76,35 @@ def empty_model(cfg: GRPOConfig) -> TransformerDecoder:
 def build_policy(
     cfg: GRPOConfig, state_dict: Mapping[str, Any], *, device: torch.device
 ) -> TransformerDecoder:
-    """Build ``cfg.model`` in ``cfg.dtype`` with the full weights that its checkpoint holds.
+    """Build ``cfg.model`` in ``cfg.dtype`` with the full weights that its checkpoint holds."""
+    model = make_policy(cfg, device=device)
+    load_policy(model, cfg, state_dict)
+    return model
 
-    If it has adapters, they are float32 and trained alone; ``cfg.adapter_dir`` is loaded into them,
-    or merged into a model without.
+
+def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
+    """Make ``cfg.model`` in ``cfg.dtype``; adapters, if it has any, are float32 and trained alone.
+
+    The device may be meta.
     """
     # torchtune's RMSNorm computes in float32 on purpose, whatever the weights are.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     dtype = training.get_dtype(cfg.dtype, device=device)
     with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
-    standardize(model)
+        standardize(model)
     if cfg.pack_groups:
         attend_in_segments(model)
+    if adapters := get_adapter_params(model):
+        set_trainable_params(model, adapters)
+    return model
+
+
+def load_policy(model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[str, Any]) -> None:
+    """Load a checkpoint's full weights into what :func:`make_policy` made.
+
+    ``cfg.adapter_dir`` is loaded into adapters, or merged into a model without.
+    """
     adapters = get_adapter_params(model)
     start: dict[str, Tensor] = {}
     if cfg.adapter_dir is not None:
@@ -110,8 +126,6 @@ def build_policy(
             module.initialize_dora_magnitude()
     if adapters:
         model.load_state_dict(start, strict=False)  # overwrites the initial magnitudes
-        set_trainable_params(model, adapters)
-    return model
 
 
 class AdapterReference:
