@@ -11,17 +11,24 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
 from launches import LLAMA_1B, build, counted, counting_cuda, decoding
 from policies import KINDS, VOCAB, build_policy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
 from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.attention import (
     Segments,
     float32_product,
@@ -102,6 +109,27 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     if rows > 1:  # the reference's pass, and the policy's, of both layers
         assert count["torch_attn._varlen_attn.default"] == 2 * 2 * len(batch.parts)
         assert count["torch_attn._varlen_attn_backward.default"] == 2 * len(batch.parts)
+
+
+def test_nf4_weights_come_to_the_gpu_before_fsdp_moves_them(monkeypatch):
+    """FSDP2 itself swaps in parameters that require a gradient, which cannot be divided."""
+    model = build_policy("qlora", torch.bfloat16)
+    set_trainable_params(model, adapters := get_adapter_params(model))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_: mesh)
+    monkeypatch.setattr(_fully_shard, "_get_device_from_mesh", lambda _: CUDA)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **options: None)  # fake tensors have none
+    try:
+        with fake_cuda():
+            parallel.shard(model, DistributedConfig(), device=CUDA)
+    finally:
+        dist.destroy_process_group()
+    shards = {name: parameter.to_local() for name, parameter in model.named_parameters()}
+    assert {shard.device for shard in shards.values()} == {CUDA}
+    assert sum(isinstance(shard, NF4Tensor) for shard in shards.values()) == 2 * 7
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == set(adapters)
 
 
 PARAMS = {
