@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import peft_adapter
 from fork_server import environment, fork_server
+from ranks import on_two_ranks
 from runs import (
     DISTRIBUTED,
     EAGER,
@@ -38,6 +39,12 @@ from runs import (
     untimed,
     weights,
 )
+from torch.utils._pytree import tree_leaves
+
+from torchtune_grpo.checkpoint import checkpoints
+from torchtune_grpo.checkpoint.resume import whole_on_first_rank
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.run import Run
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "hf_lora_grpo"
@@ -240,6 +247,48 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
     (out / "step_000003").rename(tmp_path / "on_two")
     run(tmp_path, config, *adam, RESUME, "batch_size=4", ranks=0)
     assert distance(weights(out / "step_000003"), again) <= 1e-5
+
+
+def own_bytes(tensors: Any) -> int:
+    """Of tensors in this process's memory: not on meta, nor mapped from a training state's file."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [fields[0].split("-") for fields in maps if fields[-1].endswith("training_state.pt")]
+    mapped = [range(int(begin, 16), int(end, 16)) for begin, end in ranges]
+    return sum(
+        tensor.nbytes
+        for tensor in tree_leaves(tensors)
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+        if not any(tensor.data_ptr() in pages for pages in mapped)
+    )
+
+
+@pytest.mark.parametrize("config", [LORA, FULL])
+def test_only_the_first_rank_has_a_model_before_it_is_sharded(tmp_path, config):
+    """Weights, the reference's, and a checkpoint's training state; the other one has its part."""
+    more = ["optimizer=torch.optim.AdamW", "distributed.sharding=always", "num_steps=1"]
+    more += from_adapter(tmp_path, config) if config == LORA else ["loss.kl_coeff=0.5"]
+    run(tmp_path, config, *more, *NO_EVALUATION)
+    checkpoint = tmp_path / "out" / "step_000001"
+    cfg = load_config(config, settings(tmp_path, config, *more))
+
+    def load(rank: int) -> tuple[list[int], int, bool]:
+        if rank == 1:
+            checkpoints.load_weights = None
+        of = Run(cfg)
+        model = of.build_policy()
+        reference = of.build_reference(model)
+        state = of.checkpoints.restore(model, checkpoint)
+        copied = reference._start if config == LORA else [*reference._model.parameters()]
+        held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        of.prepare_passes(model, reference)
+        part = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        after = whole_on_first_rank(model.state_dict())
+        return held, part, all(value.equal(before[name]) for name, value in after.items())
+
+    (first, half, same), (second, other_half, _) = on_two_ranks(load, folder=tmp_path)
+    assert second == [0, 0, 0] and half == other_half == first[0] / 2 and same
+    assert first[2] >= 2 * first[1] > 0  # two moments of what is trained
 
 
 def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):

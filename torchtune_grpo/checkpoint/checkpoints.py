@@ -104,7 +104,8 @@ class Checkpoints:
     def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
         """Load a checkpoint's weights into a freshly built policy; the training's state."""
         self.last_step = files.step_of(checkpoint)
-        state = _read_state(checkpoint / STATE_FILE)
+        # A rank whose model is on meta gets its part of each tensor from the first one.
+        state = _read_state(checkpoint / STATE_FILE, mapped=next(model.parameters()).is_meta)
 
         def load() -> None:
             weights = state["adapter"]
@@ -250,10 +251,13 @@ def check_state(key: str, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _read_state(file: Path | BytesIO) -> dict[str, Any]:
-    """The training's state from a file, without running what else a pickle may hold."""
+def _read_state(file: Path | BytesIO, *, mapped: bool = False) -> dict[str, Any]:
+    """The training's state from a file, without running what else a pickle may hold.
+
+    Tensors that are ``mapped`` take memory only when they are read.
+    """
     with safe_globals(_NUMPY):
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _copy_base_files(base: Path, folder: Path) -> None:

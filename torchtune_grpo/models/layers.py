@@ -35,7 +35,9 @@ def standardize(model: nn.Module) -> None:
     for module in list(model.modules()):
         rope = getattr(module, "pos_embeddings", None)
         if isinstance(rope, _ROTATIONS):
-            rotations.setdefault(rope, HalfRotation(rope.theta))
+            # Llama 3's has no frequencies on meta.
+            theta = getattr(rope, "theta", torch.empty(rope.dim // 2, device="meta").float())
+            rotations.setdefault(rope, HalfRotation(theta))
             module.pos_embeddings = rotations[rope]
         if isinstance(module, (LoRALinear, DoRALinear)):
             for part in (module.lora_a, module.lora_b):
