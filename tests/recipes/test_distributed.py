@@ -5,6 +5,7 @@ the ranks, on a copied recipe too, what happens when one of them dies, and that 
 other. Everything else starts the same file with the same environment in forked processes.
 """
 
+import json
 import shutil
 import signal
 import socket
@@ -15,7 +16,6 @@ import pytest
 import torch
 from checkpoints import peft_adapter
 from fork_server import environment, fork_server
-from ranks import on_two_ranks
 from runs import (
     DISTRIBUTED,
     EAGER,
@@ -39,12 +39,6 @@ from runs import (
     untimed,
     weights,
 )
-from torch.utils._pytree import tree_leaves
-
-from torchtune_grpo.checkpoint import checkpoints
-from torchtune_grpo.checkpoint.resume import whole_on_first_rank
-from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.run import Run
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "hf_lora_grpo"
@@ -249,17 +243,45 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
     assert distance(weights(out / "step_000003"), again) <= 1e-5
 
 
-def own_bytes(tensors: Any) -> int:
-    """Of tensors in this process's memory: not on meta, nor mapped from a training state's file."""
+# Loads a policy, its reference and a checkpoint, and shards the first two.
+LOAD = """
+import json, sys
+from pathlib import Path
+import torch
+from torch.utils._pytree import tree_leaves
+from torchtune_grpo.checkpoint import checkpoints
+from torchtune_grpo.checkpoint.resume import whole_on_first_rank
+from torchtune_grpo.machine.parallel import rank
+from torchtune_grpo.run import Run, parse
+
+def own_bytes(tensors):  # of those that are neither on meta nor pages of the state's file
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    ranges = [fields[0].split("-") for fields in maps if fields[-1].endswith("training_state.pt")]
-    mapped = [range(int(begin, 16), int(end, 16)) for begin, end in ranges]
-    return sum(
-        tensor.nbytes
-        for tensor in tree_leaves(tensors)
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
-        if not any(tensor.data_ptr() in pages for pages in mapped)
-    )
+    ends = [fields[0].split("-") for fields in maps if fields[-1].endswith("training_state.pt")]
+    mapped = [range(int(begin, 16), int(end, 16)) for begin, end in ends]
+    own = [x for x in tree_leaves(tensors) if isinstance(x, torch.Tensor) and not x.is_meta]
+    return sum(x.nbytes for x in own if not any(x.data_ptr() in pages for pages in mapped))
+
+@parse
+def main(cfg):
+    run = Run(cfg)
+    run.device
+    if rank() == 1:
+        checkpoints.load_weights = None
+    model = run.build_policy()
+    reference = run.build_reference(model)
+    state = run.checkpoints.restore(model, Path(cfg.output_dir) / "step_000001")
+    copied = getattr(reference, "_start", None) or [*reference._model.parameters()]
+    held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run.prepare_passes(model, reference)
+    part = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    after = whole_on_first_rank(model.state_dict())
+    same = all(value.equal(before[name]) for name, value in after.items())
+    Path(f"rank_{rank()}.json").write_text(json.dumps([held, part, same]))
+    return 0
+
+sys.exit(main())
+"""
 
 
 @pytest.mark.parametrize("config", [LORA, FULL])
@@ -268,25 +290,12 @@ def test_only_the_first_rank_has_a_model_before_it_is_sharded(tmp_path, config):
     more = ["optimizer=torch.optim.AdamW", "distributed.sharding=always", "num_steps=1"]
     more += from_adapter(tmp_path, config) if config == LORA else ["loss.kl_coeff=0.5"]
     run(tmp_path, config, *more, *NO_EVALUATION)
-    checkpoint = tmp_path / "out" / "step_000001"
-    cfg = load_config(config, settings(tmp_path, config, *more))
-
-    def load(rank: int) -> tuple[list[int], int, bool]:
-        if rank == 1:
-            checkpoints.load_weights = None
-        of = Run(cfg)
-        model = of.build_policy()
-        reference = of.build_reference(model)
-        state = of.checkpoints.restore(model, checkpoint)
-        copied = reference._start if config == LORA else [*reference._model.parameters()]
-        held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        of.prepare_passes(model, reference)
-        part = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        after = whole_on_first_rank(model.state_dict())
-        return held, part, all(value.equal(before[name]) for name, value in after.items())
-
-    (first, half, same), (second, other_half, _) = on_two_ranks(load, folder=tmp_path)
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    arguments = ["--config", config, *settings(tmp_path, config, *more)]
+    run_ranks(*arguments, ranks=2, cwd=tmp_path, recipe=script, PYTHONPATH=str(tmp_path))
+    read = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    (first, half, same), (second, other_half, _) = read
     assert second == [0, 0, 0] and half == other_half == first[0] / 2 and same
     assert first[2] >= 2 * first[1] > 0  # two moments of what is trained
 

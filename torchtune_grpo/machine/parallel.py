@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -178,11 +179,21 @@ def _hand_out(module: nn.Module, device: torch.device) -> None:
     if rank() == 0:
         module.to(device)
     else:
-        module.to_empty(device=device)
+        module._apply(lambda tensor: _empty_like(tensor, device))
     for tensor in chain(module.parameters(), module.buffers()):
         parts = tensor.__tensor_flatten__()[0] if isinstance(tensor, NF4Tensor) else ["data"]
         for part in parts:
             dist.broadcast(getattr(tensor, part), src=0)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """``torch.empty_like``, which would leave parts of NF4 weights on meta."""
+    if not isinstance(tensor, NF4Tensor):
+        return torch.empty_like(tensor, device=device)
+    names, form = tensor.__tensor_flatten__()
+    parts = {name: torch.empty_like(getattr(tensor, name), device=device) for name in names}
+    form["tensor_meta"] = replace(form["tensor_meta"], device=device)
+    return NF4Tensor.__tensor_unflatten__(parts, form, None, None)
 
 
 @contextmanager

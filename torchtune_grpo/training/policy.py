@@ -89,7 +89,8 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
     """
     # torchtune's RMSNorm computes in float32 on purpose, whatever the weights are.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    dtype = training.get_dtype(cfg.dtype, device=device)
+    computes = torch.device("cpu") if device.type == "meta" else device  # in bf16, if need be
+    dtype = training.get_dtype(cfg.dtype, device=computes)
     with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
         standardize(model)
