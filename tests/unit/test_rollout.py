@@ -7,6 +7,8 @@ waiting ones take their places), with merged and unmerged adapters, and torchtun
 import functools
 import itertools
 import math
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -30,7 +32,7 @@ from torchtune_grpo.rollout import (
 )
 from torchtune_grpo.rollout import engine as engines
 from torchtune_grpo.rollout.cache import GroupCache
-from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
+from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
 from torchtune_grpo.rollout.request import StopStrings
 from torchtune_grpo.rollout.sampling import uniforms
 
@@ -174,9 +176,15 @@ class HostRecorder:
         self._engine = engine
         self.recorded = 0
         engine._graphs = StepGraphs(self)
+        engine._graphs.EAGER = 1
 
     def __call__(self, step):
-        self.recorded += 1
+        with self.recording() as replay:
+            step()
+        return replay
+
+    @contextmanager
+    def recording(self):
         engine = self._engine
         held = [engine._decoder.tensors(), engine._cache.tensors(), engine._buffers.tensors()]
         known = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(*held)}
@@ -197,11 +205,6 @@ class HostRecorder:
                 calls.append((func, args, kwargs or {}, out))
                 return out
 
-        with Recorder():
-            step()
-        for tensor, before in reversed(undo):
-            tensor.copy_(before)
-
         def replay() -> None:
             for func, args, kwargs, out in calls:
                 results = func(*args, **kwargs)
@@ -209,7 +212,59 @@ class HostRecorder:
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
-        return replay
+        with Recorder():
+            yield replay
+        for tensor, before in reversed(undo):
+            tensor.copy_(before)
+        self.recorded += 1
+
+
+class HostCuda:
+    """What of torch.cuda captures graphs, on a CPU, with its rules for pools and streams.
+
+    A pool is refused once all of its graphs are gone, and a capture that fails leaves its stream
+    the current one.
+    """
+
+    def __init__(self, engine: NativeEngine, patch: pytest.MonkeyPatch) -> None:
+        self.recorder = HostRecorder(engine)
+        engine._graphs = StepGraphs(CudaRecorder())
+        engine._graphs.EAGER = 1
+        self.alive: dict[int, int] = {}  # number of graphs by pool
+        self.streams = []  # the current one is the last
+        self.graph_pool_handle = itertools.count().__next__
+        for name in ("CUDAGraph", "Stream", "graph", "graph_pool_handle", "stream"):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+
+    class Stream:
+        pass
+
+    class CUDAGraph:
+        def replay(self) -> None:
+            self.captured()
+
+    @contextmanager
+    def stream(self, stream):
+        before = len(self.streams)
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            del self.streams[before:]
+
+    @contextmanager
+    def graph(self, graph, *, pool, stream=None, capture_error_mode):
+        self.streams.append(stream)
+        if self.alive.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        with self.recorder.recording() as graph.captured:
+            yield
+        self.alive[pool] = self.alive.get(pool, 0) + 1
+        weakref.finalize(graph, self._let_go, pool)
+        self.streams.pop()
+
+    def _let_go(self, pool: int) -> None:
+        self.alive[pool] -= 1
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -271,6 +326,66 @@ def test_recorded_steps_serve_all_rollouts_of_a_run(kind, merge):
         assert recorded[0] == recorded[1] == recorded[2] < recorded[3]
 
 
+@torch.no_grad()
+def test_graphs_are_captured_before_an_evaluation_in_it_and_after_it(monkeypatch, caplog):
+    """Each moves the cache, which drops all graphs, and with the last one the pool's use ends."""
+    model = build_policy()
+    engine, plain = native(model), native(model)
+    cuda, captured = HostCuda(engine, monkeypatch), []
+    for number, group in ((9, 1), (3, 4), (9, 1), (9, 1)):
+        prompts = random_prompts([6] * number)
+        got = sample(engine, prompts, group_size=group)
+        assert_same_samples(got, sample(plain, prompts, group_size=group))
+        captured.append((cuda.recorder.recorded, sum(cuda.alive.values())))
+    recorded = [count for count, _ in captured]
+    assert 0 < recorded[0] < recorded[1] < recorded[2] == recorded[3]
+    # All that are alive are of the last pool.
+    assert [alive for _, alive in captured] == [
+        recorded[0], recorded[1] - recorded[0], *2 * [recorded[2] - recorded[1]]
+    ]  # fmt: skip
+    assert len(cuda.alive) == 3 and not cuda.streams and "could not record" not in caplog.text
+
+
+@torch.no_grad()
+def test_a_capture_that_fails_leaves_its_stream(monkeypatch, caplog):
+    engine, prompts = native(model := build_policy()), random_prompts([5, 2, 9])
+    cuda = HostCuda(engine, monkeypatch)
+
+    @contextmanager
+    def fail():
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    cuda.recorder.recording = fail
+    assert_same_samples(sample(engine, prompts), sample(native(model), prompts))
+    assert "could not record" in caplog.text and not cuda.streams
+
+
+@pytest.mark.parametrize("steps", [20, 100])
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_shape_is_recorded_if_it_lasts(steps, moves):
+    """Where weights move at each rollout, that is within one: of 100 steps, not of 20."""
+    recorded, ran, held = [], [], []
+    graphs = StepGraphs(lambda step: recorded.append(step) or step)
+    for _ in range(3):
+        held = [*held[-1:], torch.zeros(2, 3)] if moves or not held else held
+        graphs.drop_unless_at(held[-1:])
+        for _ in range(steps):
+            graphs.run(lambda: ran.append(1), shape=steps)
+    assert len(ran) == 3 * steps
+    assert len(recorded) == (1 if not moves else 3 if steps > StepGraphs.EAGER else 0)
+
+
+def test_graphs_are_dropped_if_a_tensor_has_another_shape_at_the_same_address():
+    graphs, value, recorded = StepGraphs(lambda step: recorded.append(1) or step), torch.eye(4), []
+    graphs.EAGER = 1
+    for held in (value, value, value.t(), value[:2]):
+        graphs.drop_unless_at([held])
+        for _ in range(3):
+            graphs.run(lambda: None, shape=())
+    assert len(recorded) == 3
+
+
 def test_what_cannot_be_recorded_runs_as_it_is(caplog):
     model, prompts = build_policy(), random_prompts([5, 2, 9])
     engine, calls = native(model), []
@@ -280,6 +395,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine._graphs = StepGraphs(fail)
+    engine._graphs.EAGER = 1
     for step in range(2):
         expected = sample(native(model), prompts, step=step)
         assert_same_samples(sample(engine, prompts, step=step), expected)
@@ -291,12 +407,17 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
-def test_cuda_graphs_change_nothing():
-    model, prompts = build_policy("qwen").cuda(), random_prompts([5, 2, 9, 3, 7])
-    options = {"group_size": 4, "max_generated_tokens": 90}
-    expected = sample(native(model, max_rows=7, cuda_graphs="never"), prompts, **options)
-    got = sample(native(model, max_rows=7), prompts, **options)
-    assert_same_samples(got, expected)
+def test_cuda_graphs_change_nothing(caplog):
+    """Nor do an evaluation's, whose cache drops those of training."""
+    model, lengths = build_policy("qwen").cuda(), [5, 2, 9, 3, 7, 1, 4, 6, 8]
+    engine, plain = native(model), native(model, cuda_graphs="never")
+    engine._graphs.EAGER = 1
+    for number, group in ((9, 1), (3, 4), (9, 1)):
+        prompts, options = random_prompts(lengths[:number]), {"max_generated_tokens": 90}
+        expected = sample(plain, prompts, group_size=group, **options)
+        assert_same_samples(sample(engine, prompts, group_size=group, **options), expected)
+        assert engine._graphs._replays
+    assert "could not record" not in caplog.text
 
 
 def test_noise_is_uniform_and_independent_between_keys():

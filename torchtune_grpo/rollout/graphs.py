@@ -8,8 +8,10 @@ and sizes are rounded up to few values by :func:`coarse`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -53,66 +55,81 @@ class Buffers:
 class StepGraphs:
     """Runs steps of a few shapes many times over, in all rollouts of a run.
 
-    The first step of a shape runs as it is, which lets libraries set themselves up; the second is
-    recorded; all from then on are replayed. Only what lies in tensors may differ between steps of
-    one shape. A step that cannot be recorded runs as it is, and so do all others from then on.
+    The first steps of a shape, ``EAGER`` of them, run as they are; then one is recorded; all from
+    then on are replayed. By estimate a recording costs what it saves in so many steps. Where
+    weights move at each rollout, which drops what was recorded, a shape that does not last that
+    long in one is thus never recorded. Only what lies in tensors may differ between steps of one
+    shape. A step that cannot be recorded runs as it is, and so do all others from then on.
     ``record`` runs a step's host code and returns what replays its kernels.
     """
 
+    EAGER = 32
     MOST = 64  # shapes; when there are more, all are dropped
 
     def __init__(self, record: Callable[[Step], Step]) -> None:
         self._record = record
-        self._replays: dict[Hashable, Step | None] = {}
-        self._addresses: list[int] = []
+        self._replays: dict[Hashable, Step] = {}
+        self._eager: Counter[Hashable] = Counter()  # steps of each shape that ran as they are
+        self._places: list[Any] = []
         self._fails = False
 
     def drop_unless_at(self, tensors: Iterable[Tensor]) -> None:
         """Drop what was recorded if it would read or write elsewhere than in these tensors."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses != self._addresses:
-            self._replays.clear()
-            self._addresses = addresses
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+        if places != self._places:
+            self._drop()
+            self._places = places
+
+    def _drop(self) -> None:
+        self._replays.clear()
+        self._eager.clear()
 
     def run(self, step: Step, *, shape: Hashable) -> None:
         """Run a step, or what was recorded of another one of its shape."""
-        if self._fails or shape not in self._replays:
+        if shape in self._replays:
+            self._replays[shape]()
+        elif self._fails or self._eager[shape] < self.EAGER:
+            self._eager[shape] += 1
             step()
+        else:
             if len(self._replays) == self.MOST:
-                self._replays.clear()
-            self._replays[shape] = None
-            return
-        replay = self._replays[shape]
-        if replay is None:
-            replay = self._recorded(step)
-            self._replays[shape] = replay
-        replay()
+                self._drop()
+            self._record_and_run(step, shape)
 
-    def _recorded(self, step: Step) -> Step:
+    def _record_and_run(self, step: Step, shape: Hashable) -> None:
         try:
-            return self._record(step)
+            replay = self._replays[shape] = self._record(step)
         except RuntimeError as error:
             self._fails = True
-            self._replays.clear()
+            self._drop()
             log.warning(
                 f"rollout.cuda_graphs=auto: could not record a decoding step ({error}); decoding "
                 "goes on without graphs, which is slower. Set it to never to avoid the attempt."
             )
-            return step
+            replay = step
+        replay()
 
 
 class CudaRecorder:
-    """Captures steps in CUDA graphs that share one pool of memory, as no two run at once."""
+    """Captures steps in CUDA graphs that share a pool of memory, as no two run at once."""
 
     def __init__(self) -> None:
+        self._graphs: WeakSet[Any] = WeakSet()  # of the pool
         self._pool: Any = None
+        self._stream: Any = None
 
     def __call__(self, step: Step) -> Step:
         """Capture a step, which does not run it."""
-        if self._pool is None:
+        if not self._graphs:  # torch refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        # Calls of other threads, those of NCCL's watchdog say, do not belong to the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step()
+        # A capture that fails neither leaves its stream nor ends the stream's use of the pool.
+        with torch.cuda.stream(self._stream):
+            # Calls of other threads, those of NCCL's watchdog say, do not belong to the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                step()
+        self._graphs.add(graph)
         return graph.replay
