@@ -25,9 +25,9 @@ as the config allows. The parts, in GiB:
 
 The peak is the sum of all, but of `rollout`, `gradients` + `update` and `gradients` + `optimizer`
 only the largest. `--card` is a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes
-as many rows as the engine's share of what is free before the first step has room for; without
-`--card`, all. What the allocator cannot use for want of a gap of the right size is not in it: leave
-10 to 15%.
+as many rows as fit into the engine's share of what is free before the first step, less moments and
+gradients; without `--card`, all. What the allocator cannot use for want of a gap of the right size
+is not in it: leave 10 to 15%.
 
 `--measure` runs two real steps (rollout, reference, update) of the config with random weights on
 this CPU, in a process of its own. It prints the estimate for a CPU, the peak resident memory less
@@ -178,13 +178,13 @@ def estimate(
     if adapters:
         parts["weights"] += trained * width
     free = math.inf if card is None else card * GIB - sum(parts.values())  # before the first step
-    rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
-    parts |= rollout | {
+    training = {
         "moments": trained * ((2 if "8bit" in cfg.optimizer._component_ else 8) + 4 * masters),
         "gradients": trained * (4 if masters else width),
-        "update": update,
-        "optimizer": 0,
     }
+    free -= sum(training.values())
+    rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
+    parts |= rollout | training | {"update": update, "optimizer": 0}
     if width == 2 and not masters:  # a weight at a time, its gradient and both moments in float32
         parts["optimizer"] = 4 * 4 * max(p.numel() for p in model.parameters())
     gib = {name: value / GIB for name, value in parts.items()}
@@ -227,7 +227,8 @@ def rollout_bytes(
     rows = {name: engine.rows_at_once(wanted) for name, wanted in requests.items()}
     longest = cfg.dataset.max_prompt_tokens
     step = max(padded_rows(n, few_shapes=graphs) for n in rows.values()) * decoder.step_bytes(
-        GroupCache.rounded(longest) + coarse(cfg.max_generated_tokens, least=GroupCache.BLOCK)
+        GroupCache.rounded(longest) + coarse(cfg.max_generated_tokens, least=GroupCache.BLOCK),
+        cfg.sampling_params,
     )
     cache = max(engine.cache_bytes(wanted) for wanted in requests.values()) - step
     tokens = longest * max(1, min(cfg.batch_size, PREFILL_TOKENS // longest))

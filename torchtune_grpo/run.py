@@ -89,6 +89,7 @@ class Run:
         self._rows, self._rewards = data or {}, rewards or {}
         self.step = 0  # finished steps
         self._is_stopped = False  # by an evaluation
+        self._optimizer: PolicyOptimizer | None = None
         self.interrupts = Interrupts()
 
     # --- Before weights are read -----------------------------------------------------------------
@@ -305,7 +306,17 @@ class Run:
 
     def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
         """The engine that generates responses with the policy's current weights."""
-        return make_engine(policy, self.cfg.rollout, is_sharded=self.is_sharded, device=self.device)
+        return make_engine(
+            policy,
+            self.cfg.rollout,
+            is_sharded=self.is_sharded,
+            device=self.device,
+            bytes_to_come=self._bytes_to_come,
+        )
+
+    def _bytes_to_come(self) -> int:
+        """What training is going to take of the device's memory, if there will be any."""
+        return 0 if self._optimizer is None else self._optimizer.bytes_to_come(self.device)
 
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
         """The engine with a checkpoint's weights; None = those before training."""
@@ -448,6 +459,7 @@ class Run:
         state: Mapping[str, Any] | None,
     ) -> None:
         """Go on from what :meth:`save` has written; None: try whether it could save."""
+        self._optimizer = optimizer
         if state is None:
             self.checkpoints.rehearse(policy, optimizer.optimizer)
             return

@@ -19,6 +19,7 @@ from torchtune_grpo.models import PeftDoRALinear, standardize
 from torchtune_grpo.training.optimizer import (
     NonFiniteError,
     NonFiniteGuard,
+    PolicyOptimizer,
     make_lr_scheduler,
     make_optimizer,
     optimizer_step,
@@ -61,6 +62,22 @@ def test_masters_take_the_steps_of_float32_weights(node):
     for weight, entry, want in zip(weights, entries, exact, strict=True):
         assert entry["master"].equal(want) and weight.equal(want.bfloat16())
     assert weights[0].dtype == torch.bfloat16 and len(entries) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_what_steps_are_going_to_take_is_known(name, dtype):
+    cfg = read_config(load_config("tiny_arithmetic_grpo", [f"optimizer=torch.optim.{name}"]))
+    model = nn.Linear(30, 50, dtype=dtype)
+    optimizer = PolicyOptimizer(cfg, model)
+    to_come = optimizer.bytes_to_come(torch.device("cpu"))
+    model(torch.ones(1, 30, dtype=dtype)).sum().backward()
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    optimizer_step(optimizer.optimizer)
+    states = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
+    assert to_come == gradients + sum(value.nbytes for value in states if value.dim() > 0)
+    assert optimizer.bytes_to_come(torch.device("cpu")) == (gradients if states else to_come)
+    assert optimizer.bytes_to_come(torch.device("cuda")) == 0
 
 
 class OneLayer(nn.Module):

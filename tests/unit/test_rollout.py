@@ -10,7 +10,9 @@ import math
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
+import memory_estimate
 import pytest
 import torch
 from policies import KINDS, SHAPE, VOCAB, build_policy, full_logprobs, randomize
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.gemma2._component_builders import gemma2
 
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.rollout import (
     NativeEngine,
     RolloutConfig,
@@ -34,7 +37,9 @@ from torchtune_grpo.rollout import engine as engines
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
 from torchtune_grpo.rollout.request import StopStrings
-from torchtune_grpo.rollout.sampling import uniforms
+from torchtune_grpo.rollout.sampling import bytes_per_logit, uniforms
+from torchtune_grpo.run import Run
+from torchtune_grpo.training.optimizer import PolicyOptimizer, optimizer_step
 
 STOP = 7
 CPU = torch.device("cpu")
@@ -549,6 +554,59 @@ def test_as_many_rows_as_memory_allows(monkeypatch):
         engine = native(model)
         assert engine.rows_at_once(asked) == rows
         assert_same_samples(engine.generate(asked), expected)
+
+
+SAMPLINGS = [
+    {"temperature": (0.7, 1.0)},
+    {"top_k": (None, 50)},
+    {"top_p": (None, 0.9)},
+    {"min_p": (None, 0.1)},
+    {"repetition_penalty": (1.0, 1.3)},
+    {"suppressed_tokens": ((), (1, 2))},
+    {"min_new_tokens": (0, 3)},
+]
+
+
+@torch.no_grad()
+def test_what_sampling_takes_is_known_for_all_settings():
+    """Counted for logits [16, 5003], of no whole blocks; never more, and at most 40% less."""
+    rows, vocab = 16, 5003
+    hidden, weight = torch.randn(rows, 1), torch.randn(1, vocab)
+    given = {
+        "uniforms": torch.rand(rows, dtype=torch.float64),
+        "counts": torch.zeros(rows),
+        "seen": torch.zeros(rows, vocab, dtype=torch.bool),
+    }
+    for values in itertools.product(*(value for each in SAMPLINGS for value in each.values())):
+        names = [name for each in SAMPLINGS for name in each]
+        options = dict(zip(names, values, strict=True))
+        params = SamplingParams(max_generated_tokens=8, **options)
+        sampler = Sampler(params, stop_tokens=(3,), buffers=Buffers(CPU))
+        with memory_estimate.LiveBytes() as live:
+            sampler(hidden @ weight, **given)
+        needed = live.peak / rows / vocab + (params.repetition_penalty != 1)
+        assert 0.6 * bytes_per_logit(params) < needed < bytes_per_logit(params) + 1, options
+
+
+def test_a_rollout_leaves_room_for_gradients_and_the_optimizers_states(monkeypatch):
+    """Of a run that trains; one that only evaluates needs none."""
+    run, model = Run(load_config("tiny_arithmetic_grpo")), build_policy()
+    run.checkpoints = Mock()
+    asked = request(random_prompts([5, 30, 9, 7, 2]), group_size=4)
+    share = native(model, max_rows=8).cache_bytes(asked) / engines.MEMORY_SHARE
+    of_adam = 3 * sum(parameter.nbytes for parameter in model.parameters())
+
+    def rows(free: float) -> int:
+        monkeypatch.setattr(engines, "free_bytes", lambda device: round(free))
+        return run.make_engine(model).rows_at_once(asked)
+
+    assert [rows(share + more) for more in (9, -9)] == [8, 4]
+    run.begin(model, optimizer := PolicyOptimizer(run.cfg, model), None)
+    assert [rows(share + of_adam + more) for more in (9, -9)] == [8, 4]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer_step(optimizer.optimizer)  # then its states are there, as in a resumed run
+    assert [rows(share + of_adam / 3 + more) for more in (9, -9)] == [8, 4]
 
 
 def test_interrupted_rollout_leaves_the_next_one_right():

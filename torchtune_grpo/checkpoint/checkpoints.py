@@ -32,6 +32,7 @@ from torchtune_grpo.models import (
     save_adapter,
     save_weights,
 )
+from torchtune_grpo.training.optimizer import later_bytes
 
 log = utils.get_logger("INFO")
 
@@ -104,7 +105,7 @@ class Checkpoints:
     def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
         """Load a checkpoint's weights into a freshly built policy; the training's state."""
         self.last_step = files.step_of(checkpoint)
-        # A rank whose model is on meta gets its part of each tensor from the first one.
+        # A rank whose model is on meta needs no tensor in memory: it gets parts from the first one.
         state = _read_state(checkpoint / STATE_FILE, mapped=next(model.parameters()).is_meta)
 
         def load() -> None:
@@ -175,7 +176,7 @@ class Checkpoints:
         """
         weights = resume.whole_on_first_rank(model.state_dict())
         training_state = {"optimizer": resume.optimizer_state(optimizer)}
-        later = resume.later_bytes(optimizer)
+        later = later_bytes(optimizer, (p for p in model.parameters() if p.requires_grad))
 
         def write_on_trial() -> None:
             base = f"checkpointer.checkpoint_dir={self._node.get('checkpoint_dir')}"
@@ -252,10 +253,7 @@ def check_state(key: str, state: Mapping[str, Any]) -> None:
 
 
 def _read_state(file: Path | BytesIO, *, mapped: bool = False) -> dict[str, Any]:
-    """The training's state from a file, without running what else a pickle may hold.
-
-    Tensors that are ``mapped`` take memory only when they are read.
-    """
+    """The training's state from a file, without running what else a pickle may hold."""
     with safe_globals(_NUMPY):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 

@@ -24,7 +24,7 @@ from torchtune_grpo.config.text import is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
 from torchtune_grpo.models import adapter_files
 from torchtune_grpo.monitor.record import versions
-from torchtune_grpo.training.optimizer import MASTER, has_masters
+from torchtune_grpo.training.optimizer import MASTER
 
 # What a checkpoint's policy cannot be loaded or read without
 POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
@@ -165,14 +165,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     entries = {index: whole_on_first_rank(entry) for index, entry in state["state"].items()}
     return {**state, "state": entries}
-
-
-def later_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """About the size of its whole state once it has made a step."""
-    settings, masters = optimizer.defaults, has_masters(optimizer)
-    numbers = masters + (len(settings.get("betas", ())) or bool(settings.get("momentum")))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return sum(numbers * p.numel() * (4 if masters else p.itemsize) for p in parameters)
 
 
 def restore_optimizer(

@@ -24,10 +24,12 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
+from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.machine.attention import Segments, shared_beginning, varlen_attention
 from torchtune_grpo.models import HalfRotation, NormFirstAttention
 from torchtune_grpo.rollout.cache import CacheShape, GroupCache, RowLayout
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
+from torchtune_grpo.rollout.sampling import bytes_per_logit
 
 Rotate = Callable[[Tensor], None]  # heads [K, H, hd], in place
 
@@ -128,10 +130,11 @@ class NativeDecoder:
         for rotation in self._rotations.values():
             rotation.reserve(positions, device=self.device)
 
-    def step_bytes(self, tokens: int) -> int:
+    def step_bytes(self, tokens: int, params: SamplingParams) -> int:
         """Memory of a decoding step for a row of so many tokens, prompt included."""
         hidden = 3 * max(sum(layer.gate_up.sizes) for layer in self._layers)
-        return 3 * 4 * self.vocab + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
+        logits = bytes_per_logit(params) * self.vocab
+        return logits + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that a decoding step reads."""

@@ -26,7 +26,7 @@ from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
 
-MEMORY_SHARE = 0.4  # of the free memory, for a rollout; the update needs the rest
+MEMORY_SHARE = 0.4  # of the free memory, for a rollout; the update's activations need the rest
 
 
 def make_engine(
@@ -35,16 +35,18 @@ def make_engine(
     *,
     is_sharded: bool = False,
     device: torch.device | None = None,
+    bytes_to_come: Callable[[], int] = lambda: 0,
 ) -> RolloutEngine:
     """The engine that the config asks for, or torchtune's for a model that ours does not support.
 
     It reads the model's current weights at every call. The model is not yet compiled or sharded;
     ``is_sharded`` says that it will be. ``device`` is where to compute; None = where the model is.
+    ``bytes_to_come`` says how much of its free memory training is going to take.
     """
     if settings.engine == "native":
         reason = unsupported_reason(model)
         if reason is None:
-            return NativeEngine(model, settings, device=device)
+            return NativeEngine(model, settings, device=device, bytes_to_come=bytes_to_come)
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
     if is_sharded:  # it would gather every layer for every token, in step with the other ranks
         raise ValueError(
@@ -62,12 +64,14 @@ class NativeEngine:
         settings: RolloutConfig,
         *,
         device: torch.device | None = None,
+        bytes_to_come: Callable[[], int] = lambda: 0,
     ) -> None:
         reason = unsupported_reason(model)
         if reason is not None:
             raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
         self._model, self._settings = model, settings
         self._device = device or next(model.parameters()).device
+        self._bytes_to_come = bytes_to_come
         self._graphs: StepGraphs | None = None
         if settings.cuda_graphs == "auto" and self._device.type == "cuda":
             self._graphs = StepGraphs(CudaRecorder())
@@ -84,17 +88,20 @@ class NativeEngine:
         """The number of rows of a request that are sampled at once.
 
         Without ``max_rows``, as many as fit into a share of the memory that was free at the first
-        call, so that all rollouts of a run are divided in the same way.
+        call, and not to come, so that all rollouts of a run are divided in the same way.
         """
         rows = request.num_rows
         if self._settings.max_rows is not None:
             return min(self._settings.max_rows, rows)
         if self._budget is None:
-            self._budget = round(MEMORY_SHARE * free_bytes(self._device))
+            self._budget = round(MEMORY_SHARE * self._free())
         fits = bisect_right(
             range(1, rows + 1), self._budget, key=lambda r: self._bytes(request, rows=r)
         )
         return max(fits, 1)
+
+    def _free(self) -> int:
+        return free_bytes(self._device) - self._bytes_to_come()
 
     def _bytes(self, request: RolloutRequest, *, rows: int) -> int:
         decoder, _ = self._ready()
@@ -110,7 +117,7 @@ class NativeEngine:
             rows=places,
             response_width=width,
         )
-        return cache + places * decoder.step_bytes(prompt_width + width)
+        return cache + places * decoder.step_bytes(prompt_width + width, request.params)
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
@@ -136,19 +143,19 @@ class NativeEngine:
 
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
+            merge, room = self._settings.merge_adapters, self._free() / 2
             self._decoder = _make_decoder(
-                self._model, merge_adapters=self._settings.merge_adapters, device=self._device
+                self._model, merge_adapters=merge, device=self._device, room=room
             )
             self._cache = GroupCache(self._decoder.cache_shape)
         return self._decoder, self._cache
 
 
 def _make_decoder(
-    model: TransformerDecoder, *, merge_adapters: str, device: torch.device
+    model: TransformerDecoder, *, merge_adapters: str, device: torch.device, room: float
 ) -> NativeDecoder:
-    """Choose the dtype, and whether to merge adapters, by exactness and memory."""
+    """Choose the dtype, and whether to merge adapters, by exactness and room for copies."""
     dtype = model.tok_embeddings.weight.dtype
-    free = free_bytes(device) / 2
     choices = [(dtype, False)]
     if dtype == torch.float32 or (device.type == "cpu" and not _has_fast_bf16()):
         choices.insert(0, (torch.float32, True))
@@ -163,7 +170,7 @@ def _make_decoder(
             device=device,
         )
         copies = sum(linear.copied_bytes for linear in decoder.linears())
-        if copies < free:
+        if copies < room:
             return decoder
     return NativeDecoder(model, merge_adapters=False, dtype=dtype, copy=False, device=device)
 

@@ -55,15 +55,15 @@ class Buffers:
 class StepGraphs:
     """Runs steps of a few shapes many times over, in all rollouts of a run.
 
-    The first steps of a shape, ``EAGER`` of them, run as they are; then one is recorded; all from
-    then on are replayed. By estimate a recording costs what it saves in so many steps. Where
-    weights move at each rollout, which drops what was recorded, a shape that does not last that
-    long in one is thus never recorded. Only what lies in tensors may differ between steps of one
-    shape. A step that cannot be recorded runs as it is, and so do all others from then on.
+    The first steps of a shape, ``EAGER`` of them, run as they are; the next one is recorded, and
+    replayed from then on. A recording is taken to cost what it saves in so many steps: where
+    weights move at each rollout, which drops it, shorter-lived shapes are never recorded. Only what
+    lies in tensors may differ between steps of one shape. A step that cannot be recorded runs as it
+    is, and so do all others from then on.
     ``record`` runs a step's host code and returns what replays its kernels.
     """
 
-    EAGER = 32
+    EAGER = 32  # steps
     MOST = 64  # shapes; when there are more, all are dropped
 
     def __init__(self, record: Callable[[Step], Step]) -> None:
@@ -86,19 +86,19 @@ class StepGraphs:
 
     def run(self, step: Step, *, shape: Hashable) -> None:
         """Run a step, or what was recorded of another one of its shape."""
+        if self._eager[shape] == self.EAGER and shape not in self._replays and not self._fails:
+            self._try_to_record(step, shape)
         if shape in self._replays:
             self._replays[shape]()
-        elif self._fails or self._eager[shape] < self.EAGER:
+        else:
             self._eager[shape] += 1
             step()
-        else:
-            if len(self._replays) == self.MOST:
-                self._drop()
-            self._record_and_run(step, shape)
 
-    def _record_and_run(self, step: Step, shape: Hashable) -> None:
+    def _try_to_record(self, step: Step, shape: Hashable) -> None:
+        if len(self._replays) == self.MOST:
+            self._drop()
         try:
-            replay = self._replays[shape] = self._record(step)
+            self._replays[shape] = self._record(step)
         except RuntimeError as error:
             self._fails = True
             self._drop()
@@ -106,8 +106,6 @@ class StepGraphs:
                 f"rollout.cuda_graphs=auto: could not record a decoding step ({error}); decoding "
                 "goes on without graphs, which is slower. Set it to never to avoid the attempt."
             )
-            replay = step
-        replay()
 
 
 class CudaRecorder:

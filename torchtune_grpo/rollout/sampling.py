@@ -73,6 +73,16 @@ def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
     return tokens[:, 0], drawn.log_()[:, 0]
 
 
+def bytes_per_logit(params: SamplingParams) -> int:
+    """The most memory of a row's logits and of what :class:`Sampler` makes of them, per entry."""
+    logits = 4 if params.temperature in (0, 1) else 8
+    changed = 4 * params.changes_logits
+    drawn = 4 * params.filters + 2 * 4  # filtered; probabilities, and padded to whole blocks
+    if params.top_p is not None:
+        drawn = 4 + 4 + 8 + 3 * 4  # of top-k; sorted, with indices; probabilities and two sums
+    return logits + max(4 * changed, changed + drawn) + (params.repetition_penalty != 1)
+
+
 class Sampler:
     """Samples one token per row; stop tokens not before ``min_new_tokens``."""
 

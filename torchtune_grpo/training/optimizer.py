@@ -64,6 +64,14 @@ class PolicyOptimizer:
             self.scheduler.step()
         return {"grad_norm": norm, "learning_rate": rate, "nonfinite_steps": self.guard.skipped}
 
+    def bytes_to_come(self, device: torch.device) -> int:
+        """What this rank's steps need of a device: for gradients, and for states not yet there."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parts = [_local(p) for p in trained if p.device.type == device.type]
+        masters = has_masters(self.optimizer)
+        gradients = sum(p.numel() * (4 if masters else p.itemsize) for p in parts)
+        return gradients + (0 if self.optimizer.state else later_bytes(self.optimizer, parts))
+
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Build the config's optimizer of the trained parameters; step it with :func:`optimizer_step`.
@@ -108,6 +116,13 @@ def has_masters(optimizer: torch.optim.Optimizer) -> bool:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     has_bf16 = any(p.dtype == torch.bfloat16 for p in parameters)
     return has_bf16 and _ROUNDED_STEPS not in optimizer.param_groups[0]
+
+
+def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
+    """About the size that its state of some parameters has once it has made a step."""
+    settings, masters = optimizer.defaults, has_masters(optimizer)
+    numbers = masters + (len(settings.get("betas", ())) or bool(settings.get("momentum")))
+    return sum(numbers * p.numel() * (4 if masters else p.itemsize) for p in parameters)
 
 
 @torch.no_grad()
