@@ -75,8 +75,9 @@ class GRPO:
         self._rewards: dict[int, Reward] = {}  # those that no config can name, by their place
         if rewards is not None:
             self._set_rewards(rewards)
-        self.config.output_dir = str(Path(str(self.config.get("output_dir") or "")).resolve())
-        self._folder = Path(self.config.output_dir)
+        folder = Path(str(self.config.get("output_dir") or ""))
+        self._folder = folder.expanduser().resolve()
+        self.config.output_dir = str(self._folder)
         self._check()
         self._take_folder()
 

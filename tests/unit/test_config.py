@@ -229,6 +229,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(mistakes_with_da
     assert problem.startswith("tokenizer: prompts of dataset have the token 350, but the ")
 
 
+def test_paths_may_begin_with_the_users_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = load_config("hf_lora_grpo", ["output_dir=~/out", "model_dir=~/model"])
+    settings = read_config(cfg)
+    assert settings.output_dir == cfg.output_dir == "/home/me/out"
+    assert settings.checkpointer.checkpoint_dir == "/home/me/model"
+
+
 class Recent(ShuffledSampler):
     """Remembers the last pass rates, as a user's class may."""
 

@@ -17,7 +17,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import parameters, read, sentence
-from torchtune_grpo.config.text import ConfigError, Problems
+from torchtune_grpo.config.text import ConfigError, Problems, map_values
 
 
 def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
@@ -103,9 +103,11 @@ T = TypeVar("T", bound=GRPOConfig)
 def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ignore[assignment]
     """Read and check a config; raises a ConfigError with all mistakes.
 
-    Settings without effect are logged. ``table`` is a subclass where a recipe has keys of its own.
+    In ``cfg``, too, ``~/`` becomes the user's home. Settings without effect are logged. ``table``
+    is a subclass where a recipe has keys of its own.
     """
     extend_import_path()
+    cfg.merge_with(map_values(_with_home, OmegaConf.to_container(cfg)))
     values = _plain(cfg)
     problems, settings = Problems(), None
     with problems.noted():
@@ -120,6 +122,11 @@ def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ign
         for sentence in without_effect(settings):
             log.warning(f"No effect: {sentence}")
     return settings
+
+
+def _with_home(key: str, value: Any) -> Any:
+    is_path = isinstance(value, str) and value.startswith("~/")
+    return os.path.expanduser(value) if is_path else value
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

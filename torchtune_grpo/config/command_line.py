@@ -142,5 +142,6 @@ def _value(key: str, text: str) -> Any:
         return None
     if key.endswith("max_filename"):
         return text
-    read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    return read["value"]
+    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    is_cut = isinstance(value, str) and text.startswith(f"{value} ")  # where YAML sees a comment
+    return text if is_cut else value

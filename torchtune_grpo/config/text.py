@@ -40,13 +40,18 @@ def is_secret(key: str, value: Any) -> bool:
     return is_text and _SECRET.fullmatch(name) is not None
 
 
+def map_values(change: Callable[[str, Any], Any], value: Any, key: str = "") -> Any:
+    """Nested dicts and lists with ``change(key, value)`` in place of each other value."""
+    if isinstance(value, dict):
+        return {name: map_values(change, item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [map_values(change, item, key) for item in value]
+    return change(key, value)
+
+
 def without_secrets(value: Any, key: str = "") -> Any:
     """A config's nested values, with ``...`` in place of secrets."""
-    if isinstance(value, dict):
-        return {name: without_secrets(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(item, key) for item in value]
-    return "..." if is_secret(key, value) else value
+    return map_values(lambda key, text: "..." if is_secret(key, text) else text, value, key)
 
 
 def override_without_secrets(argument: str) -> str:
