@@ -460,6 +460,7 @@ class Run:
     ) -> None:
         """Go on from what :meth:`save` has written; None: try whether it could save."""
         self._optimizer = optimizer
+        parallel.on_first_rank(self.checkpoints.keep_base_files)
         if state is None:
             self.checkpoints.rehearse(policy, optimizer.optimizer)
             return

@@ -8,6 +8,7 @@ import pytest
 from processes import wait_until
 from runs import RECIPE, in_background, metrics, run, run_python, tune
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish
 from torchtune_grpo.monitor.record import read
@@ -123,6 +124,22 @@ def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
     assert first.code == 1 and error.startswith("Error: output_dir=out: was deleted while ")
     assert [record["step"] for record in metrics(out)] == [1] and second.code == 0
     assert not (out / "error.txt").exists() and (out / "step_000001" / SUMS_FILE).exists()
+
+
+@pytest.mark.parametrize("model", [(), (LORA,)], ids=["full", "lora"])
+def test_a_save_needs_nothing_of_the_base_models_folder(tmp_path, model):
+    (tmp_path / "own.py").write_text(
+        "import shutil\n"
+        "def gone(prompts, completions, **columns):\n"
+        "    shutil.rmtree('out/tiny_llama', ignore_errors=True)\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    tiny(tmp_path, *model, "rewards=[{_component_: own.gone}]", "num_steps=1")
+    saved = tmp_path / "out" / "step_000001"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        assert (saved / name).is_file(), name
+    assert "/out/tiny_llama`" in (saved / "README.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(saved).num_parameters() > 100_000
 
 
 def test_a_secret_is_in_no_file_and_a_resume_sees_that_it_has_changed(tmp_path):

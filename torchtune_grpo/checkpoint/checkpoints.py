@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.serialization import safe_globals
 from torchtune import config, utils
@@ -38,6 +39,7 @@ log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
 RUN_CONFIG_FILE = "run_config.json"
+BASE_COPY = ".base"  # in a run's folder
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?|config\.json")
 # What in the base's folder is about its own weights, or about how those were made
 _OF_THE_BASE = re.compile(
@@ -61,6 +63,8 @@ class Checkpoints:
     def __init__(self, cfg: GRPOConfig) -> None:
         self._cfg, self._node, self._folder = cfg, cfg.checkpointer, Path(cfg.output_dir)
         self._checkpointer = self._make_checkpointer()
+        base = Path(self._node.get("checkpoint_dir", "")).absolute()  # PEFT takes "a/b" for a hub's
+        self._base, self._base_name = base, hub_name(base) or str(base)
         self.last_step = 0  # of the checkpoint that the run began with, or wrote last
         self.best: int | None = None  # the step of the checkpoint that is kept beside the last
 
@@ -75,6 +79,19 @@ class Checkpoints:
     def base_weights(self) -> dict[str, Any]:
         """The weights to start from, in torchtune's names and Hugging Face's order of rows."""
         return load_weights(self._checkpointer, self._node)
+
+    def keep_base_files(self) -> None:
+        """Copy what saves need of the base model's folder, which may change or go meanwhile."""
+        copy = self._folder / BASE_COPY
+        try:
+            shutil.rmtree(copy, ignore_errors=True)
+            _copy_base_files(self._base, copy)
+        except OSError as error:
+            raise ValueError(
+                f"checkpointer.checkpoint_dir={self._base}: could not be copied to {copy}: {error}."
+            ) from error
+        self._base = self._checkpointer._checkpoint_dir = copy
+        self._node = OmegaConf.merge(self._node, {"checkpoint_dir": str(copy)})
 
     def newest(self) -> Path:
         """The newest undamaged checkpoint; a ValueError if there is none."""
@@ -179,7 +196,7 @@ class Checkpoints:
         later = later_bytes(optimizer, (p for p in model.parameters() if p.requires_grad))
 
         def write_on_trial() -> None:
-            base = f"checkpointer.checkpoint_dir={self._node.get('checkpoint_dir')}"
+            base = f"checkpointer.checkpoint_dir={self._cfg.checkpointer.checkpoint_dir}"
             failing = f"output_dir={self._folder}: a checkpoint, written there on trial,"
             remedy = f"Give it room and rights, or name another folder; or mend {base}."
             with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
@@ -203,20 +220,24 @@ class Checkpoints:
         evaluations: Sequence[Mapping[str, Any]],
     ) -> None:
         _check_finite(model, weights)
-        base = Path(self._node.checkpoint_dir).absolute()  # PEFT takes "a/b" for a name on the hub
         adapter = {name: weights[name].clone() for name in adapter_names(model)}
         is_whole = not (adapter and self._cfg.saving.adapter_weights_only)
         if is_whole:
             merged = merged_state(model, weights) if adapter else dict(weights)
             self._write_weights(folder, merged)
-        _copy_base_files(base, folder)
+        _copy_base_files(self._base, folder)
         if adapter and self._node.get("model_type") in ("PHI3_MINI", "PHI4"):
             log.warning("No adapter in PEFT's format: transformers fuses Phi's projections.")
         elif adapter:
-            save_adapter(folder / "adapter", model, adapter, base_model=hub_name(base) or str(base))
+            save_adapter(folder / "adapter", model, adapter, base_model=self._base_name)
         has_adapter = (folder / "adapter").exists()
         card = model_card(
-            self._run_config, evaluations, step, base, has_weights=is_whole, has_adapter=has_adapter
+            self._run_config,
+            evaluations,
+            step,
+            self._base_name,
+            has_weights=is_whole,
+            has_adapter=has_adapter,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         with (folder / STATE_FILE).open("wb") as file:
@@ -265,7 +286,7 @@ def _copy_base_files(base: Path, folder: Path) -> None:
     for path in paths:
         target = folder / path.relative_to(base)
         if not (path.is_dir() or target.exists()) and path.stat().st_size <= _LARGEST_COPY:
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
 
 

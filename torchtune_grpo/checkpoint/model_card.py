@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
-from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.evaluation.statistics import Comparison
 
 # Of the config, what a reader wants to know; each stands for all keys below it.
@@ -64,14 +63,15 @@ def model_card(
     config: Mapping[str, Any],
     evaluations: Sequence[Mapping[str, Any]],
     step: int,
-    base: Path,
+    base: str,
     *,
     has_weights: bool,
     has_adapter: bool,
 ) -> str:
     """The text of a card, given a config by dotted key and the evaluations until a step.
 
-    A checkpoint has merged weights, or an adapter in PEFT's format, or both.
+    ``base`` is the base model's name on the hub, or an absolute path. A checkpoint has merged
+    weights, or an adapter in PEFT's format, or both.
     """
     shown = {
         key: config[key]
@@ -79,20 +79,19 @@ def model_card(
         for key in config
         if f"{key}.".startswith(f"{name}.") and "/" not in key  # a file's digest
     }
-    folder, hub = checkpoint_folder(Path(), step), hub_name(base)
-    name = hub or str(base)
+    folder = checkpoint_folder(Path(), step)
     compared = Comparison.of_run(evaluations)
     has_start = any(key.startswith("adapter_dir.") for key in config)
-    more = f"\n`adapter/` holds the same as PEFT's adapter of `{name}`.\n"
+    more = f"\n`adapter/` holds the same as PEFT's adapter of `{base}`.\n"
     return _HEAD.format(
         library="transformers" if has_weights else "peft",
-        base_model=f"base_model: {name}\n" if hub else "",  # the hub takes no other
-        title=name.rstrip("/").rpartition("/")[2],
-        base=name,
+        base_model="" if base.startswith("/") else f"base_model: {base}\n",  # the hub takes no path
+        title=base.rpartition("/")[2],
+        base=base,
         step=step,
         start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
         accuracy=compared.headline if compared else "",
-        code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=name),
+        code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base),
         more=more if has_weights and has_adapter else "",
         config="\n".join(f"{key}: {value}" for key, value in shown.items()),
     )

@@ -97,10 +97,10 @@ class HFCheckpointer:
         checkpoint_files: Sequence[str] | None = None,
         max_shard_size: int | str = "5GB",
     ) -> None:
-        self._dir, self._output_dir = Path(checkpoint_dir), Path(output_dir)
+        self._checkpoint_dir, self._output_dir = Path(checkpoint_dir), Path(output_dir)
         self._max_shard_size = max_shard_size
-        names = checkpoint_files or _weight_files(self._dir)
-        self._checkpoint_paths = [self._dir / name for name in names]
+        names = checkpoint_files or _weight_files(self._checkpoint_dir)
+        self._checkpoint_paths = [self._checkpoint_dir / name for name in names]
         if missing := [path.name for path in self._checkpoint_paths if not path.is_file()]:
             raise ValueError(
                 f"checkpoint_dir={checkpoint_dir}: {missing[0]} is missing; fetch the model again."
@@ -109,8 +109,8 @@ class HFCheckpointer:
     def load_checkpoint(self) -> dict[str, Any]:
         """All weights in torchtune's names, under ``training.MODEL_KEY``."""
         with torch.device("meta"):
-            expected = hf_model(str(self._dir)).state_dict()
-        names = {theirs: name for name, theirs in _hf_names(expected, self._dir).items()}
+            expected = hf_model(str(self._checkpoint_dir)).state_dict()
+        names = {theirs: name for name, theirs in _hf_names(expected, self._checkpoint_dir).items()}
         state, problems, spare_head = {}, [], None
         for name, value in self._tensors():
             if f"model.{name}" in names:  # saved without a head
@@ -126,13 +126,14 @@ class HFCheckpointer:
         problems += [f"{name} is missing" for name in names if names[name] not in state]
         if problems:
             raise ValueError(
-                f"checkpoint_dir={self._dir}: its weights do not match its config.json: "
+                f"checkpoint_dir={self._checkpoint_dir}: its weights do not match its config.json: "
                 f"{'; '.join(problems[:3])} ({len(problems)} differ). Fetch the model again."
             )
         if spare_head is not None and not torch.equal(spare_head, state["tok_embeddings.weight"]):
             raise ValueError(
-                f"checkpoint_dir={self._dir}: config.json says tie_word_embeddings=true, but "
-                "lm_head.weight differs from the embeddings, and transformers computes with it. "
+                f"checkpoint_dir={self._checkpoint_dir}: config.json says tie_word_embeddings="
+                "true, but lm_head.weight differs from the embeddings, and transformers computes "
+                "with it. "
                 "Set tie_word_embeddings to false there, or remove lm_head.weight."
             )
         return {training.MODEL_KEY: state}
@@ -146,7 +147,7 @@ class HFCheckpointer:
                     tensors = torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:  # of any type: each format has its own
                 raise ValueError(
-                    f"checkpoint_dir={self._dir}: could not read {path.name} "
+                    f"checkpoint_dir={self._checkpoint_dir}: could not read {path.name} "
                     f"({path.stat().st_size} bytes): {shortened(describe(error), 300)}. Fetch it "
                     "again; a file of some 130 bytes only points to what `git lfs pull` fetches."
                 ) from error
@@ -156,8 +157,8 @@ class HFCheckpointer:
         """Write weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
-        weights = hf_state(state_dict[training.MODEL_KEY], self._dir)
-        config = json.loads((self._dir / "config.json").read_text(encoding="utf-8"))
+        weights = hf_state(state_dict[training.MODEL_KEY], self._checkpoint_dir)
+        config = json.loads((self._checkpoint_dir / "config.json").read_text(encoding="utf-8"))
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
