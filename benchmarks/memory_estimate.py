@@ -86,7 +86,7 @@ from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, res
 from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.mini_batches import cut, mini_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
-from torchtune_grpo.training.policy import build_policy, empty_model, make_reference
+from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, make_reference
 from torchtune_grpo.trajectory import Trajectory
 
 GIB = 2**30
@@ -304,7 +304,7 @@ def default_dtype(cfg: GRPOConfig) -> Any:
 
 
 def prepare(model: TransformerDecoder, cfg: GRPOConfig) -> None:
-    """As build_policy and the recipe prepare it for an update."""
+    """As make_policy and the recipe prepare it for an update."""
     standardize(model)
     if cfg.pack_groups:
         attend_in_segments(model)
@@ -386,7 +386,8 @@ def tiny_like(node: DictConfig, folder: Path) -> DictConfig:
 
 def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
     """Two steps with random weights: GiB by stage, less ``before`` MB."""
-    model = build_policy(cfg, random_weights(cfg), device=torch.device("cpu"))
+    model = make_policy(cfg, device=torch.device("cpu"))
+    load_policy(model, cfg, random_weights(cfg))
     loss = make_loss(cfg.loss)
     reference = make_reference(model, cfg) if loss.needs_reference else None
     engine = make_engine(model, cfg.rollout)

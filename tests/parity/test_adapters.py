@@ -11,6 +11,7 @@ import torch.distributed as dist
 from checkpoints import TOKENS, peft_adapter
 from hf_models import hf_folder
 from policies import build_policy as random_policy
+from policies import loaded_policy
 from runs import tiny_overrides
 from safetensors.torch import load_file, save_file
 from torchtune.modules.peft import get_adapter_params
@@ -26,7 +27,7 @@ from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models import adapter_settings
 from torchtune_grpo.training import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.policy import AdapterReference, build_policy, check_model
+from torchtune_grpo.training.policy import AdapterReference, check_model
 
 LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"
 TARGETS = {
@@ -46,7 +47,7 @@ def begun(cfg):
     settings = read_config(cfg)
     check_model(settings)
     weights = Checkpoints(settings).base_weights()
-    return build_policy(settings, weights, device=torch.device("cpu")).eval()
+    return loaded_policy(settings, weights).eval()
 
 
 def built(cfg, folder):

@@ -9,6 +9,7 @@ import torch
 from checkpoints import TINY, TOKENS
 from hf_tokenizers import write_tokenizer
 from peft import PeftModel
+from policies import loaded_policy
 from runs import (
     LENGTH_REWARD,
     NO_EVALUATION,
@@ -25,7 +26,6 @@ from torchtune_grpo.checkpoint import Checkpoints
 from torchtune_grpo.checkpoint.folder import find_damage
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.training.policy import build_policy
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
@@ -84,7 +84,7 @@ def policy_logits(base, adapter):
     overrides = [*tiny_overrides(LORA, base.parent), *ADAPTERS, *weights_of(base), "dtype=fp32"]
     cfg = read_config(load_config(LORA, [*overrides, f"adapter_dir={adapter}"]))
     weights = Checkpoints(cfg).base_weights()
-    return build_policy(cfg, weights, device=torch.device("cpu")).eval()(TOKENS)
+    return loaded_policy(cfg, weights).eval()(TOKENS)
 
 
 def close(one, other):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import SHAPE
+from policies import SHAPE, loaded_policy
 from policies import build_policy as tiny_policy
 from trajectories import make_groups, make_trajectory
 
@@ -16,7 +16,6 @@ from torchtune_grpo.machine.attention import Segments
 from torchtune_grpo.training import mini_batches, response_logprobs, trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import dense_mask
-from torchtune_grpo.training.policy import build_policy
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 CPU = torch.device("cpu")
@@ -156,4 +155,4 @@ def test_other_attention_is_refused():
     model = {"_component_": "torchtune.models.gemma2._component_builders.gemma2"}
     cfg.model = model | SHAPE | {"head_dim": 16}
     with pytest.raises(ValueError, match="Gemma2Attention. Set pack_groups to false"):
-        build_policy(read_config(cfg), {}, device=CPU)
+        loaded_policy(read_config(cfg), {})

@@ -73,15 +73,6 @@ def empty_model(cfg: GRPOConfig) -> TransformerDecoder:
         return instantiate("model", cfg.model)
 
 
-def build_policy(
-    cfg: GRPOConfig, state_dict: Mapping[str, Any], *, device: torch.device
-) -> TransformerDecoder:
-    """Build ``cfg.model`` in ``cfg.dtype`` with the full weights that its checkpoint holds."""
-    model = make_policy(cfg, device=device)
-    load_policy(model, cfg, state_dict)
-    return model
-
-
 def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
     """Make ``cfg.model`` in ``cfg.dtype``; adapters, if it has any, are float32 and trained alone.
 
