@@ -3,7 +3,7 @@
 import memory_estimate
 import pytest
 import torch
-from policies import LORA
+from policies import LORA, loaded_policy
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
@@ -13,7 +13,6 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.training import attend_in_segments, response_logprobs
 from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.packing import packed_layout
-from torchtune_grpo.training.policy import build_policy
 
 CPU = torch.device("cpu")
 
@@ -76,7 +75,7 @@ def test_tensors_without_memory_are_counted_like_real_ones(tmp_path, rows, recom
     cfg = read_config(node)
     estimated, _ = memory_estimate.update_bytes(cfg, device=CPU)
 
-    model = build_policy(cfg, memory_estimate.random_weights(cfg), device=CPU).train()
+    model = loaded_policy(cfg, memory_estimate.random_weights(cfg)).train()
     memory_estimate.checkpoint_layers(model, cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
     parts = cut(memory_estimate.longest_rows(cfg), cfg)
