@@ -87,8 +87,10 @@ class Checkpoints:
             shutil.rmtree(copy, ignore_errors=True)
             _copy_base_files(self._base, copy)
         except OSError as error:
+            shutil.rmtree(copy, ignore_errors=True)
             raise ValueError(
                 f"checkpointer.checkpoint_dir={self._base}: could not be copied to {copy}: {error}."
+                " Mend it, or give output_dir room and rights."
             ) from error
         self._base = self._checkpointer._checkpoint_dir = copy
         self._node = OmegaConf.merge(self._node, {"checkpoint_dir": str(copy)})
