@@ -180,8 +180,8 @@ def test_a_run_that_could_not_save_ends_before_its_first_rollout(tmp_path):
     (tmp_path / "llama/tokenizer.json").symlink_to(tmp_path / "deleted")  # as of a cleared cache
     done = run_tiny(LORA, tmp_path, check=False)
     (error,) = [line for line in done.err.splitlines() if line.startswith("Error: ")]
-    assert error.startswith(f"Error: checkpointer.checkpoint_dir={tmp_path}/llama: could not be co")
-    assert "llama/tokenizer.json" in error and "Mend it" in error
+    assert error.startswith(f"Error: output_dir={tmp_path}/out: a copy of checkpointer.checkpoint_")
+    assert "llama/tokenizer.json" in error and "Mend that folder" in error
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(".lock", "error.txt", "logs", "torchtune_config.yaml")
     }

@@ -83,15 +83,12 @@ class Checkpoints:
     def keep_base_files(self) -> None:
         """Copy what saves need of the base model's folder, which may change or go meanwhile."""
         copy = self._folder / BASE_COPY
-        try:
+        failing = f"output_dir={self._folder}: a copy of checkpointer.checkpoint_dir={self._base}"
+        remedy = "Mend that folder, or give output_dir room and rights."
+        with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
+            _copy_base_files(self._base, folder)
             shutil.rmtree(copy, ignore_errors=True)
-            _copy_base_files(self._base, copy)
-        except OSError as error:
-            shutil.rmtree(copy, ignore_errors=True)
-            raise ValueError(
-                f"checkpointer.checkpoint_dir={self._base}: could not be copied to {copy}: {error}."
-                " Mend it, or give output_dir room and rights."
-            ) from error
+            folder.rename(copy)
         self._base = self._checkpointer._checkpoint_dir = copy
         self._node = OmegaConf.merge(self._node, {"checkpoint_dir": str(copy)})
 
