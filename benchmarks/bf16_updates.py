@@ -19,8 +19,8 @@ from torchtune import config
 from torchtune_grpo.training.optimizer import MASTER, make_optimizer, optimizer_step
 
 STEPS, NOISE = 200, 10.0
-ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-5, "weight_decay": 0.0}
-ADAMW8 = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-6, "weight_decay": 0.0}
+ADAMW = {"_component_": "torch.optim.AdamW", "lr": 1e-4, "weight_decay": 0.0}
+ADAMW8 = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-5, "weight_decay": 0.0}
 ROUNDED = ADAMW8 | {"bf16_stochastic_round": True}
 # Way -> the optimizer, the dtype of the weights, and whether the package's steps are taken.
 WAYS = {

@@ -227,7 +227,9 @@ def test_ctrl_c_during_imports_says_nothing(folder, recipe):
         "autoload()\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    done = runs.run("tune", "run", recipe, "--config", CONFIG, cwd=folder, check=False)
+    # A fresh interpreter, because an exit code after a KeyboardInterrupt is what Python makes of it.
+    command = ["tune", "run", recipe, "--config", CONFIG]
+    done = runs.run(*command, cwd=folder, check=False, fresh=True)
     said = ["KeyboardInterrupt"] if recipe != RECIPE else []
     assert done.code == -signal.SIGINT and done.err.splitlines()[-1:] == said
 

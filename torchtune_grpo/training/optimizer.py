@@ -1,6 +1,6 @@
 """Optimizer steps: in float32 whatever the weights' dtype, at the scheduled rate, if finite.
 
-Near a weight of 0.02 the numbers of bf16 are 1.2e-4 apart, so that every step of 1e-6 would be
+Near a weight of 0.02 the numbers of bf16 are 1.2e-4 apart, so that every step of 1e-5 would be
 rounded away. Weights in bf16 therefore either have float32 masters, which take the steps and are
 saved in checkpoints, or are rounded at random, up or down with the probability that keeps the mean
 (Zamirai et al. 2020, arXiv:2010.06192), which takes no memory. With masters, gradients are summed
