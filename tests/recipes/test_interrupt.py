@@ -227,7 +227,7 @@ def test_ctrl_c_during_imports_says_nothing(folder, recipe):
         "autoload()\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    # A fresh interpreter, because an exit code after a KeyboardInterrupt is what Python makes of it.
+    # A fresh interpreter: what a KeyboardInterrupt makes of the exit code is Python's own matter.
     command = ["tune", "run", recipe, "--config", CONFIG]
     done = runs.run(*command, cwd=folder, check=False, fresh=True)
     said = ["KeyboardInterrupt"] if recipe != RECIPE else []
