@@ -125,11 +125,14 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def advantages(self, scores: RewardScores, kept: Tensor) -> Tensor:
         """Compare each reward with those of its group: [N]; 0 for rows that are not kept."""
+        size, gate = self.cfg.grpo_samples, self.run.outcome_gate
+        if gate is not None:
+            kept = kept & gate(scores.of(gate.reward), group_size=size)
         return reward_advantages(
             scores.total,
             scores.scores,
             scores.weights,
-            group_size=self.cfg.grpo_samples,
+            group_size=size,
             normalization=self.cfg.objective.advantage,
             aggregation=self.cfg.objective.multi_objective_aggregation,
             kept=kept,

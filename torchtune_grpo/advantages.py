@@ -11,6 +11,7 @@ with c = r - mean of the group, and every std with ddof=1. MaxRL takes no negati
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -113,6 +114,31 @@ def reward_advantages(
     combined = (torch.stack(normalized, dim=1) * weights).sum(dim=1)
     advantages[rows] = combined / (_std_over_ranks(combined) + STD_EPSILON)
     return advantages
+
+
+class OutcomeGate:
+    """Lets other rewards train a group only if the deciding one differs within it.
+
+    Where all answers are wrong, a length penalty would train alone, and shorten them until none is
+    right again. Only before the deciding reward has told any two answers apart in this run, all
+    groups train, so that a form can be learned without which nothing is right.
+    """
+
+    def __init__(self, reward: str) -> None:
+        self.reward = reward  # the deciding one's name
+        self.is_shut = False  # saved with the run
+
+    def __call__(self, outcomes: Tensor, *, group_size: int) -> Tensor:
+        """Mark the rows that may train: [N] outcomes, NaN where there is none -> [N] bool.
+
+        A group without any outcome is for the other rewards to judge.
+        """
+        groups = outcomes.view(-1, group_size)  # [B, G]
+        low = groups.nan_to_num(nan=math.inf).amin(dim=1)  # [B]
+        high = groups.nan_to_num(nan=-math.inf).amax(dim=1)
+        self.is_shut |= any(gather_over_ranks(bool((low < high).any())))
+        passes = (low != high) if self.is_shut else torch.ones_like(low, dtype=torch.bool)
+        return passes.repeat_interleave(group_size)
 
 
 def _std_over_ranks(values: Tensor) -> Tensor:

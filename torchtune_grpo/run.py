@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from torchtune import config, modules, training, utils
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.advantages import OutcomeGate
 from torchtune_grpo.checkpoint import (
     Checkpoints,
     check_state,
@@ -115,6 +116,27 @@ class Run:
         rewards = [self._rewards.get(i, node) for i, node in enumerate(self.cfg.rewards)]
         share = self.cfg.max_reward_failure_share
         return RewardSet.from_config(rewards, max_failure_share=share)
+
+    @cached_property
+    def outcome_gate(self) -> OutcomeGate | None:
+        """What keeps shaping rewards from training alone, if there are some and it is wanted."""
+        rewards, wanted = self.rewards.rewards, self.cfg.objective.outcome_gate
+        known = (reward.name for reward in rewards if reward.decides and reward.weight)
+        name = self.cfg.evaluation.reward or next(known, None)
+        others = [reward.name for reward in rewards if reward.name != name and reward.weight]
+        if wanted and name not in self.rewards.names:
+            raise ValueError(
+                "objective.outcome_gate=True: no reward is known to decide; name it in "
+                "evaluation.reward."
+            )
+        if wanted is False or name not in self.rewards.names or not others:
+            return None
+        utils.log_rank_zero(
+            log,
+            f"{', '.join(others)}: only train groups in which {name} differs, once it has "
+            "(objective.outcome_gate).",
+        )
+        return OutcomeGate(name)
 
     @cached_property
     def loss(self) -> Loss:
@@ -241,7 +263,7 @@ class Run:
         with problems.noted():
             check_model(self.cfg)
             _ = self.tokenizer
-        for part in ("loss", "rewards"):
+        for part in ("loss", "rewards", "outcome_gate"):
             with problems.noted():
                 getattr(self, part)
         if read_data and not problems:
@@ -273,7 +295,15 @@ class Run:
         checkpoint = None
         if self.cfg.resume_from_checkpoint:
             checkpoint = parallel.on_first_rank(self.checkpoints.to_resume)
-        for part in ("is_sharded", "checkpoints", "loss", "dataset", "evaluator", "sampler"):
+        for part in (
+            "is_sharded",
+            "checkpoints",
+            "loss",
+            "outcome_gate",
+            "dataset",
+            "evaluator",
+            "sampler",
+        ):
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
@@ -394,7 +424,8 @@ class Run:
 
     def rounds(self) -> Rounds:
         """The prompts of a step, in rounds; without dynamic sampling there is one."""
-        return Rounds(self.cfg, self.dataset, self.sampler.next)
+        gate = None if self.outcome_gate is None else self.outcome_gate.reward
+        return Rounds(self.cfg, self.dataset, self.sampler.next, gate=gate)
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -446,6 +477,7 @@ class Run:
             "optimizer": optimizer_state(optimizer.optimizer),
             "guard": optimizer.guard.state_dict(),
             "sampler": self.sampler.state_dict(),
+            "gate": self.outcome_gate is not None and self.outcome_gate.is_shut,
         }
         folder = self.checkpoints.save(
             policy, state, step=self.step, evaluations=self.recorder.evaluations
@@ -473,6 +505,8 @@ class Run:
         )
         optimizer.guard.load_state_dict(state["guard"])
         self.sampler.load_state_dict(state["sampler"])
+        if self.outcome_gate is not None:
+            self.outcome_gate.is_shut = state["gate"]
         self.recorder.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
         self._judge()

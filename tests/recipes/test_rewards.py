@@ -95,3 +95,43 @@ def test_a_task_of_reasoning_gym(tmp_path):
     tune("run", RECIPE, *GYM.split(), cwd=tmp_path)
     assert [step["rewards/correctness/errors"] for step in steps_of(tmp_path / "out")] == [0.0, 0.0]
     assert "legs" in completions(tmp_path / "out")[0]["prompt"]
+
+
+GATED = """
+def right(prompts, completions, trainer_state, number, **columns):
+    first = list(range(len(number) // 2)) if trainer_state.global_step == 1 else []
+    return [float(row % 2) if row in first else 0.0 for row in range(len(number))]
+
+def length(prompts, completions, **columns):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("gate", [None, "false"])
+def test_a_shaping_reward_trains_only_where_outcomes_differ(tmp_path, gate):
+    """Nothing is right in step 1; in step 2 one of two groups has right answers and wrong ones.
+
+    The gate is shut from then on, also in a run that is resumed.
+    """
+    (tmp_path / "my_rewards.py").write_text(GATED)
+    rewards = "{_component_: my_rewards.right}, {_component_: my_rewards.length, weight: 0.1}"
+    keys = [f"rewards=[{rewards}]", "evaluation.reward=right", "log_groups=9"]
+    keys += [f"objective.outcome_gate={gate}"] * (gate is not None)
+    keys += [*NO_EVALUATION, "batch_size=2", "grpo_samples=4"]
+    done = run_tiny(CONFIG, tmp_path, *keys)
+    run_tiny(CONFIG, tmp_path, *keys, "num_steps=3", "resume_from_checkpoint=true")
+    trained = {}
+    for record in completions(tmp_path / "out"):
+        trained.setdefault((record["step"], record["prompt_index"]), []).append(record["advantage"])
+    informative = [any(advantages) for advantages in trained.values()]
+    steps = [step["frac_informative_groups"] for step in metrics(tmp_path / "out")]
+    assert len(informative) == 6 and sum(informative) == 2 * sum(steps)
+    assert steps == ([1, 0.5, 0] if gate is None else [1, 1, 1])
+    assert ("only train groups" in done.out + done.err) == (gate is None)
+
+
+def test_the_gate_needs_a_reward_that_decides(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(GATED)
+    keys = ["rewards=[{_component_: my_rewards.length}]", "objective.outcome_gate=true"]
+    done = run_tiny(CONFIG, tmp_path, *NO_EVALUATION, *keys, check=False)
+    assert "objective.outcome_gate=True: no reward is known to decide" in done.err

@@ -20,6 +20,8 @@ NAN = float("nan")
         ({}, [0.1, 0.1, 0.1], False),
         ({"reward": "a"}, [1.0, 0.0, NAN], True),
         ({"reward": "a"}, [1.0, 1.0, NAN], False),
+        ({"gate": "a"}, [1.0, 1.0, 1.0], False),
+        ({"reward": "b", "gate": "a"}, [1.0, 1.0, 1.0], True),
         ({"min_pass_rate": 0.25}, [1.0, 0.0, 0.0, 0.0], True),
         ({"min_pass_rate": 0.26}, [1.0, 0.0, 0.0, 0.0], False),
         ({"max_pass_rate": 0.25}, [1.0, 0.0, 0.0, 0.0], True),
@@ -27,12 +29,15 @@ NAN = float("nan")
     ],
 )
 def test_the_filter(keys, rewards, passes):
-    """Of the sum of all rewards, or of the one that is named, whatever the sum is."""
+    """Of the sum of all rewards, or of the one that is named or gates, whatever the sum is."""
+    gate = keys.pop("gate", None)
     settings = DynamicSamplingConfig(max_resamples=1, **keys)
     values = torch.tensor(rewards)
-    total = torch.arange(len(rewards)) if "reward" in keys else values
-    scores = SimpleNamespace(names=["a"], scores=values[:, None], total=total)
-    assert passes_filter(scores, settings, group_size=len(rewards)).tolist() == [passes]
+    other = torch.arange(len(rewards))
+    total = other if gate or "reward" in keys else values
+    scores = SimpleNamespace(of={"a": values, "b": other}.get, total=total)
+    found = passes_filter(scores, settings, group_size=len(rewards), gate=gate)
+    assert found.tolist() == [passes]
 
 
 @pytest.mark.filterwarnings("error")

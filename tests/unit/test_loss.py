@@ -10,7 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from torchtune_grpo.advantages import group_advantages, reward_advantages, total_reward
+from torchtune_grpo.advantages import (
+    OutcomeGate,
+    group_advantages,
+    reward_advantages,
+    total_reward,
+)
 from torchtune_grpo.config.keys import Advantage, RewardAggregation
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.loss import GRPOLoss, make_loss
@@ -47,6 +52,25 @@ def test_advantages_by_hand():
     values = group_advantages(rewards, group_size=4, normalization="max_rl")
     expected = torch.tensor([3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0])
     torch.testing.assert_close(values, expected)
+
+
+def test_the_gate_is_open_until_outcomes_differ():
+    gate = OutcomeGate("right")
+
+    def trained(*outcomes):
+        found = gate(torch.tensor(outcomes, dtype=torch.float32), group_size=2).view(-1, 2)
+        assert (found[:, 0] == found[:, 1]).all()
+        return found[:, 0].tolist()
+
+    assert trained(0, 0, math.nan, 0) == [True, True]  # nothing is right yet
+    assert trained(1, 1, 1, math.nan) == [True, True]  # nor wrong
+    assert trained(1, 0, 0, 0, 1, 1) == [True, False, False]
+    assert trained(0, 0, math.nan, 0, math.nan, math.nan) == [False, False, True]
+
+
+def test_the_gate_is_shut_by_another_rank(monkeypatch):
+    monkeypatch.setattr("torchtune_grpo.advantages.gather_over_ranks", lambda own: [own, True])
+    assert not OutcomeGate("right")(torch.zeros(4), group_size=2).any()
 
 
 def test_max_rl_refuses_a_negative_reward_on_every_rank(monkeypatch):

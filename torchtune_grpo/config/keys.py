@@ -108,7 +108,8 @@ class DynamicSamplingConfig(Keys):
     max_resamples: int = Field(default=0, ge=0, le=1000)
     """Rounds of further prompts, each as many as groups are still missing; 0 = none."""
     reward: str | None = None
-    """A group fails if this reward is the same for all; null = the weighted sum."""
+    """A group fails if this reward is the same for all; null = the one of
+    `objective.outcome_gate`, or the weighted sum."""
     min_pass_rate: Share | None = None
     """It also fails if the mean of that reward is lower; null = no bound."""
     max_pass_rate: Share | None = None
@@ -122,6 +123,9 @@ class ObjectiveConfig(Keys):
     """Baseline and scale of an advantage."""
     multi_objective_aggregation: RewardAggregation = "sum_then_normalize"
     """Whether several rewards are summed or normalized first."""
+    outcome_gate: bool | None = None
+    """Do not let other rewards train a group alone, in which the deciding one is the same for all;
+    null = if there is one, and others beside it."""
     mask_truncated_completions: bool = False
     """Do not train on responses without a stop token (their rewards still count)."""
     sampling_correction: Correction | None = None

@@ -43,6 +43,10 @@ class RewardScores:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
 
+    def of(self, name: str) -> Tensor:
+        """The scores [N] of a reward."""
+        return self.scores[:, self.names.index(name)]
+
     def select(self, rows: Tensor) -> RewardScores:
         extra = {name: [values[row] for row in rows] for name, values in self.extra.items()}
         return replace(

@@ -21,16 +21,20 @@ from torchtune_grpo.trajectory import Trajectory
 
 
 def passes_filter(
-    scores: RewardScores, settings: DynamicSamplingConfig, *, group_size: int
+    scores: RewardScores,
+    settings: DynamicSamplingConfig,
+    *,
+    group_size: int,
+    gate: str | None = None,
 ) -> Tensor:
     """Whether each group's rewards differ, and their mean is within the bounds: [B] bool.
 
-    A row's reward is the weighted sum, or the one named ``settings.reward``, NaN left out.
+    A row's reward is the one named ``settings.reward`` or else ``gate``, NaN left out, or the
+    weighted sum.
     """
     values = scores.total.view(-1, group_size)
-    if settings.reward is not None:
-        column = scores.names.index(settings.reward)
-        values = scores.scores[:, column].view(-1, group_size)
+    if (name := settings.reward or gate) is not None:
+        values = scores.of(name).view(-1, group_size)
     low, high = settings.min_pass_rate, settings.max_pass_rate
     passes = []
     for group in values:
@@ -51,8 +55,14 @@ class Rounds:
     """
 
     def __init__(
-        self, cfg: GRPOConfig, dataset: Sequence[Any], next_rows: Callable[..., list[int]]
+        self,
+        cfg: GRPOConfig,
+        dataset: Sequence[Any],
+        next_rows: Callable[..., list[int]],
+        *,
+        gate: str | None = None,
     ) -> None:
+        self._gate = gate  # see passes_filter
         self._cfg, self._dataset, self._next_rows = cfg, dataset, next_rows
         self._rows: list[int] = []  # the data set's rows so far, of all ranks
         self._parts: list[tuple[Trajectory, RewardScores, Tensor]] = []
@@ -75,7 +85,7 @@ class Rounds:
         size, settings = self._cfg.grpo_samples, self._cfg.dynamic_sampling
         kept = torch.ones(self._own, dtype=torch.bool)
         if settings.max_resamples:
-            kept = passes_filter(scores, settings, group_size=size)[: self._own]
+            kept = passes_filter(scores, settings, group_size=size, gate=self._gate)[: self._own]
         own = torch.arange(self._own * size)
         self._parts.append((trajectory.select(own), scores.select(own), kept))
         self.missing -= sum_over_ranks(int(kept.sum()))
