@@ -1,7 +1,7 @@
 """The command ``torchtune-grpo``, or ``python -m torchtune_grpo``.
 
-``config``, ``evaluate``, ``sample`` and ``report`` are its own; ``ls``, ``cp``, ``cat``, ``run``
-and ``validate`` go to torchtune's command, also where the hook in ``import torch`` is turned off.
+``config``, ``evaluate``, ``plan``, ``sample`` and ``report`` are its own; ``ls``, ``cp``, ``cat``,
+``run`` and ``validate`` go to torchtune's command, also where the hook in ``import torch`` is off.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from torchtune_grpo.config.text import end_on_ctrl_c
 COMMANDS = {  # name -> its function, and what it does
     "config": ("cli.commands:config", "check a config, or print the table of all keys"),
     "evaluate": ("cli.evaluate:main", "compare held-out answers before and after training"),
+    "plan": ("plan:main", "say what a run is going to be like, before its first step"),
     "sample": ("cli.commands:sample", "print what a policy answers"),
     "report": ("monitor.report:main", "write a run's page"),
 }

@@ -22,6 +22,7 @@ from torchtune_grpo.config.text import ConfigError, shortened
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import read_metrics
+from torchtune_grpo.plan import lines, make_plan
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.rewards import Reward
 from torchtune_grpo.run import Run
@@ -153,6 +154,17 @@ class GRPO:
     def metrics(self) -> list[dict[str, Any]]:
         """What the run has logged so far, a dict for each step and each evaluation."""
         return read_metrics(self._folder)
+
+    def plan(self) -> dict[str, Any]:
+        """Print what training is going to be like, and return it: docs/plan.md.
+
+        It comes before the first step, and changes nothing of the run.
+        """
+        if self._recipe is not None:
+            raise RuntimeError("plan() comes first: close() this run, and make a new GRPO.")
+        numbers = make_plan(self.config, data=self._rows, rewards=self._rewards)
+        print("\n".join(lines(numbers)))
+        return numbers
 
     def train(self) -> Path:
         """Train up to ``num_steps``, or go on with it; return the last checkpoint.
