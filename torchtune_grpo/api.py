@@ -6,6 +6,7 @@ import atexit
 import importlib
 import inspect
 import os
+import re
 import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import utils
 
 from torchtune_grpo.checkpoint import checkpoint_folder, claim_output_dir
+from torchtune_grpo.config import aliases
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import ConfigError, shortened
+from torchtune_grpo.config.schema import unknown_key
+from torchtune_grpo.config.text import ConfigError, Problems, shortened
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import read_metrics
@@ -53,8 +56,8 @@ class GRPO:
 
     def __init__(
         self,
-        *,
         config: str | Path = "hf_lora_grpo",
+        *,
         data: Any = None,
         eval_data: Any = None,
         rewards: Sequence[Any] | None = None,
@@ -67,8 +70,13 @@ class GRPO:
         if data is not None:
             self._set_data("dataset", data)
             self.config.eval_dataset = None  # of another task
+        self._foreign = []  # sentences about keys that cannot be set
         for name, value in keys.items():
-            _set_key(self.config, name, value)
+            hint = _hint(name, value)
+            if hint is None:
+                _set_key(self.config, name, value)
+            else:
+                self._foreign.append(unknown_key(name, value, f"{hint} "))
         if eval_data is not None:
             own = self.config.eval_dataset or {}
             self.config.eval_dataset = OmegaConf.merge(_form(self.config.dataset), own)
@@ -124,11 +132,14 @@ class GRPO:
         return Run(cfg, data=self._rows, rewards=self._rewards)
 
     def _check(self) -> None:
-        run = self._make_run(self.config)
-        problems, remarks = run.check()
-        run.close()
-        if problems or any(remark.startswith("device=") for remark in remarks):
-            raise ConfigError([*problems, *(r for r in remarks if r.startswith("device="))])
+        problems = Problems(self._foreign)
+        with problems.noted():
+            run = self._make_run(self.config)
+            found, remarks = run.check()
+            run.close()
+            problems += [*found, *(r for r in remarks if r.startswith("device="))]
+        if problems:
+            raise ConfigError(map(_in_python, problems))
 
     def _take_folder(self) -> None:
         """Claim ``output_dir`` and write the config there; end the run that had it before."""
@@ -284,6 +295,28 @@ class GRPO:
         recipe, self._recipe = self._recipe, None
         if recipe is not None:
             recipe.run.close()
+
+
+# Arguments of GRPO that stand for keys of the config.
+_ARGUMENTS = {"dataset": "data", "dataset.source": "data", "eval_dataset": "eval_data"}
+_ARGUMENTS["eval_dataset.source"] = "eval_data"
+
+
+def _hint(name: str, value: Any) -> str | None:
+    """What to write instead of a name of another library, or of rows for a node of the config."""
+    if name in _ARGUMENTS and not isinstance(value, (Mapping, str, type(None))):
+        return None if callable(value) else f"Did you mean {name}?"
+    return aliases.meaning(name)
+
+
+def _in_python(problem: str) -> str:
+    """Name the key that a message asks for as GRPO takes it."""
+
+    def spelling(match: re.Match[str]) -> str:
+        key = _ARGUMENTS.get(match[1], match[1].replace(".", "_"))
+        return f"Did you mean {'rewards=[(function, weight)]' if '.0.' in match[1] else key}"
+
+    return re.sub(r"Did you mean ([\w.]+)", spelling, problem)
 
 
 def _set_key(cfg: DictConfig, name: str, value: Any) -> None:

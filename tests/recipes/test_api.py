@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 CONFIG = "tiny_arithmetic_grpo"
 COMMON = """
-import asyncio, json, os, signal
+import asyncio, json, os, re, signal
 import random as dice
 
 import numpy, torch
@@ -142,7 +142,7 @@ def test_after_ctrl_c_the_object_goes_on_where_it_was(tmp_path):
     assert whole == stopped and [record["step"] for record in whole] == [0, 1, 2, 3, 3]
 
 
-BAD = """
+BAD = r"""
 def mistakes(**given):
     try:
         with GRPO(**{"output_dir": "out", **TINY, **given}) as run:
@@ -157,6 +157,12 @@ assert [line.split(":")[0] for line in found] == [
     "nm_steps=3", "loss.kl_coeff=-1", "optimizer.lr='fast'"
 ], found
 assert "Did you mean num_steps?" in found[0]
+foreign = dict(num_generations=8, beta=0, train_dataset=train, eval_dataset=train, model_name="m")
+said = [re.search(r"^(\w+)=.*Did you mean ([\w.]+)", line).groups() for line in mistakes(**foreign)]
+assert said == [
+    ("num_generations", "grpo_samples"), ("beta", "loss_kl_coeff"), ("train_dataset", "data"),
+    ("eval_dataset", "eval_data"), ("model_name", "model_dir"),
+], said
 needs = mistakes(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
 assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
 assert mistakes(rewards=[3])[0].startswith("rewards[0]=3: not a reward;")

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from runs import tiny_overrides
 
+from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
-from torchtune_grpo.config.schema import markdown_tables
+from torchtune_grpo.config.schema import key_paths, markdown_tables, parameters
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import ShuffledSampler, make_sampler
 from torchtune_grpo.run import Run
@@ -268,6 +269,48 @@ def test_the_table_in_the_docs_is_the_one_in_the_code():
     assert len(GRPOConfig.model_fields) <= 42
     shown = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.M)
     assert len(shown) == 10 and set(shown) <= {*GRPOConfig.model_fields}
+
+
+def key_of(text):
+    return text.partition(" (")[0].replace("rewards.0.", "rewards.")
+
+
+def test_names_of_other_libraries_lead_to_keys_that_there_are():
+    """The page shows the same table; no name of ours is in it, and none is there twice."""
+    assert aliases.markdown_table() in (ROOT / "docs" / "coming_from.md").read_text()
+    cfg = load_config("hf_lora_grpo", ["model_dir=m"])
+    ours = {path for path, _ in key_paths(GRPOConfig)} | {"rewards.weight"}
+    for key, node in cfg.items():
+        if isinstance(node, DictConfig) and "_component_" in node:
+            ours |= {f"{key}.{argument}" for argument in parameters(node._component_) or ()}
+    assert {*map(key_of, aliases.KEYS)} <= ours
+    names = ", ".join([*aliases.KEYS.values(), *aliases.NO_KEY.values()]).split(", ")
+    assert len({*names}) == len(names) and not ours & {*names}
+
+
+FOREIGN = [
+    ("num_generations=8", "num_generations=8: unknown config key. Did you mean grpo_samples? "),
+    ("beta=0.1", "beta=0.1: unknown config key. Did you mean loss.kl_coeff? "),
+    ("top_p=0.9", "top_p=0.9: unknown config key. Did you mean sampling.top_p? "),
+    ("alpha=16", "alpha=16: unknown config key. Did you mean model.lora_alpha? "),
+    ("use_vllm=True", "use_vllm=True: unknown config key. There is no key for it: responses are"),
+    ("rollout.n=8", "rollout.n=8: unknown config key. Did you mean grpo_samples? "),
+    ("data.train_files=x", "data.train_files=x: unknown config key. Did you mean dataset.source? "),
+    (
+        "actor_rollout_ref.actor.optim.lr=1",
+        "actor_rollout_ref.actor.optim.lr=1: unknown config key. Did you mean optimizer.lr? ",
+    ),
+    ("loss.beta=0", "Did you mean loss.kl_coeff? It takes kl_coeff, "),
+    ("dataset.max_prompt_length=9", "Did you mean dataset.max_prompt_tokens (longer prompts are"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), FOREIGN, ids=lambda x: x[:20])
+def test_a_name_of_another_library_is_translated(change, said):
+    with pytest.raises(ConfigError) as error:
+        settings_of(change)
+    (problem,) = error.value.problems
+    assert said in problem
 
 
 GEMMA2 = {

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torchtune import config, utils
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo.config import aliases
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import parameters, read, sentence
@@ -68,11 +69,15 @@ def check_component(name: str, node: DictConfig) -> None:
             problems += _misfit(f"{name}.{argument}", value, accepted[argument])
         elif argument != "_component_":
             near = difflib.get_close_matches(argument, accepted, cutoff=0.85 if is_open else 0.6)
-            if is_open and not near:
+            hint = f"Did you mean {name}.{near[0]}?" if near else ""
+            foreign = aliases.meaning(f"{name}.{argument}", ends=True)
+            if foreign and (not near or f"mean {name}." in foreign):
+                hint = foreign
+            if is_open and f"mean {name}." not in hint:
                 continue
             problems.append(
                 f"{name}.{argument}={value}: {dotpath} has no argument {argument!r}."
-                + (f" Did you mean {name}.{near[0]}?" if near else "")
+                + (f" {hint}" if hint else "")
                 + f" It takes {', '.join(accepted) or 'none'}."
             )
     if problems:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.config import aliases
+from torchtune_grpo.config.text import ConfigError, shortened
 
 T = TypeVar("T", bound="Keys")
 
@@ -106,10 +107,9 @@ def mistakes(error: ValidationError, *, table: type[Keys], values: Mapping[str, 
         meaning = f" It is: {field.description}" if field is not None and field.description else ""
         value = each["input"]
         if each["type"] == "extra_forbidden":
-            near = did_you_mean(key, table=table, values=values)
-            found.append(
-                f"{key}={value}: unknown config key.{near} `torchtune-grpo config` lists the keys."
-            )
+            for path, inner in _leaves(key, value):
+                near = did_you_mean(path, table=table, values=values)
+                found.append(unknown_key(path, inner, near))
         elif each["type"] == "missing":
             found.append(f"{key}: missing from the config; give {key}=<value>.{meaning}")
         elif each["type"] == "model_type":
@@ -120,6 +120,21 @@ def mistakes(error: ValidationError, *, table: type[Keys], values: Mapping[str, 
         else:
             found.append(f"{sentence(key, value, each)}{meaning}")
     return found
+
+
+def unknown_key(key: str, value: Any, hint: str) -> str:
+    """What to say of a key that is none."""
+    shown = shortened(str(value), 100)
+    return f"{key}={shown}: unknown config key. {hint}`torchtune-grpo config` lists the keys."
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The keys below a key that is a mapping: ``data.train_files`` is how verl has them."""
+    if isinstance(value, Mapping) and "_component_" not in value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
 
 
 def sentence(key: str, value: Any, error: Mapping[str, Any]) -> str:
@@ -137,19 +152,22 @@ def key_paths(table: type[Keys], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 
 def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> str:
-    """A question that names the same key elsewhere in the config, or else the most similar one."""
+    """What another library's name is here, or the same key elsewhere, or the most similar one."""
     name = key.rpartition(".")[2]
     known = [path for path, _ in key_paths(table)]
     for node, value in values.items():
         if isinstance(value, Mapping) and "_component_" in value:
             known += [f"{node}.{argument}" for argument in parameters(value["_component_"]) or ()]
     same = [path for path in known if path.rpartition(".")[2] == name]
+    foreign = aliases.meaning(key) or (None if same else aliases.meaning(key, ends=True))
+    if foreign:
+        return f"{foreign} "
     near = (
         same
         or difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         or difflib.get_close_matches(key.replace("eval_", "evaluation."), known, n=1)
     )
-    return f" Did you mean {near[0]}?" if near else ""
+    return f"Did you mean {near[0]}? " if near else ""
 
 
 def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
