@@ -3,6 +3,7 @@
 import logging
 import re
 from collections import deque
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -284,7 +285,7 @@ def test_names_of_other_libraries_lead_to_keys_that_there_are():
         if isinstance(node, DictConfig) and "_component_" in node:
             ours |= {f"{key}.{argument}" for argument in parameters(node._component_) or ()}
     assert {*map(key_of, aliases.KEYS)} <= ours
-    names = ", ".join([*aliases.KEYS.values(), *aliases.NO_KEY.values()]).split(", ")
+    names = [*chain(*aliases.KEYS.values(), *aliases.NO_KEY.values())]
     assert len({*names}) == len(names) and not ours & {*names}
 
 
