@@ -40,7 +40,8 @@ class GRPO:
     Args:
         config: name of a shipped config to start from, or a file.
         data: prompts to train on: a list of dicts with ``prompt`` and what rewards need, a
-            ``datasets.Dataset``, the path of a file or a name on the hub. None: the config's.
+            ``datasets.Dataset``, a pandas DataFrame, the path of a file or a name on the hub.
+            None: the config's.
         eval_data: held-out prompts, of the same kinds, read like ``data``. None with ``data``: no
             evaluation during the run.
         rewards: functions, classes, ``(function, weight)`` pairs, dotpaths, or nodes of a config.
@@ -89,6 +90,14 @@ class GRPO:
         self.config.output_dir = str(self._folder)
         self._check()
         self._take_folder()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name.startswith("_") or name == "config"):
+            raise AttributeError(
+                f"{name}={value}: the keys of a run are set when it is made, GRPO(..., {name}="
+                f"{value}); with resume_from_checkpoint=True it goes on in the same output_dir."
+            )
+        super().__setattr__(name, value)
 
     def _set_data(self, key: str, data: Any) -> None:
         """Names a source in the config, or keeps rows that are in memory."""
@@ -184,6 +193,11 @@ class GRPO:
         """
         recipe = self._set_up()
         run = recipe.run
+        if run.is_over:
+            log.warning(
+                f"train: all num_steps={run.cfg.num_steps} are done, or an evaluation ended the "
+                "run. To go on, make a GRPO with more num_steps and resume_from_checkpoint=True."
+            )
         try:
             recipe.train()
         except BaseException:  # in the middle of a step: what is in memory may be half of one

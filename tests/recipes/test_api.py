@@ -170,12 +170,26 @@ behind = mistakes(rewards=[varied, {"_component_": "no.such.reward"}])
 assert behind[0].startswith("rewards[1]._component_=no.such.reward: not a function"), behind
 assert "nope: no such file" in mistakes(config="nope")[0]
 
+for given in (dict(config="Qwen/Qwen3-0.6B"), dict(model="Qwen/Qwen3-0")):
+    (problem,) = mistakes(**given)
+    assert "Qwen3-0" in problem and "model_dir" in problem, problem
+try:
+    GRPO("Qwen/Qwen3-0.6B")
+except ValueError as error:
+    assert "set model_dir" in str(error)
+
 bad = dict(data=[{"prompt": "other", "answer": 1}] * 30, rewards=[varied], num_steps=-1)
 more = dict(loss_aggregation="dapo", optimizer_betas=numpy.array([0.5, 0.9]))
 run = GRPO(data=train, rewards=[varied], output_dir="mine", **TINY, **more)
 optimizer = dict(_component_="torch.optim.AdamW", lr=0.01, betas=[0.5, 0.9], weight_decay=0.0)
 assert optimizer.items() <= run.config.optimizer.items(), run.config.optimizer
 assert (run.config.num_steps, run.config.loss.aggregation) == (3, "dapo")
+try:
+    run.num_steps = 9
+except AttributeError as error:
+    assert str(error).startswith("num_steps=9: the keys of a run are set when it is made")
+else:
+    raise AssertionError("a key was set without effect")
 given = dict(optimizer=torch.optim.SGD, lr_scheduler_num_warmup_steps=2)
 config = GRPO(output_dir="other", **TINY | given).config
 assert config.optimizer._component_ == "torch.optim.sgd.SGD"
@@ -193,6 +207,22 @@ assert len(mistakes(**bad, output_dir="mine")) == 1 and open("mine/.lock").read(
 
 def test_all_mistakes_are_reported_at_once(tmp_path):
     run_script(tmp_path, BAD)
+
+
+FINISHED = """
+import pandas
+
+table = pandas.DataFrame(train)
+with GRPO(data=table, eval_data=held_out, rewards=[varied], output_dir="out", **TINY) as run:
+    assert run.train() == run.train()
+    assert run.evaluate(pandas.DataFrame(held_out)) == run.evaluate()
+"""
+
+
+def test_a_finished_run_says_so_and_data_may_be_a_table_of_pandas(tmp_path):
+    done = run_script(tmp_path, FINISHED)
+    assert done.err.count("train: all num_steps=3 are done") == 1
+    assert done.err.count("resume_from_checkpoint=True") == 1
 
 
 RANKS = """

@@ -225,7 +225,8 @@ def _load(
         raise ValueError(f"source={source!r}: give either source or rows.")
     for key, value in given.items():
         raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
-    return rows, "rows"
+    table: Any = rows
+    return (table.to_dict("records") if hasattr(rows, "iterrows") else rows), "rows"  # of pandas
 
 
 def _fields(template: str) -> set[str]:
