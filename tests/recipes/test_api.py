@@ -274,6 +274,31 @@ def test_the_example_of_the_readme(tmp_path):
     assert (tmp_path / "out" / "step_000001" / "adapter").is_dir()
 
 
+CHATS = """
+from torchtune_grpo import GRPO
+from trl.rewards import accuracy_reward
+
+def ask(n):
+    return [{"role": "user", "content": f"What is {n} + 1?"}]
+
+rows = [{"prompt": ask(n), "solution": f"${n + 1}$", "answer": str(n + 1)} for n in range(8)]
+small = dict(num_steps=1, device="cpu", max_generated_tokens=8, batch_size=2, grpo_samples=2)
+ours = "torchtune_grpo.rewards.math_correctness_reward"
+run = GRPO(model_dir="m", data=rows, rewards=[accuracy_reward, ours], output_dir="out", **small)
+run.train()
+"""
+
+
+def test_a_reward_of_trl_gets_the_messages_of_conversational_rows(tmp_path):
+    """As in TRL's quick start; beside it one of ours, which takes texts."""
+    (tmp_path / "mine.py").write_text(CHATS)
+    hf_folder("qwen3", write_tokenizer(tmp_path / "m", "qwen3"), vocab_size=384)
+    run("mine.py", cwd=tmp_path)
+    (step,) = untimed(tmp_path / "out")
+    for name in ("accuracy_reward", "math_correctness_reward"):
+        assert (step[f"rewards/{name}/errors"], step[f"rewards/{name}/none"]) == (0, 0)
+
+
 def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
     code = "import sys; before = {*sys.modules}; import torchtune_grpo; "
     code += "print({*sys.modules} - before)"

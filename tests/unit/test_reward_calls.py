@@ -4,6 +4,7 @@ import asyncio
 import copy
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.config.keys import RewardAggregation
 from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.rewards import (
+    RepetitionPenalty,
     Reward,
     RewardFailure,
     RewardSet,
@@ -197,12 +199,44 @@ def test_chat_gives_all_messages_and_text_the_last(llama3_tokenizer):
         seen["text"] = prompts
         return [0.0] * len(prompts)
 
-    rewards = RewardSet([Reward("a", spy, chat=True), Reward("b", text)])
+    rewards = RewardSet([Reward("a", spy, chat=True), Reward("b", text, chat=False)])
     for _ in range(2):
         rewards(prompts=batch.prompts, completions=["3", "4"], columns=batch.columns)
         system = {"role": "system", "content": "Be brief."}
         assert seen["chat"] == [[system, *turns], [system, {"role": "user", "content": "2+2?"}]]
         assert seen["text"] == ["Sure?", "2+2?"] and {*map(type, seen["text"])} == {str}
+
+
+class Repeating(RepetitionPenalty):
+    """A user's, which takes texts like the one it is made of."""
+
+
+def test_what_a_reward_gets_follows_from_the_row(llama3_tokenizer):
+    """As in TRL; rewards of the package take texts, and so may others."""
+    turns = [{"role": "user", "content": "1+1?"}]
+    data = RLDataset(llama3_tokenizer, rows=[{"prompt": turns, "answer": "2"}])
+    batch = collate_prompts([*data])
+    seen = {}
+
+    def spy(prompts, completions, **columns):
+        seen["own"] = prompts, completions
+        return [0.0] * len(prompts)
+
+    answer = "The answer is 2. " * 2
+    right = Reward("right", partial(math_correctness_reward, strict=False))
+    rewards = RewardSet([Reward("own", spy), right, Reward("repeating", Repeating(ngram=1), 0.1)])
+    given = dict(prompts=batch.prompts, completions=[answer], columns=batch.columns)
+    scores = rewards(**given)
+    assert seen["own"] == ([turns], [[{"role": "assistant", "content": answer}]])
+    assert scores.scores.tolist() == [[0.0, 1.0, -0.5]]
+    RewardSet([Reward("own", spy, chat=False)])(**given)
+    assert seen["own"] == (["1+1?"], [answer])
+
+    def length(prompts, completions, **columns):
+        return [float(len(re.findall("2", text))) for text in completions]
+
+    with pytest.raises(RewardFailure, match="set format: text in its node"):
+        RewardSet([Reward("length", length)])(**given)
 
 
 def test_async_rewards_wait_side_by_side():

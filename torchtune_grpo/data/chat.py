@@ -38,10 +38,13 @@ class Prompt(str):
     """The text of a prompt's last message, which also knows all its messages."""
 
     messages: list[dict[str, Any]]
+    is_chat: bool  # its row has messages, not a text
 
-    def __new__(cls, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    def __new__(
+        cls, text: str, messages: Sequence[Mapping[str, Any]] = (), *, is_chat: bool = False
+    ) -> Prompt:
         prompt = super().__new__(cls, text)
-        prompt.messages = [*map(dict, messages)]
+        prompt.messages, prompt.is_chat = [*map(dict, messages)], is_chat
         return prompt
 
 

@@ -98,10 +98,11 @@ class RLDataset(Dataset[dict[str, Any]]):
         position = range(len(self))[index]
         entry = self._entries[position]
         messages = self._encoder.messages(entry.prompt)
+        is_chat = not isinstance(entry.prompt, str)
         return {
             "index": position,
             "tokens": entry.tokens.tolist(),
-            "prompt": Prompt(messages[-1]["content"], messages),
+            "prompt": Prompt(messages[-1]["content"], messages, is_chat=is_chat),
             "columns": dict(entry.columns),
         }
 

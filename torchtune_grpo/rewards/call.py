@@ -52,16 +52,13 @@ class Batch:
         own: dict[str, Any] = {n: [values[row] for row in rows] for n, values in given.items()}
         if self.completion_ids is not None:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
-        if reward.chat:
-            own["prompts"] = [
-                copy.deepcopy(prompt.messages)
-                if isinstance(prompt, Prompt)
-                else [message("user", prompt)]
-                for prompt in own["prompts"]
-            ]
-            own["completions"] = [[message("assistant", text)] for text in own["completions"]]
-        else:
-            own["prompts"] = [*map(str, own["prompts"])]
+        for index, (prompt, text) in enumerate(zip(own["prompts"], own["completions"])):
+            own["prompts"][index] = str(prompt)
+            if reward.takes_messages(prompt):
+                is_known = isinstance(prompt, Prompt)
+                turns = prompt.messages if is_known else [message("user", prompt)]
+                own["prompts"][index] = copy.deepcopy(turns)
+                own["completions"][index] = [message("assistant", text)]
         if self.trainer_state is not None:
             own["trainer_state"] = self.trainer_state
             own |= {"log_extra": outcome.log_extra, "log_metric": outcome.log_metric}

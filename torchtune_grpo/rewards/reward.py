@@ -35,7 +35,7 @@ class Reward:
     name: str
     function: RewardFunction
     weight: float = 1.0  # 0: only logged
-    chat: bool = False  # prompts and completions are lists of messages
+    chat: bool | None = None  # prompts and completions are lists of messages; None: as in the rows
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
 
     def __post_init__(self) -> None:
@@ -59,6 +59,16 @@ class Reward:
         method = getattr(type(self.function), "__call__", None)  # noqa: B004
         functions = (self.function, method)
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
+
+    def takes_messages(self, prompt: str) -> bool:
+        """Whether it gets messages: as the row has them, but this package's rewards take texts."""
+        if self.chat is not None:
+            return self.chat
+        function = getattr(self.function, "func", self.function)
+        kinds = function.__mro__ if inspect.isclass(function) else type(function).__mro__
+        modules = [getattr(each, "__module__", None) or "" for each in (function, *kinds)]
+        is_ours = any(name.startswith("torchtune_grpo.") for name in modules)
+        return getattr(prompt, "is_chat", False) and not is_ours
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -136,7 +146,7 @@ class _Keys(Keys):
 
     name: Text | None = None
     weight: Float = 1.0
-    format: Literal["text", "chat"] = "text"
+    format: Literal["text", "chat"] | None = None
     isolation: Literal["process"] | None = None
 
 
@@ -186,7 +196,8 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
         workers = WorkerPool([make() for _ in range(own.workers)])
     reward = function if makes else component
     name = own.name or str(getattr(reward, "__name__", type(reward).__name__))
-    return Reward(name, function, own.weight, own.format == "chat", workers)
+    chat = None if own.format is None else own.format == "chat"
+    return Reward(name, function, own.weight, chat, workers)
 
 
 def _check_arguments(

@@ -168,6 +168,8 @@ class RewardSet:
             text = f"The reward {reward.name!r} failed on {failed} of {count} completions, {error}"
             if not reward.chat and "string indices must be" in error:
                 text += " (does it want messages? set format: chat in its node)"
+            elif reward.chat is None and ("expected string" in error or "'list' object" in error):
+                text += " (does it want texts, not messages? set format: text in its node)"
             if failed > self._max_failure_share * count:
                 failure = RewardFailure(
                     f"{text}. That is more than max_reward_failure_share="
