@@ -15,8 +15,9 @@ import datasets
 import pandas
 import pytest
 
-from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data import RLDataset, collate_prompts
 from torchtune_grpo.data.chat import PromptEncoder
+from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
 
 ROWS = [
     {"prompt": "1+1?", "answer": "2", "level": 1},
@@ -108,6 +109,32 @@ def test_an_unknown_column_or_a_faulty_template_is_named(llama3_tokenizer, optio
     (key,) = options
     with pytest.raises(ValueError, match=f"^{key}.*{message}"):
         make(llama3_tokenizer, **options)
+
+
+def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
+    """Its golds are in a field of a column; its prompts are messages."""
+
+    def verl(n, gold):
+        prompt = [{"role": "user", "content": f"What is {n} + 1?"}]
+        extra = {"split": "train", "index": n}
+        reward = {"style": "rule", "ground_truth": gold}
+        first = {"data_source": "openai/gsm8k", "prompt": prompt, "ability": "math"}
+        return {**first, "reward_model": reward, "extra_info": extra}
+
+    path = tmp_path / "train.parquet"
+    rows = [verl(n, str(n + 1)) for n in range(4)] + [verl(4, None) | {"reward_model": None}]
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    columns = {"answer": "reward_model.ground_truth"}
+    data = make(llama3_tokenizer, None, source=str(path), columns=columns)
+    rewards = RewardSet([Reward("right", math_correctness_reward)])
+    rewards.check_data(data, key="dataset")
+    assert [item["columns"]["answer"] for item in data] == ["1", "2", "3", "4"]
+    batch = collate_prompts([*data])
+    said = ["The answer is 1."] * len(data)
+    scores = rewards(prompts=batch.prompts, completions=said, columns=batch.columns)
+    assert scores.total.tolist() == [1, 0, 0, 0]
+    with pytest.raises(ValueError, match="columns: there is no column 'reward_model.gold' among"):
+        make(llama3_tokenizer, None, source=str(path), columns={"answer": "reward_model.gold"})
 
 
 def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer):

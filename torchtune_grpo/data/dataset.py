@@ -160,10 +160,10 @@ class RLDataset(Dataset[dict[str, Any]]):
                 for key, limit in self._limits.items():
                     if limit is not None and len(tokens) > limit:
                         raise BadRow(f"the prompt is longer than {key}={limit}")
+                columns = {name: _field(row, source) for name, source in sources.items()}
             except BadRow as error:
                 left_out[str(error)].append(number)
             else:
-                columns = {name: row[source] for name, source in sources.items()}
                 entries.append(_Entry(number, prompt, tokens, columns))
         _report(left_out, len(entries), where)
         return entries
@@ -186,7 +186,11 @@ class RLDataset(Dataset[dict[str, Any]]):
             "columns": {*self._renamed.values()},
         }.items():
             for name in used - row.keys():
-                raise ValueError(f"{key}: there is no column {name!r} among {sorted(row)}.")
+                try:
+                    _field(row if key == "columns" else {}, name)
+                except BadRow:
+                    there = f"there is no column {name!r} among {sorted(row)}"
+                    raise ValueError(f"{key}: {there}.") from None
         taken = {self._prompt_column, *self._renamed.values(), *self._renamed}
         sources = self._renamed | {name: name for name in row if name not in taken}
         for name in sources.keys() & GIVEN:
@@ -228,6 +232,18 @@ def _load(
         raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
     table: Any = rows
     return (table.to_dict("records") if hasattr(rows, "iterrows") else rows), "rows"  # of pandas
+
+
+def _field(row: Row, path: str) -> Any:
+    """A column's value, or what is in it: ``reward_model.ground_truth``."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise BadRow(f"it has no {path!r}")
+        value = value[name]
+    return value
 
 
 def _fields(template: str) -> set[str]:
