@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from torchtune import utils
 
 from torchtune_grpo.checkpoint import checkpoint_folder, claim_output_dir
@@ -66,6 +66,7 @@ class GRPO:
     ) -> None:
         self.config = load_config(str(config))
         self._rows: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}  # data sets, by the first check
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
         if data is not None:
@@ -89,6 +90,7 @@ class GRPO:
         self._folder = folder.expanduser().resolve()
         self.config.output_dir = str(self._folder)
         self._check()
+        OmegaConf.set_readonly(self.config, True)  # a change would have no effect
         self._take_folder()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -138,7 +140,9 @@ class GRPO:
         self.config.rewards = nodes
 
     def _make_run(self, cfg: DictConfig) -> Run:
-        return Run(cfg, data=self._rows, rewards=self._rewards)
+        run = Run(cfg, data=self._rows, rewards=self._rewards)
+        vars(run).update(self._loaded)
+        return run
 
     def _check(self) -> None:
         problems = Problems(self._foreign)
@@ -146,6 +150,9 @@ class GRPO:
             run = self._make_run(self.config)
             found, remarks = run.check()
             run.close()
+            if "RANK" not in os.environ:  # ranks have to agree on what is left out
+                parts = ("dataset", "eval_dataset")
+                self._loaded = {part: vars(run)[part] for part in parts if part in vars(run)}
             problems += [*found, *(r for r in remarks if r.startswith("device="))]
         if problems:
             raise ConfigError(map(_in_python, problems))
@@ -201,7 +208,8 @@ class GRPO:
         try:
             recipe.train()
         except BaseException:  # in the middle of a step: what is in memory may be half of one
-            self.config.resume_from_checkpoint |= run.checkpoints.last_step > 0
+            with read_write(self.config):
+                self.config.resume_from_checkpoint |= run.checkpoints.last_step > 0
             self._drop()
             raise
         code = run.interrupts.exit_code
@@ -296,7 +304,9 @@ class GRPO:
             )
         if self._recipe is None:
             atexit.register(parallel.end_process_group)
-            run = self._make_run(self.config.copy())
+            cfg = self.config.copy()
+            OmegaConf.set_readonly(cfg, False)
+            run = self._make_run(cfg)
             recipe = GRPOFullFinetuneRecipe(run.given, run=run)
             recipe.setup(run.given)
             if "RANK" not in os.environ:

@@ -212,14 +212,33 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
 FINISHED = """
 import pandas
 
+class Once:
+    times = 0
+
+    def __iter__(self):
+        Once.times += 1
+        return iter(train)
+
+
 table = pandas.DataFrame(train)
+with GRPO(data=Once(), eval_data=held_out, rewards=[varied], output_dir="once", **TINY) as run:
+    run.train()
+    assert Once.times == 1
+    try:
+        run.config.num_steps = 9
+    except Exception as error:
+        assert "read-only" in str(error)
+    else:
+        raise AssertionError("a key was set without effect")
+once = run.metrics
 with GRPO(data=table, eval_data=held_out, rewards=[varied], output_dir="out", **TINY) as run:
     assert run.train() == run.train()
     assert run.evaluate(pandas.DataFrame(held_out)) == run.evaluate()
+    assert [one.get("reward") for one in run.metrics] == [one.get("reward") for one in once]
 """
 
 
-def test_a_finished_run_says_so_and_data_may_be_a_table_of_pandas(tmp_path):
+def test_data_are_read_once_may_be_a_table_of_pandas_and_a_finished_run_says_so(tmp_path):
     done = run_script(tmp_path, FINISHED)
     assert done.err.count("train: all num_steps=3 are done") == 1
     assert done.err.count("resume_from_checkpoint=True") == 1

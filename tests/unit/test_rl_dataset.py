@@ -111,6 +111,13 @@ def test_an_unknown_column_or_a_faulty_template_is_named(llama3_tokenizer, optio
         make(llama3_tokenizer, **options)
 
 
+def test_data_that_take_long_say_how_far_they_are(llama3_tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr("torchtune_grpo.data.dataset._REPORT_SECONDS", 0)
+    with caplog.at_level("INFO"):
+        make(llama3_tokenizer, ROWS)
+    assert "rows: 2 of 3 rows are read and tokenized; num_samples takes fewer." in caplog.messages
+
+
 def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
     """Its golds are in a field of a column; its prompts are messages."""
 

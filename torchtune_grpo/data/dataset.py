@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import string
+import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import signature
@@ -28,6 +29,8 @@ from torchtune_grpo.data.chat import (
 from torchtune_grpo.data.load import load_rows, origin
 
 Row = Mapping[str, Any]
+
+_REPORT_SECONDS = 10  # between two lines about data that take long to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,15 @@ class RLDataset(Dataset[dict[str, Any]]):
     ) -> list[_Entry]:
         entries: list[_Entry] = []
         left_out, names = defaultdict[str, list[int]](list), None
+        total = f" of {len(rows)}" if isinstance(rows, Sized) else ""
+        next_report = time.monotonic() + _REPORT_SECONDS
         for number, row in enumerate(rows):
             if len(entries) == num_samples:
                 break
+            if time.monotonic() > next_report:
+                said = f"{where}: {number}{total} rows are read and tokenized"
+                log_rank_zero(get_logger("INFO"), f"{said}; num_samples takes fewer.")
+                next_report += _REPORT_SECONDS
             try:
                 row = self._transformed(row)
                 if names is None:
