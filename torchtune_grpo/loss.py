@@ -90,7 +90,24 @@ def make_loss(node: DictConfig) -> Loss:
             f"loss._component_={node._component_}: it has no {', '.join(missing)}; docs/loss.md "
             "says what a loss is."
         )
+    returned = _try(loss)
+    if not (returned is None or hasattr(returned, "loss") and hasattr(returned, "sums")):
+        raise ValueError(
+            f"loss._component_={node._component_}: returns a {type(returned).__name__}; return "
+            "LossOutput(loss, sums) of torchtune_grpo.loss."
+        )
     return loss
+
+
+def _try(loss: Loss) -> Any:
+    """What a loss returns for two responses of three tokens; None if it wants others."""
+    values, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
+    given: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": values.detach()}
+    given |= {"entropy": values, "advantages": torch.tensor([1.0, -1.0]), "corrections": None}
+    try:
+        return loss(logprobs=values, weights=mask / 6, response_mask=mask, **given)
+    except Exception:  # it may need a GPU
+        return None
 
 
 # The lower and the upper clipping distance of each kind of ratio, as its source has them.

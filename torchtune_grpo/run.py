@@ -257,15 +257,15 @@ class Run:
         problems, remarks = Problems(), Problems()
         with remarks.noted():
             find_device(self.cfg.device)
+        for part in ("loss", "rewards", "outcome_gate"):
+            with problems.noted():
+                getattr(self, part)
         if self.cfg.prepare and not Path(self.cfg.checkpointer.checkpoint_dir).exists():
             remarks.append("prepare: makes the checkpoint when a run starts; it is not checked.")
             return problems, remarks
         with problems.noted():
             check_model(self.cfg)
             _ = self.tokenizer
-        for part in ("loss", "rewards", "outcome_gate"):
-            with problems.noted():
-                getattr(self, part)
         if read_data and not problems:
             for part in ("dataset", "eval_dataset", "sampler", "evaluator"):
                 with problems.noted():
@@ -286,7 +286,7 @@ class Run:
 
         Returns the checkpoint to resume from, if the config says so.
         """
-        _ = self.device
+        _ = self.device, self.loss, self.outcome_gate
         parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
         set_seed(self.cfg.seed)
         self.join()
@@ -295,15 +295,7 @@ class Run:
         checkpoint = None
         if self.cfg.resume_from_checkpoint:
             checkpoint = parallel.on_first_rank(self.checkpoints.to_resume)
-        for part in (
-            "is_sharded",
-            "checkpoints",
-            "loss",
-            "outcome_gate",
-            "dataset",
-            "evaluator",
-            "sampler",
-        ):
+        for part in ("is_sharded", "checkpoints", "dataset", "evaluator", "sampler"):
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
@@ -374,6 +366,7 @@ class Run:
     def prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
         """Compile, checkpoint and shard the layers, after all that copies or loads weights."""
         if self.cfg.compile:
+            utils.log_rank_zero(log, "compile=True: the first step takes minutes longer.")
             training.compile_model(policy, verbose=False)
         if self.cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(

@@ -63,6 +63,14 @@ def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_rewards_are_checked_before_the_model_is_made(tmp_path):
+    for command in (["run", RECIPE, "--config"], ["config"]):
+        wrong = ["tiny_arithmetic_grpo", "output_dir=new", "rewards.0=no.such"]
+        done = run("-m", "torchtune_grpo", *command, *wrong, cwd=tmp_path, check=False)
+        assert keys_in(done.err) == ["rewards[0]._component_"], done.err
+        assert not (tmp_path / "new").exists()
+
+
 def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     overrides = tiny_overrides(CONFIG, tmp_path)
     done = check(*overrides, "device=cuda", cwd=tmp_path)

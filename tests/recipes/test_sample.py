@@ -1,5 +1,7 @@
 """`torchtune-grpo sample` shows what a policy says: base weights, then trained ones."""
 
+from hf_models import hf_folder
+from hf_tokenizers import write_tokenizer
 from runs import LENGTH_REWARD, NO_EVALUATION, OF_LENGTH, Result, run, run_tiny, tiny_overrides
 
 from torchtune_grpo.config.command_line import config_files
@@ -46,3 +48,14 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
         assert "was made with" in error and "Traceback" not in done.err
     done = say(tmp_path, "--prompt", question, "temprature=1", check=False)
     assert done.code == 1 and "Did you mean temperature?" in done.err
+
+
+def test_a_models_folder_is_asked_as_it_is(tmp_path):
+    hf_folder("qwen3", write_tokenizer(tmp_path / "model", "qwen3"), vocab_size=384)
+    command = ["-m", "torchtune_grpo", "sample", "model"]
+    small = ["device=cpu", "max_generated_tokens=4", "--samples", "2"]
+    said = run(*command, "--prompt", "2 plus 2?", *small, cwd=tmp_path).out
+    assert "Weights: model\n" in said and said.count("--- sample") == 2
+    assert not (tmp_path / "model" / "samples").exists()
+    done = run(*command, *small, cwd=tmp_path, check=False)
+    assert done.err.endswith("Error: model: is a model, which has no data; give --prompt.\n")

@@ -56,6 +56,7 @@ BAD = [
     ("grpo_samples=2.5", "grpo_samples=2.5", "a valid integer"),
     ("temperature=0", "temperature=0", "greater than or equal to 0.000001"),
     ("temperature=.nan", "temperature=", "finite"),
+    ("device=gpu", "device='gpu'", "give cpu or cuda"),
     ("dtype=fp16", "dtype='fp16'", "'bf16' or 'fp32'"),
     ("sampling.stop_strings=['']", "sampling.stop_strings.0=''", "at least 1 character"),
     ("sampling.min_new_tokens=600", "min_new_tokens=600", "512"),
@@ -149,6 +150,7 @@ def test_a_sampler_without_weights_is_refused():
 
 WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
+    ("optimizer.lr=0", "optimizer.lr=0: no weight ever changes"),
     ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
     ("dynamic_sampling.min_pass_rate=0.1", "dynamic_sampling: .*max_resamples=0"),
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),

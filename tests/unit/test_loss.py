@@ -331,6 +331,23 @@ def test_bad_options_are_refused_by_name(bad):
         make_loss(node)
 
 
+class Bare(GRPOLoss):
+    def __call__(self, **given):
+        return super().__call__(**given).loss
+
+
+class OfAnotherDevice(GRPOLoss):
+    def __call__(self, **given):
+        raise RuntimeError("no kernel for a CPU")
+
+
+def test_a_loss_that_returns_a_tensor_is_refused_before_the_run():
+    node = OmegaConf.create({"_component_": f"{__name__}.Bare"})
+    with pytest.raises(ValueError, match=r"Bare: returns a Tensor; return LossOutput"):
+        make_loss(node)
+    assert make_loss(OmegaConf.create({"_component_": f"{__name__}.OfAnotherDevice"}))
+
+
 def test_a_loss_that_is_none_is_refused_before_the_run():
     problem = "torch.nn.L1Loss: it has no weights, needs_reference, needs_ent.*docs/loss.md"
     with pytest.raises(ValueError, match=problem):

@@ -76,7 +76,7 @@ def sample() -> None:
     Prompts are encoded like those of the config's data set: system prompt, chat format and prefill.
     Without one, the first ones of the data set are taken, and the rewards score the responses. The
     weights are those of the newest checkpoint in ``output_dir``; before the first one, or with
-    ``--base``, those that training starts from.
+    ``--base``, those that training starts from. A model's folder can stand in place of a config.
     """
     parser = argparse.ArgumentParser(
         prog="torchtune-grpo sample", description="Prints what a policy answers."
@@ -88,10 +88,23 @@ def sample() -> None:
     parser.add_argument("--base", action="store_true", help="take the weights before training")
     args = parser.parse_intermixed_args()
     with errors_in_one_line():
+        if Path(args.run, "config.json").is_file():
+            args.overrides = [*_of_model(args), *args.overrides]
+            args.run = "hf_lora_grpo"
         run = Run(run_config(args))
         run.join()
         _print_samples(run, args)
         run.close()
+
+
+def _of_model(args: argparse.Namespace) -> list[str]:
+    """Changes to a config that ask a model in a folder, as it is there: new adapters do nothing."""
+    if not args.prompt:
+        raise ValueError(f"{args.run}: is a model, which has no data; give --prompt.")
+    rows = "{_component_: torchtune_grpo.data.RLDataset, rows: [{prompt: none}]}"
+    reward = "[{_component_: torchtune_grpo.rewards.math_format_reward}]"
+    no_run = f"output_dir={Path(args.run, 'samples')}"
+    return [f"model_dir={args.run}", no_run, f"dataset={rows}", f"rewards={reward}"]
 
 
 def _print_samples(run: Run, args: argparse.Namespace) -> None:

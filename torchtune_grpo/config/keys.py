@@ -15,6 +15,7 @@ from torchtune_grpo.config.schema import (
     Component,
     Components,
     Count,
+    Device,
     Float,
     Keys,
     PositiveFloat,
@@ -253,7 +254,7 @@ class GRPOConfig(Keys):
     clip_grad_norm: PositiveFloat | None = None
     """Largest gradient norm; null = no clipping."""
     # Machine
-    device: str = "cuda"
+    device: Device = "cuda"
     """cuda, cpu, ..."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Of weights and activations; what is trained keeps float32 (docs/dtype.md)."""
@@ -375,6 +376,8 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
     correction = cfg.objective.sampling_correction
     if correction in (None, "old_logprobs") and cfg.objective.correction_cap != 2.0:
         yield "objective.correction_cap: nothing is capped; set sampling_correction."
+    if cfg.optimizer.get("lr") == 0:
+        yield f"optimizer.lr={cfg.optimizer.lr}: no weight ever changes; set it above 0."
     goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
     if cfg.evaluation.every_n_steps is None and goals != (None, None):
         yield (

@@ -12,8 +12,9 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from torchtune.config._utils import _get_component_from_path
 
@@ -61,6 +62,14 @@ def _components(value: Any) -> Any:
     raise ValueError("give a list of mappings with _component_")
 
 
+def _device(value: Any) -> Any:
+    try:
+        torch.device(value)
+    except RuntimeError as error:
+        raise ValueError("give cpu or cuda") from error
+    return value
+
+
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -75,6 +84,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
 TokenIds = Annotated[tuple[Count, ...], BeforeValidator(_tuple)]
+Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
 Components = Annotated[ListConfig, BeforeValidator(_components)]
 

@@ -48,10 +48,7 @@ def find_device(name: str) -> torch.device:
 
     Under torchrun, ``cuda`` is the GPU of this rank's number on its machine.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r}: give cpu or cuda; torch says: {error}") from error
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         number = device.index or int(os.environ.get("LOCAL_RANK", 0))
