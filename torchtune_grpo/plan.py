@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from torchtune_grpo.config.command_line import load_config
@@ -116,6 +116,7 @@ def make_plan(
     start = time.perf_counter()
     folder = Path(given.output_dir).expanduser()
     cfg = given.copy()
+    OmegaConf.set_readonly(cfg, False)
     logger = "torchtune.training.metric_logging.DiskLogger"
     cfg.update(
         output_dir=str(folder / ".plan"),
@@ -356,7 +357,7 @@ def judge(numbers: Numbers, cfg: GRPOConfig) -> Judgement:
     for index, (name, reward) in enumerate(numbers["rewards"].items()):
         _judge_reward(found, index, name, reward, cfg)
     _judge_groups(found, numbers, cfg)
-    rate, moved = cfg.optimizer.lr, numbers["moved"]
+    rate, moved = cfg.optimizer.get("lr", 1e-3), numbers["moved"]  # as torch.optim has it
     if moved > _FAR:
         found.add(
             "doubtful" if moved < _TOO_FAR else "will not learn",
