@@ -34,7 +34,7 @@ HEALTHY = {
     "sampling/sampling_logp_difference/mean": 0.02,
     "sampling/kept_mass": 1.0,
     "kl": 0.05,
-    "entropy": 0.8,
+    "sampling/entropy": 0.8,
     "grad_norm": 0.2,
     "learning_rate": 5e-4,
     "nonfinite_steps": 0.0,
@@ -92,8 +92,8 @@ CASES = {
     "nothing_trained": ("sampling/kept_mass", None, 0.001, 3, f"{TRUNCATED}=true",
         TRUNCATED, "True -> False"),
     "responses_shrink": (LENGTH, 3.9, 4.0, 3, "", "sampling.min_new_tokens", "0 -> 4"),
-    "entropy_collapsed": ("entropy", 0.049, 0.05, 3, "", "loss.entropy_coeff", "0.001"),
-    "entropy_exploding": ("entropy", 1.81, 1.8, 3, "", "optimizer.lr", "0.0005 -> 0.00025"),
+    "entropy_collapsed": ("sampling/entropy", 0.049, 0.05, 3, "", "loss.entropy_coeff", "0.001"),
+    "entropy_exploding": ("sampling/entropy", 1.81, 1.8, 3, "", "optimizer.lr", "0.0005 -> 0.00025"),
     "kl_runaway": ("kl", 1.01, 1.0, 3, "loss.kl_coeff=0.04", "loss.kl_coeff", "0.04 -> 0.08"),
     "sampler_trainer_gap": (GAP, 0.11, 0.1, 3, "",
         "objective.sampling_correction", "token_truncate"),
@@ -115,7 +115,7 @@ def step_with(metric: str, value: float | None, **more: float) -> dict:
 def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
     """After so many steps; one good step neither ends it nor lets it begin again."""
     metric, value, below, steps, changes, key, remedy = CASES[name]
-    more = {LEVEL: 0.5} if name == "all_right" else {}
+    more = {"all_right": {LEVEL: 0.5}, "truncated": {LEVEL: 0.2}}.get(name, {})
     good, bad = [HEALTHY] * 5, [step_with(metric, value, **more)] * steps
     config = changes.split()
     assert run([*good, *bad[1:], HEALTHY, *bad[1:], *good], *config) == []
@@ -132,6 +132,53 @@ def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
     assert last == current | {"step": last["step"], "event": "ends"}
 
 
+def level_of(level: float, **more: float) -> dict:
+    """A step whose prompts have this mean pass rate, and differ by 0.1 and more."""
+    rates = [max(0.0, level + (0.1 if prompt % 2 else -0.1)) for prompt in range(16)]
+    paid = {"reward": level, LEVEL: level, "prompts": {"pass_rate": rates}}
+    return HEALTHY | paid | more
+
+
+DEAD = {CUT: 1.0, "frac_informative_groups": 0.0, "kl": 9.0, "sampling/entropy": 9.0, LENGTH: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("levels", "since", "begins"),
+    [
+        ([0.2, 0.6, 0.6, 0.6, *[0.25] * 5], 4, 7),  # lr x10
+        ([0.2, *[0.0] * 5], 1, 4),  # lr x100: dead at step 2
+        ([0.2, 0.3, 0.4, 0.5, 0.4, 0.3, 0.4], None, None),
+        ([0.2, *[0.12] * 5], None, None),  # other prompts do as much
+    ],
+)
+def test_a_policy_that_collapses(levels, since, begins):
+    """It is the one finding, however the policy looks by then, and names the rate."""
+    records = [level_of(level, **(DEAD if level == 0 else {})) for level in levels]
+    found = run(records)
+    if since is None:
+        assert found == []
+        return
+    (first,) = found
+    assert (first["step"], first["name"], first["key"]) == (begins, "collapsed", "optimizer.lr")
+    assert f"at step {since} to" in first["evidence"] and "0.0005 -> 0.00015" in first["remedy"]
+
+
+def test_what_looks_like_a_collapse():
+    """Shaping was learned, or a curriculum has gone on."""
+    levels = [0.6] * 5 + [0.1] * 5
+    assert run([level_of(level) for level in levels])[0]["name"] == "collapsed"
+    paid = [level_of(level, reward=1 - level) for level in levels]
+    harder = [level_of(level, **{"sampler/level": 0.7 - level}) for level in levels]
+    assert run(paid) == run(harder) == []
+
+
+def test_cut_off_and_right():
+    """Short answers may be right although nothing ends; where half is cut, hardly any is right."""
+    assert run([step_with(CUT, 0.95)] * 9) == []
+    (found,) = run([step_with(CUT, 0.6, **{LEVEL: 0.04, "frac_informative_groups": 0.0})] * 9)
+    assert found["name"] == "truncated"  # and not all_wrong
+
+
 def test_evaluations_are_no_steps():
     """One between steps neither counts as such nor ends a row."""
     bad = HEALTHY | {"kl": 2.0}
@@ -140,7 +187,7 @@ def test_evaluations_are_no_steps():
 
 
 @pytest.mark.parametrize(
-    "signs", [{"entropy": 0.001}, {"frac_groups_same_text": 1.0}, {LENGTH: 2.0}]
+    "signs", [{"sampling/entropy": 0.001}, {"frac_groups_same_text": 1.0}, {LENGTH: 2.0}]
 )
 def test_what_success_looks_like_too_is_no_finding(signs):
     """With a high deciding reward; with a low one it is."""
@@ -152,7 +199,7 @@ def test_what_success_looks_like_too_is_no_finding(signs):
 LORA = "model=torchtune_grpo.models.lora_hf_model"
 REMEDIES = {
     "max_generated_tokens=8": ("sampling/kept_mass", None, "max_generated_tokens: 8 -> 16"),
-    "loss.entropy_coeff=0.01": ("entropy", 0.01, "loss.entropy_coeff: 0.01 -> 0.02"),
+    "loss.entropy_coeff=0.01": ("sampling/entropy", 0.01, "loss.entropy_coeff: 0.01 -> 0.02"),
     "objective.sampling_correction=token_mask dtype=bf16": (GAP, 1.0, "dtype: bf16 -> fp32"),
     f"{LORA} model.lora_dropout=0.5": (GAP, 1.0, "model.lora_dropout: 0.5 -> 0"),
     "rewards.1.workers=3": ("time/reward", 0.9, "rewards.1.workers: 3 -> 6"),
@@ -165,7 +212,8 @@ REMEDIES = {
 @pytest.mark.parametrize("changes", REMEDIES)
 def test_the_remedy_follows_from_the_config(changes):
     metric, value, remedy = REMEDIES[changes]
-    (line, *_) = run([HEALTHY] * 20 + [step_with(metric, value)] * 6, *changes.split())
+    changed = step_with(metric, value, **{LEVEL: 0.1 if metric == CUT else 0.4})
+    (line, *_) = run([HEALTHY] * 20 + [changed] * 6, *changes.split())
     assert line["remedy"] == f"Set {remedy}."
 
 
@@ -326,7 +374,13 @@ def test_no_record_raises(changes, common, repeat):
 
 
 def test_every_finding_is_tested_here_and_in_the_docs():
-    special = {"reward_hacking", "only_shaping_rises", "gradient_spikes", "steps_skipped"}
+    special = {
+        "collapsed",
+        "reward_hacking",
+        "only_shaping_rises",
+        "gradient_spikes",
+        "steps_skipped",
+    }
     assert {*CASES} | special | {"learning_stopped"} == {*BEGINS_AFTER}
     page = (Path(__file__).parents[2] / "docs/findings.md").read_text()
     assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == {*BEGINS_AFTER}

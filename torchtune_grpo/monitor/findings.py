@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from statistics import median
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -26,6 +26,8 @@ ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
 # Finding -> steps in a row with its signs before it begins, and a rank's groups in these steps.
 BEGINS_AFTER = {
+    # It looks at three steps itself, and comes first.
+    "collapsed": (1, 0),
     # If a fifth of the groups taught something, 24 that do not come once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts"), (3, 24)),
     # If it applied to a twentieth of the prompts, 100 without it come once in 170 times.
@@ -39,6 +41,12 @@ BEGINS_AFTER = {
     # These look at many steps themselves.
     **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
     **dict.fromkeys(("gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
+}
+# Finding -> those that it causes, and that would advise something else.
+_OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
+SILENCES = {
+    "collapsed": ("all_wrong", "truncated", "nothing_trained", "kl_runaway", *_OF_A_POLICY),
+    "truncated": ("all_wrong",),
 }
 _MOST_STEPS = 100  # that a rule or a finding looks back
 
@@ -68,6 +76,9 @@ class Watch:
         for rule in RULES if is_step else (evaluations,):
             for name, evidence, advice in rule(self._run):
                 signs.setdefault(name, (evidence, advice))
+        for name, caused in SILENCES.items():
+            if name in signs or name in self._current:
+                signs = {other: sign for other, sign in signs.items() if other not in caused}
         names = [name for name in BEGINS_AFTER if (name != "reward_hacking") == is_step]
         changes = []
         for name in names:
@@ -118,7 +129,9 @@ class History:
     def add(self, event: Mapping[str, Any]) -> None:
         values = {name: _number(value) for name, value in event.items()}
         if event["kind"] == "step":
-            self.steps.append(values)
+            rates = event.get("prompts", {}).get("pass_rate", [])
+            error = stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan
+            self.steps.append(values | {"level_error": error})  # of the deciding reward's mean
         elif not self.evaluations or len(self.steps) - self._evaluated >= 3:
             # After fewer steps there is no spread to judge a rise by.
             names = ("reward", "reward_std", f"rewards/{self.decider}/mean")
@@ -163,6 +176,31 @@ class History:
         return self.change(key, type(old)(old * factor))
 
 
+def collapse(run: History) -> Signs:
+    """The deciding reward was good, and is bad: most often a step that was too large."""
+    metric, window = f"rewards/{run.decider}/mean", 3
+    levels = [step.get(metric, math.nan) for step in run.steps[-_MOST_STEPS:]]
+    paid = [step.get("reward", math.nan) for step in run.steps[-_MOST_STEPS:]]
+    if len(levels) <= window or any(map(math.isnan, (*levels, *paid))):
+        return
+    # The first step alone, too: a policy may be dead after it.
+    starts = range(len(levels) - 2 * window + 1)
+    means = {0: levels[0]} | {i + 2: mean(levels[i : i + window])[0] for i in starts}
+    best = max(means, key=means.__getitem__)
+    now, first = mean(levels[-window:])[0], run.steps[-len(levels) :][best]
+    error = first["level_error"] / math.sqrt(window if best else 1)
+    # Four standard errors, as the best is one of many; a third of it, as in no healthy run. Where
+    # the sum has risen, shaping was learned; and harder prompts of a curriculum are no fall.
+    noise = 4 * math.hypot(error, run.now("level_error") / math.sqrt(window))
+    fall = means[best] - now
+    is_paid = mean(paid[-window:])[0] >= paid[best]
+    is_harder = run.now("sampler/level") > first.get("sampler/level", math.nan)
+    if fall > max(noise, means[best] / 3, 0.1) and not (is_paid or is_harder):
+        since = int(first["step"])
+        evidence = f"{run.decider} fell from {means[best]:.2f} at step {since} to {now:.2f}."
+        yield "collapsed", evidence, run.scale("optimizer.lr", 0.3)
+
+
 def groups(run: History) -> Signs:
     score = f"{run.decider} is {run.level:.2f} in the mean"
     if run.now("frac_informative_groups") == 0:
@@ -183,7 +221,8 @@ def groups(run: History) -> Signs:
 
 def responses(run: History) -> Signs:
     cut, longest = run.now("completions/clipped_ratio"), run.now("completions/max_length")
-    if cut >= 0.9:  # a response that is cut off has no answer
+    # Nearly all, unless more are right than have ended; or half, where hardly any is right.
+    if (cut >= 0.9 and run.level < 1.2 - cut) or (cut >= 0.5 and run.level < 0.05):
         is_late = longest < run.config("max_generated_tokens")
         key = "rollout.deadline" if is_late else "max_generated_tokens"
         yield "truncated", f"{key} cut off {cut:.0%} of the responses.", run.scale(key, 2)
@@ -202,7 +241,7 @@ def responses(run: History) -> Signs:
 
 
 def policy(run: History) -> Signs:
-    entropy, first = run.now("entropy"), run.first("entropy")
+    entropy, first = run.now("sampling/entropy"), run.first("sampling/entropy")
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
     # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times of 100.
     if entropy < min(0.05, 0.1 * first) and run.level < SOLVED:
@@ -321,7 +360,7 @@ def evaluations(run: History) -> Signs:
         yield "reward_hacking", evidence, run.scale(largest, 0.5) if largest else less_like_it
 
 
-RULES = (groups, responses, policy, rewards, optimizer, progress, seconds)
+RULES = (collapse, groups, responses, policy, rewards, optimizer, progress, seconds)
 
 
 def _number(value: Any) -> float:

@@ -102,6 +102,8 @@ class StepMetrics:
                 self.add_max(f"completions/max{kind}_length", counted.max())
         self.add_values("completions/clipped_ratio", trajectory.truncated)
         self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
+        sampled = -trajectory.sampler_logprobs.where(trajectory.response_mask, math.nan)
+        self.add_values("sampling/entropy", sampled)
         self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
 
     def add_sampling_gap(self, trajectory: Trajectory, logprobs: Tensor) -> None:
