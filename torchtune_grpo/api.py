@@ -151,8 +151,7 @@ class GRPO:
             found, remarks = run.check()
             run.close()
             if "RANK" not in os.environ:  # ranks have to agree on what is left out
-                parts = ("dataset", "eval_dataset")
-                self._loaded = {part: vars(run)[part] for part in parts if part in vars(run)}
+                self._loaded = {k: v for k, v in vars(run).items() if k.endswith("dataset")}
             problems += [*found, *(r for r in remarks if r.startswith("device="))]
         if problems:
             raise ConfigError(map(_in_python, problems))
@@ -322,8 +321,7 @@ class GRPO:
 
 
 # Arguments of GRPO that stand for keys of the config.
-_ARGUMENTS = {"dataset": "data", "dataset.source": "data", "eval_dataset": "eval_data"}
-_ARGUMENTS["eval_dataset.source"] = "eval_data"
+_ARGUMENTS = {"dataset": "data", "eval_dataset": "eval_data"}
 
 
 def _hint(name: str, value: Any) -> str | None:
@@ -337,7 +335,7 @@ def _in_python(problem: str) -> str:
     """Name the key that a message asks for as GRPO takes it."""
 
     def spelling(match: re.Match[str]) -> str:
-        key = _ARGUMENTS.get(match[1], match[1].replace(".", "_"))
+        key = _ARGUMENTS.get(match[1].removesuffix(".source"), match[1].replace(".", "_"))
         return f"Did you mean {'rewards=[(function, weight)]' if '.0.' in match[1] else key}"
 
     return re.sub(r"Did you mean ([\w.]+)", spelling, problem)

@@ -58,4 +58,26 @@ def test_a_models_folder_is_asked_as_it_is(tmp_path):
     assert "Weights: model\n" in said and said.count("--- sample") == 2
     assert not (tmp_path / "model" / "samples").exists()
     done = run(*command, *small, cwd=tmp_path, check=False)
-    assert done.err.endswith("Error: model: is a model, which has no data; give --prompt.\n")
+    assert done.err.endswith("rows in memory are gone; give --prompt.\n")
+
+
+IN_MEMORY = """
+from torchtune_grpo import GRPO
+
+def longest(prompts, completions, gold, **columns):
+    return [float(len(text)) for text in completions]
+
+rows = [{"question": f"{n}+1=", "answer": {"gold": n}} for n in range(8)]
+small = dict(num_steps=1, batch_size=2, grpo_samples=2, max_generated_tokens=4)
+named = dict(dataset_prompt_column="question", dataset_columns={"gold": "answer.gold"})
+given = dict(data=rows, rewards=[longest], output_dir="out", **named, **small)
+with GRPO("tiny_arithmetic_grpo", dataset_prefill="<think>", **given) as run:
+    run.train()
+"""
+
+
+def test_a_run_whose_rows_were_in_memory_can_be_asked(tmp_path):
+    (tmp_path / "mine.py").write_text(IN_MEMORY)
+    run("mine.py", cwd=tmp_path)
+    said = run("-m", "torchtune_grpo", "sample", "out", "--prompt", "1+1=", cwd=tmp_path).out
+    assert "out/step_000001" in said and "\n<think>" in said

@@ -89,22 +89,27 @@ def sample() -> None:
     args = parser.parse_intermixed_args()
     with errors_in_one_line():
         if Path(args.run, "config.json").is_file():
-            args.overrides = [*_of_model(args), *args.overrides]
-            args.run = "hf_lora_grpo"
-        run = Run(run_config(args))
+            # New adapters change nothing. There is no run, and no such folder.
+            model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
+            data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
+            args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
+        cfg = run_config(args)
+        if cfg.dataset._component_.endswith(".RLDataset") and cfg.dataset.get("source") is None:
+            _do_without_data(cfg, args)
+        run = Run(cfg)
         run.join()
         _print_samples(run, args)
         run.close()
 
 
-def _of_model(args: argparse.Namespace) -> list[str]:
-    """Changes to a config that ask a model in a folder, as it is there: new adapters do nothing."""
+def _do_without_data(cfg: DictConfig, args: argparse.Namespace) -> None:
+    """Let prompts be encoded as the data were, which were in a script's memory or are none."""
     if not args.prompt:
-        raise ValueError(f"{args.run}: is a model, which has no data; give --prompt.")
-    rows = "{_component_: torchtune_grpo.data.RLDataset, rows: [{prompt: none}]}"
-    reward = "[{_component_: torchtune_grpo.rewards.math_format_reward}]"
-    no_run = f"output_dir={Path(args.run, 'samples')}"
-    return [f"model_dir={args.run}", no_run, f"dataset={rows}", f"rewards={reward}"]
+        raise ValueError(
+            "dataset.source: a model has no data, and rows in memory are gone; give --prompt."
+        )
+    cfg.dataset |= {"rows": [{cfg.dataset.get("prompt_column", "prompt"): "-"}], "columns": None}
+    cfg.rewards = [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
 
 
 def _print_samples(run: Run, args: argparse.Namespace) -> None:

@@ -56,9 +56,8 @@ def check_component(name: str, node: DictConfig) -> None:
         component = _get_component_from_path(dotpath)
     except Exception as error:
         hint = " A model's folder is model_dir." if name == "model" else ""
-        raise ConfigError(
-            [f"{name}._component_={dotpath}: cannot be imported: {error}{hint}"]
-        ) from error
+        problem = f"{name}._component_={dotpath}: cannot be imported: {error}{hint}"
+        raise ConfigError([problem]) from error
     if not callable(component):
         raise ConfigError([f"{name}._component_={dotpath}: not a class or function."])
     accepted = parameters(dotpath)

@@ -66,10 +66,9 @@ def _read(name: str, *, folder: Path) -> DictConfig:
     """A config, on top of the one that its ``base_config`` names."""
     path = config_files().get(name, folder / name)
     if not path.is_file():
-        is_yaml = path.suffix in (".yaml", ".yml")
-        hint = "" if is_yaml else " A model's folder is no config; set model_dir to it."
         raise ValueError(
-            f"--config {name}: no such file, nor one of {', '.join(config_files())}.{hint}"
+            f"--config {name}: no such file, nor one of {', '.join(config_files())}. For a "
+            "model's folder, set model_dir."
         )
     extend_import_path(path.resolve().parent)
     try:

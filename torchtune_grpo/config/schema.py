@@ -140,7 +140,7 @@ def unknown_key(key: str, value: Any, hint: str) -> str:
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The keys below a key that is a mapping: ``data.train_files`` is how verl has them."""
-    if isinstance(value, Mapping) and "_component_" not in value:
+    if isinstance(value, Mapping) and value and "_component_" not in value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
     else:
