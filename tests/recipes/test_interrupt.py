@@ -176,7 +176,7 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(folder):
     for moment, code, step in (
         ("rollout:3:SIGHUP", 129, 1),  # of step 2
         ("hang:3:SIGTERM", 143, 2),  # step 3, a reward that never returns
-        ("update:1:SIGTERM", 143, 3),  # step 3, the first of two epochs: both are done
+        ("update:2:SIGTERM", 143, 3),  # step 3, the first of two epochs (call 1 is a trial)
         ("isolated:2:SIGINT", 130, 4),  # the evaluation behind step 4
     ):
         done = run(folder, *([RESUME] if steps(out) else []), moment=moment)
