@@ -257,7 +257,7 @@ class Run:
         problems, remarks = Problems(), Problems()
         with remarks.noted():
             find_device(self.cfg.device)
-        for part in ("loss", "rewards", "outcome_gate"):
+        for part in ("loss", "outcome_gate"):  # and so the rewards
             with problems.noted():
                 getattr(self, part)
         if self.cfg.prepare and not Path(self.cfg.checkpointer.checkpoint_dir).exists():

@@ -29,6 +29,7 @@ def test_a_run_prints_nothing_that_does_not_matter(tmp_path):
     out = tmp_path / "out"
     assert not lines_of(done.out)
     expected = [
+        r"format: only train groups in which correctness differs, once it has .*\.",
         r"CPU threads: \d+\.",
         EVALUATION.format(0),
         STEP.format(1),

@@ -78,6 +78,7 @@ def run(records: list[dict], *changes: str) -> list[dict]:
 # Finding -> a metric, its value at the threshold, the same just below (None: missing), steps until
 # it begins, config, the key to change, and to what.
 LENGTH, CUT = "completions/mean_length", "completions/clipped_ratio"
+ENTROPY = "sampling/entropy"
 GAP = "sampling/sampling_logp_difference/mean"
 TRUNCATED = "objective.mask_truncated_completions"
 CASES = {
@@ -92,8 +93,8 @@ CASES = {
     "nothing_trained": ("sampling/kept_mass", None, 0.001, 3, f"{TRUNCATED}=true",
         TRUNCATED, "True -> False"),
     "responses_shrink": (LENGTH, 3.9, 4.0, 3, "", "sampling.min_new_tokens", "0 -> 4"),
-    "entropy_collapsed": ("sampling/entropy", 0.049, 0.05, 3, "", "loss.entropy_coeff", "0.001"),
-    "entropy_exploding": ("sampling/entropy", 1.81, 1.8, 3, "", "optimizer.lr", "0.0005 -> 0.00025"),
+    "entropy_collapsed": (ENTROPY, 0.049, 0.05, 3, "", "loss.entropy_coeff", "0.001"),
+    "entropy_exploding": (ENTROPY, 1.81, 1.8, 3, "", "optimizer.lr", "0.0005 -> 0.00025"),
     "kl_runaway": ("kl", 1.01, 1.0, 3, "loss.kl_coeff=0.04", "loss.kl_coeff", "0.04 -> 0.08"),
     "sampler_trainer_gap": (GAP, 0.11, 0.1, 3, "",
         "objective.sampling_correction", "token_truncate"),

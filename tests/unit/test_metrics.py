@@ -55,6 +55,7 @@ def test_what_a_rollout_logs():
         "completions/min_terminated_length": 1.0,
         "completions/max_terminated_length": 3.0,
         "num_tokens": 12.0,
+        "sampling/entropy": 1.0,
         # Four first tokens of which all mass was kept, three second ones of which half was: what
         # is not trained on does not count.
         "sampling/kept_mass": (4 * 1 + 3 * 0.5) / 7,
@@ -113,8 +114,9 @@ def test_timers_add_up_and_tokens_are_counted_by_the_second():
 
 # What TRL has no name for, beside times.
 NOT_TRLS = """
-reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass nonfinite_steps
-rewards/vowels/errors rewards/vowels/none rewards/format/errors rewards/format/none
+reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass
+sampling/entropy nonfinite_steps rewards/vowels/errors rewards/vowels/none rewards/format/errors
+rewards/format/none
 """.split()
 
 
