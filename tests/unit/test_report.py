@@ -64,6 +64,26 @@ def test_the_verdict_says_what_changed_and_whether_to_believe_it(
     assert any(few in each for each in verdict["why"]) == (tone == "unsure" or len(before) < 50)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_run_that_was_better_before(tmp_path, is_kept):
+    """It rose overall, and that is not what the page says."""
+    rights = {0: 10, 4: 38, 8: 20, 12: 15}
+    events = [
+        evaluation(step, accuracy=[float(number < right) for number in range(60)])
+        for step, right in rights.items()
+    ]
+    if is_kept:
+        (tmp_path / "step_000004").mkdir()
+    verdict = of_events(tmp_path, *events)["verdict"]
+    said = "Held-out accuracy rose from 0.167 to 0.633 after step 4, and fell to 0.250 (-0.383 ["
+    assert verdict["headline"].startswith(said) and verdict["tone"] == "bad"
+    remedy = "Take step_000004." if is_kept else "evaluation.keep_best=eval/accuracy"
+    assert remedy in verdict["why"][0]
+    events[-1] = evaluation(12, accuracy=[float(number < 36) for number in range(60)])
+    verdict = of_events(tmp_path, *events)["verdict"]
+    assert verdict["headline"].startswith("Held-out accuracy rose from 0.167 to 0.600 (")
+
+
 def test_evaluations_of_other_prompts_are_not_tested_against_each_other(tmp_path):
     verdict = verdict_of(tmp_path, [0] * 60, [1] * 61)
     assert verdict["headline"] == "Held-out accuracy rose from 0.000 to 1.000."

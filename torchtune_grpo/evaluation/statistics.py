@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 ACCURACY = "eval/accuracy"
+SURE = 0.05  # of p: the usual level
 _RESAMPLES = 10_000
 _FINEST_UNIT = 256  # of scores: whole numbers of 1/256 at the finest
 
@@ -127,12 +128,22 @@ class Comparison:
 
     before: Mapping[str, Any]
     after: Mapping[str, Any]
+    best: Mapping[str, Any] | None = None  # between them
 
     @classmethod
     def of_run(cls, evaluations: Sequence[Mapping[str, Any]]) -> Comparison | None:
         """The first and the last evaluation of a run's record; None if there is none."""
         known = [each for each in evaluations if "accuracy" in scores_of(each)]
-        return cls(known[0], known[-1]) if known else None
+        between = max(known[1:-1], key=lambda each: float(each[ACCURACY]), default=None)
+        return cls(known[0], known[-1], between) if known else None
+
+    @cached_property
+    def fall(self) -> Paired | None:
+        """The change from the best evaluation to the last, if that is surely worse."""
+        if self.best is None or self.best[ACCURACY] <= self.before[ACCURACY]:
+            return None
+        test = Comparison(self.best, self.after).changes.get("accuracy")
+        return test if test is not None and test.difference < 0 and test.p < SURE else None
 
     @property
     def ends(self) -> list[Mapping[str, Any]]:
@@ -155,6 +166,12 @@ class Comparison:
             return f"Held-out accuracy is {after} after step {self.after['step']}."
         change = self.changes.get("accuracy")
         tested = f" ({change})" if change else ""
+        if self.best is not None and self.fall is not None:
+            best = scores_of(self.best)["accuracy"].mean
+            return (
+                f"Held-out accuracy rose from {before.mean:.3f} to {best:.3f} after step "
+                f"{self.best['step']}, and fell to {after.mean:.3f} ({self.fall})."
+            )
         if before.mean == after.mean:
             return f"Held-out accuracy stayed at {after.mean:.3f}{tested}."
         moved = "rose" if after.mean > before.mean else "fell"

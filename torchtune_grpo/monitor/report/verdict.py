@@ -7,10 +7,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from torchtune_grpo.evaluation.statistics import Comparison, Paired, scores_of, should_stop
+from torchtune_grpo.evaluation.statistics import (
+    SURE,
+    Comparison,
+    Paired,
+    scores_of,
+    should_stop,
+)
 from torchtune_grpo.monitor.record import RUN_FILE, Record, RunRecord
 
-_SURE = 0.05  # of p: the usual level
 _FEW = 50  # held-out problems: the 95 % interval of 0.5 is then 0.28 wide
 
 
@@ -22,6 +27,8 @@ def verdict(run: RunRecord) -> dict[str, Any]:
     else:
         headline = compared.headline
         tone, why = _judge(compared)
+        if compared.fall is not None:
+            tone, why = "bad", _of_a_fall(compared, run)
     shown = {"tone": tone, "headline": headline, "why": why}
     table = _scores(compared) if compared else []
     return {**shown, "scores": table, "facts": _facts(run), "findings": findings(run)}
@@ -34,7 +41,7 @@ def _judge(compared: Comparison) -> tuple[str, list[str]]:
     test = compared.changes.get("accuracy")
     if test is None:
         return "unsure", ["Not tested: the two evaluations are not of the same problems."]
-    tone = "unsure" if test.p >= _SURE else "good" if test.difference > 0 else "bad"
+    tone = "unsure" if test.p >= SURE else "good" if test.difference > 0 else "bad"
     return tone, _reasons(compared, test, tone)
 
 
@@ -58,6 +65,20 @@ def _reasons(compared: Comparison, test: Paired, tone: str) -> list[str]:
     if tone == "bad":
         reasons.append("Training made the model worse: take an earlier checkpoint.")
     return reasons
+
+
+def _of_a_fall(compared: Comparison, run: RunRecord) -> list[str]:
+    assert compared.best is not None and compared.fall is not None
+    step = compared.best["step"]
+    folder = run.folder / f"step_{step:06d}"
+    take = f"Take {folder.name}."
+    if not folder.exists():
+        take = "Its checkpoint is not there: evaluation.keep_best=eval/accuracy would have kept it."
+    return [
+        f"The policy was better after step {step} than it is now: chance alone would do as much in "
+        f"{compared.fall.p:.1%} of cases (paired test). {take}",
+        "Most often the learning rate is too high, or training has gone on for too long.",
+    ]
 
 
 def _without_evaluation(run: RunRecord) -> tuple[str, list[str]]:
