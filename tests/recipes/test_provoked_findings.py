@@ -32,6 +32,9 @@ def sleeps(prompts, completions, **columns):
 def fails(prompts, completions, **columns):
     return [1.0, float("nan")] * (len(completions) // 2)
 
+def odd(prompts, completions, completion_ids, **columns):
+    return [float(sum(ids) % 2) for ids in completion_ids]  # never, of eight equal tokens
+
 def alternates(prompts, completions, **columns):
     return [0.0, 1.0] * (len(completions) // 2)
 
@@ -64,7 +67,19 @@ RUNS = {
         [rewards("right", "sleeps", "fails"), "max_reward_failure_share=1", "num_steps=7"]
         + ["batch_size=16", "grpo_samples=2", "max_generated_tokens=2", "sampling.min_new_tokens=2"]
         + ["objective.mask_truncated_completions=true", *NO_EVALUATION],
-        "all_right truncated nothing_trained reward_fails reward_never_applies rewards_slow",
+        "all_right nothing_trained reward_fails reward_never_applies rewards_slow",
+    ),
+    # Each step is far too large.
+    "dead": (
+        [rewards("odd"), "num_steps=6", "batch_size=16", "grpo_samples=4", "optimizer.lr=1.0"]
+        + ["max_generated_tokens=8", "sampling.min_new_tokens=8", *NO_EVALUATION],
+        "collapsed",
+    ),
+    # The config's own rewards, of a model that knows nothing.
+    "short": (
+        ["num_steps=4", "batch_size=4", "grpo_samples=2", "max_generated_tokens=2"]
+        + ["sampling.min_new_tokens=2", *NO_EVALUATION],
+        "truncated",
     ),
     "rough": (
         [rewards("alternates"), "loss._component_=provoking.RoughLoss", "optimizer.lr=1e-12"]
