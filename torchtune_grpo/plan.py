@@ -61,8 +61,8 @@ Array = NDArray[np.float64]
 class Groups:
     """Takes the recorder's place for groups, and keeps all that rollouts gave."""
 
-    def __init__(self, cfg: GRPOConfig) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: GRPOConfig, decider: str) -> None:
+        self._cfg, self._decider = cfg, decider
         self.seen: list[tuple[Trajectory, RewardScores]] = []
 
     def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
@@ -73,11 +73,10 @@ class Groups:
 
     def outcomes(self, part: slice = slice(None)) -> Array:
         """The deciding reward by group, [B, G]; 0 where it does not apply."""
-        return np.concatenate([self._outcomes(scores) for _, scores in self.seen[part]])
+        return np.concatenate([self.outcomes_of(scores) for _, scores in self.seen[part]])
 
-    def _outcomes(self, scores: RewardScores) -> Array:
-        name = self._cfg.evaluation.reward or scores.names[0]
-        return self.of(scores.of(name).nan_to_num(0.0))
+    def outcomes_of(self, scores: RewardScores) -> Array:
+        return self.of(scores.of(self._decider).nan_to_num(0.0))
 
     def of(self, values: Tensor) -> Array:
         return values.double().cpu().numpy().reshape(-1, self._cfg.grpo_samples)
@@ -146,7 +145,7 @@ def make_plan(
 
 def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
     run, cfg = recipe.run, recipe.cfg
-    groups = Groups(cfg)
+    groups = Groups(cfg, run.decider)
     vars(run.recorder)["groups"] = groups
     times: list[dict[str, float]] = []
     start = time.perf_counter()
@@ -161,6 +160,7 @@ def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
         indices = groups.seen[-1][0].prompt_indices[:: cfg.grpo_samples].tolist()
         run.sampler.learn(indices, groups.outcomes(slice(-1, None)).mean(axis=1).tolist())
     numbers = {
+        "decider": run.decider,
         "prompts": len(groups.outcomes()),
         "samples": str(cfg.grpo_samples),
         "longest": cfg.max_generated_tokens,
@@ -268,7 +268,7 @@ def _of_lengths(recipe: GRPOFullFinetuneRecipe, groups: Groups) -> Numbers:
         size = cfg.grpo_samples
         rows = run.answer(recipe.engine, items, group_size=size, params=longer, seed=cfg.seed)
         found["cut_off_at_twice"] = float(rows.truncated.double().mean())
-        found["pass_rate_at_twice"] = float(groups._outcomes(recipe.score(rows)).mean())
+        found["pass_rate_at_twice"] = float(groups.outcomes_of(recipe.score(rows)).mean())
     return found
 
 
@@ -355,7 +355,8 @@ def judge(numbers: Numbers, cfg: GRPOConfig) -> Judgement:
     """Say whether a run learns, from what a plan has measured."""
     found = Judgement()
     for index, (name, reward) in enumerate(numbers["rewards"].items()):
-        _judge_reward(found, index, name, reward, cfg)
+        decides = name == numbers["decider"]
+        _judge_reward(found, index, name, reward, cfg, decides=decides)
     _judge_groups(found, numbers, cfg)
     rate, moved = cfg.optimizer.get("lr", 1e-3), numbers["moved"]  # as torch.optim has it
     if moved > _FAR:
@@ -409,9 +410,14 @@ def _judge_groups(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
 
 
 def _judge_reward(
-    found: Judgement, index: int, name: str, reward: Mapping[str, Any], cfg: GRPOConfig
+    found: Judgement,
+    index: int,
+    name: str,
+    reward: Mapping[str, Any],
+    cfg: GRPOConfig,
+    *,
+    decides: bool,
 ) -> None:
-    decides = name == cfg.evaluation.reward or (cfg.evaluation.reward is None and index == 0)
     key, failed, share = f"rewards.{index}", reward["failed"], reward["share_of_spread"]
     if failed > 0.01:
         ends = failed > cfg.max_reward_failure_share

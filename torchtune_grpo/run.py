@@ -117,6 +117,11 @@ class Run:
         share = self.cfg.max_reward_failure_share
         return RewardSet.from_config(rewards, max_failure_share=share)
 
+    @property
+    def decider(self) -> str:
+        """The reward that says what is right."""
+        return self.rewards.decider(self.cfg.evaluation.reward)
+
     @cached_property
     def outcome_gate(self) -> OutcomeGate | None:
         """What keeps shaping rewards from training alone, if there are some and it is wanted."""
@@ -239,6 +244,7 @@ class Run:
             self.cfg,
             self.given,
             rewards=self.rewards.names,
+            decider=self.decider,
             stop_tokens=self.tokenizer.stop_tokens,
             device=self.device,
         )

@@ -107,7 +107,7 @@ def events(folder: Path) -> list[dict]:
     """The findings in the run's record, and that a watch of its other events says the same."""
     cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
     names = [node.get("name") or node._component_.rpartition(".")[2] for node in cfg.rewards]
-    watch = Watch(cfg, names)
+    watch = Watch(cfg, names, decider=names[0])
     found = [
         {"kind": "finding", "step": event["step"], **each}
         for event in read(folder, "step", "evaluation")

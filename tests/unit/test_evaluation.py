@@ -19,8 +19,11 @@ def length(prompts, completions, **columns):
     ("keys", "message"),
     [
         ({"reward": "lst"}, "no reward of this name; rewards has length, last"),
-        ({"keep_best": "eval/maj@4"}, "keep_best=eval/maj@4: is not measured; give one of eval"),
-        ({"reward": "last", "keep_best": "eval/maj@4"}, None),  # this one can vote
+        (
+            {"reward": "length", "keep_best": "eval/maj@4"},
+            "keep_best=eval/maj@4: is not measured; give one of eval",
+        ),
+        ({"keep_best": "eval/maj@4"}, None),  # the last number can vote, and decides
     ],
 )
 def test_a_reward_that_cannot_do_it_is_refused(keys, message):

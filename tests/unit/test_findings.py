@@ -63,7 +63,7 @@ def events(records: Iterable[dict]) -> list[dict]:
 
 def watch_of(*changes: str) -> Watch:
     cfg = config(*changes)
-    return Watch(cfg, ["correctness", "format"][: len(cfg.rewards)])
+    return Watch(cfg, ["correctness", "format"][: len(cfg.rewards)], decider="correctness")
 
 
 def findings(watch: Watch, events: list[dict]) -> list[dict]:
@@ -356,7 +356,7 @@ def test_rewards_go_by_the_names_that_the_run_gives_them():
     """A factory's reward, for one, is not called what the config says."""
     records = [HEALTHY | {"frac_informative_groups": 0.0, LEVEL: 1.0}] * 30
     renamed = [{k.replace("correctness", "made"): v for k, v in r.items()} for r in records]
-    found = findings(Watch(config(), ["made", "format"]), events(renamed))
+    found = findings(Watch(config(), ["made", "format"], decider="made"), events(renamed))
     assert [each["name"] for each in found] == ["all_right"]
 
 

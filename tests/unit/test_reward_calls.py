@@ -444,3 +444,15 @@ def test_a_failed_score_neither_praises_nor_blames(aggregation):
     )
     assert advantages[2].abs() < 1e-6 and advantages[0] > 0.3 and advantages[3] < -1
     assert advantages[4:].tolist() == [0, 0, 0, 0]
+
+
+def test_which_reward_decides():
+    """The one that is wanted, or the first that is known to, or the first."""
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    own, known = Reward("length", length), Reward("correct", math_correctness_reward)
+    assert RewardSet([own, known]).decider(None) == "correct"
+    assert RewardSet([own, known]).decider("length") == "length"
+    assert RewardSet([own, Reward("other", length)]).decider(None) == "length"

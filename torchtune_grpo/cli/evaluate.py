@@ -153,7 +153,7 @@ def _add_lenient_grader(run: Run) -> None:
     """Where the reward that decides reads answer tags, the lenient grader looks on."""
     rewards = run.rewards
     functions = {each.name: each.function for each in rewards.rewards}
-    decider = run.cfg.evaluation.reward or rewards.names[0]
+    decider = rewards.decider(run.cfg.evaluation.reward)
     if functions.get(decider) is math_correctness_reward and LENIENT not in functions:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
 

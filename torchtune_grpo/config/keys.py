@@ -154,7 +154,8 @@ class EvaluationConfig(Keys):
     samples: Count = 0
     """Also sample n responses a prompt, for pass@1; 0 = greedy only."""
     reward: str | None = None
-    """Reward that decides accuracy; null = the first."""
+    """Reward that decides accuracy; null = the first that is known to tell right from wrong, or
+    the first."""
     temperature: Temperature | None = None
     """Instead of `temperature`; null = the same."""
     top_k: PositiveInt | None = None

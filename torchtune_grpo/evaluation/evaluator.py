@@ -146,7 +146,7 @@ def comparison_tables(groups: Mapping[str, Any]) -> list[str]:
 class Evaluator:
     """Measures a policy on a held-out split, always with the same noise.
 
-    ``evaluation.reward`` names the reward that decides; without it, the first one does.
+    :meth:`RewardSet.decider` says which reward decides what is right.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Evaluator:
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._rewards = rewards
-        self._reward = wanted.reward or rewards.names[0]
+        self._reward = rewards.decider(wanted.reward)
         named = {reward.name: reward.answer_of for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
         votes = self._reward in self._stated

@@ -57,8 +57,8 @@ Signs = Iterator[tuple[str, str, Advice]]  # name of the finding, a sentence of 
 class Watch:
     """Reads a run's record event by event; finds what begins and ends."""
 
-    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str]) -> None:
-        self._run, self._batch_size = History(cfg, rewards), cfg.batch_size
+    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], *, decider: str) -> None:
+        self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
         # Finding -> each step that was looked at, and the signs there.
         self._seen: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         self._current: dict[str, dict[str, Any]] = {}
@@ -115,13 +115,13 @@ class Evaluation(NamedTuple):
 class History:
     """A run as rules read it. A metric that is missing, null or not finite is NaN."""
 
-    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str]) -> None:
+    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], decider: str) -> None:
         self.rewards: list[dict[str, Any]] = [
             {"weight": 1.0, **node, "name": name}
             for name, node in zip(rewards, cfg.rewards, strict=True)
         ]
         self._config = OmegaConf.create({**cfg.model_dump(), "rewards": self.rewards})
-        self.decider = cfg.evaluation.reward or rewards[0]  # it is the accuracy
+        self.decider = decider  # it is the accuracy
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[Evaluation] = []
         self._evaluated = 0  # steps before the last evaluation

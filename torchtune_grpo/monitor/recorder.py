@@ -50,6 +50,7 @@ class Recorder:
         given: DictConfig,
         *,
         rewards: Sequence[str],
+        decider: str,
         stop_tokens: Sequence[int],
         device: torch.device,
     ) -> None:
@@ -57,9 +58,9 @@ class Recorder:
         self._folder = Path(cfg.output_dir)
         self.evaluations: list[Record] = []  # the same on every rank
         self._num_tokens = 0.0
-        self._decider = cfg.evaluation.reward or rewards[0]
-        self.groups = GroupRecorder(cfg, decider=self._decider, stop_tokens=stop_tokens)
-        self._findings = Watch(cfg, rewards)
+        self._decider = decider
+        self.groups = GroupRecorder(cfg, decider=decider, stop_tokens=stop_tokens)
+        self._findings = Watch(cfg, rewards, decider=decider)
         self._progress: ProgressLine | None = None
         if rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,8 @@ class Recorder:
     @contextmanager
     def running(self, *, done: int) -> Iterator[None]:
         """Show the progress from step ``done`` on; at the end write the page and a summary."""
-        on_first_rank(append, self._folder, "start", done, _start(self._given, self._device))
+        start = _start(self._given, self._device) | {"decider": self._decider}
+        on_first_rank(append, self._folder, "start", done, start)
         accuracy = f"rewards/{self._decider}/mean"
         with ProgressLine(self._cfg.num_steps, done=done, accuracy=accuracy) as self._progress:
             try:

@@ -108,6 +108,14 @@ class RewardSet:
     def names(self) -> list[str]:
         return [reward.name for reward in self.rewards]
 
+    def decider(self, wanted: str | None) -> str:
+        """The reward that says what is right: the one wanted, or the first that is known to.
+
+        Where none is known to, the first one.
+        """
+        known = (reward.name for reward in self.rewards if reward.decides)
+        return wanted or next(known, self.names[0])
+
     def check_data(self, dataset: Any, *, key: str) -> None:
         """Leave out the rows of the data set ``key`` that a reward cannot score any answer to.
 

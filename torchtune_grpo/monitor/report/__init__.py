@@ -110,7 +110,7 @@ def _completions(run: RunRecord) -> dict[str, Any]:
         if not same or row["sample"] <= last["sample"]:
             groups.append([])
         groups[-1].append(row)
-    _mark(groups, decider=run.config.get("evaluation", {}).get("reward"))
+    _mark(groups, decider=run.starts[-1].get("decider") if run.starts else None)
     return {"groups": _fitting(groups), "recorded": len(groups), "filters": _FILTERS}
 
 
