@@ -185,7 +185,8 @@ def collapse(run: History) -> Signs:
         return
     # The first step alone, too: a policy may be dead after it.
     starts = range(len(levels) - 2 * window + 1)
-    means = {0: levels[0]} | {i + 2: mean(levels[i : i + window])[0] for i in starts}
+    windows = {i + window - 1: mean(levels[i : i + window])[0] for i in starts}
+    means = {0: levels[0]} | windows
     best = max(means, key=means.__getitem__)
     now, first = mean(levels[-window:])[0], run.steps[-len(levels) :][best]
     error = first["level_error"] / math.sqrt(window if best else 1)
