@@ -38,6 +38,7 @@ def write_run(
     config = {"num_steps": steps, "optimizer": {"lr": 3e-4}}
     config["rewards"] = [{"name": "correctness"}, {"name": "format", "weight": 0.1}]
     start = {"kind": "start", "step": 0, "config": config, "versions": {"torch": "2.13.0"}}
+    start["decider"] = "correctness"
     start |= dict.fromkeys(("time", "command", "device", "ranks", "seed"), "some")
     resumed = {**start, "step": steps // 2, "config": config | {"optimizer": {"lr": 1e-4}}}
     events, completions = [start], []
@@ -118,7 +119,9 @@ def _completions(
             step=step,
             prompt_index=number,
             prompt=f"What is {number} + 7?",
-            completion=f"<answer>{number + sample}</answer>" if text is None else text,
+            completion=(f"<answer>{number + sample}</answer>" if sample else "")
+            if text is None
+            else text,
             ended="length" if sample == group_size - 1 and step % 4 == 0 else "stop_token",
             advantage=float(sample < skill * group_size) - skill,
             failed=["format"] if (sample, step) == (3, 2) else [],

@@ -245,6 +245,7 @@ class Run:
             self.given,
             rewards=self.rewards.names,
             decider=self.decider,
+            measure=self.rewards.measure(self.cfg.evaluation.reward),
             stop_tokens=self.tokenizer.stop_tokens,
             device=self.device,
         )

@@ -167,7 +167,9 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     assert "accuracy" not in cards[0]
     accuracies = [r["eval/accuracy"] for r in metrics(third.parent) if "eval/accuracy" in r]
     before, after = (f"{accuracy:.3f}" for accuracy in accuracies)
-    assert re.search(f"Held-out accuracy (stayed at|.* from {before} to) {after} ", cards[1])
+    assert re.search(
+        f"Held-out mean of reward_length (stayed at|.* from {before} to) {after} ", cards[1]
+    )
 
 
 def test_an_adapter_that_would_not_be_read_is_refused(tmp_path):

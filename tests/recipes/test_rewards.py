@@ -1,5 +1,8 @@
 """Rewards of a user's own, through the real ``tune`` command."""
 
+import json
+import re
+
 import pytest
 import yaml
 from processes import processes_with
@@ -9,11 +12,15 @@ from runs import (
     completions,
     copy_recipe,
     metrics,
+    run,
     run_tiny,
     steps_of,
     tiny_overrides,
     tune,
 )
+
+from torchtune_grpo.monitor.record import read
+from torchtune_grpo.monitor.report import write_page
 
 CONFIG = "llama3_2_1B_lora_grpo"
 REWARDS = '''
@@ -128,6 +135,40 @@ def test_a_shaping_reward_trains_only_where_outcomes_differ(tmp_path, gate):
     assert len(informative) == 6 and sum(informative) == 2 * sum(steps)
     assert steps == ([1, 0.5, 0] if gate is None else [1, 1, 1])
     assert ("only train groups" in done.out + done.err) == (gate is None)
+
+
+def test_only_a_reward_that_decides_is_called_accuracy(tmp_path):
+    """Where none is known to, the first one is reported under its own name, everywhere."""
+    (tmp_path / "my_rewards.py").write_text(GATED)
+    keys = ["rewards=[{_component_: my_rewards.length}]", "evaluation.samples=2", "num_steps=1"]
+    done = run_tiny(CONFIG, tmp_path, *keys)
+    said, out = done.out + done.err, tmp_path / "out"
+    assert re.search(r"Step 1/1: reward \d\.\d+, length \d\.\d+, informative", said)
+    assert re.search(
+        r"held-out length \d.* \[.*\], length, best of 1 \d.*, length, best of 2 ", said
+    )
+    evaluated = run("-m", "torchtune_grpo", "evaluate", str(out), "--show", "1", cwd=tmp_path).out
+    assert "--- after: reward " in evaluated
+    for table in (said, evaluated):
+        assert re.search(r"\nlength +\d.*\nlength, best of 1 +\d.*\nlength, best of 2 +\d", table)
+    card = (out / "step_000001" / "README.md").read_text()
+    headline = write_page(out)
+    assert headline.startswith("Held-out mean of length ") and headline in card
+    (page,) = re.findall('id="data">(.*?)</script>', (out / "run.html").read_text())
+    shown = [each["title"] for each in json.loads(page)["panels"]]
+    assert "Held-out mean of length" in shown and not any("right" in title for title in shown)
+    texts = (said, evaluated, card, page.replace("objective.outcome_gate", ""))
+    assert not any(re.search("(?i)(?<!eval/)accuracy", text) for text in texts)
+
+
+def test_a_reward_that_decides_need_not_be_the_first(tmp_path):
+    names = ("format", "correctness")
+    nodes = [f"{{_component_: torchtune_grpo.rewards.math_{n}_reward, name: {n}}}" for n in names]
+    keys = [f"rewards=[{nodes[0][:-1]}, weight: 0.1}}, {nodes[1]}]", "num_steps=1"]
+    done = run_tiny(CONFIG, tmp_path, *NO_EVALUATION, *keys)
+    assert "format: only train groups in which correctness differs" in done.out + done.err
+    (start,) = read(tmp_path / "out", "start")
+    assert start["decider"] == "correctness" and "accuracy 0.00" in done.out + done.err
 
 
 def test_the_gate_needs_a_reward_that_decides(tmp_path):

@@ -90,15 +90,19 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
           all("#controls button").find((chip) => chip.textContent.startsWith(label)).click();
           return all(".row:not(.dim) .foot").map((foot) => foot.textContent);
         }
+        const chips = () => all("#controls button").map((chip) => chip.textContent);
         const found = {
+          chips: chips(),
           drawn: all(".plot").length,
           headline: all("h1")[0].textContent,
           findings: all(".finding").length,
           step: choose("step", "12"),
+          chips_of_step: chips(),
           steps: choose("step", ""),
           filters: ["right, ill", "well-formed, wrong", "cut off", "failed reward", "largest gap",
             "informative", "informative"].map(click),
           prompt: choose("prompt", "0"),
+          empty: all(".row pre").filter((text) => text.textContent === "[empty]").length,
         };
 
         page.Element.prototype.setPointerCapture = () => 0;  // there is no real pointer
@@ -110,12 +114,18 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
             view: page, clientX: x, clientY: y, buttons: 1, pointerType: "mouse",
             isPrimary: true, bubbles: true, composed: true }));
         }
-        const ends = () => page.Bokeh.documents[0].roots().map((plot) => plot.x_range.end);
+        const plots = page.Bokeh.documents[0].roots();
+        const ends = () => plots.map((plot) => plot.x_range.end);
+        const height = () => plots[0].y_range.end - plots[0].y_range.start;
         found.ends = [ends()];
+        const before = height();
         byId("panel-0").scrollIntoView({ block: "center" });
+        drag("move", 200);  // between two of twelve steps, or so near to one that it also holds
+        found.told = await until(() => all(".bk-Tooltip").length);
         for (const [kind, x] of [["down", 150], ["move", 200], ["move", 250], ["up", 250]])
           drag(kind, x);
         found.ends.push(ends());
+        found.shrinks = await until(() => height() < before);
         byId("reset").click();
         found.ends.push(ends());
 
@@ -128,6 +138,8 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
     )
     assert found["drawn"] == 13 and found["headline"].startswith("Held-out accuracy")
     assert found["findings"] == 2
+    assert found["chips"][-1] == "largest gap (20)" and found["empty"] > 0
+    assert found["chips_of_step"] != found["chips"], "they count in what is shown"
     assert found["step"] == ["Step 12, prompt #0", "Step 12, prompt #1"]
     assert found["steps"][0].startswith("Step 12")
     signs = ["format 0", "correctness 0", "length", "format failed", "trainer", "tokens", ""]
@@ -135,6 +147,7 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
         assert feet and all(sign in foot for foot in feet), sign
     assert found["prompt"] == ["Step 4, prompt #0", "Step 8, prompt #0", "Step 12, prompt #0"]
     whole, zoomed, reset = found["ends"]
+    assert found["told"] and found["shrinks"]
     assert len({*zoomed}) == 1 and zoomed[0] < whole[0] and reset == whole
     assert found["fits"], "it can be read without scrolling sideways"
     assert problems == []

@@ -263,8 +263,8 @@ def test_reward_hacking():
     (line,) = run(evaluated(rewards, flat))
     assert (line["name"], line["step"]) == ("reward_hacking", 19)
     assert line["evidence"] == (
-        "In 3 evaluations the reward rose from 0.496 to 0.796, and held-out accuracy went from 0.3 "
-        "to 0.3."
+        "In 3 evaluations the reward rose from 0.496 to 0.796, and held-out correctness went from "
+        "0.3 to 0.3."
     )
     assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
     alone = "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward}]"

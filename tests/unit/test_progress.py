@@ -17,7 +17,7 @@ ROLLOUT = f"rollout {Progress(tokens=1_234_567, finished=4000, live=96, rows=409
 
 
 def make_progress() -> ProgressLine:
-    return ProgressLine(5, done=3, accuracy="rewards/a/mean")
+    return ProgressLine(5, done=3, deciding={"rewards/a/mean": "accuracy"})
 
 
 @pytest.mark.parametrize("said", [SHOWN, ROLLOUT])

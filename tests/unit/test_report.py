@@ -13,6 +13,8 @@ from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read
 from torchtune_grpo.monitor.report import main, write_page
 
 MB = 1_000_000
+START = dict.fromkeys(("command", "time", "device", "ranks", "seed"), "some")
+START |= {"config": {}, "versions": {}, "decider": "correctness"}
 
 
 def data_of(page):
@@ -130,7 +132,7 @@ def test_curves_hold_the_numbers_of_the_metrics(tmp_path):
 def test_pass_rates_of_the_groups(tmp_path):
     seen = [(1, [0.25, 1.0]), (2, [0.5, 0.0]), (4, [1.0, 0.75])]
     steps = [{"kind": "step", "step": n, "prompts": {"pass_rate": rates}} for n, rates in seen]
-    data = of_events(tmp_path, *steps)
+    data = of_events(tmp_path, {"kind": "start", "step": 0, **START}, *steps)
     shares = panel(data, "How many of a group's answers are right")["lines"]
     by_step = [*zip(*(line["values"] for line in shares), strict=True)]
     assert by_step == [(0, 0.5, 0, 0, 0.5), (0.5, 0, 0.5, 0, 0), (0, 0, 0, 0.5, 0.5)]
@@ -194,7 +196,7 @@ def test_what_is_missing_costs_its_part_only(tmp_path, missing):
     data = of_run(folder)
     assert bool(data["groups"]) == (missing != "completions")
     rates = [each for each in data["panels"] if each["curves"] == "pass rates"]
-    assert bool(rates) == (missing != "step") and data["panels"]
+    assert bool(rates) == (missing not in ("step", "start")) and data["panels"]
     assert bool(data["setup"]) == (missing != "start")
     assert data["verdict"]["headline"]
 

@@ -161,12 +161,13 @@ def _add_lenient_grader(run: Run) -> None:
 def shown(report: Mapping[str, Any], number: int) -> list[str]:
     """Lines with the first prompts, and each one's greedy answers with their verdicts."""
     lines = []
-    grader, *_ = report["groups"]["all"]["graders"]
+    (grader, found), *_ = report["groups"]["all"]["graders"].items()
+    names = {0.0: "wrong", 1.0: "right"} if found["before"]["measure"] == "accuracy" else {}
     for row, each in enumerate(report["answers"]["before"][:number]):
         lines += ["", f"=== {visible(each['prompt'])}"]
         for who, answered in report["answers"].items():
             answer = answered[row]["greedy"]
             score = answer["scores"][grader]
-            verdict = {0.0: "wrong", 1.0: "right"}.get(score, f"reward {score:.3f}")
+            verdict = names.get(score, f"reward {score:.3f}")
             lines += [f"--- {who}: {verdict}", visible(answer["completion"])]
     return lines

@@ -55,12 +55,13 @@ class Evaluation:
 
     answered: list[Answered]  # in the order of the data set
     reward: str  # the one that decides what is right
+    measure: str  # what its mean is called
     seconds: float  # that the answers and their scores took
 
     @property
     def record(self) -> dict[str, Any]:
         """The metrics, and what each prompt contributes to each mean."""
-        return {**self.metrics, "prompts": self.prompts}
+        return {**self.metrics, "measure": self.measure, "prompts": self.prompts}
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -163,6 +164,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._rewards = rewards
         self._reward = rewards.decider(wanted.reward)
+        self._measure = rewards.measure(wanted.reward)
         named = {reward.name: reward.answer_of for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
         votes = self._reward in self._stated
@@ -191,6 +193,7 @@ class Evaluator:
         return Evaluation(
             answered=sorted(everyone, key=lambda each: each.index),
             reward=self._reward,
+            measure=self._measure,
             seconds=time.perf_counter() - begun,
         )
 

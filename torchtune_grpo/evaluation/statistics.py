@@ -113,12 +113,20 @@ def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
     return found
 
 
+def title_of(name: str, evaluation: Mapping[str, Any]) -> str:
+    """What a number of an evaluation is called where the reward is not known to decide."""
+    measure, (kind, _, k) = evaluation.get("measure", "accuracy"), name.partition("@")
+    if measure == "accuracy":
+        return name
+    others = {"pass": f"{measure}, best of {k}", "maj": f"{measure}, majority of {k}"}
+    return others.get(kind, measure)
+
+
 def in_one_line(evaluation: Mapping[str, Any]) -> str:
     """An evaluation in words: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
-    scores = scores_of(evaluation).items()
     return ", ".join(
-        f"{name} {score}" if name == "accuracy" else f"{name} {score.mean:.3f}"
-        for name, score in scores
+        f"{title_of(name, evaluation)} {score if name == 'accuracy' else f'{score.mean:.3f}'}"
+        for name, score in scores_of(evaluation).items()
     )
 
 
@@ -162,27 +170,29 @@ class Comparison:
     @property
     def headline(self) -> str:
         before, after = (scores_of(each)["accuracy"] for each in (self.before, self.after))
+        title = title_of("accuracy", self.after)
+        what = "Held-out accuracy" if title == "accuracy" else f"Held-out mean of {title}"
         if self.before is self.after:
-            return f"Held-out accuracy is {after} after step {self.after['step']}."
+            return f"{what} is {after} after step {self.after['step']}."
         change = self.changes.get("accuracy")
         tested = f" ({change})" if change else ""
         if self.best is not None and self.fall is not None:
             best = scores_of(self.best)["accuracy"].mean
             return (
-                f"Held-out accuracy rose from {before.mean:.3f} to {best:.3f} after step "
+                f"{what} rose from {before.mean:.3f} to {best:.3f} after step "
                 f"{self.best['step']}, and fell to {after.mean:.3f} ({self.fall})."
             )
         if before.mean == after.mean:
-            return f"Held-out accuracy stayed at {after.mean:.3f}{tested}."
+            return f"{what} stayed at {after.mean:.3f}{tested}."
         moved = "rose" if after.mean > before.mean else "fell"
-        return f"Held-out accuracy {moved} from {before.mean:.3f} to {after.mean:.3f}{tested}."
+        return f"{what} {moved} from {before.mean:.3f} to {after.mean:.3f}{tested}."
 
     def table(self, title: str, columns: Sequence[str]) -> list[str]:
         """Lines with every number, in a column for each evaluation, and the change."""
         rows = [[title, *columns[: len(self.ends)], "change" if self.changes else ""]]
         for name in scores_of(self.after):
             cells = [str(scores_of(each).get(name, "-")) for each in self.ends]
-            rows.append([name, *cells, str(self.changes.get(name, ""))])
+            rows.append([title_of(name, self.after), *cells, str(self.changes.get(name, ""))])
         for name in ("mean_length", "clipped_ratio"):
             rows.append([name, *(f"{each[f'eval/{name}']:.3f}" for each in self.ends), ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

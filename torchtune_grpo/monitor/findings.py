@@ -349,7 +349,7 @@ def evaluations(run: History) -> Signs:
     if is_flat and is_paid and not catches_up:
         evidence = (
             f"In 3 evaluations the reward rose from {first.reward:.3g} to {last.reward:.3g}, and "
-            f"held-out accuracy went from {before.accuracy:.3g} to {last.accuracy:.3g}."
+            f"held-out {run.decider} went from {before.accuracy:.3g} to {last.accuracy:.3g}."
         )
         others = {
             f"rewards.{index}.weight": abs(reward["weight"])

@@ -45,8 +45,8 @@ def read(folder: Path, *kinds: str) -> list[Record]:
 
 def read_metrics(folder: Path) -> list[Record]:
     """The step and the metrics of each step and each evaluation, in order."""
-    events = read(folder, "step", "evaluation")
-    return [{k: v for k, v in event.items() if k not in ("kind", "prompts")} for event in events]
+    events, others = read(folder, "step", "evaluation"), ("kind", "prompts", "measure")
+    return [{k: v for k, v in event.items() if k not in others} for event in events]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class RunRecord:
     @property
     def config(self) -> Record:
         return self.starts[-1]["config"] if self.starts else {}
+
+    @property
+    def decider(self) -> str | None:
+        """The reward that is known to tell right from wrong."""
+        return self.starts[-1].get("decider") if self.starts else None
 
 
 def versions() -> dict[str, str]:

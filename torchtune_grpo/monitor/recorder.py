@@ -51,6 +51,7 @@ class Recorder:
         *,
         rewards: Sequence[str],
         decider: str,
+        measure: str,  # what the mean of the reward that decides is called
         stop_tokens: Sequence[int],
         device: torch.device,
     ) -> None:
@@ -58,7 +59,7 @@ class Recorder:
         self._folder = Path(cfg.output_dir)
         self.evaluations: list[Record] = []  # the same on every rank
         self._num_tokens = 0.0
-        self._decider = decider
+        self._decider, self._measure = decider, measure
         self.groups = GroupRecorder(cfg, decider=decider, stop_tokens=stop_tokens)
         self._findings = Watch(cfg, rewards, decider=decider)
         self._progress: ProgressLine | None = None
@@ -84,10 +85,11 @@ class Recorder:
     @contextmanager
     def running(self, *, done: int) -> Iterator[None]:
         """Show the progress from step ``done`` on; at the end write the page and a summary."""
-        start = _start(self._given, self._device) | {"decider": self._decider}
+        decider = self._decider if self._measure == "accuracy" else None
+        start = _start(self._given, self._device) | {"decider": decider}
         on_first_rank(append, self._folder, "start", done, start)
-        accuracy = f"rewards/{self._decider}/mean"
-        with ProgressLine(self._cfg.num_steps, done=done, accuracy=accuracy) as self._progress:
+        deciding = {f"rewards/{self._decider}/mean": self._measure}
+        with ProgressLine(self._cfg.num_steps, done=done, deciding=deciding) as self._progress:
             try:
                 yield
             finally:
@@ -108,7 +110,7 @@ class Recorder:
         self._num_tokens += metrics["num_tokens"]
         metrics = {**metrics, "num_tokens": self._num_tokens}
         groups, prompts = self.groups.take(step)
-        on_first_rank(self._write, "step", step, metrics, prompts)
+        on_first_rank(self._write, "step", step, metrics, {"prompts": prompts})
         if rank() == 0:
             append_groups(self._folder, groups, done=step / self._cfg.num_steps)
         if self._progress is not None:
@@ -120,7 +122,8 @@ class Recorder:
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record an evaluation after so many steps; every rank has to call it."""
         metrics = {**evaluation.metrics, "time/eval": evaluation.seconds}
-        event = on_first_rank(self._write, "evaluation", step, metrics, evaluation.prompts)
+        more = {"measure": evaluation.measure, "prompts": evaluation.prompts}
+        event = on_first_rank(self._write, "evaluation", step, metrics, more)
         self.evaluations.append(event)
         utils.log_rank_zero(log, f"Step {step}: held-out {in_one_line(event)}")
 
@@ -129,10 +132,10 @@ class Recorder:
             self._metric_logger.close()
 
     def _write(
-        self, kind: str, step: int, metrics: Mapping[str, float], prompts: Mapping[str, list[Any]]
+        self, kind: str, step: int, metrics: Mapping[str, float], more: Mapping[str, Any]
     ) -> Record:
         """Record a step or an evaluation, and the findings that begin or end with it."""
-        event = append(self._folder, kind, step, {**metrics, "prompts": prompts})
+        event = append(self._folder, kind, step, {**metrics, **more})
         self._metric_logger.log_dict(metrics, step=step)
         for finding in self._findings.add(event):
             append(self._folder, "finding", step, finding)

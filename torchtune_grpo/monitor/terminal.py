@@ -30,13 +30,12 @@ _OUTPUTS = {
 class ProgressLine:
     """The steps of a run from ``done`` on; a context that keeps the log's lines and the bar apart.
 
-    ``accuracy`` is the metric that is shown as the accuracy.
+    ``deciding`` is the metric of the reward that decides, and its title.
     """
 
-    def __init__(self, steps: int, *, done: int, accuracy: str) -> None:
+    def __init__(self, steps: int, *, done: int, deciding: Mapping[str, str]) -> None:
         self._steps, self._done = steps, done
-        self._shown = {"reward": "reward", accuracy: "accuracy"}
-        self._shown["frac_informative_groups"] = "informative"
+        self._shown = {"reward": "reward", **deciding, "frac_informative_groups": "informative"}
         self._start = time.monotonic()
         self._bar = make_bar("", total=steps, done=done)
         self._open = ExitStack()

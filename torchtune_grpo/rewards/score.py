@@ -116,6 +116,12 @@ class RewardSet:
         known = (reward.name for reward in self.rewards if reward.decides)
         return wanted or next(known, self.names[0])
 
+    def measure(self, wanted: str | None) -> str:
+        """What the mean of :meth:`decider` is called: accuracy, or its name if it is not known to
+        tell right from wrong."""
+        is_known = wanted or any(reward.decides for reward in self.rewards)
+        return "accuracy" if is_known else self.decider(wanted)
+
     def check_data(self, dataset: Any, *, key: str) -> None:
         """Leave out the rows of the data set ``key`` that a reward cannot score any answer to.
 

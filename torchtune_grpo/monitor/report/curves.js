@@ -20,7 +20,7 @@ function movingMean(values, width) {
 
 function emptyPlot(steps, yRange, height) {
   const plot = Bokeh.Plotting.figure({
-    height, sizing_mode: "stretch_width", x_range: steps, y_range: yRange, tools: [], toolbar_location: null,
+    height, sizing_mode: "stretch_width", x_range: steps, y_range: yRange, window_axis: "x", tools: [], toolbar_location: null,
     background_fill_color: null, border_fill_color: null, outline_line_color: null,
   });
   for (const axis of [plot.xaxis, plot.yaxis]) {
@@ -46,7 +46,7 @@ function rangeOf({ axis, kind }) {
   return new Bokeh.DataRange1d(axis === "from 0" ? { start: 0 } : {});
 }
 
-// Its columns at all steps of the panel: values v0, v1, ... and bands l0, h0, ...
+// Its columns at all steps of the panel: values v0, v1, ..., bands l0, h0, ..., and y, the first value that is known.
 function sourceOf(lines) {
   const step = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
   const columns = { step };
@@ -56,6 +56,8 @@ function sourceOf(lines) {
     columns[`v${number}`] = on(line.values);
     if (line.low) Object.assign(columns, { [`l${number}`]: on(line.low), [`h${number}`]: on(line.high) });
   });
+  const values = lines.map((_, number) => columns[`v${number}`]);
+  columns.y = step.map((_, at) => values.map((each) => each[at]).find(Number.isFinite) ?? NaN);
   return new Bokeh.ColumnDataSource({ data: columns });
 }
 
@@ -92,8 +94,10 @@ function drawPanel(panel, steps, resumes) {
   for (const step of resumes) {
     plot.add_layout(new Bokeh.Span({ location: step + 0.5, dimension: "height", line_color: colour(8), line_dash: [5, 4] }));
   }
-  const tall = { field: panel.kind === "stack" ? "h0" : "v0" };
-  const hovered = plot.scatter({ field: "step" }, tall, { source, fill_alpha: 0, line_alpha: 0 });
+  // A line answers between its points too, for the nearest; but one of a single point never does.
+  const [x, y] = [{ field: "step" }, { field: "y" }];
+  const hovered = source.data.step.length > 1 ? plot.line(x, y, { source, line_alpha: 0 }) :
+    plot.scatter(x, y, { source, size: 40, fill_alpha: 0, line_alpha: 0 });
   plot.add_tools(new Bokeh.HoverTool({ renderers: [hovered], mode: "vline", tooltips: tips }));
   return plot;
 }
@@ -107,7 +111,11 @@ async function drawCurves(panels, resumes, reset) {
   panels.forEach((panel) => run.add_root(drawPanel(panel, steps, resumes)));
   const places = run.roots().map((_, at) => document.getElementById(`panel-${at}`));
   await Bokeh.embed.add_document_standalone(run, document.body, places);
-  steps.change.connect(() => { reset.hidden = steps.start === whole.start && steps.end === whole.end; });
+  steps.change.connect(() => {
+    reset.hidden = steps.start === whole.start && steps.end === whole.end;
+    // The zoom tool has fixed its panel's y axis where it was; it follows the steps again.
+    queueMicrotask(() => run.roots().forEach((plot) => plot.y_range.reset()));
+  });
   reset.onclick = () => steps.setv(whole);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
 }

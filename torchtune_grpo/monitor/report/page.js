@@ -59,7 +59,8 @@ function scoreRow({ label, ends, change, test }) {
   const cell = (main, below) => el("td", {}, el("strong", {}, main), el("br"), el("small", {}, below));
   const cells = ends.map(({ text, interval }) => cell(text, interval));
   if (cells.length === 1) cells.push(el("td"));
-  return el("tr", {}, el("td", {}, label), ...cells, cell(change, test), el("td", {}, bar(ends)));
+  const isShare = ends.every(({ low, high }) => low >= 0 && high <= 1);
+  return el("tr", {}, el("td", {}, label), ...cells, cell(change, test), el("td", {}, isShare ? bar(ends) : ""));
 }
 
 function finding({ name, since, until, evidence, key, remedy }) {
@@ -124,6 +125,7 @@ function showRow(row, largest) {
   const card = el("div", { className: `row${row.advantage < 0 ? " below" : ""}${dim ? " dim" : ""}` });
   card.style.setProperty("--much", `${Math.round(100 * much)}%`);
   const cut = row.is.includes("cut");
+  const isBlank = typeof row.text === "string" && !row.text.trim();
   const parts = [
     ...row.rewards.map(([name, score]) => `${name} ${score === null ? "none" : number(score)}`),
     `${number(row.tokens, 0)} tokens`,
@@ -134,7 +136,7 @@ function showRow(row, largest) {
   const extra = row.extra.map(([name, value]) => el("span", { dir: "auto" }, `${name}: `, text(value)));
   card.append(
     el("div", { className: "head" }, el("strong", {}, `${row.count > 1 ? `${row.count} × ` : ""}reward ${number(row.reward)}`), el("span", {}, `advantage ${number(row.advantage)}`)),
-    el("pre", { dir: "auto" }, text(row.text)),
+    el("pre", { dir: "auto" }, isBlank ? el("span", { className: "cutmark" }, "[empty]") : text(row.text)),
     el("div", { className: "foot" }, parts, ended, failed, extra));
   return card;
 }
@@ -149,11 +151,13 @@ function showGroup(group) {
   el("pre", { dir: "auto" }, text(group.prompt)), el("div", { className: "rows" }, merged(group.rows).map((row) => showRow(row, largest))));
 }
 
+function inView(group) {
+  return (!chosen.step || String(group.step) === chosen.step) && (!chosen.prompt || promptOf(group) === chosen.prompt);
+}
+
 function showGroups() {
-  const fits = (group) => (!chosen.step || String(group.step) === chosen.step) &&
-    (!chosen.prompt || promptOf(group) === chosen.prompt) &&
-    (!chosen.filter || group.rows.some((row) => row.is.includes(chosen.filter)));
-  const found = data.groups.filter(fits);
+  const found = data.groups.filter((group) => inView(group) &&
+    (!chosen.filter || group.rows.some((row) => row.is.includes(chosen.filter))));
   const teaches = (group) => group.rows[0].is.includes("mixed");
   // The latest step first, in it what teaches; one prompt from its first step on.
   if (!chosen.prompt) found.sort((a, b) => b.step - a.step || teaches(b) - teaches(a));
@@ -169,8 +173,12 @@ function showGroups() {
 
 function choose(change) {
   Object.assign(chosen, { shown: SHOWN }, change);
-  for (const chip of byId("controls").querySelectorAll("button[data-filter]")) {
-    chip.setAttribute("aria-pressed", chip.dataset.filter === chosen.filter);
+  const rows = data.groups.filter(inView).flatMap((group) => group.rows);
+  for (const [name, label] of data.filters) {
+    const chip = byId(`filter-${name}`), count = rows.filter((row) => row.is.includes(name)).length;
+    chip.setAttribute("aria-pressed", name === chosen.filter);
+    chip.textContent = `${label} (${count})`;
+    chip.disabled = !count && name !== chosen.filter; // one that is on can be turned off
   }
   byId("step").value = chosen.step;
   byId("prompt").value = chosen.prompt;
@@ -201,17 +209,14 @@ function showCompletions() {
     const line = title.replace(/\s+/g, " ");
     return [value, `${count} × ${line.length > 60 ? `${line.slice(0, 60)} …` : line}`];
   });
-  const chips = filters.map(([name, label, what]) => {
-    const count = groups.flatMap((group) => group.rows).filter((row) => row.is.includes(name)).length;
-    const chip = el("button", { type: "button", title: what, disabled: !count }, `${label} (${count})`);
-    chip.dataset.filter = name;
+  const chips = filters.map(([name, , what]) => {
+    const chip = el("button", { type: "button", id: `filter-${name}`, title: what });
     chip.onclick = () => choose({ filter: chosen.filter === name ? "" : name });
     return chip;
   });
   byId("controls").append(select("step", "all steps, latest first", steps.map((step) => [String(step), `step ${step}`])),
     select("prompt", "all prompts", often), ...chips);
-  const teaching = groups.filter((group) => group.rows[0].is.includes("mixed"));
-  choose({ step: String((teaching.length ? teaching : groups).at(-1).step) });
+  choose({});
 }
 
 // ---- All of it

@@ -10,7 +10,7 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
-from torchtune_grpo.evaluation.statistics import scores_of
+from torchtune_grpo.evaluation.statistics import scores_of, title_of
 from torchtune_grpo.monitor.record import Record, RunRecord
 
 MAX_POINTS = 1000  # of a curve; of a longer run, every k-th step is drawn
@@ -28,8 +28,10 @@ def panels(run: RunRecord) -> list[Panel]:
         if panel["curves"] == "evaluations":
             names = dict.fromkeys(name for each in run.evaluations for name in scores_of(each))
             lines = [_score(run.evaluations, name) for name in names]
+            if lines and (title := lines[0]["label"]) != "accuracy":
+                panel = {**panel, "title": f"Held-out mean of {title}", "axis": "free"}
         elif panel["curves"] == "pass rates":
-            lines = _pass_rates(steps)
+            lines = _pass_rates(steps) if run.decider else []
         else:
             means = _reward_means(steps) if panel["curves"] == "rewards" else panel["curves"]
             lines = [_line(steps, name, label) for name, label in means.items()]
@@ -66,7 +68,8 @@ def _reward_means(steps: list[Record]) -> Mapping[str, str]:
 
 def _score(evaluations: list[Record], name: str) -> Line:
     low, high = ([e.get(f"eval/{name}/{end}") for e in evaluations] for end in ("low", "high"))
-    return {**_line(evaluations, f"eval/{name}", name), "low": low, "high": high}
+    title = title_of(name, evaluations[-1])
+    return {**_line(evaluations, f"eval/{name}", title), "low": low, "high": high}
 
 
 def _pass_rates(steps: list[Record]) -> list[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchtune_grpo.evaluation.statistics import (
     Paired,
     scores_of,
     should_stop,
+    title_of,
 )
 from torchtune_grpo.monitor.record import RUN_FILE, Record, RunRecord
 
@@ -62,6 +64,8 @@ def _reasons(compared: Comparison, test: Paired, tone: str) -> list[str]:
             f"{len(old)} problems only show a change of about {width:.2f} or more. Train "
             "longer, or evaluate on more problems (eval_dataset)."
         )
+    if title_of("accuracy", compared.after) != "accuracy":
+        reasons.append("No reward is known to tell right from wrong; evaluation.reward names one.")
     if tone == "bad":
         reasons.append("Training made the model worse: take an earlier checkpoint.")
     return reasons
@@ -103,11 +107,14 @@ def _scores(compared: Comparison) -> list[Record]:
                 text, _, interval = str(score).partition(" ")
                 cells.append({**score._asdict(), "text": text, "interval": interval})
         change, _, test = str(compared.changes.get(name, "")).partition(" ")
-        table.append({"label": _label(name), "ends": cells, "change": change, "test": test})
+        label = _label(name, compared.after)
+        table.append({"label": label, "ends": cells, "change": change, "test": test})
     return table
 
 
-def _label(name: str) -> str:
+def _label(name: str, evaluation: Mapping[str, Any]) -> str:
+    if (title := title_of(name, evaluation)) != name:
+        return title
     kind, _, k = name.partition("@")
     if kind == "accuracy":
         return "Accuracy: greedy answers"
