@@ -64,7 +64,8 @@ RUNS = {
         "only_shaping_rises",
     ),
     "nothing_works": (
-        [rewards("right", "sleeps", "fails"), "max_reward_failure_share=1", "num_steps=7"]
+        [rewards("right", "sleeps", "fails"), "rewards.1.weight=0", "max_reward_failure_share=1"]
+        + ["num_steps=7"]
         + ["batch_size=16", "grpo_samples=2", "max_generated_tokens=2", "sampling.min_new_tokens=2"]
         + ["objective.mask_truncated_completions=true", *NO_EVALUATION],
         "all_right nothing_trained reward_fails reward_never_applies rewards_slow",
@@ -95,10 +96,11 @@ RUNS = {
     ),
     # Nothing is paid for but entropy, and at first there is little.
     "noise": (
-        [rewards("right"), "temperature=0.05", "loss.entropy_coeff=1", "optimizer.lr=1e-3"]
+        [rewards("right", "quarter"), "temperature=0.05", "loss.entropy_coeff=1"]
+        + ["optimizer.lr=1e-3"]
         + ["num_steps=12", "batch_size=4", "grpo_samples=4", "max_generated_tokens=16"]
         + NO_EVALUATION,
-        "entropy_exploding",
+        "entropy_exploding reward_constant",
     ),
 }
 

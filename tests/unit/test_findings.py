@@ -374,9 +374,37 @@ def test_no_record_raises(changes, common, repeat):
     run([common | change for change in changes] * repeat)
 
 
+SAME = {"rewards/format/std": 0.0}
+
+
+def test_a_reward_that_is_the_same_from_the_first_step_on():
+    """After 5 steps of 4 prompts; not if that is its best, or it ever moved."""
+    nothing = step_with("rewards/format/none", 1.0, **{FORMAT: None, **{k: None for k in SAME}})
+    says = {0.0: "was 0", 0.5: "was 0.5", None: "returned None"}
+    for value, said in says.items():
+        same = nothing if value is None else HEALTHY | SAME | {FORMAT: value}
+        (line,) = run([same] * 26, "batch_size=4")
+        assert (line["name"], line["step"], line["key"]) == ("reward_constant", 5, "rewards.1")
+        assert line["evidence"] == f"Since step 1 format always {said}."
+        assert [each["step"] for each in run([same] * 20, "batch_size=2")] == [10]
+        assert run([HEALTHY, *[same] * 20], "batch_size=4") == []
+        ends = run([*[same] * 120, *[HEALTHY] * 5])
+        steps = [each["step"] for each in ends if each["name"] == "reward_constant"]
+        assert steps == [5, 125]
+    zero, one = (HEALTHY | SAME | {FORMAT: value} for value in (0.0, 1.0))
+    assert run([one] * 30) == run([zero, one] * 15) == run([zero] * 30, "rewards.1.weight=0") == []
+    assert run([zero] * 30, "rewards.1.weight=-0.1") == []
+    penalty = {k.replace("format", "overlong_penalty"): v for k, v in zero.items()}
+    watch = Watch(config(), ["correctness", "overlong_penalty"], decider="correctness")
+    assert findings(watch, events([penalty] * 30)) == []
+    deciding = HEALTHY | {LEVEL: 0.25, "rewards/correctness/std": 0.0}
+    assert run([deciding] * 30) == []
+
+
 def test_every_finding_is_tested_here_and_in_the_docs():
     special = {
         "collapsed",
+        "reward_constant",
         "reward_hacking",
         "only_shaping_rises",
         "gradient_spikes",

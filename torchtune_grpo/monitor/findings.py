@@ -32,6 +32,8 @@ BEGINS_AFTER = {
     **dict.fromkeys(("all_right", "all_wrong", "same_texts"), (3, 24)),
     # If it applied to a twentieth of the prompts, 100 without it come once in 170 times.
     "reward_never_applies": (3, 100),
+    # If a fifth of the groups earned it, 20 that do not come once in 90 times.
+    "reward_constant": (5, 20),
     # One step is an accident.
     **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
@@ -46,7 +48,7 @@ BEGINS_AFTER = {
 _OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
 SILENCES = {
     "collapsed": ("all_wrong", "truncated", "nothing_trained", "kl_runaway", *_OF_A_POLICY),
-    "truncated": ("all_wrong",),
+    "truncated": ("all_wrong", "reward_constant"),
 }
 _MOST_STEPS = 100  # that a rule or a finding looks back
 
@@ -155,6 +157,14 @@ class History:
         """The mean of a metric in the first three steps that have it; one alone is noisy."""
         values = (step.get(metric, math.nan) for step in self.steps)
         return mean([*islice((value for value in values if not math.isnan(value)), 3)])[0]
+
+    def is_constant(self, name: str, *, best: float) -> bool:
+        """Whether a reward has been the same for all rows since step 1, and not the best one."""
+        keys = [f"rewards/{name}/{what}" for what in ("mean", "std", "none")]
+        looked_at = (*self.steps[:_MOST_STEPS], self.steps[-1])
+        seen = {tuple(round(step.get(key, -1.0), 6) for key in keys) for step in looked_at}
+        (level, spread, none), *others = seen
+        return not others and (none == 1 or (spread == 0 and level != best))
 
     @property
     def level(self) -> float:
@@ -273,7 +283,13 @@ def rewards(run: History) -> Signs:
         if failed >= 0.01:  # in each of some steps: a mistake in the code, or one that is provoked
             remedy = "Correct what its error in the log says, or return None there."
             yield "reward_fails", f"{name} failed on {failed:.0%} of the rows.", (key, remedy)
-        if none == 1:
+        # Nothing is wrong with a form that always holds, or a penalty that none incurs.
+        best = 0 if weight < 0 or "penalty" in name else 1
+        if weight and name != run.decider and run.is_constant(name, best=best):
+            said = "returned None" if none == 1 else f"was {run.now(f'rewards/{name}/mean'):.3g}"
+            remedy = "Correct what it looks for, or leave it out, unless it cannot be better."
+            yield "reward_constant", f"Since step 1 {name} always {said}.", (key, remedy)
+        elif none == 1:
             remedy = "Correct the column or the condition that it looks for, or leave it out."
             yield "reward_never_applies", f"{name} returned None for all rows.", (key, remedy)
         values = run.last(f"rewards/{name}/mean", 20)
