@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb, exp, lgamma, sqrt
 from pathlib import Path
@@ -53,6 +53,7 @@ _FEW, _NEARLY_NONE = 0.15, 0.03  # of the groups
 _FAR, _TOO_FAR = 0.5, 2.0  # nats a token, in one step
 _NEAR = 0.2  # square root of nats a token, over all steps
 _TIME_FACTOR = 1.6  # that a step's time may differ by
+_SOON = 10  # steps, over which shares are told as they may become
 
 Numbers = dict[str, Any]
 Array = NDArray[np.float64]
@@ -169,12 +170,60 @@ def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
         **_of_lengths(recipe, groups),
         **_of_update(recipe, rows, times),
     }
+    rates = groups.outcomes().mean(axis=1).clip(0, 1)
     run.sampler.load_state_dict(before)
-    numbers["pass_rate_then"] = groups.outcomes(slice(-1, None)).mean()
     recipe.rollout(StepMetrics())  # of the same prompts
-    numbers["pass_rate_after"] = groups.outcomes(slice(-1, None)).mean()
-    numbers["cut_off_after"] = float(groups.seen[-1][0].truncated.double().mean())
+    for when, index in (("then", -2), ("after", -1)):
+        trajectory, scores = groups.seen[index]
+        numbers[f"pass_rate_{when}"] = float(groups.outcomes_of(scores).mean())
+        numbers[f"cut_off_{when}"] = float(trajectory.truncated.double().mean())
+    numbers |= share_ranges(numbers, rates, size=cfg.grpo_samples, samples=len(rows.prompts))
     return numbers | {"memory": _memory(run)}
+
+
+def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> Numbers:
+    """Ranges of the means of two shares over the first steps.
+
+    They reach from no learning to steps that all move the logits of pass rates, and of being cut
+    off, as far as the plan's step did, or (pass rates) a standard error further.
+    """
+
+    def logit(rate: Any, count: int) -> Any:
+        return np.log((rate * count + 0.5) / ((1 - rate) * count + 0.5))
+
+    def shift(name: str) -> float:
+        then, after = (logit(numbers[f"{name}_{when}"], samples) for when in ("then", "after"))
+        return float(after - then)
+
+    def right(moved: float) -> Array:  # of each prompt
+        return 1 / (1 + np.exp(-logit(rates, size) - moved))
+
+    def teaching(moved: float) -> float:
+        return float(1 - (right(moved) ** size + (1 - right(moved)) ** size).mean())
+
+    def cut_off(moved: float) -> float:
+        return float(1 / (1 + np.exp(-logit(numbers["cut_off"][0], rates.size * size) - moved)))
+
+    def ends(now: Sequence[float], share: Callable[[float], float], shifts: Any) -> list[float]:
+        paths = [
+            sum(share(step * part * shift) for step in range(_SOON)) / _SOON / share(0)
+            for part in (0, 0.25, 0.5, 1)
+            for shift in shifts
+        ]
+        return [now[1] * min(paths), min(1.0, now[2] * max(paths) + 0.5 / rates.size)]
+
+    known = [numbers[f"pass_rate_{when}"] * samples + 0.5 for when in ("then", "after")]
+    error = sqrt(sum(1 / count + 1 / (samples + 1 - count) for count in known))
+    # The logit of a mean moves less than the logits of which it is the mean.
+    each = np.linspace(-12, 12, 241)
+    of_mean = logit(np.array([right(moved).mean() for moved in each]), samples)
+    wanted = logit(right(0).mean(), samples) + shift("pass_rate") + np.array([0, error])
+    return {
+        "informative_soon": ends(
+            numbers["informative"][str(size)], teaching, np.interp(wanted, of_mean, each)
+        ),
+        "cut_off_soon": ends(numbers["cut_off"], cut_off, [shift("cut_off")]),
+    }
 
 
 def _of_groups(groups: Groups, cfg: GRPOConfig) -> Numbers:
@@ -447,12 +496,15 @@ def lines(numbers: Numbers) -> Iterator[str]:
     labels = ("none", "to 1/4", "to 1/2", "to 3/4", "more", "all")
     counts = zip(labels, numbers["pass_rate_histogram"], strict=True)
     yield f"  of a prompt's  {', '.join(f'{label}: {count}' for label, count in counts)}"
-    yield f"groups teaching  {share(*teaching[size])} with {size} samples"
+    soon = "in the first {} steps {:.2f} to {:.2f}".format
+    first = soon(_SOON, *numbers["informative_soon"])
+    yield f"groups teaching  {share(*teaching[size])} with {size} samples, {first}"
     others = [f"{n}: {values[0]:.2f}" for n, values in teaching.items() if n != size]
     yield f"  with others    {', '.join(others)}"
     twice = f", {numbers['cut_off_at_twice']:.2f} at twice" if "cut_off_at_twice" in numbers else ""
     half = f"{numbers['cut_off_at_half']:.2f} at half"
     yield f"cut off          {share(*cut)} at {numbers['longest']} tokens, {half}{twice}"
+    yield f"  later          {soon(_SOON, *numbers['cut_off_soon'])}"
     for name, reward in numbers["rewards"].items():
         mean = "None" if reward["mean"] is None else f"{reward['mean']:.3f}"
         yield f"{name:<16} {mean}, {reward['share_of_spread']:.0%} of the spread in groups"

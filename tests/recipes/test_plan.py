@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import metrics, run, tune, weights
 
-from torchtune_grpo.plan import teaching_shares
+from torchtune_grpo.plan import share_ranges, teaching_shares
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["batch_size=4", "dataset.num_samples=64", "eval_dataset.num_samples=8", "num_steps=30"]
@@ -110,3 +110,29 @@ def test_shares_for_other_groups():
     assert math.isclose(found.mean(), true, abs_tol=0.05)
     few = teaching_shares(samples, 8).mean()
     assert few < true - 0.1  # so that it could fail
+
+
+@pytest.mark.parametrize("speed", [0.0, 0.3, -0.3])
+def test_shares_of_the_first_steps(speed):
+    """Their ranges hold what policies do that learn as fast as the first step, slower or not."""
+    draw = np.random.default_rng(0)
+    logits = draw.normal(-1, 1, size=4000)
+
+    def rates(moved):
+        return 1 / (1 + np.exp(-logits - moved))
+
+    def informative(moved):
+        return np.mean(1 - rates(moved) ** 8 - (1 - rates(moved)) ** 8)
+
+    now = informative(0.0)
+    numbers = {"informative": {"8": [now, now - 0.01, now + 0.01]}, "cut_off": [0.3, 0.28, 0.32]}
+    numbers |= {"pass_rate_then": rates(0).mean(), "pass_rate_after": rates(speed).mean()}
+    numbers |= {"cut_off_then": 0.3, "cut_off_after": 0.3}
+    samples = draw.binomial(8, rates(0.0)) / 8
+    found = share_ranges(numbers, samples, size=8, samples=32000)
+    low, high = found["informative_soon"]
+    for part in (0, 0.5, 1):
+        truth = np.mean([informative(step * part * speed) for step in range(10)])
+        assert low - 0.01 < truth < high + 0.01
+    assert high - low < 0.04 + abs(speed)  # or anything would be in it
+    assert found["cut_off_soon"] == pytest.approx([0.28, 0.32], abs=1e-3)
