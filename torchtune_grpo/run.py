@@ -61,6 +61,7 @@ from torchtune_grpo.training.policy import (
     check_prompts,
     empty_model,
     load_policy,
+    longest_prompt,
     make_policy,
     make_reference,
     should_shard,
@@ -175,6 +176,9 @@ class Run:
             longest=dataset.max_prompt_length,
             highest_token=dataset.highest_token,
         )
+        if hasattr(dataset, "check_unread"):
+            longest = longest_prompt(self.cfg, model=self.empty_model)
+            dataset.check_unread(max_tokens=longest, fault=self.rewards.fault_of)
 
     @cached_property
     def sampler(self) -> Any:

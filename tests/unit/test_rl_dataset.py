@@ -118,6 +118,40 @@ def test_data_that_take_long_say_how_far_they_are(llama3_tokenizer, monkeypatch,
     assert "rows: 2 of 3 rows are read and tokenized; num_samples takes fewer." in caplog.messages
 
 
+@pytest.mark.parametrize("kind", ["list", "jsonl", "jsonl.gz", "parquet"])
+def test_later_rows_are_read_when_they_are_drawn(
+    llama3_tokenizer, monkeypatch, caplog, tmp_path, kind
+):
+    """In the place of one that cannot be used comes the next one, or at last the first."""
+    monkeypatch.setattr("torchtune_grpo.data.dataset._CHECKED", 2)
+    table = [*ROWS, ("long " * 9, "7"), ("3+3?", "six?"), (None, "1"), ("4+4?", "8"), (" ", "9")]
+    table = [dict(zip(ROWS[0], (*row, 1))) if isinstance(row, tuple) else row for row in table]
+    given = {"rows": table}
+    if kind != "list":
+        file = tmp_path / f"rows.{kind}"
+        write = {"parquet": datasets.Dataset.to_parquet}.get(kind, datasets.Dataset.to_json)
+        write(datasets.Dataset.from_list(table), file)
+        given = {"source": str(file), "split": "train[:5]+train[5:]"}
+    with caplog.at_level("INFO"):
+        data = RLDataset(llama3_tokenizer, **given, chat=False)
+        assert len(data) == 8 and data.num_checked == 2 and data.row_numbers == [0, 1]
+        rewards = RewardSet([Reward("right", math_correctness_reward)])
+        rewards.check_data(data, key="dataset")
+        data.check_unread(max_tokens=25, fault=rewards.fault_of)
+        drawn = [(item["index"], item["prompt"]) for item in data]
+    later = [(6, "4+4?")] * 4
+    first = [(0, "1+1?"), (1, "twelve times twelve?"), (2, "2+3?")]
+    assert drawn == [*first, *later, (0, "1+1?")]
+    said = [text.partition(": ")[2] for text in caplog.messages]
+    assert "6 later rows are read when they are drawn." in said[0]
+    assert any("longer than the model's context" in text for text in said)
+    assert any("answer='six?' does not state one number" in text for text in said)
+    assert data[-2] == data[6] and data[6]["columns"] == {"answer": "8", "level": 1}
+    assert len(RLDataset(llama3_tokenizer, **given, num_samples=4)) == 4
+    data.leave_out([0])
+    assert len(data) == 7 and data[1]["prompt"] == "2+3?"
+
+
 def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
     """Its golds are in a field of a column; its prompts are messages."""
 

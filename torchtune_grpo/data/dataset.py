@@ -31,6 +31,7 @@ from torchtune_grpo.data.load import load_rows, origin
 Row = Mapping[str, Any]
 
 _REPORT_SECONDS = 10  # between two lines about data that take long to read
+_CHECKED = 50_000  # rows, in about ten seconds; later ones are read when they are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ class RLDataset(Dataset[dict[str, Any]]):
     its position, the prompt's tokens (prefill included), the prompt's text, which knows the
     messages that it stands for, and the other columns. docs/data.md describes the arguments.
 
-    All prompts are tokenized when the data set is made: rows that cannot be used are left out and
-    reported in the log before training.
+    The first 50,000 rows are checked and tokenized when the data set is made: those that cannot be
+    used are left out and reported in the log before training. Later rows are read when they are
+    drawn; in the place of one that cannot be used, the next one is drawn.
 
     The attribute ``prefill`` is what graders see in front of the sampled text: the one given,
     behind a think block that the chat template opens.
@@ -91,15 +93,15 @@ class RLDataset(Dataset[dict[str, Any]]):
         self._prompt_column, self._template = prompt_column, prompt_template
         self._fields = _fields(prompt_template)
         options = {"split": split, "data_files": data_files, **load_dataset_kwargs}
-        loaded, where = _load(source, rows, **options)
-        self._entries = self._read(loaded, where, num_samples)
+        self._fault: Callable[[Row], str | None] | None = None  # in the columns of a later row
+        self._entries: list[_Entry] = []
+        self._read(*_load(source, rows, **options), num_samples)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._unread)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        position = range(len(self))[index]
-        entry = self._entries[position]
+        position, entry = self._usable(range(len(self))[index])
         messages = self._encoder.messages(entry.prompt)
         is_chat = not isinstance(entry.prompt, str)
         return {
@@ -109,8 +111,35 @@ class RLDataset(Dataset[dict[str, Any]]):
             "columns": dict(entry.columns),
         }
 
+    def _usable(self, position: int) -> tuple[int, _Entry]:
+        """The entry at a position, or the next one that can be used, and its position."""
+        checked = len(self._entries)
+        if position < checked:
+            return position, self._entries[position]
+        for later, number in enumerate(self._unread[position - checked :], position):
+            try:
+                entry = self._entry(self._rows[number], number)
+                if fault := self._fault and self._fault(entry.columns):
+                    raise BadRow(fault)
+                return later, entry
+            except ValueError as error:
+                said = f"row {number} is left out: {shortened(str(error), 200)}"
+                log_rank_zero(get_logger("INFO"), said)
+        return 0, self._entries[0]
+
+    @property
+    def num_checked(self) -> int:
+        """Number of rows that were checked when the data set was made; they come first."""
+        return len(self._entries)
+
+    def check_unread(self, *, max_tokens: int, fault: Callable[[Row], str | None]) -> None:
+        """Also leave out later rows whose prompt is longer, or in whose columns is a fault."""
+        self._limits["the model's context, less max_generated_tokens"] = max_tokens
+        self._fault = fault
+
     @property
     def max_prompt_length(self) -> int:
+        """The most tokens of a prompt among the rows that were checked."""
         return max(len(entry.tokens) for entry in self._entries)
 
     @property
@@ -129,7 +158,7 @@ class RLDataset(Dataset[dict[str, Any]]):
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
         """Make a data set of other rows with the same settings."""
         other = copy.copy(self)
-        other._entries = self._read(*_load(source, rows))
+        other._read(*_load(source, rows))
         return other
 
     def encode(self, prompt: str) -> list[int]:
@@ -141,41 +170,51 @@ class RLDataset(Dataset[dict[str, Any]]):
                 f"prompt_template={self._template!r}: needs the column {error}, not only a prompt."
             ) from error
 
-    def _read(
-        self, rows: Iterable[Row], where: str, num_samples: int | None = None
-    ) -> list[_Entry]:
+    def _read(self, rows: Iterable[Row], where: str, num_samples: int | None = None) -> None:
         entries: list[_Entry] = []
-        left_out, names = defaultdict[str, list[int]](list), None
-        total = f" of {len(rows)}" if isinstance(rows, Sized) else ""
+        left_out = defaultdict[str, list[int]](list)
+        self._rows: Any = rows
+        self._names: set[str] | None = None
+        self._unread = range(0)
+        total = f" of {min(len(rows), _CHECKED)}" if isinstance(rows, Sized) else ""
         next_report = time.monotonic() + _REPORT_SECONDS
         for number, row in enumerate(rows):
             if len(entries) == num_samples:
+                break
+            if number == _CHECKED and entries and isinstance(rows, Sized):
+                count = len(rows) - number if num_samples is None else num_samples - len(entries)
+                self._unread = range(number, min(len(rows), number + count))
+                said = f"{where}: {len(self._unread)} later rows are read when they are drawn."
+                log_rank_zero(get_logger("INFO"), said)
                 break
             if time.monotonic() > next_report:
                 said = f"{where}: {number}{total} rows are read and tokenized"
                 log_rank_zero(get_logger("INFO"), f"{said}; num_samples takes fewer.")
                 next_report += _REPORT_SECONDS
             try:
-                row = self._transformed(row)
-                if names is None:
-                    names, sources = row.keys(), self._column_sources(row)
-                if row.keys() != names:
-                    raise ValueError(
-                        f"row {number} has the columns {sorted(row)}, the ones before it "
-                        f"{sorted(names)}. Give every row the same columns."
-                    )
-                prompt = self._fill(row, number)
-                tokens = array("i", self._encoder(prompt))
-                for key, limit in self._limits.items():
-                    if limit is not None and len(tokens) > limit:
-                        raise BadRow(f"the prompt is longer than {key}={limit}")
-                columns = {name: _field(row, source) for name, source in sources.items()}
+                entries.append(self._entry(row, number))
             except BadRow as error:
                 left_out[str(error)].append(number)
-            else:
-                entries.append(_Entry(number, prompt, tokens, columns))
         _report(left_out, len(entries), where)
-        return entries
+        self._entries = entries
+
+    def _entry(self, row: Any, number: int) -> _Entry:
+        """A row's entry; a BadRow if it cannot be used, another ValueError if the data cannot."""
+        row = self._transformed(row)
+        if self._names is None:
+            self._names, self._sources = {*row}, self._column_sources(row)
+        if row.keys() != self._names:
+            raise ValueError(
+                f"row {number} has the columns {sorted(row)}, the ones before it "
+                f"{sorted(self._names)}. Give every row the same columns."
+            )
+        prompt = self._fill(row, number)
+        tokens = array("i", self._encoder(prompt))
+        for key, limit in self._limits.items():
+            if limit is not None and len(tokens) > limit:
+                raise BadRow(f"the prompt is longer than {key}={limit}")
+        columns = {name: _field(row, source) for name, source in self._sources.items()}
+        return _Entry(number, prompt, tokens, columns)
 
     def _transformed(self, row: Any) -> Row:
         if not isinstance(row, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -64,39 +64,73 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
     return load_dataset(file_format, split=split, data_files=files, **options)
 
 
-def _select(tables: Mapping[str, Iterable[Any]], split: str) -> Iterable[Any]:
-    """Select the rows of a split, or of slices and sums of splits: ``train[:90%]+test``."""
-    lengths = {name: len(table) for name, table in tables.items()}  # type: ignore[arg-type]
-    parts = ReadInstruction.from_spec(split).to_absolute(lengths)
-    return chain.from_iterable(islice(tables[p.splitname], p.from_, p.to) for p in parts)
+class _Slices(Sequence[Any]):
+    """Rows of tables, one slice behind the other."""
+
+    def __init__(self, parts: Iterable[tuple[Any, int, int]]) -> None:
+        self._parts = [*parts]
+
+    def __len__(self) -> int:
+        return sum(end - start for _, start, end in self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        for table, start, end in self._parts:
+            if index < end - start:
+                return table[start + index]
+            index -= end - start
+        raise IndexError
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(islice(table, *ends) for table, *ends in self._parts)
 
 
-def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = None) -> list[Any]:
-    """Read files of JSON lines, or of one JSON list, which may be a ``field`` of the file.
+class _JsonRows(Sequence[Any]):
+    """Rows as their JSON: parsed, a million of them would take gigabytes.
 
-    `datasets` would turn a text such as "2024-01-02" into a time, and integers beside floats into
-    floats. Columns that a row lacks are None.
+    Columns that a row lacks are None. `datasets` would turn a text such as "2024-01-02" into a
+    time, and integers beside floats into floats.
     """
-    rows: list[Any] = []
+
+    def __init__(self) -> None:
+        self._texts: list[bytes] = []
+        self._names: dict[str, None] = {}
+
+    def add(self, row: Any, text: str | None = None) -> None:
+        self._texts.append((json.dumps(row) if text is None else text).encode())
+        if isinstance(row, dict) and row.keys() - self._names:
+            self._names |= dict.fromkeys(row)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = json.loads(self._texts[index])
+        return {**dict.fromkeys(self._names), **row} if isinstance(row, dict) else row
+
+
+def _select(tables: Mapping[str, Sequence[Any]], split: str) -> Sequence[Any]:
+    """Select the rows of a split, or of slices and sums of splits: ``train[:90%]+test``."""
+    lengths = {name: len(table) for name, table in tables.items()}
+    parts = ReadInstruction.from_spec(split).to_absolute(lengths)
+    return _Slices((tables[part.splitname], part.from_, part.to) for part in parts)
+
+
+def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = None) -> _JsonRows:
+    """Read files of JSON lines, or of one JSON list, which may be a ``field`` of the file."""
+    rows = _JsonRows()
     for opened in fsspec.open_files(paths, "rt", compression="infer", encoding=encoding):
         with opened as file:
-            text = file.read()
-        if field is not None:
-            rows += json.loads(text)[field]
-        elif text.lstrip().startswith("["):
-            rows += json.loads(text)
-        else:
-            rows += _read_json_lines(text)
-    names = dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row)
-    return [{**dict.fromkeys(names), **row} if isinstance(row, dict) else row for row in rows]
-
-
-def _read_json_lines(text: str) -> list[Any]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            if line.strip():
-                rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"line {number} of the file: {error}") from None
+            lines = enumerate(file, 1)
+            first = next(((n, line) for n, line in lines if line.strip()), (0, ""))
+            if field is not None or first[1].lstrip().startswith("["):
+                whole = json.loads(first[1] + file.read())
+                for row in whole if field is None else whole[field]:
+                    rows.add(row)
+                continue
+            for number, line in chain([first], lines):
+                try:
+                    if line.strip():
+                        rows.add(json.loads(line), line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} of the file: {error}") from None
     return rows

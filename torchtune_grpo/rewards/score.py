@@ -128,7 +128,8 @@ class RewardSet:
         No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank. Raises a
         ValueError if more than half would have to be left out.
         """
-        rows = [dataset[index]["columns"] for index in range(len(dataset))]
+        checked = getattr(dataset, "num_checked", len(dataset))
+        rows = [dataset[index]["columns"] for index in range(checked)]
         for reward in self.rewards:
             reward.check_columns(rows[0], data=key)
             faults = reward.row_faults(rows)
@@ -136,6 +137,11 @@ class RewardSet:
             tried = on_first_rank(reward.tried_rows, rows)
             faults = {row: fault for row, fault in tried.items() if fault is not None}
             rows = _leave_out(dataset, rows, faults, len(tried), key=key, name=reward.name)
+
+    def fault_of(self, columns: Mapping[str, Any]) -> str | None:
+        """Why a reward cannot score any answer to a row with these columns."""
+        faults = (reward.row_faults([columns]).get(0) for reward in self.rewards)
+        return next(filter(None, faults), None)
 
     def __call__(
         self,

@@ -300,6 +300,12 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
         utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
+def longest_prompt(cfg: GRPOConfig, *, model: Any) -> int:
+    """The most tokens of a prompt that leave room for a response."""
+    rooms = [model.max_seq_len, (cfg.forward_token_budget or model.max_seq_len) + 1]
+    return int(min(rooms)) - cfg.max_generated_tokens
+
+
 def check_prompts(
     cfg: GRPOConfig, key: str, *, model: Any, longest: int, highest_token: int
 ) -> None:
