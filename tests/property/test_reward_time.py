@@ -8,7 +8,7 @@ import pytest
 
 from torchtune_grpo import rewards as shipped
 from torchtune_grpo.rewards import RewardSet, grade_math_answer
-from torchtune_grpo.rewards.code import extract_program
+from torchtune_grpo.rewards.extraction import extract_program
 
 SIZE = 200_000
 BOUND = 0.25  # seconds of this process; none takes 60% of it on an idle core
@@ -42,6 +42,26 @@ for operator in "+-*/":
     MATH_SHAPES.append("<answer>" + operator.join(["7e-99"] * 50) + "=1</answer>")
     MATH_SHAPES.append(operator.join(f"(1/{k})" for k in range(1001, 1017)) + "=1")
     MATH_SHAPES.append(operator.join(["9" * 90] * 10) + "=1")
+CODE_UNITS = [
+    '```python\n"""\n```\n',
+    "```\n",
+    "<answer>",
+    "> ",
+    "1. ",
+    "<a> ",
+    "[BEGIN]",
+    "a b ",
+    "\\'",
+    "'\"",
+]
+CODE_UNITS += [
+    "from __future__ import a\n",
+    "'''\n\"\"\"\n",
+    "def f():\n",
+    "```a```\n",
+    "<think></think>",
+]
+CODE_SHAPES = [unit * (99_000 // len(unit)) for unit in CODE_UNITS]
 ANSWER = ("<think>7</think>\n<answer>", "</answer>")
 FENCE = ("```python\ndef f():\n", "\n```")
 AROUND_MATH = [ANSWER, ("<answer>", "</answer>"), ("<think>", "</think> <answer>7</answer>")]
@@ -104,8 +124,9 @@ def test_the_program_of_no_text_takes_long() -> None:
 
     def extract(text: str) -> None:
         extract_program(text, setup="", entry_point="f")
+        extract_program(text, setup="", entry_point=None)
 
-    assert slowest(extract, around=[FENCE]) < BOUND
+    assert slowest(extract, around=[FENCE], shapes=[*SHAPES, *CODE_SHAPES]) < BOUND
 
 
 def slowest(

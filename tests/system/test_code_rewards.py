@@ -9,7 +9,7 @@ from hostile_code import HONEST, QUICK, TEST, WRONG
 from processes import children
 
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet, TrainerState, code_format_reward
-from torchtune_grpo.rewards.code import MAX_BLOCKS, extract_program
+from torchtune_grpo.rewards.extraction import MAX_BLOCKS, code_blocks, extract_program
 
 
 @pytest.mark.parametrize("name", [*HONEST, *WRONG])
@@ -237,7 +237,7 @@ def test_hostile_and_honest_ones_at_once():
             "<think>```python\ndef f(): 1\n```</think>\n```python\ndef f(): 2\n```",
             "S\n\ndef f(): 2\n\n",
         ),
-        ("```bash\ndef f(): 1\n```", "S\n\n```bash\ndef f(): 1\n```\n"),
+        ("```bash\ndef f(): 1\n```", "S\n\ndef f(): 1\n"),
         ("    return 1", "S    return 1\n"),
         ("def f(x): return 1", "S\n\ndef f(x): return 1\n"),
         ("```python\ndef f(): 1\n", "S\n\ndef f(): 1\n\n\n"),  # cut off
@@ -247,7 +247,7 @@ def test_hostile_and_honest_ones_at_once():
         ("~~~python\ndef f(): 1\n```\n~~~", "S\n\ndef f(): 1\n```\n\n"),
         ("````python\ndef f(): 1\n```\n````", "S\n\ndef f(): 1\n```\n\n"),
         ("```{.py .x}\ndef f(): 1\n```", "S\n\ndef f(): 1\n\n"),
-        ("```def f(): 1```\ndef f(): 2", "S\n\n```def f(): 1```\ndef f(): 2\n"),
+        ("```def f(): 1```\ndef f(): 2", "S\n\ndef f(): 2\n"),
         (
             '```\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n```\nBye\n```\nf()\n```',
             'S\n\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n\n',
@@ -273,7 +273,7 @@ def test_the_number_of_blocks_is_bounded():
     """Each is an object; the last of 1,000 counts, and nothing of a text with more."""
     text = "```\nprint()\n```\n" * (MAX_BLOCKS - 1) + "```\ndef f(): 1\n```\n"
     assert extract_program(text, setup="", entry_point="f").strip() == "def f(): 1"
-    assert "print" in extract_program(text + "```\nprint()\n```", setup="", entry_point="f")
+    assert code_blocks(text + "```\nprint()\n```") == []
 
 
 def test_code_format_reward():

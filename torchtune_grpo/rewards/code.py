@@ -8,14 +8,14 @@ gets across. docs/reward_hacking.md says what that is good for.
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import shortened
+from torchtune_grpo.rewards.extraction import code_blocks, definition_of, extract_program
 from torchtune_grpo.rewards.reward import declares
 from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
@@ -211,78 +211,3 @@ def _failure_kind(why: str) -> str:
     if why.startswith("no verdict"):
         return "timeout"
     return "exception" if name.isidentifier() else "crash"
-
-
-_LANGUAGE = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
-_PYTHON = ("", "python", "python3", "py")
-MAX_BLOCKS = 1000  # of more, none counts
-# A line at the left margin of a block that only defines things.
-_DEFINING = re.compile(r"(?:async |def |class |import |from |@|#|[)\]}]|[A-Za-z_]\w* = [^(]*$)")
-
-
-class Block(NamedTuple):
-    """A fenced block's lines, and whether the fence that ends it is there."""
-
-    code: str
-    closed: bool
-
-
-def code_blocks(text: str) -> list[Block]:
-    """Find the fenced blocks of Python (or of no named language) behind a text's thinking.
-
-    A fence is a line that begins with three or more backticks or tildes, however far it is
-    indented. A line of at least as many ends the block, unless a triple-quoted string is open; the
-    end of the text ends it, too. Takes linear time.
-    """
-    blocks: list[Block] = []
-    fence, lines, indent, is_python, quoted = "", [""], 0, False, False
-    for line in text.rpartition("</think>")[2].replace("\r\n", "\n").split("\n"):
-        bare = line.strip(" \t")
-        mark = bare[0] if bare.startswith(("```", "~~~")) else ""
-        if fence and bare.startswith(fence) and not bare.strip(mark) and not quoted:
-            if is_python:
-                blocks.append(Block("\n".join([*lines, ""]), closed=True))
-            fence = ""
-        elif fence:
-            lines.append(line[indent:] if line[:indent].isspace() else line)
-            quoted ^= is_python and (line.count('"""') + line.count("'''")) % 2 == 1
-        elif mark and mark not in (info := bare.lstrip(mark)):
-            if len(blocks) == MAX_BLOCKS:
-                return []
-            fence, lines, quoted = bare[: len(bare) - len(info)], [], False
-            indent = len(line) - len(line.lstrip(" \t"))
-            language = _LANGUAGE.match(info)
-            is_python = language is not None and language.group(1).lower() in _PYTHON
-    return blocks + [Block("\n".join([*lines, ""]), closed=False)] * bool(fence and is_python)
-
-
-def definition_of(name: str) -> re.Pattern[str]:
-    """Return a pattern for a line at the left margin that defines a function or class."""
-    name = re.escape(name)
-    return re.compile(
-        rf"^(?:(?:(?:async[ ]+)?def|class)[ ]+{name}\b|{name}[ ]*(?::[^=\n]*)?=(?!=))", re.MULTILINE
-    )
-
-
-def extract_program(text: str, *, setup: str, entry_point: str) -> str:
-    """Extract the program from a text: prefill and completion.
-
-    It is ``setup`` (the prompt's code), the last fenced block that defines the function, and the
-    blocks around it that define other things and do nothing else. Without any such block the text
-    behind the thinking is the program, or, if it does not define the function, the continuation of
-    ``setup``, as a base model writes it. It need not be valid code.
-    """
-    defines = definition_of(entry_point).search
-    blocks = [block.code for block in code_blocks(text)]
-    found = {index for index, code in enumerate(blocks) if defines(code)}
-    if found:
-        others = {index for index, code in enumerate(blocks) if _only_defines(code)} - found
-        kept = [blocks[index] for index in sorted({max(found), *others})]
-        return "\n\n".join([setup, *kept]) + "\n"
-    tail = text.rpartition("</think>")[2]
-    return f"{setup}\n\n{tail}\n" if defines(tail) else f"{setup}{tail}\n"
-
-
-def _only_defines(code: str) -> bool:
-    margin = [line for line in code.split("\n") if line[:1].strip()]
-    return all(map(_DEFINING.match, margin))

@@ -1,0 +1,184 @@
+"""The program that a completion answers with, wherever a model has put it. Takes linear time."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_BLOCKS = 1000  # of more, none counts
+_PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
+# A line that opens a fence: in a quotation, in a list, or behind a tag; with "python", behind text.
+_BEFORE = r"(?P<before>[ \t>]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?(?:</?\w+>[ \t]*)*)"
+_FENCE = re.compile(rf"{_BEFORE}(?P<fence>```+|~~~+)(?P<info>[^`\n]*)")
+_FENCE_BEHIND_TEXT = re.compile(rf"[^`\n]*[^`\n](?P<fence>```)(?:{'|'.join(_PYTHON)})[ \t]*")
+_GLUED = re.compile(r"(?<=[\w)\]}\"'])```[ \t]*$", re.MULTILINE)  # return x```
+_INFO = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
+_BRACKETS = re.compile(r"\[/?(?:PYTHON|BEGIN|DONE)\]")  # as in the prompts of MBPP and Code Llama
+_FENCE_IN_TEXT = re.compile("^[ \t>]*(?:```|~~~)", re.MULTILINE)
+_ENDING = re.compile(r"(?:<\|\w+\|>|</\w+>)\Z")  # of a turn or of an answer
+# A string or a comment that begins in a line; a triple quote is all there is of its string.
+_STRING = re.compile(r"""\"\"\"|'''|"(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?|#""")
+_MAX_UNCLOSED = 10  # strings in a text that are searched for up to its end
+# A line at the left margin of a block that only defines things.
+_DEFINING = re.compile(r"(?:async |def |class |import |from |@|#|[)\]}]|[A-Za-z_]\w* = [^(]*$)")
+_FUTURE = re.compile(r"^from __future__ import [^\n(]*\n?", re.MULTILINE)
+_STARTS = re.compile(r"^(?:async |def |class |import |from \w[\w.]* import |@\w)", re.MULTILINE)
+_KEYWORDS = (
+    "and|as|assert|async|await|break|class|continue|def|del|elif|else|except|finally|for|from|"
+    "global|if|import|in|is|lambda|match|nonlocal|not|or|pass|raise|return|try|type|while|with|yield"
+)
+_PROSE = re.compile(
+    rf"(?!(?:{_KEYWORDS})\b)[A-Z]?[a-z']+,? (?!{_KEYWORDS}\b)\w|[-*] |\*\*|[0-9]+\. "
+)
+
+
+class Block(NamedTuple):
+    """A fenced block's lines, and whether the fence that ends it is there."""
+
+    code: str
+    closed: bool
+
+
+def code_blocks(text: str) -> list[Block]:
+    """Find the fenced blocks of Python (or of no named language) behind a text's thinking.
+
+    A fence is three or more backticks or tildes, in a quotation or a list too. As many at the start
+    of a line end the block, unless a triple-quoted string is open that is closed behind them; the
+    end of the text ends it, too.
+    """
+    return _blocks(_behind_thinking(text))
+
+
+def _behind_thinking(text: str) -> str:
+    tail = text.rpartition("</think>")[2]
+    return tail.partition("<think>")[0]
+
+
+def _blocks(text: str) -> list[Block]:
+    blocks: list[Block] = []
+    unclosed = 0
+    text = text.replace("\r\n", "\n").replace("\u00a0", " ")
+    lines, at = _GLUED.sub("\n```", text).split("\n"), 0
+    while at < len(lines):
+        opened = _FENCE.fullmatch(lines[at]) or _FENCE_BEHIND_TEXT.fullmatch(lines[at])
+        at += 1
+        if opened is None:
+            continue
+        if len(blocks) == MAX_BLOCKS:
+            return []
+        end, is_unclosed = _end_of_block(
+            lines, at, opened["fence"], in_strings=unclosed < _MAX_UNCLOSED
+        )
+        unclosed += is_unclosed
+        before, info = (opened.groupdict().get(name, "") for name in ("before", "info"))
+        language = _INFO.match(info)
+        if language is not None and language[1].lower() in ("", *_PYTHON):
+            inner = [_unwrapped(line, before) for line in lines[at:end]]
+            blocks.append(Block("\n".join([*inner, ""]), closed=end < len(lines)))
+        at = end + 1
+    return blocks
+
+
+def _end_of_block(
+    lines: list[str], start: int, fence: str, *, in_strings: bool
+) -> tuple[int, bool]:
+    """The line of the fence that ends a block, and whether it is in a string that is never closed.
+
+    Fences in other strings are passed over, if wanted.
+    """
+    quote, first = "", len(lines)
+    for number in range(start, len(lines)):
+        line = lines[number].lstrip(" \t>")
+        if line.startswith(fence):
+            if not (quote and in_strings):
+                return number, False
+            first = min(first, number)
+        quote = _open_string(lines[number], quote)
+    return first, bool(quote)
+
+
+def _open_string(line: str, quote: str) -> str:
+    """The triple quote of a string that is open behind a line, if one is; ``quote`` before it."""
+    at = 0
+    while True:
+        if quote:
+            at = line.find(quote, at) + 3
+            if at == 2:
+                return quote
+        found = _STRING.search(line, at)
+        if found is None or found[0] == "#":
+            return ""
+        quote, at = found[0] if found[0] in ('"""', "'''") else "", found.end()
+
+
+def _unwrapped(line: str, before: str) -> str:
+    """A line of a block without what stands before the line of its fence."""
+    if ">" in before:
+        line = re.sub(r"^[ \t]*>[ ]?", "", line)
+        before = before.rpartition(">")[2][1:]
+    width = len(before) - len(before.lstrip(" \t")) if before.strip() == "" else len(before)
+    indent = line[:width]
+    return line[width:] if not indent.strip() else line
+
+
+def definition_of(name: str) -> re.Pattern[str]:
+    """Return a pattern for a line at the left margin that defines a function or class."""
+    name = re.escape(name)
+    return re.compile(
+        rf"^(?:(?:(?:async[ ]+)?def|class)[ ]+{name}\b|{name}[ ]*(?::[^=\n]*)?=(?!=))", re.MULTILINE
+    )
+
+
+def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
+    """Extract the program from a text: prefill and completion.
+
+    It is ``setup`` (the prompt's code), the last fenced block that defines the function, and the
+    blocks around it that define other things and do nothing else. Without any such block the code
+    behind the thinking is the program, or, if it does not define the function, the text there is
+    the continuation of ``setup``, as a base model writes it. An answer block comes before what is
+    around it. Without ``entry_point``, the last block is the program. It need not be valid code.
+    """
+    tail = _behind_thinking(text)
+    if not _FENCE_IN_TEXT.search(tail):
+        tail = _BRACKETS.sub("\n```\n", tail)
+    answer = tail.rpartition("<answer>")[2].partition("</answer>")[0]
+    defines = definition_of(entry_point).search if entry_point else bool
+    for part in dict.fromkeys([answer, tail]):
+        blocks = [block.code for block in _blocks(part)]
+        found = {index for index, code in enumerate(blocks) if defines(code)}
+        if found:
+            around = enumerate(blocks) if entry_point else ()
+            others = {index for index, code in around if _only_defines(code)} - found
+            kept = [blocks[index] for index in sorted({max(found), *others})]
+            return _joined(setup, "\n\n".join(kept) + "\n")
+    for part in (answer, tail):
+        if defines(part):
+            return _joined(setup, _code_of(part) + "\n")
+    return f"{setup}{tail}\n"
+
+
+def _joined(setup: str, program: str) -> str:
+    """A program behind its setup; what it imports from ``__future__`` comes first."""
+    future = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(program))
+    return f"{future}{setup}\n\n{_FUTURE.sub('', program) if future else program}"
+
+
+def _code_of(text: str) -> str:
+    """The code of a text without fences: from the first definition or import, up to prose."""
+    text = text.replace("\r\n", "\n").replace("\u00a0", " ").rstrip()
+    while ending := _ENDING.search(text, max(0, len(text) - 40)):
+        text = text[: ending.start()].rstrip()
+    lines = text.split("\n")
+    starts = (number for number, line in enumerate(lines) if _STARTS.match(line))
+    start = next(starts, 0)
+    quote = ""
+    for number in range(start, len(lines)):
+        if not quote and (_PROSE.match(lines[number]) or _FENCE_IN_TEXT.match(lines[number])):
+            return "\n".join(lines[start:number])
+        quote = _open_string(lines[number], quote)
+    return "\n".join(lines[start:])
+
+
+def _only_defines(code: str) -> bool:
+    margin = [line for line in code.split("\n") if line[:1].strip()]
+    return all(map(_DEFINING.match, margin))
