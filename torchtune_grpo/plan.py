@@ -431,7 +431,9 @@ def judge(numbers: Numbers, cfg: GRPOConfig) -> Judgement:
 def _judge_groups(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
     right, cut = numbers["pass_rate"][0], numbers["cut_off"][0]
     teaching = numbers["informative"][str(cfg.grpo_samples)][0]
-    verdict = "will not learn" if teaching < _NEARLY_NONE else "doubtful"
+    # Where some are right, groups that seldom teach may still be enough.
+    is_hopeless = teaching < _NEARLY_NONE and not 0.05 < right < 0.95
+    verdict = "will not learn" if is_hopeless else "doubtful"
     if cut > 0.5 and (teaching < _FEW or right < 0.05):
         twice, then = numbers["cut_off_at_twice"], numbers["pass_rate_at_twice"]
         found.add(

@@ -62,7 +62,7 @@ SHAPES = {
     "an open quote in a block before": '```python\nprint(""" a\n```\nNo.\n' + FENCED,
     "glued to the code": FENCED.replace("\n```", "```"),
     "tag instead of a fence": f"<python>\n{ADD}</python>",
-    "steps with code": f"1. Define:\n{indented(FENCED, '   ')}\n2. Call:\n   ```\n   add(1)\n   ```",
+    "steps with code": f"1. Now:\n{indented(FENCED, '   ')}\n2. Call:\n   ```\n   add(1)\n   ```",
     "a class": "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n\n"
     "def add(a, b):\n    return Solution().add(a, b)\n```",
     "quotes in a docstring": "```\ndef add(a, b):\n    '''It's \"easy\".'''\n    return a + b\n```",
