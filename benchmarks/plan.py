@@ -78,7 +78,7 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
     ):
         for first in (3, 10):
             found[f"{name}/{first}"] = mean(step[metric] for step in steps[:first])
-        found[name] = predicted
+        found[name], found[f"{name}_soon"] = predicted, plan[f"{name}_soon"]
     seconds = [step["step_time"] for step in steps[:10]]
     found |= {"step": plan["time"]["step"], "step/10": mean(seconds[1:])}
     return found
