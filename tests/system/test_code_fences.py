@@ -492,8 +492,9 @@ def test_no_fence_at_all_is_refused():
     """On a kernel with neither namespaces nor Landlock, unless asked for; then it is said."""
     sandbox = CodeSandbox(namespaces=False)
     sandbox._start()
-    facts = {**sandbox._server.facts, "landlock": 0, "filter": False, "users": False}
-    with pytest.raises(SandboxError, match=r"seccomp.* and no namespaces .*set unfenced: true"):
+    facts = {**sandbox._server.facts, "landlock": 0, "filter": False, "counted": False}
+    missing = "seccomp.* and no namespaces .* and no limit on processes .*set unfenced: true"
+    with pytest.raises(SandboxError, match=missing):
         sandbox._check_fences(facts)
     sandbox.unfenced = True
     sandbox._start()
@@ -501,24 +502,53 @@ def test_no_fence_at_all_is_refused():
     sandbox._server.facts = facts
     assert "READ THIS MACHINE'S FILES, USE THE NETWORK, " in sandbox.confinement()
     assert "SYSTEM CALLS ARE NOT FILTERED" in sandbox.confinement()
-    assert os.geteuid() != 0 or "NUMBER OF PROCESSES HAS NO LIMIT" in sandbox.confinement()
+    assert "NUMBER OF PROCESSES HAS NO LIMIT" in sandbox.confinement()
     sandbox.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have what it loses here")
-def test_root_without_the_right_to_make_namespaces():
-    """As in many containers: a user namespace lets it, and knows no other user."""
-    code = """
+WITHOUT_CAPABILITIES = """
 import ctypes, os, sys
 from torchtune_grpo.sandbox import CodeSandbox
-ctypes.CDLL(None).prctl(24, 21, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_SYS_ADMIN: gone after an exec
-if len(sys.argv) < 2: os.execv(sys.executable, [*sys.orig_argv, "again"])
-sandbox = CodeSandbox()
-verdict = sandbox.judge(code="def f(x): return x", setup="", test="assert f(1)", entry_point="f")
+numbers, unfenced = sys.argv[1:3]
+for number in numbers.split():  # PR_CAPBSET_DROP; they are gone after an exec
+    ctypes.CDLL(None).prctl(24, int(number), 0, 0, 0)
+if len(sys.argv) == 3: os.execv(sys.executable, [*sys.orig_argv, "again"])
+sandbox = CodeSandbox(unfenced=unfenced == "True")
+code = '''
+import os, signal
+def solve(n):
+    made = 0
+    try:
+        while made < n:
+            if not os.fork(): signal.pause()
+            made += 1
+    except BlockingIOError: pass
+    return made
+'''
+test = "raise ValueError(solve(600))"
+print(sandbox.judge(code=code, setup="", test=test, entry_point="solve").why)
+print(sandbox.confinement())
 sandbox.close()
-sys.exit(not verdict.passed)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have what it loses here")
+@pytest.mark.parametrize(
+    ("dropped", "unfenced", "says"),
+    [
+        ("21", False, ["ValueError: 15\n", "in namespaces of their own"]),  # SYS_ADMIN
+        ("21 31", False, ["ValueError: 15\n", "refuses namespaces"]),  # SETFCAP
+        ("21 7", False, ["no limit on processes of root (be another user"]),  # SETUID
+        ("21 7", True, ["ValueError: 600\n", "NUMBER OF PROCESSES HAS NO LIMIT"]),
+    ],
+    ids=["container", "no mapping", "no users", "unfenced"],
+)
+def test_processes_of_root_without_capabilities_are_limited(dropped, unfenced, says):
+    """As in many containers: no user is exempt from the limit, or else it is refused."""
+    command = [sys.executable, "-c", WITHOUT_CAPABILITIES, dropped, str(unfenced)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert all(text in ran.stdout + ran.stderr for text in says), ran
+    assert ("HAS NO LIMIT" in ran.stdout) == unfenced
 
 
 def test_a_server_that_is_killed_takes_all_along_and_is_replaced(sandbox):

@@ -89,8 +89,7 @@ class CodeSandbox:
         """Describe what a completion can reach and what not."""
         facts = self._start().facts
         loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
-        if os.geteuid() == 0 and not facts["users"]:
-            loose += " They run as root without rights, whose NUMBER OF PROCESSES HAS NO LIMIT."
+        loose += "" if facts["counted"] else " Their NUMBER OF PROCESSES HAS NO LIMIT."
         if self.namespaces:
             return (
                 "completions run in namespaces of their own: no network, no process and no file of "
@@ -153,11 +152,13 @@ class CodeSandbox:
                 f"no namespaces ({self._refusal}) and version {facts['landlock']} of Landlock, "
                 f"where {landlock} is needed"
             )
+        if not facts["counted"]:
+            missing.append("no limit on processes of root (be another user, or have CAP_SETUID)")
         if missing and not self.unfenced:
             raise SandboxError(
-                f"the kernel offers {' and '.join(missing)}. Code that a model wrote could read "
-                "and kill what belongs to you. Allow user namespaces, or run everything in a "
-                "container that may come to harm and set unfenced: true."
+                f"the kernel offers {' and '.join(missing)}. Code that a model wrote could read or "
+                "kill what belongs to you, or use up this machine. Allow user namespaces, or run "
+                "everything in a container that may come to harm and set unfenced: true."
             )
 
     def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:

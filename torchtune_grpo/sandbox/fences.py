@@ -29,7 +29,8 @@ import secrets
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from torchtune_grpo.sandbox import kernel
@@ -73,12 +74,12 @@ class Fences:
         _load_shared_libraries()
         self._namespaces = namespaces
         self._landlock: list[tuple[int, int]] = []
+        self._first_uid = _first_uid()
         readable = _readable_paths()
         if namespaces:
-            _enter_namespaces()
+            _enter_namespaces(self._first_uid)
             _hide_files(readable)
-        self._first_uid = _first_uid()  # after a user namespace is entered, which may know one
-        if not namespaces:
+        else:
             for _ in _files_at(readable):  # into the page cache: _files_at says why
                 pass
             rights = {
@@ -94,7 +95,18 @@ class Fences:
             "landlock": kernel.landlock_version(),
             "filter": self._filter,
             "users": self._first_uid is not None,
+            "counted": self._counts_processes(),
         }
+
+    def _counts_processes(self) -> bool:
+        """Whether the limit on processes binds: not on one that is root outside as well."""
+
+        def exceed_it() -> None:
+            kernel.refuse_privileges()
+            self.give_up_rights(self._first_uid, {"NPROC": 1})
+            os.fork()
+
+        return not _can(exceed_it)
 
     def fork(self) -> int:
         """As ``os.fork``; the child is the first process of a pid namespace."""
@@ -164,16 +176,30 @@ def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
                     yield file, Path(file).read_bytes()
 
 
-def _enter_namespaces() -> None:
+def _enter_namespaces(first_uid: int | None) -> None:
     """Enter new network, mount, ipc and uts namespaces, in a user namespace if need be."""
     flags = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-    uid, gid = os.geteuid(), os.getegid()
     if kernel.libc.unshare(flags):
+        server, (reader, writer) = os.getpid(), os.pipe()
+        if not (mapper := os.fork()):  # outside, where root may map completions' users as well
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(not _can(partial(_map_users, f"/proc/{server}", first_uid)))
         kernel.call_libc("unshare", flags | kernel.CLONE_NEWUSER)
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        os.close(reader)
+        os.close(writer)
+        if os.waitpid(mapper, 0)[1]:
+            raise PermissionError("the kernel does not let a user namespace know its users")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+
+
+def _map_users(process: str, first_uid: int | None) -> None:
+    """Let a process's user namespace know the present user and, if any, those of completions."""
+    others = "" if first_uid is None else f"\n{first_uid} {first_uid} {_UIDS}"
+    if not others:
+        Path(process, "setgroups").write_text("deny")
+    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+        Path(process, name).write_text(f"{own} {own} 1{others}")
 
 
 def _hide_files(readable: list[str]) -> None:
@@ -236,14 +262,17 @@ def _become(uid: int) -> None:
 
 
 def _first_uid() -> int | None:
-    """Where the users begin that this process can become, or None; a child process tries it."""
-    for uid in _FIRST_UIDS if os.geteuid() == 0 else ():
-        child = os.fork()
-        if not child:
-            with contextlib.suppress(OSError):
-                _become(uid)
-                os._exit(0)
+    """Where the users begin that this process can become, or None."""
+    uids = _FIRST_UIDS if os.geteuid() == 0 else ()
+    return next((uid for uid in uids if _can(partial(_become, uid))), None)
+
+
+def _can(action: Callable[[], None]) -> bool:
+    """Whether a child process can do something."""
+    if not (child := os.fork()):
+        try:
+            action()
+            os._exit(0)
+        finally:
             os._exit(1)
-        if os.waitpid(child, 0)[1] == 0:
-            return uid
-    return None
+    return os.waitpid(child, 0)[1] == 0
