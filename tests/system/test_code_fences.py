@@ -410,6 +410,22 @@ def solve(n):
     assert found == ["no verdict within 2 s"]
 
 
+def test_waits_at_the_same_time_do_not_add_up():
+    """Or else processes that wait for each other would stretch the limit as long as they like."""
+    spin = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    spin += "for _ in range(7):\n    if not os.fork(): break\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], start_new_session=True) as spinner:
+        try:
+            assert wait_until(lambda: len(kernel.processes_of(spinner.pid)) == 7)
+            before, start = kernel.time_used(spinner.pid)[1], time.monotonic()
+            time.sleep(0.5)
+            waited = kernel.time_used(spinner.pid)[1] - before
+            passed = time.monotonic() - start
+        finally:
+            os.killpg(spinner.pid, 9)
+    assert passed < waited < 2.2 * passed  # of the seven, two that waited seven eighths of it
+
+
 def test_time_is_of_all_processes_also_of_one_that_answers_in_time(sandbox, monkeypatch):
     """Several CPUs at once: a second of them, in which less than the limit may pass."""
     code = """

@@ -18,6 +18,7 @@ from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
+_PAUSE = 0.01  # seconds between two looks at the time used; a look takes a millisecond or more
 _PATIENCE = 5  # times the limit that may pass while others keep a completion from running
 
 
@@ -203,7 +204,7 @@ class CodeSandbox:
             sock.settimeout(_PATIENCE * limit)
             send(sock, exam)
             while not answered:
-                answered = bool(waiter.poll(left * 1000))
+                answered = bool(waiter.poll(max(left, _PAUSE) * 1000))
                 passed = time.monotonic() - start
                 if answered and passed * at_once < limit:  # more cannot have been used
                     break
