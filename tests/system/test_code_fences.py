@@ -624,3 +624,20 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
         owner.kill()
         owner.join()
     assert wait_until(lambda: not any(is_alive(pid) for pid in family), seconds=20)
+
+
+def test_no_folder_outlives_an_owner_that_is_killed(tmp_path):
+    """Nor what a completion has written there."""
+    code = """
+from torchtune_grpo.sandbox import CodeSandbox, Limits
+code = "open('written', 'w').close()\\nimport time; time.sleep(1000)"
+sandbox = CodeSandbox(Limits(seconds=1000), namespaces=False)
+sandbox.judge(code=code, setup="", test="solve(0)", entry_point="solve")
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as owner:
+        try:
+            assert wait_until(lambda: list(tmp_path.glob("*/written")), seconds=30)
+        finally:
+            owner.kill()
+    assert wait_until(lambda: not os.listdir(tmp_path))

@@ -169,19 +169,20 @@ class CodeSandbox:
             "limits": self.limits.for_completion(),
             "megabytes": self.limits.megabytes,
         }
-        exam = {"setup": setup, "test": test, "limits": self.limits.for_test()}
+        exam: dict[str, Any] = {"setup": setup, "test": test, "limits": self.limits.for_test()}
         try:
             with nullcontext("/tmp") if self.namespaces else _temporary_folder() as folder:
-                return self._run(exam | {"program": program | {"folder": folder}})
+                exam["program"] = program | {"folder": folder}
+                return self._run(exam, "" if self.namespaces else folder)
         except OSError as error:  # a disk that is full, say
             raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
-    def _run(self, exam: dict[str, Any]) -> Verdict:
+    def _run(self, exam: dict[str, Any], folder: str) -> Verdict:
         assert self._server is not None
         server, (ours, theirs) = self._server, socket.socketpair()
         try:
             with theirs:
-                server.start(theirs)
+                server.start(theirs, folder)
             try:
                 with ours:
                     report = self._await_verdict(ours, server.pid, exam)

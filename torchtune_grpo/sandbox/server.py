@@ -1,8 +1,8 @@
 """A small process that forks tasks on demand, and ends them with all that they started.
 
-It reads single bytes from its socket. One with an open socket forks a task, which talks to the
-server's owner there; one without kills every descendant and is answered when none is left. When its
-socket closes, because the owner closed it or died, the server kills them and ends.
+A request with an open socket forks a task, which talks to the server's owner there; one without, a
+single byte, kills every descendant and is answered when none is left. When its own socket closes,
+because the owner closed it or died, the server kills them, removes the last task's folder and ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,10 +89,13 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self, sock: socket.socket) -> None:
-        """Fork a task there, which talks to the socket's other end without the server."""
+    def start(self, sock: socket.socket, folder: str = "") -> None:
+        """Fork a task there, which talks to the socket's other end without the server.
+
+        If this process dies, the server removes the folder.
+        """
         with self._talking(_STOP_SECONDS):
-            socket.send_fds(self._control, [b"+"], [sock.fileno()])
+            socket.send_fds(self._control, [b"+" + os.fsencode(folder)], [sock.fileno()])
 
     def stop(self) -> None:
         """End all tasks there, and return when no process of theirs is left."""
@@ -153,14 +157,17 @@ def main(role: str, fd: int) -> None:
 def _serve(control: socket.socket, task: Task) -> None:
     kernel.adopt_orphans()
     tasks: list[int] = []
+    folder = b""
     while True:
-        request, fds, _, _ = socket.recv_fds(control, 1, 1)
+        request, fds, _, _ = socket.recv_fds(control, 4097, 1)
         if fds:
+            folder = request[1:]
             tasks.append(_fork(control, task, fds[0]))
             os.close(fds[0])
             continue
         _end_all(tasks)
         if not request:
+            shutil.rmtree(folder, ignore_errors=True)
             return
         control.send(request)
 
