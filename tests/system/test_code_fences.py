@@ -481,6 +481,32 @@ def test_a_machine_without_a_folder_is_not_the_completions_fault(sandbox, monkey
     assert passes_again(sandbox)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_that_others_fill_is_not_the_completions_fault(tmp_path, monkeypatch):
+    """Without namespaces its folder is on this machine's disk. What it fills itself is its own."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=140m,mode=777", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    honest = "def solve(n): return open('x', 'w').write('x' * n)"
+    greedy = "for n in range(9): open(f'{n}', 'w').write('x' * 2**24)\nassert 0"
+    test = "assert solve(2**21) == 2**21"
+    sandbox = CodeSandbox(Limits(seconds=5, megabytes=200), namespaces=False)
+    try:
+        assert judge(sandbox, honest, test=test).passed
+        (tmp_path / "others").write_bytes(b"x" * 139 * 2**20)
+        with pytest.raises(SandboxError, match="the disk is full, of which .*torchtune_grpo_code_"):
+            judge(sandbox, honest, test=test)
+        os.remove(tmp_path / "others")
+        with pytest.raises(SandboxError, match="the disk is full"):
+            judge(sandbox, greedy)
+        sandbox.limits = Limits(seconds=5, megabytes=128)
+        assert "No space left" in judge(sandbox, greedy).why
+    finally:
+        sandbox.close()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def test_which_files_are_in_memory_tells_nothing(sandbox):
     """A page of Python's library that was not in memory is, when a sandbox has started, or what a
     completion reads is a copy in memory."""

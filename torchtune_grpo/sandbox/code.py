@@ -18,6 +18,7 @@ from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
+_LARGEST_FILE, _OPEN_FILES = 16 * _MEGABYTE, 64  # of a completion
 _PAUSE = 0.01  # seconds between two looks at the time used; a look takes a millisecond or more
 _PATIENCE = 5  # times the limit that may pass while others keep a completion from running
 
@@ -39,8 +40,8 @@ class Limits:
             "CPU": math.ceil(self.seconds) + 1,
             "AS": self.megabytes * _MEGABYTE,
             "NPROC": self.processes,
-            "FSIZE": 16 * _MEGABYTE,
-            "NOFILE": 64,
+            "FSIZE": _LARGEST_FILE,
+            "NOFILE": _OPEN_FILES,
             "SIGPENDING": 64,
             "CORE": 0,
         }
@@ -173,7 +174,10 @@ class CodeSandbox:
         try:
             with nullcontext("/tmp") if self.namespaces else _temporary_folder() as folder:
                 exam["program"] = program | {"folder": folder}
-                return self._run(exam, "" if self.namespaces else folder)
+                verdict = self._run(exam, "" if self.namespaces else folder)
+                if not (verdict.passed or self.namespaces):
+                    _check_disk(folder, self.limits.megabytes * _MEGABYTE)
+                return verdict
         except OSError as error:  # a disk that is full, say
             raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
@@ -216,6 +220,15 @@ class CodeSandbox:
             return receive(sock, limit=_MAX_VERDICT)
         except (PeerGone, TimeoutError):
             return {"why": "the test's process ended without a verdict"}
+
+
+def _check_disk(folder: str, most: int) -> None:
+    """Raise SandboxError if there is no room and files of others than the folder take it."""
+    disk = os.statvfs(folder)
+    if disk.f_bavail * disk.f_frsize < _LARGEST_FILE or disk.f_favail < _OPEN_FILES:
+        with os.scandir(folder) as files:
+            if sum(file.stat().st_blocks * 512 for file in files) < most:
+                raise SandboxError(f"the disk is full, of which {folder} is a part")
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
