@@ -68,6 +68,7 @@ AROUND_MATH = [ANSWER, ("<answer>", "</answer>"), ("<think>", "</think> <answer>
 AROUND_MATH += [("<answer>7</answer>", ""), (r"\boxed{", ""), ("#### ", ""), ("The answer is ", "")]
 
 COLUMNS = {"answer": ["7"], "entry_point": ["f"], "test": ["assert f() == 1"]}
+COLUMNS |= {"tests": [{"inputs": ["1"], "outputs": ["1"]}]}
 # Of each shipped reward, its arguments.
 REWARDS = {
     "math_correctness_reward": {},
@@ -77,6 +78,7 @@ REWARDS = {
     "math_tag_reward": {},
     "code_format_reward": {},
     "CodeReward": {},
+    "ProgramReward": {},
     "SymbolicMathReward": {},
     "CosineLengthReward": {"max_length": 9},
     "OverlongPenalty": {"max_length": 9, "cache": 3},

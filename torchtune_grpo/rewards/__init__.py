@@ -13,6 +13,7 @@ from torchtune_grpo.rewards.math import (
     math_format_holds,
     math_format_reward,
 )
+from torchtune_grpo.rewards.programs import ProgramReward
 from torchtune_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.score import RewardFailure, RewardScores, RewardSet
@@ -29,6 +30,7 @@ __all__ = [
     "CodeReward",
     "CosineLengthReward",
     "OverlongPenalty",
+    "ProgramReward",
     "ReasoningGymReward",
     "RepetitionPenalty",
     "Reward",

@@ -98,7 +98,7 @@ class CodeReward:
         )
         if log_extra is not None:
             log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
-        scores = list(map(_score, verdicts))
+        scores = list(map(self.score, verdicts))
         if log_metric is not None:
             why = [v.why for v in verdicts if isinstance(v, Verdict) and not v.test_failed]
             kinds = Counter(map(_failure_kind, filter(None, why)))
@@ -131,7 +131,7 @@ class CodeReward:
         and what is wrong with it, or None.
         """
         count = len(test)
-        tried = sorted(random.Random(0).sample(range(count), min(count, _MAX_TRIED)))
+        tried = _tried_rows(count)
         log.info(f"Code rewards: trying the tests of {len(tried)} of {count} rows.")
         columns = {"test": test, "entry_point": entry_point, "setup": setup or [""] * count}
         chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
@@ -140,13 +140,21 @@ class CodeReward:
         for row, verdict in zip(tried, self.judge(programs, **chosen), strict=True):
             faults[row] = _trial_fault(verdict)
         if solution is not None:
-            verdicts = self.judge([solution[row] for row in tried], **chosen)
-            for row, verdict in zip(tried, verdicts, strict=True):
-                faults[row] = faults[row] or _solution_fault(verdict)
+            others = self.try_programs(solution, columns)
+            faults = {row: fault or others[row] for row, fault in faults.items()}
         return {
             row: fault and f"test={shortened(repr(test[row]))}: {fault}"
             for row, fault in faults.items()
         }
+
+    def try_programs(
+        self, solutions: list[str], columns: dict[str, list[str]]
+    ) -> dict[int, str | None]:
+        """What is wrong with the rows that are tried, by their own solutions."""
+        tried = _tried_rows(len(solutions))
+        chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
+        verdicts = self.judge([solutions[row] for row in tried], **chosen)
+        return dict(zip(tried, map(_solution_fault, verdicts), strict=True))
 
     def judge(
         self,
@@ -169,21 +177,28 @@ class CodeReward:
         """End the sandboxes' processes; a later call starts new ones."""
         self._pool.close()
 
+    def score(self, verdict: Verdict | Exception) -> float | Exception:
+        if isinstance(verdict, Exception):
+            return verdict
+        return SandboxError(verdict.why) if verdict.test_failed else float(verdict.passed)
+
+    def program_of(self, text: str, setup: str, entry_point: str) -> tuple[str, str]:
+        """What runs for a completion, and the name of the function in it that the test calls."""
+        return extract_program(text, setup=setup, entry_point=entry_point), entry_point
+
     def _judge(self, sandbox: CodeSandbox, job: tuple[str, str, str, str]) -> Verdict | Exception:
         text, test, entry_point, setup = job
         if len(text) > _LONGEST:
             return Verdict(False, f"longer than {_LONGEST} characters")
-        code = extract_program(text, setup=setup, entry_point=entry_point)
+        code, entry_point = self.program_of(text, setup, entry_point)
         try:
             return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
 
 
-def _score(verdict: Verdict | Exception) -> float | Exception:
-    if isinstance(verdict, Exception):
-        return verdict
-    return SandboxError(verdict.why) if verdict.test_failed else float(verdict.passed)
+def _tried_rows(count: int) -> list[int]:
+    return sorted(random.Random(0).sample(range(count), min(count, _MAX_TRIED)))
 
 
 def _trial_fault(verdict: Verdict | Exception) -> str | None:

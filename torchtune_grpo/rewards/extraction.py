@@ -27,6 +27,7 @@ _KEYWORDS = (
     "and|as|assert|async|await|break|class|continue|def|del|elif|else|except|finally|for|from|"
     "global|if|import|in|is|lambda|match|nonlocal|not|or|pass|raise|return|try|type|while|with|yield"
 )
+_STATEMENT = re.compile(rf"[ \t#]|$|(?:{_KEYWORDS})\b|[^=(]*[=(]")  # or a part of one
 _PROSE = re.compile(
     rf"(?!(?:{_KEYWORDS})\b)[A-Z]?[a-z']+,? (?!{_KEYWORDS}\b)\w|[-*] |\*\*|[0-9]+\. "
 )
@@ -164,16 +165,22 @@ def _joined(setup: str, program: str) -> str:
 
 
 def _code_of(text: str) -> str:
-    """The code of a text without fences: from the first definition or import, up to prose."""
+    """The code of a text without fences: from what is around the first definition up to prose."""
+
+    def is_text(line: str) -> bool:
+        return bool(_PROSE.match(line) or _FENCE_IN_TEXT.match(line))
+
     text = text.replace("\r\n", "\n").replace("\u00a0", " ").rstrip()
     while ending := _ENDING.search(text, max(0, len(text) - 40)):
         text = text[: ending.start()].rstrip()
     lines = text.split("\n")
     starts = (number for number, line in enumerate(lines) if _STARTS.match(line))
     start = next(starts, 0)
+    while start and _STATEMENT.match(lines[start - 1]) and not is_text(lines[start - 1]):
+        start -= 1
     quote = ""
     for number in range(start, len(lines)):
-        if not quote and (_PROSE.match(lines[number]) or _FENCE_IN_TEXT.match(lines[number])):
+        if not quote and is_text(lines[number]):
             return "\n".join(lines[start:number])
         quote = _open_string(lines[number], quote)
     return "\n".join(lines[start:])

@@ -150,9 +150,9 @@ def _refill(argument: Any, changed: Any) -> None:
 
 def _examine(exam: dict[str, Any], function: _StandIn) -> dict[str, Any]:
     """Run the test. Failures before the first answer are its own, later ones the completion's."""
-    why = ""
+    why, module = "", types.ModuleType("test")
     try:
-        _run_test(exam, function)
+        _run_test(exam, function, module)
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
     if function.broken:
@@ -160,11 +160,11 @@ def _examine(exam: dict[str, Any], function: _StandIn) -> dict[str, Any]:
     elif not function.answers:
         why = f"the test itself failed before it called the function: {why or 'it never did'}"
         function.test_failed = True
-    return {"why": why[:500], "calls": function.answers, "test_failed": function.test_failed}
+    found = {"why": why[:500], "calls": function.answers, "test_failed": function.test_failed}
+    return found | {"share": module.__dict__.get("share")}
 
 
-def _run_test(exam: dict[str, Any], function: _StandIn) -> None:
-    module = types.ModuleType("test")
+def _run_test(exam: dict[str, Any], function: _StandIn, module: types.ModuleType) -> None:
     exec(compile(exam["setup"], "<setup>", "exec"), module.__dict__)
     function.start()
     module.__dict__[exam["program"]["entry_point"]] = function

@@ -63,6 +63,7 @@ class Verdict:
     why: str = ""  # it did not pass
     calls: int = 0  # of the function, that the completion answered
     test_failed: bool = False  # by itself, so that it says nothing about the completion
+    share: float | None = None  # of its cases that pass, if the test sets ``share``
 
 
 @dataclass

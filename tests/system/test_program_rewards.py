@@ -1,0 +1,140 @@
+"""Programs that read and print, and methods, judged by the inputs and outputs of their rows."""
+
+import json
+
+import pytest
+
+from torchtune_grpo.rewards import ProgramReward, Reward, RewardSet
+
+DOUBLE = "n = int(input())\nfor _ in range(n):\n    print(2 * int(input()))"
+TESTS = {"inputs": ["2\n3\n4\n", "1\n-5"], "outputs": ["6\n8\n", "-10"]}
+PROGRAMS = {
+    "input": DOUBLE,
+    "sys.stdin": "import sys\nfor x in sys.stdin.read().split()[1:]:\n    print(int(x) * 2)",
+    "lines": "import sys\nnext(sys.stdin)\n"
+    "for line in sys.stdin: sys.stdout.write(f'{2*int(line)} \\n')",
+    "bytes": "import sys\n_, *xs = sys.stdin.buffer.read().split()\n"
+    "sys.stdout.buffer.write(b'\\n'.join(b'%d' % (2 * int(x)) for x in xs))",
+    "open(0)": "_, *xs = map(int, open(0).read().split())\nprint(*[2 * x for x in xs], sep='\\n')",
+    "os.read": "import os\n_, *xs = map(int, os.read(0, 99).split())\nfor x in xs: print(2 * x)",
+    "main": "def main():\n"
+    + "".join(f"    {line}\n" for line in DOUBLE.split("\n"))
+    + "if __name__ == '__main__':\n    main()",
+    "thread": "import sys, threading\nsys.setrecursionlimit(10**6)\ndef main():\n"
+    + "".join(f"    {line}\n" for line in DOUBLE.split("\n"))
+    + "threading.Thread(target=main).start()",
+    "exit": f"{DOUBLE}\nexit()",
+    "return code": f"import sys\n{DOUBLE}\nsys.exit(0)",
+    "a global": "count = 0\ndef read():\n    global count\n    count += 1\n"
+    "    return int(input())\n"
+    "n = read()\nwhile count <= n: print(2 * read())",
+    "floats": DOUBLE.replace("2 *", "2.0 *"),
+    "blank lines": DOUBLE.replace("print(", "print();print("),
+    "class": "class Reader:\n    def __iter__(self):\n"
+    "        for _ in range(int(input())): yield int(input())\n"
+    "for x in Reader(): print(x * 2)",
+    "future": f"from __future__ import annotations\n{DOUBLE}",
+}
+WRONG = {
+    "another number": DOUBLE.replace("2 *", "3 *"),
+    "one line": DOUBLE.replace("))", "), end=' ')", 1),
+    "nothing": "pass",
+    "raises": "1 / 0",
+    "fails behind": f"{DOUBLE}\nraise SystemExit(1)",
+    "asks for more": f"{DOUBLE}\ninput()",
+    "state": "try: n\nexcept NameError: n = 0\nprint(6)\nprint(8)",
+    "sleeps": "import time\ntime.sleep(99)",
+    "knows the name": "import sys\nsys.modules['__main__'].share = share = 1.0",
+    "forges": "class X(BaseException): pass\nX.__name__ = 'AssertionError'\n"
+    "raise X('2 of 2 tests pass')",
+}
+METHOD = """class Solution:
+    def add(self, xs: List[int], k: int) -> List[int]:
+        return [x + k for x in xs]"""
+FORMS = {
+    "APPS": TESTS,
+    "APPS, as JSON": json.dumps(TESTS),
+    "APPS, lines": {"inputs": [["2", "3", "4"]], "outputs": [["6", "8"]]},
+    "CodeContests": {"input": TESTS["inputs"], "output": TESTS["outputs"]},
+    "LiveCodeBench": [
+        {"input": i, "output": o, "testtype": "stdin"}
+        for i, o in zip(TESTS["inputs"], TESTS["outputs"], strict=True)
+    ],
+}
+METHODS = {
+    "APPS": {"fn_name": "add", "inputs": [[[1, 2], 3]], "outputs": [[4, 5]]},
+    "APPS, wrapped": {"fn_name": "add", "inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]]},
+    "LiveCodeBench": [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}],
+}
+
+
+@pytest.fixture(scope="module")
+def score():
+    rewards = {p: ProgramReward(timeout=1.5, partial=p) for p in (False, True)}
+
+    def run(programs, tests=TESTS, *, partial=False, **columns):
+        given = {
+            name: [value] * len(programs) for name, value in {"tests": tests, **columns}.items()
+        }
+        texts = [f"```python\n{program}\n```" for program in programs]
+        return rewards[partial]([""] * len(programs), texts, **given)
+
+    yield run
+    for reward in rewards.values():
+        reward.close()
+
+
+def test_programs_of_many_kinds_pass(score):
+    scores = dict(zip(PROGRAMS, score([*PROGRAMS.values()]), strict=True))
+    assert scores == dict.fromkeys(PROGRAMS, 1.0)
+
+
+def test_wrong_ones_do_not(score):
+    scores = dict(zip(WRONG, score([*WRONG.values()]), strict=True))
+    assert scores == dict.fromkeys(WRONG, 0.0)
+
+
+def test_a_share_of_the_tests(score):
+    """None of those that did not come to their end counts."""
+    half = "n = int(input())\nprint(6)\nprint(8)"
+    programs = [DOUBLE, half, "1 / 0", WRONG["sleeps"], WRONG["forges"], WRONG["knows the name"]]
+    assert score(programs, partial=True) == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_tests(score, form):
+    assert score([DOUBLE, WRONG["another number"]], FORMS[form]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("form", METHODS)
+def test_methods_and_functions(score, form):
+    """With the imports that their sites provide."""
+    function = "def add(xs, k):\n    return tuple(x + k for x in xs)"
+    programs = [METHOD, function, METHOD.replace("+ k", "- k"), DOUBLE]
+    assert score(programs, METHODS[form], fn_name="add") == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("no", "JSONDecodeError"),
+        ({"inputs": [], "outputs": []}, "there is no test"),
+        ({"inputs": ["1"], "outputs": []}, "ValueError"),
+        ({"inputs": ["1"]}, "KeyError: 'outputs'"),
+        (None, "TypeError"),
+        ([{"input": "1"}], "KeyError: 'output'"),
+    ],
+)
+def test_rows_that_cannot_be_judged(tests, why):
+    assert why in ProgramReward.check_row(tests=tests)
+
+
+def test_a_row_is_tried_by_its_own_solution():
+    reward = ProgramReward(timeout=1.5)
+    right = "import sys\nx = 1\n" + DOUBLE
+    faults = reward.check_rows(tests=[TESTS] * 2, solution=[right, WRONG["another number"]])
+    assert faults[0] is None and "solution fails: AssertionError: test 1 of 2" in faults[1]
+    assert reward.check_rows(tests=[TESTS]) == {}
+    rewards = RewardSet([Reward("programs", reward)])
+    assert rewards.rewards[0].decides
+    rewards.close()

@@ -1,0 +1,215 @@
+"""Rewards for whole programs and methods, by the inputs and outputs that data sets come with.
+
+They are judged as functions are: the completion runs in one process, as a function from an input to
+what it printed or returned; the outputs that are expected are in another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtune_grpo.config.text import shortened
+from torchtune_grpo.rewards.code import CodeReward
+from torchtune_grpo.rewards.extraction import extract_program
+from torchtune_grpo.sandbox import Verdict
+
+# Runs with the completion. A program is run anew for each input; its own `input`, `sys.stdin`,
+# `open(0)` and `sys.stdout.buffer` work. A method is that of a new Solution.
+_PROGRAM = """
+import contextlib, io, os, sys, tempfile, threading
+
+program = compile({source!r}, "<program>", "exec")
+kept = os.dup(0)
+
+def answer(given):
+    os.dup2(kept, 0)  # a program may have closed it, and no other file may take its place
+    with tempfile.TemporaryFile() as file:
+        file.write(given.encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    printed = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    with contextlib.redirect_stdout(printed), open(0, encoding="utf-8", closefd=False) as sys.stdin:
+        try:
+            exec(program, {{"__name__": "__main__"}})
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise RuntimeError(f"exit {{end.code}}")
+        for thread in {{*threading.enumerate()}} - {{threading.current_thread()}}:
+            thread.join()
+    return printed.buffer.getvalue().decode()
+"""
+_METHOD = """{source}
+
+def answer(given):
+    call = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+    return call(*given)
+"""
+# Sites where methods are written have them imported.
+_IMPORTED = """import bisect, collections, functools, heapq, itertools, math, re, string
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, lru_cache, reduce
+from math import inf
+from typing import *
+"""
+_WHOLE = "<program>"  # in place of a function's name
+# Runs beside the expected outputs.
+_TEST = """
+import json
+from decimal import Decimal, InvalidOperation
+
+cases, is_partial = json.loads({cases!r}), {is_partial}
+
+def number(word):
+    try:
+        return Decimal(word)
+    except InvalidOperation:
+        return None
+
+def same_words(one, other):
+    return one == other or (number(one) is not None and number(one) == number(other))
+
+def same_text(one, other):
+    rows = [[line.split() for line in text.split("\\n") if line.strip()] for text in (one, other)]
+    return [*map(len, rows[0])] == [*map(len, rows[1])] and all(
+        same_words(*words) for lines in zip(*rows) for words in zip(*lines))
+
+def plain(value):
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {{str(key): plain(each) for key, each in value.items()}}
+    return value
+
+def check(candidate):
+    global share
+    passed = 0
+    for number, (given, wanted) in enumerate(cases, 1):
+        try:
+            got = candidate(given)
+            if isinstance(given, str):
+                right = isinstance(got, str) and same_text(got, wanted)
+            else:
+                right = plain(got) == wanted or [plain(got)] == wanted
+            why = "another output"
+        except Exception as error:
+            right, why = False, f"{{type(error).__name__}}: {{error}}"
+        passed += right
+        assert right or is_partial, f"test {{number}} of {{len(cases)}}: {{why}}"
+    share = passed / len(cases)
+    assert passed == len(cases), f"{{passed}} of {{len(cases)}} tests pass"
+"""
+
+
+class ProgramReward(CodeReward):
+    """Rewards a program that reads and prints, or a function or method, for the outputs it gives.
+
+    The column ``tests`` holds inputs and outputs, as JSON or as values: ``{"inputs": [...],
+    "outputs": [...]}`` as in APPS and TACO, with ``fn_name`` for a function or a method of
+    ``Solution``; ``{"input": [...], "output": [...]}`` as in CodeContests; or a list of ``{"input":
+    ..., "output": ...}`` as in Codeforces and LiveCodeBench. Printed outputs are compared by the
+    words of their lines, numbers by value. The score is 1.0 if all tests pass, else 0.0, or with
+    ``partial`` the share that passes; without it the first failure ends the tests.
+    """
+
+    __name__ = "program_reward"
+
+    def __init__(self, *, partial: bool = False, **limits: Any) -> None:
+        super().__init__(**limits)
+        self._partial = partial
+
+    def __call__(  # type: ignore[override]  # other columns
+        self,
+        prompts: list[str],
+        completions: list[str],
+        *,
+        tests: list[Any],
+        fn_name: list[str | None] | None = None,
+        setup: list[str] | None = None,
+        log_extra: Callable[[str, list[str]], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | Exception]:
+        """Run each completion on its row's inputs, all within ``timeout``."""
+        return super().__call__(
+            prompts,
+            completions,
+            **self._columns(tests, fn_name),
+            setup=setup,
+            log_extra=log_extra,
+            log_metric=log_metric,
+        )
+
+    def score(self, verdict: Verdict | Exception) -> float | Exception:
+        score = super().score(verdict)
+        if isinstance(verdict, Exception) or isinstance(score, Exception) or not self._partial:
+            return score
+        return verdict.share or 0.0
+
+    def program_of(self, text: str, setup: str, entry_point: str) -> tuple[str, str]:
+        if entry_point == _WHOLE:
+            source = extract_program(text, setup=setup, entry_point=None)
+            return _PROGRAM.format(source=source), "answer"
+        owner = "Solution" if "class Solution" in text else entry_point
+        source = extract_program(text, setup=f"{_IMPORTED}{setup}", entry_point=owner)
+        return _METHOD.format(source=source, name=entry_point), "answer"
+
+    @staticmethod
+    def check_row(  # type: ignore[override]
+        *, tests: object, fn_name: str | None = None
+    ) -> str | None:
+        """Say what makes a row unusable, or None; runs nothing."""
+        try:
+            _cases(tests, fn_name)
+        except (AttributeError, ValueError, TypeError, KeyError) as error:
+            return f"tests={shortened(repr(tests))}: {type(error).__name__}: {error}"
+        return None
+
+    def check_rows(  # type: ignore[override]
+        self,
+        *,
+        tests: list[Any],
+        fn_name: list[str | None] | None = None,
+        setup: list[str] | None = None,
+        solution: list[str] | None = None,
+    ) -> dict[int, str | None]:
+        """Find rows whose own ``solution`` fails; see :meth:`CodeReward.check_rows`."""
+        columns = {**self._columns(tests, fn_name), "setup": setup or [""] * len(tests)}
+        fenced = [f"```\n{program}\n```" for program in solution or ()]
+        return self.try_programs(fenced, columns) if fenced else {}
+
+    def _columns(self, tests: list[Any], fn_name: list[str | None] | None) -> dict[str, list[str]]:
+        """The columns of a CodeReward."""
+        rows = zip(tests, fn_name or [None] * len(tests), strict=True)
+        found = [_cases(each, name) for each, name in rows]
+        texts = [_TEST.format(cases=json.dumps(c), is_partial=self._partial) for c, _ in found]
+        return {"test": texts, "entry_point": [name or _WHOLE for _, name in found]}
+
+
+def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | None]:
+    """Pairs of an input and its output, and the function's name, if there is one."""
+    if isinstance(tests, str):
+        tests = json.loads(tests)
+    if isinstance(tests, Mapping):
+        name = name or tests.get("fn_name")
+        ends = (tests[key if key in tests else f"{key}s"] for key in ("input", "output"))
+        cases = [*zip(*ends, strict=True)]
+    else:
+        cases = [(test["input"], test["output"]) for test in tests]
+    if not cases:
+        raise ValueError("there is no test")
+    if name is None:
+        return [(_text(given), _text(wanted)) for given, wanted in cases], None
+    parsed = [
+        ([json.loads(line) for line in given.splitlines()], json.loads(wanted))
+        if isinstance(given, str)
+        else (given, wanted)
+        for given, wanted in cases
+    ]
+    return parsed, name
+
+
+def _text(lines: Any) -> str:
+    """An input or an output, which may be a list of lines."""
+    return lines if isinstance(lines, str) else "\n".join(map(str, lines))
