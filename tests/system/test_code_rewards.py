@@ -31,20 +31,15 @@ def check(candidate):
     assert nan != nan
 """
     assert judge(sandbox, "def solve(x, *, key): return (x, key)", test=test).passed
-    for subclass in ("collections.Counter('aa')", "collections.OrderedDict(a=2)"):
-        test = "assert solve() == {'a': 2} and type(solve()) is dict"
-        assert judge(
-            sandbox, f"import collections\ndef solve(): return {subclass}", test=test
-        ).passed
+    ordered = "import collections\ndef solve(): return collections.OrderedDict(a=2)"
+    test = "assert solve() == {'a': 2} and type(solve()) is dict"
+    assert judge(sandbox, ordered, test=test).passed
 
 
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("return object()", "NotPlain: a object is not plain data"),
-        ("return [lambda: 1]", "NotPlain: a function is not plain data"),
-        ("return range(n)", "NotPlain: a range is not plain data"),
-        ("while True: yield n", "NotPlain: an iterator has more than 100000 items"),
+        ("x = []; x.append(x); return x", "NotPlain: nested too deep"),
         ("return 'x' * 2 ** 20", "process sent 1048619 bytes at once, more than 1048576"),
     ],
 )
@@ -64,8 +59,37 @@ def test_iterators_cross_as_iterators_of_their_items(sandbox, code, test):
     assert judge(sandbox, f"def solve(n):\n  {code}", test=test).why == ""
     wrong = f"{test}\nassert next(solve(1)) is None"
     assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=wrong).why
-    listed = "assert solve(1) == list(solve(1))"  # as in plain Python, where none equals a list
-    assert "AssertionError" in judge(sandbox, f"def solve(n):\n  {code}", test=listed).why
+    listed = "assert solve(1) == list(solve(1))"
+    assert judge(sandbox, f"def solve(n):\n  {code}", test=listed).why.startswith("refused: eq")
+
+
+ALWAYS = """
+class Always:
+    def __getattr__(self, name): return Always()
+for name in ('eq ne lt le gt ge hash contains bool len int float index abs neg round call getitem '
+             'add radd sub rsub mul truediv mod pow and or xor format array').split():
+    setattr(Always, f'__{name}__', lambda *_, **__: Always())
+Always.__hash__ = Always.__index__ = Always.__len__ = lambda self: 1
+Always.__bool__ = Always.__eq__ = Always.__contains__ = lambda *_: True
+Always.__float__ = lambda self: 0.0
+solve = Always()
+solve = lambda *_: Always()
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["== 2", "!= 1", "in [2, 3]", ">= 2", "in {2: 1}", "- 2 == 0", ".real == 2", "()() == 2",
+     ".startswith('x')", ".issubset({2})", ".count(2)", ".is_integer()", "[0] == 2", ".x.y == 2"],
+)  # fmt: skip
+def test_no_object_pretends_to_be_the_value_expected(sandbox, test):
+    for written in (f"assert solve(1) {test}", f"assert 2 == solve(1) {test}"):
+        assert judge(sandbox, ALWAYS, test=written).why.startswith("refused: "), written
+    other = "import math\nx = solve(1)\nassert {}"
+    for use in ("abs(x - 2) < 1e-6", "math.isclose(x, 2)", "2 in x", "sorted([x, 2]) == [2, 2]",
+                "max(x, 2) == 2", "f'{x:.2f}' == '2.00'", "{x: 1}[x]", "divmod(x, 2)"):  # fmt: skip
+        verdict = judge(sandbox, ALWAYS, test=other.format(use))
+        assert not verdict.passed and not verdict.test_failed, use
 
 
 @pytest.mark.parametrize(
@@ -159,10 +183,12 @@ def test_a_test_that_catches_everything_does_not_pass_a_dead_program(sandbox, ca
     """Whether it had answered before or not."""
     test = f"def check(f):\n    try: assert f(1) == 1\n    {catch}\n"
     later = f"def check(f):\n    assert f(1) == 1\n    try: f(2)\n    {catch}\n"
-    for dead in ("os._exit(0)", "object()"):
-        assert not judge(sandbox, f"import os\ndef solve(n): return {dead}", test=test).passed
-        code = f"import os\ndef solve(n): return n if n == 1 else {dead}"
-        assert not judge(sandbox, code, test=later).passed
+    dead = "import os\ndef solve(n): os._exit(0)"
+    assert not judge(sandbox, dead, test=test).passed
+    code = "import os\ndef solve(n): return n if n == 1 else os._exit(0)"
+    assert not judge(sandbox, code, test=later).passed
+    compared = "def check(f):\n    try: assert f(1) == 1\n    finally: return\n"
+    assert not judge(sandbox, "def solve(n): return object()", test=compared).passed
     assert judge(sandbox, "def solve(n): return 1", test=test).passed
     assert judge(sandbox, "def solve(n): return n // (2 - n)", test=later).passed
 
@@ -296,11 +322,11 @@ def test_what_a_reward_tells_of_its_verdicts():
     rewards.close()
     assert scores.scores[:8, 0].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert scores.failed[:, 0].tolist() == [False] * 8 + [True]
-    starts = ["", "AssertionError", "ZeroDivisionError: ", "KeyError: 'solve'", "longer than"]
+    starts = ["", "AssertionError", "ZeroDivisionError: ", "NameError: ", "longer than"]
     starts += ["SyntaxError: ", "no verdict within", "the completion's process ended"]
     starts += ["the test itself failed"]
     assert all(map(str.startswith, scores.extra["why"], starts))
-    kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 2}
+    kinds = {"wrong": 1, "exception": 2, "syntax": 1, "timeout": 1, "crash": 2, "refused": 0}
     assert dict(scores.metrics) == {f"code/{kind}": n / 8 for kind, n in kinds.items()}
 
 

@@ -8,6 +8,7 @@ gets across. docs/reward_hacking.md says what that is good for.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,15 +24,25 @@ from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 log = get_logger("INFO")
 
 _LONGEST = 100_000  # characters of a completion
-_FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash")
+_FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash", "refused")
+# What the sandbox does not allow, or a stand-in for an object of the completion does not.
+_REFUSALS = ("refused", "NotPlain", "PermissionError", "ModuleNotFoundError")
 _MAX_TRIED = 500  # rows, in five seconds
-_RAISES = "def {}(*_, **__):\n    raise Exception('always')"
+_RAISES = "def {}(*_, **__): raise Exception('always')"
+_ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 
 
 def _name_fault(*, entry_point: object) -> str | None:
-    if isinstance(entry_point, str) and entry_point.isidentifier():
+    if isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point):
         return None
-    return f"entry_point={shortened(repr(entry_point))} is not the name of a function"
+    said = shortened(repr(entry_point))
+    return f"entry_point={said} is not the name of a function or class, or Solution().method"
+
+
+def _always_raising(entry_point: str) -> str:
+    """A program whose function or method raises in every call."""
+    name, _, method = entry_point.partition("().")
+    return f"class {name}:\n    {_RAISES.format(method)}" if method else _RAISES.format(name)
 
 
 @declares(reward_range=(0.0, 1.0), check_row=_name_fault)
@@ -89,8 +100,9 @@ class CodeReward:
         """Run each completion's test; report why each failed, and the share that did so by kind.
 
         A test is code that defines ``check(candidate)``, as HumanEval's, or calls the function by
-        its name, as MBPP's. ``setup`` precedes both completion and test: the prompt's imports and
-        helpers. Where the sandbox or the test itself failed, an exception stands for the score.
+        its name, as MBPP's. ``entry_point`` may also name a class, or be ``Solution().method``.
+        ``setup`` precedes both completion and test: the prompt's imports and helpers. Where the
+        sandbox or the test itself failed, an exception stands for the score.
         A SandboxError is raised if there can be no sandbox on this machine.
         """
         verdicts = self.judge(
@@ -101,7 +113,7 @@ class CodeReward:
         scores = list(map(self.score, verdicts))
         if log_metric is not None:
             why = [v.why for v in verdicts if isinstance(v, Verdict) and not v.test_failed]
-            kinds = Counter(map(_failure_kind, filter(None, why)))
+            kinds = Counter(map(failure_kind, filter(None, why)))
             for kind in _FAILURE_KINDS:
                 log_metric(kind, kinds[kind] / max(len(why), 1))
         return scores
@@ -135,7 +147,7 @@ class CodeReward:
         log.info(f"Code rewards: trying the tests of {len(tried)} of {count} rows.")
         columns = {"test": test, "entry_point": entry_point, "setup": setup or [""] * count}
         chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
-        programs = [_RAISES.format(name) for name in chosen["entry_point"]]
+        programs = [*map(_always_raising, chosen["entry_point"])]
         faults: dict[int, str | None] = {}
         for row, verdict in zip(tried, self.judge(programs, **chosen), strict=True):
             faults[row] = _trial_fault(verdict)
@@ -216,7 +228,7 @@ def _solution_fault(verdict: Verdict | Exception) -> str | None:
     return None if verdict.passed else f"the row's own solution fails: {verdict.why}"
 
 
-def _failure_kind(why: str) -> str:
+def failure_kind(why: str) -> str:
     """Sort a verdict's reason into one of ``_FAILURE_KINDS``."""
     name = why.partition(":")[0]
     if name == "AssertionError":
@@ -225,4 +237,6 @@ def _failure_kind(why: str) -> str:
         return "syntax"
     if why.startswith("no verdict"):
         return "timeout"
+    if name in _REFUSALS:
+        return "refused"
     return "exception" if name.isidentifier() else "crash"

@@ -123,8 +123,9 @@ def _unwrapped(line: str, before: str) -> str:
 
 
 def definition_of(name: str) -> re.Pattern[str]:
-    """Return a pattern for a line at the left margin that defines a function or class."""
-    name = re.escape(name)
+    """Return a pattern for a line at the left margin that defines a function or class, or the
+    class of ``Solution().method``."""
+    name = re.escape(name.partition("(")[0])
     return re.compile(
         rf"^(?:(?:(?:async[ ]+)?def|class)[ ]+{name}\b|{name}[ ]*(?::[^=\n]*)?=(?!=))", re.MULTILINE
     )

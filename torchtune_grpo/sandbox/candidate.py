@@ -1,18 +1,21 @@
-"""The process that runs a completion. It knows only the completion and the calls made to it.
+"""The process that runs a completion. It knows only the completion and what is asked of it.
 
-Whatever the completion does to this process, only answers to calls leave it, which the checker
-rebuilds as plain data.
+Whatever the completion does to this process, only answers leave it, which the checker rebuilds as
+plain data. Objects that are none, generators say, stay here, and the checker asks for their parts.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
+import operator
 import os
 import socket
 import sys
 import traceback
 import types
+from functools import partial
 from typing import Any
 
 from torchtune_grpo.sandbox.fences import LIBRARY_FD, Fences
@@ -34,13 +37,13 @@ def run_candidate(calls: socket.socket, fences: Fences) -> None:
         return
     send(calls, {"begins": True})  # what fails from here on is the completion's
     try:
-        function = _load_function(program["code"], program["entry_point"])
+        candidate = _Candidate(program["code"], program["entry_point"])
     except BaseException as error:
         send(calls, {"error": _describe(error)})
         return
     send(calls, {"ready": True})
     while True:
-        send(calls, _answer(function, receive(calls)))
+        send(calls, candidate.answer(receive(calls)))
 
 
 def _keep_only(calls: socket.socket) -> socket.socket:
@@ -55,38 +58,65 @@ def _keep_only(calls: socket.socket) -> socket.socket:
     return socket.socket(fileno=3)
 
 
-def _load_function(code: str, entry_point: str) -> Any:
-    module = types.ModuleType("completion")
-    sys.modules[module.__name__] = module  # dataclasses and typing look their module up
-    exec(compile(code, "<completion>", "exec"), module.__dict__)
-    function = module.__dict__[entry_point]
-    if not callable(function):
-        raise TypeError(f"{entry_point} is not a function")
-    return function
+class _Candidate:
+    """A completion that was run, and the objects of it that the checker knows by number."""
 
+    def __init__(self, code: str, entry_point: str) -> None:
+        self._module = types.ModuleType("completion")
+        sys.modules["completion"] = self._module  # dataclasses and typing look their module up
+        exec(compile(code, "<completion>", "exec"), self._module.__dict__)
+        self._objects = {0: eval(entry_point, self._module.__dict__)}
+        if not callable(self._objects[0]):
+            raise TypeError(f"{entry_point} is not a function")
 
-def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
-    """Call the function: its value or error, what it printed, and its changed arguments."""
-    printed = io.StringIO()
-    sent = [*call["args"], *call["kwargs"].values()]
-    try:
-        args = [load(data) for data in call["args"]]
-        kwargs = {name: load(data) for name, data in call["kwargs"].items()}
+    def answer(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked to an object: its value or error, what it printed, changed arguments."""
+        printed = io.StringIO()
+        sent = [*call["args"], *call["kwargs"].values()]
         try:
-            with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
-                answer = {"value": dump(function(*args, **kwargs))}
-        except NotPlain:
-            raise
-        except BaseException as error:
-            answer = {"error": _describe(error)}
-        answer["changed"] = [
-            [position, data]
-            for position, value in enumerate([*args, *kwargs.values()])
-            if isinstance(value, (list, dict, set)) and (data := dump(value)) != sent[position]
-        ]
-    except NotPlain as error:
-        answer = {"error": ["NotPlain", str(error), None]}
-    return {**answer, "printed": printed.getvalue()}
+            args = [load(data, self._find) for data in call["args"]]
+            kwargs = {name: load(data, self._find) for name, data in call["kwargs"].items()}
+            try:
+                with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
+                    value = self._operation(call["do"], call["on"])(*args, **kwargs)
+                    # Of a class of its own that is a dict, say, the dict is not all.
+                    own = call["do"] == "call" and type(value) is self._objects[call["on"]]
+                    is_plain = not own or type(value).__module__ != "completion"
+                    kept = dump(value, self._keep) if is_plain else ["object", *self._keep(value)]
+                    answer = {"value": kept}
+            except NotPlain:
+                raise
+            except BaseException as error:
+                answer = {"error": _describe(error)}
+            answer["changed"] = [
+                [position, data]
+                for position, value in enumerate([*args, *kwargs.values()])
+                if isinstance(value, (list, dict, set))
+                and (data := dump(value, self._keep)) != sent[position]
+            ]
+        except (NotPlain, RecursionError) as error:
+            answer = {"error": ["NotPlain", str(error), None]}
+        return {**answer, "printed": printed.getvalue()}
+
+    def _operation(self, name: str, number: int) -> Any:
+        known = self._objects[number]
+        if name == "call":
+            return known
+        return partial(getattr(builtins, name, None) or getattr(operator, name), known)
+
+    def _keep(self, value: Any) -> list[Any]:
+        """Number an object, always the same."""
+        self._objects[id(value)] = value
+        return [id(value), type(value).__name__]
+
+    def _find(self, known: Any, attributes: Any = None) -> Any:
+        """The object of a number, or a new one of a class of the prompt, which the test made."""
+        if attributes is None:
+            return self._objects[known]
+        kind = self._module.__dict__[known]
+        made = kind.__new__(kind)
+        made.__dict__.update(load(attributes, self._find))
+        return made
 
 
 def _describe(error: BaseException) -> list[Any]:

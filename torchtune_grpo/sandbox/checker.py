@@ -1,7 +1,8 @@
 """The process that runs a test. It never runs a line of the completion.
 
 The test calls a stand-in, which sends its arguments to the candidate's process and gets plain data
-back. So the completion reaches neither expected values nor the interpreter that compares them.
+back, or stand-ins for objects that stay there. So the completion reaches neither expected values
+nor the interpreter that compares them, and an object cannot say that it equals what is expected.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
 import types
+from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 from torchtune_grpo.sandbox import kernel
 from torchtune_grpo.sandbox.candidate import run_candidate
 from torchtune_grpo.sandbox.fences import Fences
-from torchtune_grpo.sandbox.wire import NotPlain, PeerGone, dump, load, receive, send
+from torchtune_grpo.sandbox.wire import NotPlain, PeerGone, dump, load, receive, refuse, send
 
 MAX_ANSWER = 2**20  # bytes
+# What a stand-in has done by the object, and what it refuses: to show it a value it may be expected
+# to equal. Methods of plain values (startswith, issubset) could do that, too.
+_DONE_THERE = "call setattr len iter next str repr bool getitem setitem delitem".split()
+_REFUSED = "eq ne lt le gt ge hash".split()
+_OF_PLAIN = {name for kind in (str, bytes, int, float, frozenset, tuple) for name in dir(kind)}
 
 
 def run_checker(judge: socket.socket, *, fences: Fences) -> None:
@@ -50,7 +58,9 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     if "fault" in begins:
         send(judge, begins)
         return
-    verdict = _examine(exam, _StandIn(calls))
+    # By its name: a completion could make a class of a function.
+    is_class = re.fullmatch(r"_*[A-Z]\w*", exam["program"]["entry_point"]) is not None
+    verdict = _examine(exam, _Candidate(calls, is_class=is_class))
     # Stopped, so that all that it has used can still be read.
     os.kill(candidate, signal.SIGSTOP)
     if not os.WIFSTOPPED(os.waitpid(candidate, os.WUNTRACED)[1]):
@@ -63,47 +73,72 @@ class _NoAnswer(BaseException):
     """No answer will come; a test's ``except Exception`` does not catch it."""
 
 
-class _StandIn:
-    """A function that calls the candidate's in its own process."""
+class _Candidate:
+    """The candidate's process, as the checker sees it."""
 
-    def __init__(self, calls: socket.socket) -> None:
+    def __init__(self, calls: socket.socket, *, is_class: bool) -> None:
         self._calls = calls
+        self.entry = _StandIn(self, 0, is_known=is_class)
+        self._known = {0: self.entry}
         self.answers = 0
         self.broken = ""  # why no more answers come; a test's own `except:` may have swallowed it
         self.test_failed = False
+        self.raised: Exception | None = None  # last by the completion
+
+    @property
+    def has_objects(self) -> bool:
+        return len(self._known) > 1
 
     def start(self) -> None:
         """Wait until the completion is loaded."""
         answer = self._receive("ready", "error")
         if "error" in answer:
-            self._break("{}: {}".format(*answer["error"]))
+            self.stop("{}: {}".format(*answer["error"]))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call: dict[str, Any] = {"prints": sys.stdout is not sys.__stdout__}
+    def ask(self, known: _StandIn, do: str, *args: Any, **kwargs: Any) -> Any:
+        """Have something done to an object of the candidate."""
+        prints = sys.stdout is not sys.__stdout__
+        call: dict[str, Any] = {"on": known._stand_in[1], "do": do, "prints": prints}
         try:
-            call["args"] = [dump(value) for value in args]
-            call["kwargs"] = {name: dump(value) for name, value in kwargs.items()}
-        except NotPlain as error:
+            call["args"] = [dump(value, self._keep) for value in args]
+            call["kwargs"] = {name: dump(value, self._keep) for name, value in kwargs.items()}
+        except (NotPlain, RecursionError) as error:
             # Later ones may hold answers, so that a completion could have caused it.
             self.test_failed = not self.answers
-            self._break(f"the test passes what cannot be sent: {error}")
+            self.stop(f"the test passes what cannot be sent: {error}")
         try:
             send(self._calls, call)
         except PeerGone as error:
-            self._break(f"the completion's process {error}")
+            self.stop(f"the completion's process {error}")
         answer = self._receive("value", "error")
         self.answers += 1
-        if call["prints"]:
+        if prints:
             sys.stdout.write(str(answer.get("printed", "")))
+        # What a class makes is what its row is about; other objects could pretend to be a value.
+        find = partial(self._find, is_known=known._stand_in[2] and do == "call")
         try:
-            value = load(answer.get("value"))
+            value = load(answer.get("value"), find)
             for position, data in answer.get("changed", ()):
-                _refill([*args, *kwargs.values()][position], load(data))
+                _refill([*args, *kwargs.values()][position], load(data, find))
         except (NotPlain, TypeError, ValueError, LookupError) as error:
-            self._break(f"{type(error).__name__}: {error}")
+            self.stop(f"{type(error).__name__}: {error}")
         if "error" in answer:
-            raise self._exception(*answer["error"])
+            self.raised = self._exception(*answer["error"], ends=do == "next")
+            raise self.raised
         return value
+
+    def _keep(self, value: Any) -> list[Any]:
+        """Write an object of the candidate, or of a class that the prompt defines."""
+        if type(value) is _StandIn:
+            return [value._stand_in[1]]
+        if type(value).__module__ == "test" and hasattr(value, "__dict__"):
+            return [type(value).__name__, dump(vars(value), self._keep)]
+        refuse(value)
+
+    def _find(self, number: int, kind: str, *, is_known: bool) -> _StandIn:
+        if (type(number), type(kind)) != (int, str):
+            raise ValueError("not a number and a type")
+        return self._known.setdefault(number, _StandIn(self, number, is_known=is_known))
 
     def _receive(self, *kinds: str) -> dict[str, Any]:
         if self.broken:
@@ -111,21 +146,21 @@ class _StandIn:
         try:
             answer = receive(self._calls, limit=MAX_ANSWER)
         except PeerGone as error:
-            self._break(f"the completion's process {error}")
+            self.stop(f"the completion's process {error}")
         if type(answer) is not dict or not answer.keys() & {*kinds}:
-            self._break("malformed answer")
+            self.stop("malformed answer")
         parts = answer.get("error", ["", "", None])
         if type(parts) is not list or [type(part) for part in parts[:-1]] != [str, str]:
-            self._break("malformed error")
+            self.stop("malformed error")
         return answer
 
-    def _exception(self, name: str, message: str, arguments: Any) -> Exception:
+    def _exception(self, name: str, message: str, arguments: Any, *, ends: bool) -> Exception:
         """Make the builtin exception of that name, with the arguments if they fit its message."""
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            self._break(f"{name}: {message}")
+            self.stop(f"{name}: {message}")
         raised: Exception = RuntimeError(f"the function raised {name}: {message}")
-        if kind in (StopIteration, StopAsyncIteration):
+        if kind in (StopIteration, StopAsyncIteration) and not ends:
             # As generators do: the test's own loop must not take it for the end.
             return raised
         with contextlib.suppress(Exception):  # it may want other arguments
@@ -135,9 +170,39 @@ class _StandIn:
             raised = same if str(same) == message else raised
         return raised
 
-    def _break(self, why: str) -> NoReturn:
+    def stop(self, why: str) -> NoReturn:
         self.broken = why
         raise _NoAnswer(why)
+
+
+class _StandIn:
+    """Stands for an object that stays with the candidate."""
+
+    __slots__ = ("_stand_in",)
+    _stand_in: tuple[_Candidate, int, bool]
+
+    def __init__(self, candidate: _Candidate, number: int, *, is_known: bool) -> None:
+        object.__setattr__(self, "_stand_in", (candidate, number, is_known))
+
+    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._stand_in[0].ask(self, name, *args, **kwargs)
+
+    def _refuse(self, name: str, *_: Any) -> NoReturn:
+        self._stand_in[0].stop(f"refused: {name} of an object that is not plain data")
+
+    def __getattr__(self, name: str) -> Any:
+        _, _, is_known = self._stand_in
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _OF_PLAIN and not is_known:
+            self._refuse(name)
+        return self._do("getattr", name)
+
+
+for _name in _DONE_THERE:
+    setattr(_StandIn, f"__{_name}__", partialmethod(_StandIn._do, _name))
+for _name in _REFUSED:
+    setattr(_StandIn, f"__{_name}__", partialmethod(_StandIn._refuse, _name))
 
 
 def _refill(argument: Any, changed: Any) -> None:
@@ -148,27 +213,30 @@ def _refill(argument: Any, changed: Any) -> None:
     (argument.extend if isinstance(argument, list) else argument.update)(changed)
 
 
-def _examine(exam: dict[str, Any], function: _StandIn) -> dict[str, Any]:
+def _examine(exam: dict[str, Any], candidate: _Candidate) -> dict[str, Any]:
     """Run the test. Failures before the first answer are its own, later ones the completion's."""
     why, module = "", types.ModuleType("test")
     try:
-        _run_test(exam, function, module)
+        _run_test(exam, candidate, module)
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
-    if function.broken:
-        why = function.broken
-    elif not function.answers:
+        if candidate.has_objects and error is not candidate.raised and why[:9] != "Assertion":
+            why = f"refused: {why}"  # of an object that the test may have taken for a value
+    if candidate.broken:
+        why = candidate.broken
+    elif not candidate.answers:
         why = f"the test itself failed before it called the function: {why or 'it never did'}"
-        function.test_failed = True
-    found = {"why": why[:500], "calls": function.answers, "test_failed": function.test_failed}
+        candidate.test_failed = True
+    found = {"why": why[:500], "calls": candidate.answers, "test_failed": candidate.test_failed}
     return found | {"share": module.__dict__.get("share")}
 
 
-def _run_test(exam: dict[str, Any], function: _StandIn, module: types.ModuleType) -> None:
+def _run_test(exam: dict[str, Any], candidate: _Candidate, module: types.ModuleType) -> None:
+    sys.modules["test"] = module
     exec(compile(exam["setup"], "<setup>", "exec"), module.__dict__)
-    function.start()
-    module.__dict__[exam["program"]["entry_point"]] = function
+    candidate.start()
+    module.__dict__[exam["program"]["entry_point"]] = candidate.entry
     exec(compile(exam["test"], "<test>", "exec"), module.__dict__)
     check = module.__dict__.get("check")
     if check is not None:
-        check(function)
+        check(candidate.entry)

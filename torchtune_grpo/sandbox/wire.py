@@ -3,9 +3,9 @@
 A message is four bytes of length, then that many bytes, mostly of JSON. After the socket's own
 timeout a ``TimeoutError`` is raised.
 
-A Python value crosses as data that JSON can hold, and only exact builtin types are rebuilt from
-data. So an object with an ``__eq__`` of its own never gets across, and a subclass (a Counter, a
-namedtuple, an IntEnum) arrives as the builtin type that it derives from.
+A Python value crosses as data that JSON can hold, and only types of Python itself are rebuilt from
+data. So an object with an ``__eq__`` of its own never gets across: a subclass (an IntEnum, say)
+arrives as the type that it derives from, and any other object stays behind.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
-from typing import Any
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from itertools import chain
+from typing import Any, NoReturn
 
 _LENGTH = struct.Struct("!I")
 MAX_BYTES = 64 * 2**20  # of a message
 MAX_DEPTH = 100  # of a value
-MAX_ITEMS = 100_000  # of an iterator
 _PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
 
 
@@ -82,11 +86,16 @@ def _read(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Write a value as plain data.
+def refuse(value: Any) -> NoReturn:
+    """Raise NotPlain for an object that stays behind."""
+    raise NotPlain(f"a {type(value).__name__} is not plain data")
 
-    Raises NotPlain for anything but None, bools, numbers, text, bytes, and lists, tuples, dicts,
-    sets, frozensets and iterators of such, nested at most ``depth`` deep.
+
+def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX_DEPTH) -> Any:
+    """Write a value as plain data, nested at most ``depth`` deep, or else raise NotPlain.
+
+    Plain are None, bools, numbers, text, bytes, dates, and lists, tuples, dicts and sets of such.
+    Any other object is known by what ``keep`` returns for it, a list.
     """
     if value is None or value is True or value is False:
         return value
@@ -99,51 +108,82 @@ def dump(value: Any, depth: int = MAX_DEPTH) -> Any:
         return float.__pos__(value)
     if depth == 0:
         raise NotPlain("nested too deep")
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        record = (type(value).__name__, value._fields, *value)
+        return ["namedtuple", *(dump(part, keep, depth - 1) for part in record)]
     for kind, parts in _PARTS.items():
         if isinstance(value, kind):
-            return [kind.__name__, *(dump(part, depth - 1) for part in parts(value))]
-    raise NotPlain(f"a {type(value).__name__} is not plain data")
+            return [kind.__name__, *(dump(part, keep, depth - 1) for part in parts(value))]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return ["ndarray", value.dtype.str, dump(value.tolist(), keep, depth - 1)]
+    return ["object", *keep(value)]
 
 
-def load(data: Any, depth: int = MAX_DEPTH) -> Any:
-    """Rebuild what :func:`dump` wrote; raises NotPlain for data that it did not write."""
+def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -> Any:
+    """Rebuild what :func:`dump` wrote; raises NotPlain for data that it did not write.
+
+    An object is what ``find`` returns for the items of the list that ``keep`` has returned.
+    """
     if data is None or type(data) in (bool, int, float, str):
         return data
     if type(data) is not list or not data or type(data[0]) is not str or depth == 0:
         raise NotPlain("malformed")
     kind, *parts = data
     try:
-        return _BUILDERS[kind](*(load(part, depth - 1) for part in parts))
-    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        if kind == "object":
+            return find(*parts)
+        return _BUILDERS[kind](*(load(part, find, depth - 1) for part in parts))
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise NotPlain(f"malformed {kind[:20]!r}: {error}") from error
 
 
-def _items(iterator: Iterator[Any]) -> list[Any]:
-    items = list(islice(iterator, MAX_ITEMS + 1))
-    if len(items) > MAX_ITEMS:
-        raise NotPlain(f"an iterator has more than {MAX_ITEMS} items")
-    return items
+def _array(dtype: str, items: Any) -> Any:
+    numpy = sys.modules["numpy"]
+    if numpy.dtype(dtype).kind not in "biufc":
+        raise ValueError("not of numbers")
+    return numpy.array(items, dtype)[()]
 
 
 # The parts of a value of each type, and how it is rebuilt from them.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     complex: lambda value: (value.real, value.imag),
+    Fraction: lambda value: (value.numerator, value.denominator),
+    Decimal: lambda value: (str(value),),
+    datetime: lambda value: (value.isoformat(),),
+    date: lambda value: (value.isoformat(),),
+    time: lambda value: (value.isoformat(),),
+    timedelta: lambda value: (value.days, value.seconds, value.microseconds),
     bytes: lambda value: (bytes.hex(value),),
+    bytearray: lambda value: (bytes(value),),
+    range: lambda value: (value.start, value.stop, value.step),
     list: iter,
+    deque: lambda value: (list(value), value.maxlen),
     tuple: iter,
     set: iter,
     frozenset: iter,
+    Counter: lambda value: (dict(value),),
     dict: lambda value: chain.from_iterable(value.items()),
-    Iterator: _items,
 }
 _BUILDERS: dict[str, Callable[..., Any]] = {
     "int": lambda digits: int(digits, 16),
     "complex": complex,
+    "Fraction": Fraction,
+    "Decimal": Decimal,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": timedelta,
+    "namedtuple": lambda name, fields, *values: namedtuple(name, fields)(*values),
     "bytes": bytes.fromhex,
+    "bytearray": bytearray,
+    "range": range,
+    "deque": deque,
     "list": lambda *items: list(items),
     "tuple": lambda *items: items,
     "set": lambda *items: set(items),
     "frozenset": lambda *items: frozenset(items),
     "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    "Iterator": lambda *items: iter(items),
+    "Counter": Counter,
+    "ndarray": _array,
 }

@@ -1,0 +1,234 @@
+"""Honest programs of many kinds: they pass, or are refused as such, and are never called wrong."""
+
+import re
+
+import pytest
+
+from torchtune_grpo.rewards import CodeReward
+from torchtune_grpo.rewards.code import failure_kind
+
+LIST_NODES = """class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+
+def linked(values):
+    head = None
+    for value in reversed(values):
+        head = ListNode(value, head)
+    return head
+
+def values_of(node):
+    values = []
+    while node:
+        values.append(node.val)
+        node = node.next
+    return values
+"""
+
+# Name: the program, and the test that calls it. `f` is the function, unless the test names a class.
+FUNCTIONS = {
+    "arithmetic": ("def f(a, b):\n  return a // b, a % b", "assert f(17, 5) == (3, 2)"),
+    "big numbers": ("def f(n):\n  return 7 ** n", "assert f(300) == 7 ** 300"),
+    "floats": ("def f(x):\n  return x / 3", "assert abs(f(1.0) - 0.333333) < 1e-4"),
+    "not a number": ("def f():\n  return float('nan')", "x = f()\nassert x != x"),
+    "complex": ("def f(z):\n  return z * 1j", "assert f(2 + 1j) == -1 + 2j"),
+    "text": ("def f(s):\n  return s[::-1].title()", "assert f('ünï x') == 'X Ïnü'"),
+    "bytes": ("def f(b):\n  return b.hex().encode()", "assert f(b'\\x01z') == b'017a'"),
+    "bytearray": ("def f(b):\n  b[0] = 0\n  return b", "assert f(bytearray(b'ab')) == b'\\0b'"),
+    "nothing": ("def f(x):\n  pass", "assert f(1) is None"),
+    "booleans": ("def f(x):\n  return x > 1", "assert f(2) is True and f(1) is False"),
+    "lists": ("def f(xs):\n  return sorted(xs)[1:]", "assert f([3, 1, 2]) == [2, 3]"),
+    "matrix": ("def f(m):\n  return [*map(list, zip(*m))]", "assert f([[1, 2], [3, 4]]) == "
+               "[[1, 3], [2, 4]]"),
+    "tuples as keys": ("def f(n):\n  return {(i, i): {i} for i in range(n)}",
+                       "assert f(2) == {(0, 0): {0}, (1, 1): {1}}"),
+    "frozen set": ("def f(xs):\n  return frozenset(xs)", "assert f([1, 1]) == frozenset([1])"),
+    "keyword": ("def f(a, *, b=2, **c):\n  return a, b, c", "assert f(1, b=3, d=4) == "
+                "(1, 3, {'d': 4})"),
+    "variadic": ("def f(*xs):\n  return sum(xs)", "assert f(*range(5)) == 10"),
+    "lambda": ("f = lambda x: x + 1", "assert f(1) == 2"),
+    "partial": ("from functools import partial\nf = partial(pow, 2)", "assert f(5) == 32"),
+    "callable object": ("class F:\n  def __call__(self, x): return x\nf = F()", "assert f(3) == 3"),
+    "recursion": ("def f(n):\n  return n and n + f(n - 1)", "assert f(900) == 405450"),
+    "deep recursion": ("import sys\nsys.setrecursionlimit(20_000)\ndef f(n):\n"
+                       "  return n and 1 + f(n - 1)", "assert f(5000) == 5000"),
+    "cache": ("from functools import lru_cache\n@lru_cache(None)\ndef f(n):\n"
+              "  return n if n < 2 else f(n - 1) + f(n - 2)", "assert f(80) == 23416728348467685"),
+    "helper": ("def g(x):\n  return x * 2\ndef f(x):\n  return g(g(x))", "assert f(1) == 4"),
+    "nested function": ("def f(n):\n  def g(k):\n    return k if k == n else g(k + 1)\n"
+                        "  return g(0)", "assert f(9) == 9"),
+    "global state": ("count = 0\ndef f():\n  global count\n  count += 1\n  return count",
+                     "assert [f(), f()] == [1, 2]"),
+    "default that lasts": ("def f(x, seen=[]):\n  seen.append(x)\n  return seen",
+                           "f(1)\nassert f(2) == [1, 2]"),
+    "in place": ("def f(xs):\n  xs[:] = sorted(xs)", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
+    "in place, nested": ("def f(m):\n  m[0][0] = 9", "x = [[1]]\nf(x)\nassert x == [[9]]"),
+    "prints": ("def f(x):\n  print('got', x)\n  return x", "assert f(1) == 1"),
+    "printed text is tested": ("def f():\n  print(1, 2, sep='-')", "import io, contextlib\n"
+                               "o = io.StringIO()\nwith contextlib.redirect_stdout(o): f()\n"
+                               "assert o.getvalue() == '1-2\\n'"),
+    "raises": ("def f(x):\n  raise ValueError(f'bad {x}')", "try: f(1)\nexcept ValueError as e:\n"
+               "  assert str(e) == 'bad 1'\nelse: assert 0"),
+    "raises its own": ("class Bad(KeyError): pass\ndef f():\n  raise Bad('k')",
+                       "try: f()\nexcept KeyError: pass\nelse: assert 0"),
+    "assertion of its own": ("def f(x):\n  assert x > 0, 'low'", "try: f(0)\n"
+                             "except AssertionError as e: assert 'low' in str(e)\nelse: assert 0"),
+    "stops an iteration": ("def f(xs):\n  return next(iter(xs), None)", "assert f([]) is None"),
+    "generator": ("def f(n):\n  yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "endless generator": ("def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+                          "from itertools import islice\nassert [*islice(f(), 3)] == [0, 1, 2]"),
+    "generator, sent to": ("def f():\n  x = yield 1\n  yield x + 1",
+                           "g = f()\nnext(g)\nassert g.send(4) == 5"),
+    "map": ("def f(xs):\n  return map(str, xs)", "assert [*f([1, 2])] == ['1', '2']"),
+    "zip": ("def f(a, b):\n  return zip(a, b)", "assert dict(f('ab', [1, 2])) == {'a': 1, 'b': 2}"),
+    "views": ("def f(d):\n  return d.keys()", "assert sorted(f({'b': 1, 'a': 2})) == ['a', 'b']"),
+    "range": ("def f(n):\n  return range(n)", "assert list(f(2)) == [0, 1] and f(2) == range(2)"),
+    "infinite": ("from itertools import count\ndef f(): return count(5)", "assert next(f()) == 5"),
+    "closure": ("def f(n):\n  return lambda x: x + n", "assert f(2)(3) == 5"),
+    "counter closure": ("def f():\n  n = 0\n  def g():\n    nonlocal n\n    n += 1\n    return n\n"
+                        "  return g", "c = f()\nassert (c(), c()) == (1, 2) and f()() == 1"),
+    "list of functions": ("def f():\n  return [lambda x: x + 1, abs]", "inc, a = f()\n"
+                          "assert inc(1) == 2 and a(-3) == 3"),
+    "decorator of its own": ("from functools import wraps\ndef twice(g):\n  @wraps(g)\n"
+                             "  def inner(*a): return g(g(*a))\n  return inner\n@twice\n"
+                             "def f(x): return x + 1", "assert f(1) == 3"),
+    "namedtuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f():\n"
+                   "  return P(1, 2)", "p = f()\nassert p == (1, 2) and p.y == 2"),
+    "typed namedtuple": ("from typing import NamedTuple\nclass P(NamedTuple):\n  x: int = 1\n"
+                         "def f(): return [P()]", "assert f()[0].x == 1"),
+    "dataclass": ("from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\ndef f():\n"
+                  "  return P(4)", "assert f().x == 4 and 'x=4' in repr(f())"),
+    "int enum": ("from enum import IntEnum\nclass C(IntEnum):\n  R = 2\ndef f(): return C.R",
+                 "assert f() == 2"),
+    "Counter": ("from collections import Counter\ndef f(s): return Counter(s)",
+                "c = f('aab')\nassert c == {'a': 2, 'b': 1} and c.most_common(1) == [('a', 2)]"),
+    "defaultdict": ("from collections import defaultdict\ndef f():\n  d = defaultdict(list)\n"
+                    "  d[1].append(2)\n  return d", "assert f() == {1: [2]}"),
+    "OrderedDict": ("from collections import OrderedDict\ndef f(): return OrderedDict(b=1, a=2)",
+                    "assert list(f()) == ['b', 'a']"),
+    "deque": ("from collections import deque\ndef f(): return deque([1, 2], 3)",
+              "from collections import deque\nassert f() == deque([1, 2])"),
+    "heap": ("import heapq\ndef f(xs, k): return heapq.nsmallest(k, xs)", "assert f([3, 1, 2], 2) "
+             "== [1, 2]"),
+    "Fraction": ("from fractions import Fraction\ndef f(): return Fraction(1, 3)",
+                 "from fractions import Fraction\nassert f() == Fraction(2, 6)"),
+    "Decimal": ("from decimal import Decimal\ndef f(x): return Decimal(x) * 3",
+                "from decimal import Decimal\nassert f('0.1') == Decimal('0.3')"),
+    "date": ("from datetime import date, timedelta\ndef f(d): return d + timedelta(days=1)",
+             "from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)"),
+    "datetime": ("from datetime import datetime\ndef f(s): return datetime.strptime(s, '%Y-%m')",
+                 "assert f('2024-05').month == 5"),
+    "timedelta": ("from datetime import timedelta\ndef f(n): return timedelta(hours=n)",
+                  "assert f(2).total_seconds() == 7200"),
+    "regular expression": ("import re\ndef f(s): return re.findall(r'\\d+', s)",
+                           "assert f('a1b22') == ['1', '22']"),
+    "match object": ("import re\ndef f(s): return re.match('(a+)', s)",
+                     "assert f('aab').group(1) == 'aa' and f('b') is None"),
+    "pattern matching": ("def f(x):\n  match x:\n    case [a, *_]: return a\n    case _: return 0",
+                         "assert f([4, 5]) == 4 and f(1) == 0"),
+    "walrus": ("def f(xs): return [y for x in xs if (y := x * 2) > 2]", "assert f([1, 2]) == [4]"),
+    "typing": ("from typing import Dict, List, Optional\ndef f(x: Optional[List[int]] = None) -> "
+               "Dict[str, int]:\n  return {'n': len(x or [])}", "assert f([1]) == {'n': 1}"),
+    "json": ("import json\ndef f(s): return json.loads(s)['a']", "assert f('{\"a\": [1]}') == [1]"),
+    "hash": ("import hashlib\ndef f(s): return hashlib.md5(s.encode()).hexdigest()[:4]",
+             "assert f('a') == '0cc1'"),
+    "random with a seed": ("import random\ndef f(): return random.Random(0).randint(0, 9)",
+                           "import random\nassert f() == random.Random(0).randint(0, 9)"),
+    "files": ("import os, tempfile\ndef f(s):\n  with tempfile.NamedTemporaryFile('w+') as t:\n"
+              "    t.write(s); t.seek(0); return t.read()", "assert f('x') == 'x'"),
+    "threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(xs):\n"
+                "  with ThreadPoolExecutor(2) as p: return [*p.map(str, xs)]",
+                "assert f([1, 2]) == ['1', '2']"),
+    "async inside": ("import asyncio\nasync def g(x): return x + 1\ndef f(x):\n"
+                     "  loop = asyncio.new_event_loop()\n  return loop.run_until_complete(g(x))",
+                     "assert f(1) == 2"),
+    "async": ("async def f(x): return x + 1", "import asyncio\nassert asyncio.run(f(1)) == 2"),
+    "numpy": ("import numpy as np\ndef f(xs): return np.cumsum(xs)",
+              "assert list(f([1, 2])) == [1, 3]"),
+    "a short sleep": ("import time\ndef f():\n  time.sleep(0.05)\n  return 1", "assert f() == 1"),
+    "a main part": ("def f(): return 1\nif __name__ == '__main__': print(f())", "assert f() == 1"),
+    "prints when loaded": ("def f(x): return x\nprint(f(2))", "assert f(1) == 1"),
+    "function as argument": ("def f(g, x): return g(x)", "assert f(lambda x: x + 1, 1) == 2"),
+    "class": ("class Stack:\n  def __init__(self): self.xs = []\n  def push(self, x): "
+              "self.xs.append(x)\n  def pop(self): return self.xs.pop()",
+              "s = Stack()\ns.push(1)\ns.push([2])\nassert s.pop() == [2] and s.xs == [1]"),
+    "class with state": ("class LRUCache:\n  def __init__(self, n): self.n, self.d = n, {}\n"
+                         "  def get(self, k):\n    if k not in self.d: return -1\n"
+                         "    self.d[k] = self.d.pop(k)\n    return self.d[k]\n"
+                         "  def put(self, k, v):\n    self.d.pop(k, 0)\n    self.d[k] = v\n"
+                         "    if len(self.d) > self.n: del self.d[next(iter(self.d))]",
+                         "c = LRUCache(2)\nc.put(1, 1)\nc.put(2, 2)\nassert c.get(1) == 1\n"
+                         "c.put(3, 3)\nassert c.get(2) == -1"),
+    "class of sets": ("class UnionFind:\n  def __init__(self, n): self.p = [*range(n)]\n"
+                                  "  def find(self, x):\n    while self.p[x] != x: x = self.p[x]\n"
+                                  "    return x\n  def union(self, a, b):\n"
+                                  "    self.p[self.find(a)] = self.find(b)",
+                                  "u = UnionFind(3)\nu.union(0, 1)\nassert u.find(0) == u.find(1)"),
+    "class, subclass of list": ("class Bag(list):\n  def total(self): return sum(self)",
+                                "assert Bag([1, 2]).total() == 3"),
+    "class methods": ("class Temp:\n  def __init__(self, c): self.c = c\n  @classmethod\n"
+                      "  def zero(cls): return cls(0)\n  @staticmethod\n  def k(c): return c + 273"
+                      "\n  @property\n  def f(self): return self.c * 9 / 5 + 32",
+                      "assert Temp.zero().f == 32.0 and Temp.k(1) == 274"),
+    "class with len and items": ("class Grid:\n  def __init__(self): self.d = {}\n"
+                                 "  def __len__(self): return len(self.d)\n"
+                                 "  def __getitem__(self, k): return self.d[k]\n"
+                                 "  def __setitem__(self, k, v): self.d[k] = v\n"
+                                 "  def __iter__(self): return iter(self.d)\n"
+                                 "  def __str__(self): return 'grid'",
+                                 "g = Grid()\ng[1, 2] = 3\nassert len(g) == 1 and g[1, 2] == 3 and "
+                                 "[*g] == [(1, 2)] and f'{g}' == 'grid'"),
+    "class, fluent": ("class Query:\n  def __init__(self): self.parts = []\n"
+                      "  def where(self, p): self.parts.append(p); return self",
+                      "assert Query().where('a').where('b').parts == ['a', 'b']"),
+    "class, equality": ("class Point:\n  def __init__(self, x): self.x = x\n"
+                        "  def __eq__(self, o): return self.x == o.x",
+                        "assert Point(1) == Point(1)"),
+    "class, arithmetic": ("class Vec:\n  def __init__(self, x): self.x = x\n"
+                          "  def __add__(self, o): return Vec(self.x + o.x)",
+                          "assert (Vec(1) + Vec(2)).x == 3"),
+    "class, context": ("class Timer:\n  def __enter__(self): return self\n"
+                       "  def __exit__(self, *_): self.done = True",
+                       "with Timer() as t: pass\nassert t.done"),
+    "class, with its own": ("class Node:\n  def __init__(self, v, next=None): self.v, self.next = "
+                            "v, next", "a = Node(1)\nb = Node(2, a)\nassert b.next.v == 1 and "
+                            "b.next is a"),
+    "tree that it builds": ("class Node:\n  def __init__(self, v): self.v, self.left = v, None\n"
+                            "def f(xs):\n  root = Node(xs[0])\n  root.left = Node(xs[1])\n"
+                            "  return root", "t = f([1, 2])\nassert (t.v, t.left.v) == (1, 2) and "
+                            "t.left.left is None"),
+    "linked list": ("def f(head):\n  last = None\n  while head:\n"
+                    "    head.next, last, head = last, head, head.next\n  return last",
+                    "assert values_of(f(linked([1, 2, 3]))) == [3, 2, 1]"),
+    "linked list that it makes": ("def f(xs):\n  return ListNode(xs[0], ListNode(xs[1]))",
+                                  "assert values_of(f([1, 2])) == [1, 2]"),
+    "method": ("class Solution:\n  def add(self, a, b): return a + b",
+               "def check(candidate): assert candidate(a=1, b=2) == 3"),
+}  # fmt: skip
+REFUSED = {
+    "async": "refused: ValueError: a coroutine was expected",
+    "numpy": "ModuleNotFoundError: No module named 'numpy'",
+    "function as argument": "the test passes what cannot be sent: a function is not plain data",
+    "class, equality": "refused: eq of an object that is not plain data",
+    "class, arithmetic": "refused: TypeError: unsupported operand type",
+    "class, context": "refused: TypeError: '_StandIn' object does not support the context manager",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    codes, tests = zip(*FUNCTIONS.values(), strict=True)
+    names = [(re.findall(r"^class (\w+)", code, re.MULTILINE) or "f")[-1] for code in codes]
+    names = [name if name in test else "f" for name, test in zip(names, tests, strict=True)]
+    names[-1] = "Solution().add"
+    reward = CodeReward()
+    found = reward.judge(codes, test=tests, entry_point=names, setup=[LIST_NODES] * len(codes))
+    reward.close()
+    return dict(zip(FUNCTIONS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_classes(verdicts, name):
+    why = REFUSED.get(name, "")
+    assert verdicts[name].why[: len(why) or None] == why
+    assert not why or why.startswith("the test passes") or failure_kind(why) == "refused"
