@@ -227,6 +227,30 @@ def verdicts():
     return dict(zip(FUNCTIONS, found, strict=True))
 
 
+def test_packages_that_are_allowed():
+    """With namespaces and without, and no others."""
+    test = """import numpy as np
+def check(f):
+    assert np.allclose(f(np.arange(3)), [0, 2, 4]) and f(np.arange(3)).dtype == np.int64
+    assert f(np.float32(2)) == 4 and f(np.array(["a", "b"])[:1])[0] == "aa"
+"""
+    double = "import numpy as np, numpy.polynomial\ndef f(x): return np.char.multiply(x, 2) if "
+    double += "x.dtype.kind == 'U' else np.multiply(x, 2)"
+    programs = [double, "def f(x): return x", "import torch\ndef f(x): return x * 2"]
+    starts = ["", "AssertionError", "ModuleNotFoundError: No module named 'torch'"]
+    reward = CodeReward(packages=["numpy"])
+    for namespaces in (True, False):
+        for sandbox in reward._sandboxes:
+            sandbox.close()
+            sandbox.namespaces = namespaces
+        found = reward.judge(programs, test=[test] * 3, entry_point=["f"] * 3, setup=[""] * 3)
+        assert [v.why[: len(start)] for v, start in zip(found, starts, strict=True)] == starts
+        assert found[0].passed
+    reward.close()
+    with pytest.raises(ValueError, match="packages has 'nunpy', which is no installed package"):
+        CodeReward(packages=["nunpy"])
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_classes(verdicts, name):
     why = REFUSED.get(name, "")

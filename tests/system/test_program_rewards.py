@@ -1,6 +1,9 @@
 """Programs that read and print, and methods, judged by the inputs and outputs of their rows."""
 
+import base64
 import json
+import pickle
+import zlib
 
 import pytest
 
@@ -61,6 +64,11 @@ FORMS = {
         for i, o in zip(TESTS["inputs"], TESTS["outputs"], strict=True)
     ],
 }
+PRIVATE = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(FORMS["LiveCodeBench"])))).decode()
+FORMS["LiveCodeBench, compressed"] = PRIVATE
+CLASS = "class Stack:\n    def __init__(self, *xs): self.xs = [*xs]\n    def push(self, x): "
+CLASS += "self.xs.append(x)\n    def pop(self): return self.xs.pop()"
+CALLS = [[["Stack", "push", "pop", "pop"], [[1], [2], [], []]]]
 METHODS = {
     "APPS": {"fn_name": "add", "inputs": [[[1, 2], 3]], "outputs": [[4, 5]]},
     "APPS, wrapped": {"fn_name": "add", "inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]]},
@@ -114,10 +122,23 @@ def test_methods_and_functions(score, form):
     assert score(programs, METHODS[form], fn_name="add") == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_methods_called_in_sequence(score):
+    tests = {"inputs": CALLS, "outputs": [[None, None, 2, 1]]}
+    wrong = CLASS.replace("pop()", "pop(0)")
+    assert score([CLASS, wrong], tests, fn_name="Stack") == [1.0, 0.0]
+
+
+def hostile_pickle(module, name):
+    data = f"c{module}\n{name}\n(S'true'\ntR.".encode()
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
-        ("no", "JSONDecodeError"),
+        ("[no", "JSONDecodeError"),
+        ("no", "Error: Incorrect padding"),
+        (hostile_pickle("os", "system"), "a pickle of text has no os.system"),
         ({"inputs": [], "outputs": []}, "there is no test"),
         ({"inputs": ["1"], "outputs": []}, "ValueError"),
         ({"inputs": ["1"]}, "KeyError: 'outputs'"),
@@ -132,8 +153,11 @@ def test_rows_that_cannot_be_judged(tests, why):
 def test_a_row_is_tried_by_its_own_solution():
     reward = ProgramReward(timeout=1.5)
     right = "import sys\nx = 1\n" + DOUBLE
-    faults = reward.check_rows(tests=[TESTS] * 2, solution=[right, WRONG["another number"]])
-    assert faults[0] is None and "solution fails: AssertionError: test 1 of 2" in faults[1]
+    solution = [right, WRONG["another number"], json.dumps([right, ""]), ["1 / 0"], "[]", None]
+    for column in ("solution", "solutions", "canonical_solution"):
+        faults = reward.check_rows(tests=[TESTS] * 6, **{column: solution})
+        assert faults[0] is None and "solution fails: AssertionError: test 1 of 2" in faults[1]
+        assert faults.keys() == {0, 1, 2, 3} and faults[2] is None and "ZeroDivision" in faults[3]
     assert reward.check_rows(tests=[TESTS]) == {}
     rewards = RewardSet([Reward("programs", reward)])
     assert rewards.rewards[0].decides

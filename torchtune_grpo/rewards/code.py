@@ -7,6 +7,9 @@ gets across. docs/reward_hacking.md says what that is good for.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import json
 import random
 import re
 from collections import Counter
@@ -72,6 +75,7 @@ class CodeReward:
         workers: int = 2,  # completions at once
         memory_mb: int = 512,  # of each of a completion's processes
         processes: int = 16,  # of a completion at once, threads included
+        packages: Sequence[str] = (),  # names of those that completions and tests can import
         unfenced: bool = False,  # as in CodeSandbox
     ) -> None:
         numbers = dict(timeout=timeout, workers=workers, memory_mb=memory_mb, processes=processes)
@@ -81,7 +85,10 @@ class CodeReward:
         if workers > MAX_WORKERS:
             raise ValueError(f"rewards: workers is {workers}; give at most {MAX_WORKERS}.")
         limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
-        self._sandboxes = [CodeSandbox(limits, unfenced=unfenced) for _ in range(workers)]
+        folders = [_folder_of(package) for package in packages]
+        self._sandboxes = [
+            CodeSandbox(limits, folders, unfenced=unfenced) for _ in range(int(workers))
+        ]
         self._pool = WorkerPool(self._sandboxes)
         self._logged = False
 
@@ -119,11 +126,9 @@ class CodeReward:
         return scores
 
     @staticmethod
-    def check_row(
-        *, test: object, entry_point: object, setup: object = "", solution: object = ""
-    ) -> str | None:
+    def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
         """Say what makes a row unusable, or None; runs nothing."""
-        for name, code in (("test", test), ("setup", setup), ("solution", solution)):
+        for name, code in (("test", test), ("setup", setup)):
             if not isinstance(code, str):
                 return f"{name}={shortened(repr(code))} is not text"
         return _name_fault(entry_point=entry_point)
@@ -134,10 +139,12 @@ class CodeReward:
         test: list[str],
         entry_point: list[str],
         setup: list[str] | None = None,
-        solution: list[str] | None = None,
+        solution: list[Any] | None = None,
+        solutions: list[Any] | None = None,
+        canonical_solution: list[Any] | None = None,
     ) -> dict[int, str | None]:
         """Find broken tests by running them: a function that raises in every call has to be called
-        and may not pass, and the row's own ``solution``, where there is one, has to pass.
+        and may not pass, and the row's own solution (the first of several) has to pass.
 
         Of many rows 500 are tried, always the same. Returns the position of each row that was tried
         and what is wrong with it, or None.
@@ -151,21 +158,21 @@ class CodeReward:
         faults: dict[int, str | None] = {}
         for row, verdict in zip(tried, self.judge(programs, **chosen), strict=True):
             faults[row] = _trial_fault(verdict)
-        if solution is not None:
-            others = self.try_programs(solution, columns)
-            faults = {row: fault or others[row] for row, fault in faults.items()}
+        others = self.try_solutions(solution or solutions or canonical_solution or [], columns)
+        faults = {row: fault or others.get(row) for row, fault in faults.items()}
         return {
             row: fault and f"test={shortened(repr(test[row]))}: {fault}"
             for row, fault in faults.items()
         }
 
-    def try_programs(
-        self, solutions: list[str], columns: dict[str, list[str]]
+    def try_solutions(
+        self, solutions: list[Any], columns: dict[str, list[str]]
     ) -> dict[int, str | None]:
         """What is wrong with the rows that are tried, by their own solutions."""
-        tried = _tried_rows(len(solutions))
+        programs = {row: first_program(solutions[row]) for row in _tried_rows(len(solutions))}
+        tried = [row for row, program in programs.items() if program]
         chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
-        verdicts = self.judge([solutions[row] for row in tried], **chosen)
+        verdicts = self.judge([programs[row] for row in tried], **chosen)
         return dict(zip(tried, map(_solution_fault, verdicts), strict=True))
 
     def judge(
@@ -207,6 +214,21 @@ class CodeReward:
             return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
+
+
+def _folder_of(package: str) -> str:
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"rewards: packages has {package!r}, which is no installed package.")
+    return found.submodule_search_locations[0]
+
+
+def first_program(solutions: Any) -> str:
+    """A row's own solution, or the first of a list of them, which may be JSON; "" without any."""
+    with contextlib.suppress(ValueError, TypeError):
+        solutions = json.loads(solutions)
+    first = next(iter(solutions), "") if isinstance(solutions, (list, tuple)) else solutions
+    return first if isinstance(first, str) else ""
 
 
 def _tried_rows(count: int) -> list[int]:

@@ -6,17 +6,22 @@ what it printed or returned; the outputs that are expected are in another.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune_grpo.config.text import shortened
-from torchtune_grpo.rewards.code import CodeReward
+from torchtune_grpo.rewards.code import CodeReward, first_program
 from torchtune_grpo.rewards.extraction import extract_program
 from torchtune_grpo.sandbox import Verdict
 
 # Runs with the completion. A program is run anew for each input; its own `input`, `sys.stdin`,
-# `open(0)` and `sys.stdout.buffer` work. A method is that of a new Solution.
+# `open(0)` and `sys.stdout.buffer` work. A method is that of a new Solution. A class is given names
+# of methods and their arguments.
 _PROGRAM = """
 import contextlib, io, os, sys, tempfile, threading
 
@@ -43,8 +48,13 @@ def answer(given):
 _METHOD = """{source}
 
 def answer(given):
-    call = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
-    return call(*given)
+    if "Solution" in globals():
+        return getattr(Solution(), {name!r})(*given)
+    if not isinstance({name}, type):
+        return {name}(*given)
+    (_, *names), (arguments, *others) = given
+    made = {name}(*arguments)
+    return [None, *(getattr(made, name)(*each) for name, each in zip(names, others))]
 """
 # Sites where methods are written have them imported.
 _IMPORTED = """import bisect, collections, functools, heapq, itertools, math, re, string
@@ -108,9 +118,10 @@ class ProgramReward(CodeReward):
     The column ``tests`` holds inputs and outputs, as JSON or as values: ``{"inputs": [...],
     "outputs": [...]}`` as in APPS and TACO, with ``fn_name`` for a function or a method of
     ``Solution``; ``{"input": [...], "output": [...]}`` as in CodeContests; or a list of ``{"input":
-    ..., "output": ...}`` as in Codeforces and LiveCodeBench. Printed outputs are compared by the
-    words of their lines, numbers by value. The score is 1.0 if all tests pass, else 0.0, or with
-    ``partial`` the share that passes; without it the first failure ends the tests.
+    ..., "output": ...}`` as in Codeforces and LiveCodeBench, compressed or not. Where ``fn_name``
+    is a class, an input is a list of its methods' names and one of their arguments. Printed outputs
+    are compared by the words of their lines, numbers by value. The score is 1.0 if all tests pass,
+    else 0.0, or with ``partial`` the share that passes. Without it the first failure ends them.
     """
 
     __name__ = "program_reward"
@@ -162,7 +173,7 @@ class ProgramReward(CodeReward):
         """Say what makes a row unusable, or None; runs nothing."""
         try:
             _cases(tests, fn_name)
-        except (AttributeError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:
             return f"tests={shortened(repr(tests))}: {type(error).__name__}: {error}"
         return None
 
@@ -172,12 +183,15 @@ class ProgramReward(CodeReward):
         tests: list[Any],
         fn_name: list[str | None] | None = None,
         setup: list[str] | None = None,
-        solution: list[str] | None = None,
+        solution: list[Any] | None = None,
+        solutions: list[Any] | None = None,
+        canonical_solution: list[Any] | None = None,
     ) -> dict[int, str | None]:
-        """Find rows whose own ``solution`` fails; see :meth:`CodeReward.check_rows`."""
+        """Find rows whose own solution fails; see :meth:`CodeReward.check_rows`."""
         columns = {**self._columns(tests, fn_name), "setup": setup or [""] * len(tests)}
-        fenced = [f"```\n{program}\n```" for program in solution or ()]
-        return self.try_programs(fenced, columns) if fenced else {}
+        programs = map(first_program, solution or solutions or canonical_solution or [])
+        fenced = [code if "```" in code else code and f"```\n{code}\n```" for code in programs]
+        return self.try_solutions(fenced, columns)
 
     def _columns(self, tests: list[Any], fn_name: list[str | None] | None) -> dict[str, list[str]]:
         """The columns of a CodeReward."""
@@ -190,7 +204,7 @@ class ProgramReward(CodeReward):
 def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | None]:
     """Pairs of an input and its output, and the function's name, if there is one."""
     if isinstance(tests, str):
-        tests = json.loads(tests)
+        tests = json.loads(tests if tests.lstrip()[:1] in ("[", "{") else _decompressed(tests))
     if isinstance(tests, Mapping):
         name = name or tests.get("fn_name")
         ends = (tests[key if key in tests else f"{key}s"] for key in ("input", "output"))
@@ -208,6 +222,18 @@ def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | N
         for given, wanted in cases
     ]
     return parsed, name
+
+
+def _decompressed(tests: str) -> str:
+    """The JSON in LiveCodeBench's ``private_test_cases``: pickled, deflated, in base 64."""
+    return str(_TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(tests)))).load())
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Refuses any class or function, so that nothing runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"a pickle of text has no {module}.{name}")
 
 
 def _text(lines: Any) -> str:

@@ -8,6 +8,7 @@ import select
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,7 @@ class CodeSandbox:
     """Judges one completion at a time. Starts its process when it first needs it."""
 
     limits: Limits = field(default_factory=Limits)
+    packages: Sequence[str] = ()  # folders of those that completions can import
     namespaces: bool = True  # False: do without them, as where the kernel refuses them
     # Go on where the kernel cannot filter system calls, or offers neither namespaces nor Landlock.
     unfenced: bool = False
@@ -126,7 +128,8 @@ class CodeSandbox:
         if self._server is not None:
             return self._server
         try:
-            self._server = ServerProcess("code" if self.namespaces else "code_without_namespaces")
+            role = "code" if self.namespaces else "code_without_namespaces"
+            self._server = ServerProcess(role, self.packages)
             self._check_fences(self._server.facts)
             # Or else a sandbox that does not work here would look like a model that cannot code.
             verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")

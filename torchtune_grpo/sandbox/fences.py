@@ -29,7 +29,7 @@ import secrets
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -64,9 +64,12 @@ _PR_CAPBSET_DROP = 24
 class Fences:
     """The fences of one server; raises OSError if the kernel refuses the namespaces."""
 
-    def __init__(self, *, namespaces: bool) -> None:
-        for name in _PRELOADED:
+    def __init__(self, *, namespaces: bool, packages: Sequence[str] = ()) -> None:
+        folders, import_path = [Path(package) for package in packages], [*sys.path]
+        sys.path += {str(folder.parent) for folder in folders}
+        for name in [*_PRELOADED, *(folder.name for folder in folders)]:
             importlib.import_module(name)
+        sys.path[:] = import_path  # where completions find no other package
         site.setquit()  # exit(), which is missing as this Python started without site
         os.umask(0o022)
         # Where memory runs out, the kernel ends these processes first.
@@ -75,7 +78,9 @@ class Fences:
         self._namespaces = namespaces
         self._landlock: list[tuple[int, int]] = []
         self._first_uid = _first_uid()
-        readable = _readable_paths()
+        readable = _readable_paths() + [str(folder) for folder in folders]
+        # Wheels have the shared libraries that they bring beside the package.
+        readable += [f"{path}.libs" for path in packages if os.path.isdir(f"{path}.libs")]
         if namespaces:
             _enter_namespaces(self._first_uid)
             _hide_files(readable)

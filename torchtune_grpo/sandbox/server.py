@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ _PACKAGES = str(Path(__file__).parents[2])
 # The import path ends up without this package's folder, which holds nothing for a completion.
 _BOOT = (
     "import sys; sys.path.insert(0, {path!r}); from torchtune_grpo.sandbox.server import main; "
-    "sys.path.remove({path!r}); main({role!r}, {fd})"
+    "sys.path.remove({path!r}); main({role!r}, {fd}, {packages!r})"
 )
 _START_SECONDS = 60.0  # on a busy machine; it takes 0.1
 _STOP_SECONDS = 10.0
@@ -44,7 +44,7 @@ _RANK_NAMES = frozenset(
 
 # For processes that run foreign code: nothing of this process's environment, folder or output.
 _APART: dict[str, Any] = {
-    "env": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
+    "env": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
     "cwd": "/",
     "stdout": subprocess.DEVNULL,
     "stderr": subprocess.DEVNULL,
@@ -68,10 +68,10 @@ def _rankless_environment() -> dict[str, str]:
 class ServerProcess:
     """A process that runs :func:`main`, and the ``facts`` it sent."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, packages: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         trusted = role == "function"
-        boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno())
+        boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno(), packages=[*packages])
         isolated = [] if trusted else ["-I", "-S"]
         with theirs:
             self._process = subprocess.Popen(
@@ -131,9 +131,10 @@ class ServerProcess:
 # --- In the process -------------------------------------------------------------------------------
 
 
-def main(role: str, fd: int) -> None:
+def main(role: str, fd: int, packages: Sequence[str] = ()) -> None:
     """Serve the other end of the socket ``fd`` with tasks of one role: ``function`` (a worker that
-    calls one), ``code`` or ``code_without_namespaces``."""
+    calls one), ``code`` or ``code_without_namespaces``, where completions can import the
+    ``packages`` in these folders."""
     control = socket.socket(fileno=fd)
     task: Task
     if role == "function":
@@ -145,7 +146,7 @@ def main(role: str, fd: int) -> None:
         from torchtune_grpo.sandbox.fences import Fences
 
         try:
-            fences = Fences(namespaces=role == "code")
+            fences = Fences(namespaces=role == "code", packages=packages)
         except OSError as error:
             send(control, {"refusal": str(error)})
             return

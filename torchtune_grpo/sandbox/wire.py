@@ -140,8 +140,8 @@ def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -
 
 def _array(dtype: str, items: Any) -> Any:
     numpy = sys.modules["numpy"]
-    if numpy.dtype(dtype).kind not in "biufc":
-        raise ValueError("not of numbers")
+    if numpy.dtype(dtype).kind not in "biufcUS":
+        raise ValueError("neither of numbers nor of text")
     return numpy.array(items, dtype)[()]
 
 
