@@ -3,9 +3,10 @@
     python benchmarks/code_rewards.py [HumanEval.jsonl.gz --mutants 4] [--without-namespaces]
 
 Judges 1,000 completions with two workers, a tenth of them hostile, and looks for processes and
-files that are left over. Then HumanEval's solutions and mutants of them: solutions
-with one character changed, and still Python. A Python of their own runs these with their test, too,
-with the same limits on time and memory. Prints a JSON line, and each verdict that differs.
+files that are left over; and with the default settings 512, of which every tenth never ends. Then
+HumanEval's solutions and mutants of them: solutions with one character changed, and still Python. A
+Python of their own runs these with their test, too, with the same limits on time and memory. Prints
+a JSON line, and each verdict that differs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,17 @@ def rows_of(programs: list[str], count: int) -> list[dict[str, str]]:
     columns = {"test": TEST, "entry_point": "solve", "setup": ""}
     repeated = enumerate(islice(cycle(programs), count))
     return [{**columns, "program": f"# {i}\n{text.replace('PORT', '80')}"} for i, text in repeated]
+
+
+def seconds_of_a_step(program: str) -> float:
+    """What 512 completions take, of which every tenth is this program."""
+    rows, others = rows_of([*HONEST.values()], 512), rows_of([program], 512)
+    rows[::10] = others[::10]
+    reward = CodeReward()
+    judge(reward, rows[1:9])  # starts the processes
+    _, milliseconds = judge(reward, rows)
+    reward.close()
+    return round(milliseconds * 512 / 1000, 1)
 
 
 def left_over() -> dict[str, int]:
@@ -129,6 +141,8 @@ def main() -> None:
         "wrong_verdicts": honest.count(False) + sum(wrong) + sum(hostile),
         "left_over": left_over(),
         "ms_each": milliseconds,
+        "s_of_512_a_tenth_of_them_busy": seconds_of_a_step("def solve(n):\n    while True: n"),
+        "s_of_512_a_tenth_of_them_asleep": seconds_of_a_step("import time\ntime.sleep(99)"),
     }
     report("code_rewards", args, **result, **humaneval)
 

@@ -78,7 +78,7 @@ def test_the_environment_is_scrubbed(sandbox, monkeypatch):
     fresh = CodeSandbox(sandbox.limits, namespaces=sandbox.namespaces)
     why = judge(fresh, "import os\nraise ValueError(sorted(os.environ))").why
     fresh.close()
-    assert why == "ValueError: ['HOME', 'LANG', 'PATH']"
+    assert why == "ValueError: ['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH']"
 
 
 def test_nothing_carries_over_to_the_next_program(sandbox):
@@ -417,9 +417,9 @@ def test_waits_at_the_same_time_do_not_add_up():
     with subprocess.Popen([sys.executable, "-c", spin], start_new_session=True) as spinner:
         try:
             assert wait_until(lambda: len(kernel.processes_of(spinner.pid)) == 7)
-            before, start = kernel.time_used(spinner.pid)[1], time.monotonic()
+            before, start = kernel.used_by(spinner.pid)[1], time.monotonic()
             time.sleep(0.5)
-            waited = kernel.time_used(spinner.pid)[1] - before
+            waited = kernel.used_by(spinner.pid)[1] - before
             passed = time.monotonic() - start
         finally:
             os.killpg(spinner.pid, 9)
@@ -444,8 +444,24 @@ def solve(n):
     monkeypatch.setattr(os, "cpu_count", lambda: 10**6)
     asleep, test = "import time\ndef solve(n): time.sleep(0.1); return n", "assert solve(1) == 1"
     assert judge(sandbox, asleep, test=test).passed
-    monkeypatch.setattr(_code, "time_used", lambda server: (0.8, 0.0))
+    monkeypatch.setattr(_code, "used_by", lambda server: (0.8, 0.0, 0))
     assert judge(sandbox, asleep, test=test).why == "no verdict within 0.7 s"
+
+
+def test_memory_is_of_all_processes_together(sandbox):
+    code = """
+import os, time
+def solve(n):
+    for _ in range(n):
+        if not os.fork():
+            held = b"x" * 150 * 2**20
+            time.sleep(60)
+    time.sleep(2)
+    return n
+"""
+    assert judge(sandbox, code, test="assert solve(2) == 2", seconds=5).passed
+    why = judge(sandbox, code, test="assert solve(8) == 8", seconds=5).why
+    assert why == "more than 512 MB of memory"
 
 
 class Lost(Limits):

@@ -58,4 +58,4 @@ def test_there_are_three_and_all_shipped_rewards_are_listed():
 
 def test_the_tests_that_the_page_on_hacking_names_are_there():
     named = re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / "reward_hacking.md").read_text())
-    assert len(named) == 6 and all((DOCS.parent / path).is_file() for path in named)
+    assert len(named) == 7 and all((DOCS.parent / path).is_file() for path in named)

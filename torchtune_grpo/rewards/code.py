@@ -21,7 +21,7 @@ from torchtune.utils import get_logger
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.extraction import code_blocks, definition_of, extract_program
 from torchtune_grpo.rewards.reward import declares
-from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool
+from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool, default_workers
 from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
@@ -71,13 +71,14 @@ class CodeReward:
     def __init__(
         self,
         *,
-        timeout: float = 5.0,  # seconds for one completion and its test
-        workers: int = 2,  # completions at once
-        memory_mb: int = 512,  # of each of a completion's processes
+        timeout: float = 1.0,  # seconds for one completion and its test
+        workers: int | None = None,  # completions at once; None: two for each core, at most 16
+        memory_mb: int = 512,  # of a completion's processes together
         processes: int = 16,  # of a completion at once, threads included
         packages: Sequence[str] = (),  # names of those that completions and tests can import
         unfenced: bool = False,  # as in CodeSandbox
     ) -> None:
+        workers = default_workers() if workers is None else workers
         numbers = dict(timeout=timeout, workers=workers, memory_mb=memory_mb, processes=processes)
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
@@ -86,9 +87,7 @@ class CodeReward:
             raise ValueError(f"rewards: workers is {workers}; give at most {MAX_WORKERS}.")
         limits = Limits(seconds=timeout, megabytes=memory_mb, processes=processes)
         folders = [_folder_of(package) for package in packages]
-        self._sandboxes = [
-            CodeSandbox(limits, folders, unfenced=unfenced) for _ in range(int(workers))
-        ]
+        self._sandboxes = [CodeSandbox(limits, folders, unfenced=unfenced) for _ in range(workers)]
         self._pool = WorkerPool(self._sandboxes)
         self._logged = False
 

@@ -126,8 +126,8 @@ class ProgramReward(CodeReward):
 
     __name__ = "program_reward"
 
-    def __init__(self, *, partial: bool = False, **limits: Any) -> None:
-        super().__init__(**limits)
+    def __init__(self, *, partial: bool = False, timeout: float = 5.0, **limits: Any) -> None:
+        super().__init__(timeout=timeout, **limits)
         self._partial = partial
 
     def __call__(  # type: ignore[override]  # other columns

@@ -40,6 +40,11 @@ class WorkerLost(RuntimeError):
     """A worker process ended before it answered."""
 
 
+def default_workers() -> int:
+    """Two for each core, so that those that sleep keep none idle; at most 16, for their memory."""
+    return min(2 * len(os.sched_getaffinity(0)), 16)
+
+
 class WorkerPool(Generic[W]):
     """Workers that take tasks from one queue, each in a thread."""
 

@@ -13,14 +13,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_grpo.sandbox.kernel import time_used
+from torchtune_grpo.sandbox.kernel import used_by
 from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
 from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
 _LARGEST_FILE, _OPEN_FILES = 16 * _MEGABYTE, 64  # of a completion
-_PAUSE = 0.01  # seconds between two looks at the time used; a look takes a millisecond or more
+# Seconds between two looks at the time and memory used; a look takes a millisecond or more.
+_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 _PATIENCE = 5  # times the limit that may pass while others keep a completion from running
 
 
@@ -33,7 +34,7 @@ class Limits:
     """What a completion may use. Time in which others keep the CPUs busy does not count."""
 
     seconds: float = 5.0  # of its processes and its test, running or asleep
-    megabytes: int = 512  # of memory in each process, and of files in all
+    megabytes: int = 512  # of memory, and of files; each process may have as many addresses
     processes: int = 16  # at once, threads included
 
     def for_completion(self) -> dict[str, int]:
@@ -213,12 +214,14 @@ class CodeSandbox:
             sock.settimeout(_PATIENCE * limit)
             send(sock, exam)
             while not answered:
-                answered = bool(waiter.poll(max(left, _PAUSE) * 1000))
+                answered = bool(waiter.poll(max(min(left, _LONGEST_PAUSE), _PAUSE) * 1000))
                 passed = time.monotonic() - start
                 if answered and passed * at_once < limit:  # more cannot have been used
                     break
-                ran, waited = time_used(server)
+                ran, waited, memory = used_by(server)
                 left = limit - max(ran, passed - waited)
+                if memory > self.limits.megabytes * _MEGABYTE:
+                    return {"why": f"more than {self.limits.megabytes} MB of memory"}
                 if left <= 0 or passed > _PATIENCE * limit:
                     return {"why": f"no verdict within {limit} s"}
             return receive(sock, limit=_MAX_VERDICT)

@@ -71,19 +71,22 @@ def set_limits(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def time_used(root: int) -> tuple[float, float]:
-    """Seconds that all descendants of a process have run, and have waited for a CPU.
+def used_by(root: int) -> tuple[float, float, int]:
+    """What all descendants of a process use: seconds that they have run, seconds that they have
+    waited for a CPU, and bytes of memory beyond what each has from that process.
 
     Of the waits the two longest count: a test and its completion take turns, so theirs add up, and
     those of more processes at once would count time several times.
     """
-    ran, waits = 0.0, [0.0]
+    ran, waits, pages = 0.0, [0.0], 0
+    inherited = int(_stat(root)[21])
     for process in processes_of(root):
         with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
             fields = _stat(process)
             ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
+            pages += max(int(fields[21]) - inherited, 0)
             waits.append(int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9)
-    return ran, sum(sorted(waits)[-2:])
+    return ran, sum(sorted(waits)[-2:]), pages * resource.getpagesize()
 
 
 def processes_of(root: int) -> list[int]:
