@@ -330,6 +330,46 @@ def test_what_a_reward_tells_of_its_verdicts():
     assert dict(scores.metrics) == {f"code/{kind}": n / 8 for kind, n in kinds.items()}
 
 
+TESTS = {
+    "HumanEval": "def check(candidate):\n    assert candidate(2) == 4",
+    "MBPP": ["assert double(2) == 4", "assert set([double(0)]) == {0}"],
+    "MBPP, nested": ["import math", "assert math.isclose(double(0.5), 1)"],
+    "KodCode": "from solution import double\ndef test_two():\n    assert double(2) == 4\n"
+    "def test_none():\n    n = int()\n    assert double(n) == 0",
+    "unittest": "import unittest\nclass TestCases(unittest.TestCase):\n"
+    "    def setUp(self): self.two = 2\n"
+    "    def test_it(self): self.assertEqual(double(self.two), 4)\n"
+    "if __name__ == '__main__': unittest.main()",
+    "LeetCode": "def check(candidate):\n    assert candidate(x = 2) == 4",
+}
+
+
+@pytest.mark.parametrize("form", TESTS)
+def test_forms_of_tests(form):
+    """The function's name is the column's, or the one that the test calls."""
+    right, code = "def double(x): return 2 * x", CodeReward()
+    named = {"HumanEval": "double", "LeetCode": "Solution().double"}.get(form)
+    if form == "LeetCode":
+        right = "class Solution:\n    def double(self, x: int) -> int: return 2 * x"
+    programs = [right, right.replace("2 *", "3 *"), right.replace("return", "raise"), "1"]
+    columns = {"test": [TESTS[form]] * 4} | ({"entry_point": [named] * 4} if named else {})
+    assert code([""] * 4, programs, **columns) == [1, 0, 0, 0]
+    assert code.check_rows(**columns, solution=[right] * 4) == dict.fromkeys(range(4))
+    row = {name: values[0] for name, values in columns.items()}
+    assert code.check_row(**row) is None
+    code.close()
+
+
+def test_tests_that_name_no_function():
+    for test in ("assert 1", "def check(candidate): candidate(int())", "def f(x", ["print(1)"]):
+        assert "calls no function; name it by entry_point" in CodeReward.check_row(test=test)
+    assert "is not text" in CodeReward.check_row(test=[1], entry_point="f")
+    assert CodeReward.check_row(test="check(1)") is None
+    code, check = CodeReward(), "def check(n): return n > 1"
+    assert code([""], [check], test=["assert check(2) and not check(1)"]) == [1.0]
+    code.close()
+
+
 def test_bad_settings():
     with pytest.raises(ValueError, match="timeout is 0; give a number above 0"):
         CodeReward(timeout=0)

@@ -7,6 +7,8 @@ gets across. docs/reward_hacking.md says what that is good for.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import importlib.util
 import json
@@ -35,7 +37,9 @@ _RAISES = "def {}(*_, **__): raise Exception('always')"
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 
 
-def _name_fault(*, entry_point: object) -> str | None:
+def _name_fault(*, entry_point: object = None) -> str | None:
+    if entry_point is None:
+        return None
     if isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point):
         return None
     said = shortened(repr(entry_point))
@@ -50,15 +54,21 @@ def _always_raising(entry_point: str) -> str:
 
 @declares(reward_range=(0.0, 1.0), check_row=_name_fault)
 def code_format_reward(
-    prompts: list[str], completions: list[str], *, entry_point: list[str], **columns: list[Any]
+    prompts: list[str],
+    completions: list[str],
+    *,
+    entry_point: list[str] | None = None,
+    **columns: list[Any],
 ) -> list[float]:
     """Score 1.0 where there is exactly one fenced Python block and it defines the function of the
-    column ``entry_point``, whatever it computes, and 0.0 elsewhere."""
+    column ``entry_point``, if there is one, whatever it computes, and 0.0 elsewhere."""
     scores = []
-    for text, name in zip(completions, entry_point, strict=True):
+    for text, name in zip(completions, entry_point or [""] * len(completions), strict=True):
         blocks = code_blocks(text)
         is_one = len(blocks) == 1 and blocks[0].closed
-        scores.append(float(is_one and bool(definition_of(name).search(blocks[0].code))))
+        scores.append(
+            float(is_one and (not name or bool(definition_of(name).search(blocks[0].code))))
+        )
     return scores
 
 
@@ -96,24 +106,24 @@ class CodeReward:
         prompts: list[str],
         completions: list[str],
         *,
-        test: list[str],
-        entry_point: list[str],
-        setup: list[str] | None = None,
+        test: list[Any],
+        entry_point: list[str] | None = None,
+        setup: list[Any] | None = None,
         log_extra: Callable[[str, list[str]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | Exception]:
         """Run each completion's test; report why each failed, and the share that did so by kind.
 
-        A test is code that defines ``check(candidate)``, as HumanEval's, or calls the function by
-        its name, as MBPP's. ``entry_point`` may also name a class, or be ``Solution().method``.
+        A test is code, or a list of lines, that defines ``check(candidate)``, as HumanEval's, or
+        functions ``test_...`` or a ``unittest.TestCase``, or calls the function by its name, as
+        MBPP's. ``entry_point`` is that name, by default the first that the test calls; it may also
+        be that of a class, or ``Solution().method``.
         ``setup`` precedes both completion and test: the prompt's imports and helpers. Where the
         sandbox or the test itself failed, an exception stands for the score.
         A SandboxError is raised if there can be no sandbox on this machine.
         """
-        verdicts = self.judge(
-            completions, test=test, entry_point=entry_point, setup=setup or [""] * len(completions)
-        )
+        verdicts = self.judge(completions, **_columns(test, entry_point, setup))
         if log_extra is not None:
             log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
         scores = list(map(self.score, verdicts))
@@ -125,19 +135,21 @@ class CodeReward:
         return scores
 
     @staticmethod
-    def check_row(*, test: object, entry_point: object, setup: object = "") -> str | None:
+    def check_row(*, test: Any, entry_point: object = None, setup: Any = "") -> str | None:
         """Say what makes a row unusable, or None; runs nothing."""
         for name, code in (("test", test), ("setup", setup)):
-            if not isinstance(code, str):
+            if not isinstance(_joined(code), str):
                 return f"{name}={shortened(repr(code))} is not text"
+        if entry_point is None and not _tested_name(_joined(test)):
+            return f"test={shortened(repr(test))} calls no function; name it by entry_point"
         return _name_fault(entry_point=entry_point)
 
     def check_rows(
         self,
         *,
-        test: list[str],
-        entry_point: list[str],
-        setup: list[str] | None = None,
+        test: list[Any],
+        entry_point: list[str] | None = None,
+        setup: list[Any] | None = None,
         solution: list[Any] | None = None,
         solutions: list[Any] | None = None,
         canonical_solution: list[Any] | None = None,
@@ -151,7 +163,7 @@ class CodeReward:
         count = len(test)
         tried = _tried_rows(count)
         log.info(f"Code rewards: trying the tests of {len(tried)} of {count} rows.")
-        columns = {"test": test, "entry_point": entry_point, "setup": setup or [""] * count}
+        columns = _columns(test, entry_point, setup)
         chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
         programs = [*map(_always_raising, chosen["entry_point"])]
         faults: dict[int, str | None] = {}
@@ -213,6 +225,45 @@ class CodeReward:
             return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
         except SandboxError as error:
             return error
+
+
+def _columns(
+    test: list[Any], entry_point: list[str] | None, setup: list[Any] | None
+) -> dict[str, list[str]]:
+    """The columns of tests, of the names that they call, and of what precedes them."""
+    tests = [_joined(each) for each in test]
+    names = entry_point or [_tested_name(each) for each in tests]
+    before = [_joined(each) for each in setup or [""] * len(tests)]
+    return {"test": tests, "entry_point": names, "setup": before}
+
+
+def _joined(code: Any) -> Any:
+    """A list's lines as one text; other values as they are."""
+    is_lines = isinstance(code, (list, tuple)) and all(isinstance(line, str) for line in code)
+    return "\n".join(code) if is_lines else code
+
+
+def _tested_name(test: str) -> str:
+    """The name that a test imports from ``solution``, or the first that it calls and that is
+    neither Python's nor its own; "" if there is none."""
+    try:
+        nodes = [*ast.walk(ast.parse(test))]
+    except (SyntaxError, ValueError):
+        return ""
+    known, called = {*vars(builtins)}, []
+    for node in nodes:
+        match node:
+            case ast.ImportFrom(module="solution", names=[ast.alias(name=name), *_]):
+                return name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                known |= {alias.asname or alias.name for alias in names}
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                known.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                known.add(name)
+            case ast.Call(func=ast.Name(id=name)):
+                called.append(name)
+    return next((name for name in called if name not in known), "")
 
 
 def _folder_of(package: str) -> str:

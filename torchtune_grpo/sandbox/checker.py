@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import types
+import unittest
 from functools import partial, partialmethod
 from typing import Any, NoReturn
 
@@ -232,11 +233,19 @@ def _examine(exam: dict[str, Any], candidate: _Candidate) -> dict[str, Any]:
 
 
 def _run_test(exam: dict[str, Any], candidate: _Candidate, module: types.ModuleType) -> None:
-    sys.modules["test"] = module
+    sys.modules["test"] = sys.modules["solution"] = module
     exec(compile(exam["setup"], "<setup>", "exec"), module.__dict__)
     candidate.start()
     module.__dict__[exam["program"]["entry_point"]] = candidate.entry
     exec(compile(exam["test"], "<test>", "exec"), module.__dict__)
-    check = module.__dict__.get("check")
-    if check is not None:
-        check(candidate.entry)
+    own = {n: value for n, value in vars(module).items() if value is not candidate.entry}
+    if "check" in own:
+        own["check"](candidate.entry)
+    for name, function in own.items():
+        if name.startswith("test_") and callable(function):
+            function()
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
+    for kind, ends in ((AssertionError, result.failures), (RuntimeError, result.errors)):
+        for _, trace in ends:
+            raise kind(trace.strip().rpartition("\n")[2])
