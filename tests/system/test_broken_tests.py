@@ -45,7 +45,9 @@ BROKEN = {
     "def check(candidate:": BEFORE + "SyntaxError: ",
     "assert eval('(') == solve(1)": BEFORE + "SyntaxError: ",
     "import sys\nsys.exit()\nsolve(1)": BEFORE + "SystemExit: ",
-    "assert solve.__name__ == 'solve' and solve(1) == 1": BEFORE + "AttributeError: ",
+    "assert solve.__module__ == 'x' and solve(1) == 1": BEFORE + "AssertionError: ",
+    "from solution import *\nassert isclose(solve(1), 1)": BEFORE + "NameError: ",
+    "from solution import lost\nassert lost(solve(1))": BEFORE + "ImportError: ",
     "for _ in (): solve(1)": BEFORE + "it never did",
     "def check(candidate):\n    def inner(): assert candidate(1) == 1": BEFORE + "it never did",
     "assert solve(lambda: 1) == 1": "the test passes what cannot be sent: a function is not plain",
@@ -117,7 +119,7 @@ def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
 LATER = {
     "assert solve(1) == 1 == lost": "NameError: name 'lost' is not defined",
     "solve(1)\nimport numpy": "ModuleNotFoundError: No module named 'numpy'",
-    "assert solve(1) == 1\nassert solve(lambda: 1)": "the test passes what cannot be sent",
+    "assert solve(1) == 1\nassert solve(lambda: 1)": "refused: the test passes what cannot be sent",
     "assert solve(1) == 2": "AssertionError: ",
 }
 

@@ -40,7 +40,7 @@ def check(candidate):
     ("code", "why"),
     [
         ("x = []; x.append(x); return x", "NotPlain: nested too deep"),
-        ("return 'x' * 2 ** 20", "process sent 1048619 bytes at once, more than 1048576"),
+        ("return 'x' * 2 ** 24", "process sent 16777259 bytes at once, more than 16777216"),
     ],
 )
 def test_why_an_answer_does_not_cross(sandbox, code, why):
@@ -336,6 +336,8 @@ TESTS = {
     "MBPP, nested": ["import math", "assert math.isclose(double(0.5), 1)"],
     "KodCode": "from solution import double\ndef test_two():\n    assert double(2) == 4\n"
     "def test_none():\n    n = int()\n    assert double(n) == 0",
+    "KodCode, another": "from solution import double, HALF\ndef test_half():\n"
+    "    assert double(HALF) == 1 and isinstance(double(1), int)",
     "unittest": "import unittest\nclass TestCases(unittest.TestCase):\n"
     "    def setUp(self): self.two = 2\n"
     "    def test_it(self): self.assertEqual(double(self.two), 4)\n"
@@ -351,6 +353,7 @@ def test_forms_of_tests(form):
     named = {"HumanEval": "double", "LeetCode": "Solution().double"}.get(form)
     if form == "LeetCode":
         right = "class Solution:\n    def double(self, x: int) -> int: return 2 * x"
+    right = f"HALF = 0.5\n{right}"
     programs = [right, right.replace("2 *", "3 *"), right.replace("return", "raise"), "1"]
     columns = {"test": [TESTS[form]] * 4} | ({"entry_point": [named] * 4} if named else {})
     assert code([""] * 4, programs, **columns) == [1, 0, 0, 0]

@@ -32,6 +32,15 @@ FUNCTIONS = {
     "floats": ("def f(x):\n  return x / 3", "assert abs(f(1.0) - 0.333333) < 1e-4"),
     "not a number": ("def f():\n  return float('nan')", "x = f()\nassert x != x"),
     "complex": ("def f(z):\n  return z * 1j", "assert f(2 + 1j) == -1 + 2j"),
+    "its name": ("def f(): return 1", "assert f.__name__ == 'f'"),
+    "state of its own": ("def f():\n  f.count += 1\nf.count = 0", "f()\nassert f.count == 1"),
+    "its file": ("import os\nHERE = os.path.dirname(__file__)\ndef f(): return HERE", "assert "
+                 "f() == ''"),
+    "type": ("def f(x, kind): return kind(x), type(x)", "assert f('2', int) == (2, str)"),
+    "large": ("def f(n): return [*range(n)]", "assert f(400_000)[-1] == 399_999"),
+    "processes": ("from multiprocessing import Pool\ndef f(xs):\n  with Pool(2) as p:\n"
+                  "    return p.map(str, xs)", "assert f([1]) == ['1']"),
+    "commands": ("import subprocess\ndef f(): return subprocess.check_output('ls')", "assert f()"),
     "text": ("def f(s):\n  return s[::-1].title()", "assert f('ünï x') == 'X Ïnü'"),
     "bytes": ("def f(b):\n  return b.hex().encode()", "assert f(b'\\x01z') == b'017a'"),
     "bytearray": ("def f(b):\n  b[0] = 0\n  return b", "assert f(bytearray(b'ab')) == b'\\0b'"),
@@ -207,8 +216,10 @@ FUNCTIONS = {
 }  # fmt: skip
 REFUSED = {
     "async": "refused: ValueError: a coroutine was expected",
+    "processes": "FileNotFoundError: ",
+    "commands": "PermissionError: ",
     "numpy": "ModuleNotFoundError: No module named 'numpy'",
-    "function as argument": "the test passes what cannot be sent: a function is not plain data",
+    "function as argument": "refused: the test passes what cannot be sent: a function is",
     "class, equality": "refused: eq of an object that is not plain data",
     "class, arithmetic": "refused: TypeError: unsupported operand type",
     "class, context": "refused: TypeError: '_StandIn' object does not support the context manager",
@@ -255,4 +266,4 @@ def check(f):
 def test_functions_and_classes(verdicts, name):
     why = REFUSED.get(name, "")
     assert verdicts[name].why[: len(why) or None] == why
-    assert not why or why.startswith("the test passes") or failure_kind(why) == "refused"
+    assert not why or failure_kind(verdicts[name].why) == "refused"

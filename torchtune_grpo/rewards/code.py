@@ -31,7 +31,7 @@ log = get_logger("INFO")
 _LONGEST = 100_000  # characters of a completion
 _FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash", "refused")
 # What the sandbox does not allow, or a stand-in for an object of the completion does not.
-_REFUSALS = ("refused", "NotPlain", "PermissionError", "ModuleNotFoundError")
+_REFUSALS = ("refused", "NotPlain", "PermissionError", "FileNotFoundError", "ModuleNotFoundError")
 _MAX_TRIED = 500  # rows, in five seconds
 _RAISES = "def {}(*_, **__): raise Exception('always')"
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")

@@ -58,15 +58,20 @@ def _keep_only(calls: socket.socket) -> socket.socket:
     return socket.socket(fileno=3)
 
 
+ENTRY, NAMES = 0, 1  # the numbers of a completion's function or class, and of all that it defines
+
+
 class _Candidate:
     """A completion that was run, and the objects of it that the checker knows by number."""
 
     def __init__(self, code: str, entry_point: str) -> None:
         self._module = types.ModuleType("completion")
         sys.modules["completion"] = self._module  # dataclasses and typing look their module up
-        exec(compile(code, "<completion>", "exec"), self._module.__dict__)
-        self._objects = {0: eval(entry_point, self._module.__dict__)}
-        if not callable(self._objects[0]):
+        names = vars(self._module)
+        names["__file__"] = "completion.py"
+        exec(compile(code, "<completion>", "exec"), names)
+        self._objects = {ENTRY: eval(entry_point, names), NAMES: names}
+        if not callable(self._objects[ENTRY]):
             raise TypeError(f"{entry_point} is not a function")
 
     def answer(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class _Candidate:
         """The object of a number, or a new one of a class of the prompt, which the test made."""
         if attributes is None:
             return self._objects[known]
-        kind = self._module.__dict__[known]
+        kind = self._objects[NAMES][known]
         made = kind.__new__(kind)
         made.__dict__.update(load(attributes, self._find))
         return made

@@ -20,11 +20,11 @@ from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 from torchtune_grpo.sandbox import kernel
-from torchtune_grpo.sandbox.candidate import run_candidate
+from torchtune_grpo.sandbox.candidate import ENTRY, NAMES, run_candidate
 from torchtune_grpo.sandbox.fences import Fences
 from torchtune_grpo.sandbox.wire import NotPlain, PeerGone, dump, load, receive, refuse, send
 
-MAX_ANSWER = 2**20  # bytes
+MAX_ANSWER = 2**24  # bytes
 # What a stand-in has done by the object, and what it refuses: to show it a value it may be expected
 # to equal. Methods of plain values (startswith, issubset) could do that, too.
 _DONE_THERE = "call setattr len iter next str repr bool getitem setitem delitem".split()
@@ -79,8 +79,9 @@ class _Candidate:
 
     def __init__(self, calls: socket.socket, *, is_class: bool) -> None:
         self._calls = calls
-        self.entry = _StandIn(self, 0, is_known=is_class)
-        self._known = {0: self.entry}
+        self.entry = _StandIn(self, ENTRY, is_known=is_class)
+        self._names = _StandIn(self, NAMES, is_known=False)
+        self._known: dict[int, _StandIn] = {}
         self.answers = 0
         self.broken = ""  # why no more answers come; a test's own `except:` may have swallowed it
         self.test_failed = False
@@ -88,7 +89,18 @@ class _Candidate:
 
     @property
     def has_objects(self) -> bool:
-        return len(self._known) > 1
+        return bool(self._known)
+
+    def lookup(self, name: str) -> Any:
+        """What the completion defines besides its function; it counts as no answer to a test."""
+        if name.startswith("__"):  # `import *` would take all that __all__ names
+            raise AttributeError(name)
+        try:
+            return self.ask(self._names, "getitem", name)
+        except KeyError:
+            raise AttributeError(name) from None
+        finally:
+            self.answers -= 1
 
     def start(self) -> None:
         """Wait until the completion is loaded."""
@@ -106,7 +118,7 @@ class _Candidate:
         except (NotPlain, RecursionError) as error:
             # Later ones may hold answers, so that a completion could have caused it.
             self.test_failed = not self.answers
-            self.stop(f"the test passes what cannot be sent: {error}")
+            self.stop(f"refused: the test passes what cannot be sent: {error}")
         try:
             send(self._calls, call)
         except PeerGone as error:
@@ -139,6 +151,8 @@ class _Candidate:
     def _find(self, number: int, kind: str, *, is_known: bool) -> _StandIn:
         if (type(number), type(kind)) != (int, str):
             raise ValueError("not a number and a type")
+        if number == ENTRY:
+            return self.entry
         return self._known.setdefault(number, _StandIn(self, number, is_known=is_known))
 
     def _receive(self, *kinds: str) -> dict[str, Any]:
@@ -147,7 +161,8 @@ class _Candidate:
         try:
             answer = receive(self._calls, limit=MAX_ANSWER)
         except PeerGone as error:
-            self.stop(f"the completion's process {error}")
+            refused = "refused: " if "more than" in str(error) else ""
+            self.stop(f"{refused}the completion's process {error}")
         if type(answer) is not dict or not answer.keys() & {*kinds}:
             self.stop("malformed answer")
         parts = answer.get("error", ["", "", None])
@@ -192,10 +207,10 @@ class _StandIn:
         self._stand_in[0].stop(f"refused: {name} of an object that is not plain data")
 
     def __getattr__(self, name: str) -> Any:
-        _, _, is_known = self._stand_in
-        if name.startswith("__"):
+        _, number, is_known = self._stand_in
+        if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
-        if name in _OF_PLAIN and not is_known:
+        if name in _OF_PLAIN and number != ENTRY and not is_known:
             self._refuse(name)
         return self._do("getattr", name)
 
@@ -236,16 +251,20 @@ def _run_test(exam: dict[str, Any], candidate: _Candidate, module: types.ModuleT
     sys.modules["test"] = sys.modules["solution"] = module
     exec(compile(exam["setup"], "<setup>", "exec"), module.__dict__)
     candidate.start()
-    module.__dict__[exam["program"]["entry_point"]] = candidate.entry
-    exec(compile(exam["test"], "<test>", "exec"), module.__dict__)
-    own = {n: value for n, value in vars(module).items() if value is not candidate.entry}
+    names = vars(module)
+    names[exam["program"]["entry_point"]] = candidate.entry
+    names["__getattr__"] = candidate.lookup  # for `from solution import another`
+    exec(compile(exam["test"], "<test>", "exec"), names)
+    own = {n: value for n, value in names.items() if value is not candidate.entry}
     if "check" in own:
         own["check"](candidate.entry)
     for name, function in own.items():
         if name.startswith("test_") and callable(function):
             function()
     result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
-    for kind, ends in ((AssertionError, result.failures), (RuntimeError, result.errors)):
+    for kind in own.values():
+        if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+            unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+    for error, ends in ((AssertionError, result.failures), (RuntimeError, result.errors)):
         for _, trace in ends:
-            raise kind(trace.strip().rpartition("\n")[2])
+            raise error(trace.strip().rpartition("\n")[2])

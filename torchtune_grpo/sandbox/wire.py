@@ -10,6 +10,7 @@ arrives as the type that it derives from, and any other object stays behind.
 
 from __future__ import annotations
 
+import builtins
 import json
 import socket
 import struct
@@ -108,6 +109,8 @@ def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX
         return float.__pos__(value)
     if depth == 0:
         raise NotPlain("nested too deep")
+    if isinstance(value, type) and value in vars(builtins).values():
+        return ["type", value.__name__]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         record = (type(value).__name__, value._fields, *value)
         return ["namedtuple", *(dump(part, keep, depth - 1) for part in record)]
@@ -138,6 +141,13 @@ def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -
         raise NotPlain(f"malformed {kind[:20]!r}: {error}") from error
 
 
+def _builtin_type(name: str) -> type:
+    kind: type = vars(builtins)[name]
+    if not isinstance(kind, type):
+        raise ValueError(f"{name} is no type")
+    return kind
+
+
 def _array(dtype: str, items: Any) -> Any:
     numpy = sys.modules["numpy"]
     if numpy.dtype(dtype).kind not in "biufcUS":
@@ -166,6 +176,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: lambda value: chain.from_iterable(value.items()),
 }
 _BUILDERS: dict[str, Callable[..., Any]] = {
+    "type": _builtin_type,
     "int": lambda digits: int(digits, 16),
     "complex": complex,
     "Fraction": Fraction,
