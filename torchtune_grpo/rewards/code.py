@@ -34,6 +34,7 @@ _FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash", "refused")
 _REFUSALS = ("refused", "NotPlain", "PermissionError", "FileNotFoundError", "ModuleNotFoundError")
 _MAX_TRIED = 500  # rows, in five seconds
 _RAISES = "def {}(*_, **__): raise Exception('always')"
+_VACUOUS = "a function that raises in every call passes"
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 
 
@@ -170,7 +171,11 @@ class CodeReward:
         for row, verdict in zip(tried, self.judge(programs, **chosen), strict=True):
             faults[row] = _trial_fault(verdict)
         others = self.try_solutions(solution or solutions or canonical_solution or [], columns)
-        faults = {row: fault or others.get(row) for row, fault in faults.items()}
+        # A test that imports more than the function is known by the solution alone.
+        faults = {
+            row: fault if fault == _VACUOUS else others.get(row, fault)
+            for row, fault in faults.items()
+        }
         return {
             row: fault and f"test={shortened(repr(test[row]))}: {fault}"
             for row, fault in faults.items()
@@ -290,7 +295,7 @@ def _trial_fault(verdict: Verdict | Exception) -> str | None:
     if isinstance(verdict, Exception):
         raise verdict
     if verdict.passed:
-        return "a function that raises in every call passes"
+        return _VACUOUS
     return verdict.why if verdict.test_failed or not verdict.calls else None
 
 
