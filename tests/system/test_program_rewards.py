@@ -59,6 +59,7 @@ FORMS = {
     "APPS, as JSON": json.dumps(TESTS),
     "APPS, lines": {"inputs": [["2", "3", "4"]], "outputs": [["6", "8"]]},
     "CodeContests": {"input": TESTS["inputs"], "output": TESTS["outputs"]},
+    "pairs": [*zip(TESTS["inputs"], TESTS["outputs"], strict=True)],
     "LiveCodeBench": [
         {"input": i, "output": o, "testtype": "stdin"}
         for i, o in zip(TESTS["inputs"], TESTS["outputs"], strict=True)
@@ -73,6 +74,12 @@ METHODS = {
     "APPS": {"fn_name": "add", "inputs": [[[1, 2], 3]], "outputs": [[4, 5]]},
     "APPS, wrapped": {"fn_name": "add", "inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]]},
     "LiveCodeBench": [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}],
+    "by name": [{"input": {"xs": [1, 2], "k": 3}, "output": [4, 5]}],
+    "decimals": [([[1, 0.1], 0.2], [1.2, 0.3])],
+}
+NAMED = {
+    "SYNTHETIC-1": {"test_cases": [{"input": [[1], 3], "output": [4], "fn_name": "add"}]},
+    "DeepCoder": [{"input": "[1]\n3", "output": "[4]", "metadata": {"func_name": "add"}}],
 }
 
 
@@ -120,6 +127,24 @@ def test_methods_and_functions(score, form):
     function = "def add(xs, k):\n    return tuple(x + k for x in xs)"
     programs = [METHOD, function, METHOD.replace("+ k", "- k"), DOUBLE]
     assert score(programs, METHODS[form], fn_name="add") == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("form", NAMED)
+def test_tests_that_name_their_function(score, form):
+    assert score([METHOD, METHOD.replace("+ k", "- k")], NAMED[form]) == [1.0, 0.0]
+    metadata = json.dumps({"func_name": "add"})
+    assert score([METHOD], METHODS["LiveCodeBench"], fn_name=metadata) == [1.0]
+
+
+def test_how_outputs_are_compared(score):
+    for printed, wanted, same in (
+        ("0.33333333", "0.3333333", True), ("0.33", "0.3333333", False), ("1e3", "1000", True),
+        ("2", "2.0", True), ("3.0000001", "3", False), (f"{10**20 + 1}", f"{10**20}", False),
+        ("nan", "nan", True), ("nan", "1.0", False), ("sNaN", "1.0", False), ("Yes", "YES", False),
+        (" a  b \n\n", "a b", True), ("a\nb", "a b", False), ("", "a", False),
+    ):  # fmt: skip
+        tests = {"inputs": [""], "outputs": [wanted]}
+        assert score([f"print({printed!r})"], tests) == [float(same)], (printed, wanted)
 
 
 def test_methods_called_in_sequence(score):

@@ -28,7 +28,7 @@ import contextlib, io, os, sys, tempfile, threading
 program = compile({source!r}, "<program>", "exec")
 kept = os.dup(0)
 
-def answer(given):
+def _judged(given):
     os.dup2(kept, 0)  # a program may have closed it, and no other file may take its place
     with tempfile.TemporaryFile() as file:
         file.write(given.encode())
@@ -47,13 +47,14 @@ def answer(given):
 """
 _METHOD = """{source}
 
-def answer(given):
-    if "Solution" in globals():
-        return getattr(Solution(), {name!r})(*given)
-    if not isinstance({name}, type):
-        return {name}(*given)
+def _judged(given):
+    called = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+    if isinstance(given, dict):
+        return called(**given)
+    if not isinstance(called, type):
+        return called(*given)
     (_, *names), (arguments, *others) = given
-    made = {name}(*arguments)
+    made = called(*arguments)
     return [None, *(getattr(made, name)(*each) for name, each in zip(names, others))]
 """
 # Sites where methods are written have them imported.
@@ -66,31 +67,37 @@ from typing import *
 _WHOLE = "<program>"  # in place of a function's name
 # Runs beside the expected outputs.
 _TEST = """
-import json
+import json, math
 from decimal import Decimal, InvalidOperation
 
 cases, is_partial = json.loads({cases!r}), {is_partial}
 
-def number(word):
+def close(number, wanted):
+    return math.isclose(number, wanted, rel_tol=1e-6, abs_tol=1e-9)
+
+def same_words(word, wanted):
+    if word == wanted:
+        return True
     try:
-        return Decimal(word)
+        number, other = Decimal(word), Decimal(wanted)
     except InvalidOperation:
-        return None
+        return False
+    return number == other or ("." in wanted and close(number, other))
 
-def same_words(one, other):
-    return one == other or (number(one) is not None and number(one) == number(other))
-
-def same_text(one, other):
-    rows = [[line.split() for line in text.split("\\n") if line.strip()] for text in (one, other)]
+def same_text(text, wanted):
+    rows = [[line.split() for line in t.split("\\n") if line.strip()] for t in (text, wanted)]
     return [*map(len, rows[0])] == [*map(len, rows[1])] and all(
         same_words(*words) for lines in zip(*rows) for words in zip(*lines))
 
-def plain(value):
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, dict):
-        return {{str(key): plain(each) for key, each in value.items()}}
-    return value
+def same(value, wanted):
+    if isinstance(value, (list, tuple)) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(same, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        named = {{str(key): each for key, each in value.items()}}
+        return named.keys() == wanted.keys() and all(same(named[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, float) and isinstance(value, (int, float)):
+        return close(value, wanted)
+    return value == wanted
 
 def check(candidate):
     global share
@@ -101,7 +108,7 @@ def check(candidate):
             if isinstance(given, str):
                 right = isinstance(got, str) and same_text(got, wanted)
             else:
-                right = plain(got) == wanted or [plain(got)] == wanted
+                right = same(got, wanted) or same([got], wanted)
             why = "another output"
         except Exception as error:
             right, why = False, f"{{type(error).__name__}}: {{error}}"
@@ -117,11 +124,12 @@ class ProgramReward(CodeReward):
 
     The column ``tests`` holds inputs and outputs, as JSON or as values: ``{"inputs": [...],
     "outputs": [...]}`` as in APPS and TACO, with ``fn_name`` for a function or a method of
-    ``Solution``; ``{"input": [...], "output": [...]}`` as in CodeContests; or a list of ``{"input":
-    ..., "output": ...}`` as in Codeforces and LiveCodeBench, compressed or not. Where ``fn_name``
-    is a class, an input is a list of its methods' names and one of their arguments. Printed outputs
-    are compared by the words of their lines, numbers by value. The score is 1.0 if all tests pass,
-    else 0.0, or with ``partial`` the share that passes. Without it the first failure ends them.
+    ``Solution``; ``{"input": [...], "output": [...]}`` as in CodeContests; or a list of pairs or of
+    ``{"input": ..., "output": ...}`` as in Codeforces and LiveCodeBench, compressed or not. Where
+    ``fn_name`` is a class, an input is a list of its methods' names and one of their arguments.
+    Printed outputs are compared by the words of their lines, numbers by value and decimals up to a
+    millionth. The score is 1.0 if all tests pass, else 0.0, or with ``partial`` the share that
+    passes. Without it the first failure ends them.
     """
 
     __name__ = "program_reward"
@@ -161,10 +169,10 @@ class ProgramReward(CodeReward):
     def program_of(self, text: str, setup: str, entry_point: str) -> tuple[str, str]:
         if entry_point == _WHOLE:
             source = extract_program(text, setup=setup, entry_point=None)
-            return _PROGRAM.format(source=source), "answer"
+            return _PROGRAM.format(source=source), "_judged"
         owner = "Solution" if "class Solution" in text else entry_point
         source = extract_program(text, setup=f"{_IMPORTED}{setup}", entry_point=owner)
-        return _METHOD.format(source=source, name=entry_point), "answer"
+        return _METHOD.format(source=source, name=entry_point), "_judged"
 
     @staticmethod
     def check_row(  # type: ignore[override]
@@ -205,12 +213,18 @@ def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | N
     """Pairs of an input and its output, and the function's name, if there is one."""
     if isinstance(tests, str):
         tests = json.loads(tests if tests.lstrip()[:1] in ("[", "{") else _decompressed(tests))
+    if isinstance(tests, Mapping) and "test_cases" in tests:
+        tests = tests["test_cases"]
     if isinstance(tests, Mapping):
-        name = name or tests.get("fn_name")
+        name = _function_name(name) or tests.get("fn_name")
         ends = (tests[key if key in tests else f"{key}s"] for key in ("input", "output"))
         cases = [*zip(*ends, strict=True)]
-    else:
+    elif tests and isinstance(tests[0], Mapping):
+        first = tests[0]
+        name = _function_name(name) or first.get("fn_name") or _function_name(first.get("metadata"))
         cases = [(test["input"], test["output"]) for test in tests]
+    else:
+        cases = [(given, wanted) for given, wanted in tests]
     if not cases:
         raise ValueError("there is no test")
     if name is None:
@@ -222,6 +236,13 @@ def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | N
         for given, wanted in cases
     ]
     return parsed, name
+
+
+def _function_name(given: Any) -> str | None:
+    """A function's name, which may be in LiveCodeBench's ``metadata``, a mapping or JSON."""
+    if isinstance(given, str) and given.startswith("{"):
+        given = json.loads(given)
+    return given.get("func_name") if isinstance(given, Mapping) else given
 
 
 def _decompressed(tests: str) -> str:
