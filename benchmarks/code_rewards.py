@@ -34,6 +34,7 @@ from torchtune_grpo.rewards import CodeReward, code
 from torchtune_grpo.sandbox import CodeSandbox, Verdict
 
 COUNT, SECONDS, MEGABYTES = 1000, 3, 512
+ASLEEP = "import time\ndef solve(n):\n    time.sleep(99)"
 CHARACTERS = "0123456789+-*/%<>=![]():.,' abcdefgijlnrstxy_"
 
 
@@ -142,7 +143,7 @@ def main() -> None:
         "left_over": left_over(),
         "ms_each": milliseconds,
         "s_of_512_a_tenth_of_them_busy": seconds_of_a_step("def solve(n):\n    while True: n"),
-        "s_of_512_a_tenth_of_them_asleep": seconds_of_a_step("import time\ntime.sleep(99)"),
+        "s_of_512_a_tenth_of_them_asleep": seconds_of_a_step(ASLEEP),
     }
     report("code_rewards", args, **result, **humaneval)
 
