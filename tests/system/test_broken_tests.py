@@ -102,7 +102,7 @@ SOUND = [
 
 def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
     call, count = rewards.rewards[0].function, len(TRIED)
-    found = call.check_rows(test=list(TRIED), entry_point=["solve"] * count)
+    found = call.check_rows([{"test": test, "entry_point": "solve"} for test in TRIED])
     assert list(found) == list(range(count))
     for (test, message), said in zip(TRIED.items(), found.values(), strict=True):
         assert message in said and said.startswith("test="), test
@@ -127,9 +127,12 @@ LATER = {
 def test_at_start_every_test_is_tried_on_the_rows_own_solution(rewards):
     call, tests = rewards.rewards[0].function, [*LATER, TEST, "try: solve(1)\nexcept: pass"]
     setup = 'def solve(n):\n    """Returns n."""\n'
-    columns = {"entry_point": ["solve"] * len(tests), "setup": [setup] * len(tests)}
-    solution = ["    return n"] * (len(tests) - 1) + ["```\ndef solve(n): return n\n```"]
-    *broken, sound, vacuous = call.check_rows(test=tests, solution=solution, **columns).values()
+    own = ["    return n"] * (len(tests) - 1) + ["```\ndef solve(n): return n\n```"]
+    rows = [
+        {"test": test, "entry_point": "solve", "setup": setup, "solution": solution}
+        for test, solution in zip(tests, own, strict=True)
+    ]
+    *broken, sound, vacuous = call.check_rows(rows).values()
     for message, said in zip(LATER.values(), broken, strict=True):
         assert f"the row's own solution fails: {message}" in said
     assert sound is None and "a function that raises in every call passes" in vacuous
@@ -140,7 +143,8 @@ def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):
     monkeypatch.setattr(_code, "_MAX_TRIED", 5)
     broken = "for _ in (): solve({})"
     tests = [f"assert solve({n}) == 1" for n in range(40)]
-    tried = rewards.rewards[0].function.check_rows(test=tests, entry_point=["solve"] * 40)
+    columns = [{"test": test, "entry_point": "solve"} for test in tests]
+    tried = rewards.rewards[0].function.check_rows(columns)
     assert len(tried) == 5 and not any(tried.values())
     missed = min(set(range(40)) - tried.keys())
     for n in (missed, max(tried)):

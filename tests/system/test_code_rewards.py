@@ -357,16 +357,17 @@ def test_forms_of_tests(form):
     programs = [right, right.replace("2 *", "3 *"), right.replace("return", "raise"), "1"]
     columns = {"test": [TESTS[form]] * 4} | ({"entry_point": [named] * 4} if named else {})
     assert code([""] * 4, programs, **columns) == [1, 0, 0, 0]
-    assert code.check_rows(**columns, solution=[right] * 4) == dict.fromkeys(range(4))
     row = {name: values[0] for name, values in columns.items()}
     assert code.check_row(**row) is None
+    assert code.check_rows([{**row, "solution": right}]) == {0: None}
     code.close()
 
 
 def test_tests_that_name_no_function():
     for test in ("assert 1", "def check(candidate): candidate(int())", "def f(x", ["print(1)"]):
         assert "calls no function; name it by entry_point" in CodeReward.check_row(test=test)
-    assert "is not text" in CodeReward.check_row(test=[1], entry_point="f")
+    assert "test=[1] is not text" in CodeReward.check_row(test=[1], entry_point="f")
+    assert "is not the name of" in CodeReward.check_row(test="f()", entry_point="f()")
     assert CodeReward.check_row(test="check(1)") is None
     code, check = CodeReward(), "def check(n): return n > 1"
     assert code([""], [check], test=["assert check(2) and not check(1)"]) == [1.0]

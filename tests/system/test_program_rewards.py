@@ -180,10 +180,11 @@ def test_a_row_is_tried_by_its_own_solution():
     right = "import sys\nx = 1\n" + DOUBLE
     solution = [right, WRONG["another number"], json.dumps([right, ""]), ["1 / 0"], "[]", None]
     for column in ("solution", "solutions", "canonical_solution"):
-        faults = reward.check_rows(tests=[TESTS] * 6, **{column: solution})
+        faults = reward.check_rows([{"tests": TESTS, column: own} for own in solution])
         assert faults[0] is None and "solution fails: AssertionError: test 1 of 2" in faults[1]
-        assert faults.keys() == {0, 1, 2, 3} and faults[2] is None and "ZeroDivision" in faults[3]
-    assert reward.check_rows(tests=[TESTS]) == {}
+        assert "ZeroDivision" in faults[3] and faults[2] is faults[4] is faults[5] is None
+    empty = {"inputs": ["1"], "outputs": [""]}
+    assert reward.check_rows([{"tests": TESTS}, {"tests": empty}]) == {0: None, 1: None}
     rewards = RewardSet([Reward("programs", reward)])
     assert rewards.rewards[0].decides
     rewards.close()

@@ -15,8 +15,8 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torchtune.utils import get_logger
 
@@ -32,25 +32,25 @@ _LONGEST = 100_000  # characters of a completion
 _FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash", "refused")
 # What the sandbox does not allow, or a stand-in for an object of the completion does not.
 _REFUSALS = ("refused", "NotPlain", "PermissionError", "FileNotFoundError", "ModuleNotFoundError")
+_SOLUTIONS = ("solution", "solutions", "canonical_solution")  # columns of rows' own
 _MAX_TRIED = 500  # rows, in five seconds
 _RAISES = "def {}(*_, **__): raise Exception('always')"
-_VACUOUS = "a function that raises in every call passes"
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 
 
-def _name_fault(*, entry_point: object = None) -> str | None:
-    if entry_point is None:
-        return None
+class Exam(NamedTuple):
+    """A row's test, the name of the function that it calls, and what precedes both."""
+
+    test: str
+    entry_point: str
+    setup: str
+
+
+def _name_fault(*, entry_point: object = "f") -> str | None:
     if isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point):
         return None
     said = shortened(repr(entry_point))
     return f"entry_point={said} is not the name of a function or class, or Solution().method"
-
-
-def _always_raising(entry_point: str) -> str:
-    """A program whose function or method raises in every call."""
-    name, _, method = entry_point.partition("().")
-    return f"class {name}:\n    {_RAISES.format(method)}" if method else _RAISES.format(name)
 
 
 @declares(reward_range=(0.0, 1.0), check_row=_name_fault)
@@ -67,9 +67,8 @@ def code_format_reward(
     for text, name in zip(completions, entry_point or [""] * len(completions), strict=True):
         blocks = code_blocks(text)
         is_one = len(blocks) == 1 and blocks[0].closed
-        scores.append(
-            float(is_one and (not name or bool(definition_of(name).search(blocks[0].code))))
-        )
+        defines = not name or bool(blocks and definition_of(name).search(blocks[0].code))
+        scores.append(float(is_one and defines))
     return scores
 
 
@@ -78,6 +77,8 @@ class CodeReward:
 
     __name__ = "code_reward"
     decides = True
+    _tests = "test"  # the column of its tests
+    _options: Mapping[str, Any] = {}  # arguments of exam
 
     def __init__(
         self,
@@ -108,8 +109,6 @@ class CodeReward:
         completions: list[str],
         *,
         test: list[Any],
-        entry_point: list[str] | None = None,
-        setup: list[Any] | None = None,
         log_extra: Callable[[str, list[str]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
@@ -118,13 +117,13 @@ class CodeReward:
 
         A test is code, or a list of lines, that defines ``check(candidate)``, as HumanEval's, or
         functions ``test_...`` or a ``unittest.TestCase``, or calls the function by its name, as
-        MBPP's. ``entry_point`` is that name, by default the first that the test calls; it may also
-        be that of a class, or ``Solution().method``.
-        ``setup`` precedes both completion and test: the prompt's imports and helpers. Where the
-        sandbox or the test itself failed, an exception stands for the score.
-        A SandboxError is raised if there can be no sandbox on this machine.
+        MBPP's. The column ``entry_point`` holds that name, by default the first that the test
+        calls; it may also be that of a class, or ``Solution().method``. The column ``setup``
+        precedes both completion and test: the prompt's imports and helpers. Where the sandbox or
+        the test itself failed, an exception stands for the score. A SandboxError is raised if there
+        can be no sandbox on this machine.
         """
-        verdicts = self.judge(completions, **_columns(test, entry_point, setup))
+        verdicts = self.judge(completions, test=test, **columns)
         if log_extra is not None:
             log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
         scores = list(map(self.score, verdicts))
@@ -135,72 +134,52 @@ class CodeReward:
                 log_metric(kind, kinds[kind] / max(len(why), 1))
         return scores
 
-    @staticmethod
-    def check_row(*, test: Any, entry_point: object = None, setup: Any = "") -> str | None:
+    @classmethod
+    def check_row(cls, **row: Any) -> str | None:
         """Say what makes a row unusable, or None; runs nothing."""
-        for name, code in (("test", test), ("setup", setup)):
-            if not isinstance(_joined(code), str):
-                return f"{name}={shortened(repr(code))} is not text"
-        if entry_point is None and not _tested_name(_joined(test)):
-            return f"test={shortened(repr(test))} calls no function; name it by entry_point"
-        return _name_fault(entry_point=entry_point)
+        try:
+            cls.exam(**row)
+        except ValueError as error:
+            return str(error)
+        return None
 
-    def check_rows(
-        self,
-        *,
-        test: list[Any],
-        entry_point: list[str] | None = None,
-        setup: list[Any] | None = None,
-        solution: list[Any] | None = None,
-        solutions: list[Any] | None = None,
-        canonical_solution: list[Any] | None = None,
-    ) -> dict[int, str | None]:
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
         """Find broken tests by running them: a function that raises in every call has to be called
-        and may not pass, and the row's own solution (the first of several) has to pass.
+        and may not pass, and a row's own solution, where there is one, has to pass.
 
         Of many rows 500 are tried, always the same. Returns the position of each row that was tried
         and what is wrong with it, or None.
         """
-        count = len(test)
-        tried = _tried_rows(count)
-        log.info(f"Code rewards: trying the tests of {len(tried)} of {count} rows.")
-        columns = _columns(test, entry_point, setup)
-        chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
-        programs = [*map(_always_raising, chosen["entry_point"])]
-        faults: dict[int, str | None] = {}
-        for row, verdict in zip(tried, self.judge(programs, **chosen), strict=True):
-            faults[row] = _trial_fault(verdict)
-        others = self.try_solutions(solution or solutions or canonical_solution or [], columns)
-        # A test that imports more than the function is known by the solution alone.
-        faults = {
-            row: fault if fault == _VACUOUS else others.get(row, fault)
-            for row, fault in faults.items()
-        }
-        return {
-            row: fault and f"test={shortened(repr(test[row]))}: {fault}"
-            for row, fault in faults.items()
-        }
+        count = min(len(rows), _MAX_TRIED)
+        tried = sorted(random.Random(0).sample(range(len(rows)), count))
+        log.info(f"Code rewards: trying the tests of {count} of {len(rows)} rows.")
+        exams = {n: self.exam(**rows[n], **self._options) for n in tried}
+        raising = {n: _always_raising(exam.entry_point) for n, exam in exams.items()}
+        solving = {n: program for n in tried if (program := self.own_program(rows[n]))}
+        failed, solved = self._tried(raising, exams), self._tried(solving, exams)
+        faults = {n: _trial_fault(failed[n], solved.get(n)) for n in tried}
+        tests = {n: shortened(repr(rows[n][self._tests])) for n in tried}
+        return {n: fault and f"{self._tests}={tests[n]}: {fault}" for n, fault in faults.items()}
 
-    def try_solutions(
-        self, solutions: list[Any], columns: dict[str, list[str]]
-    ) -> dict[int, str | None]:
-        """What is wrong with the rows that are tried, by their own solutions."""
-        programs = {row: first_program(solutions[row]) for row in _tried_rows(len(solutions))}
-        tried = [row for row, program in programs.items() if program]
-        chosen = {name: [values[row] for row in tried] for name, values in columns.items()}
-        verdicts = self.judge([programs[row] for row in tried], **chosen)
-        return dict(zip(tried, map(_solution_fault, verdicts), strict=True))
+    def _tried(self, programs: dict[int, str], exams: dict[int, Exam]) -> dict[int, Verdict]:
+        judged: list[Any] = self._judge_all(programs.values(), [exams[n] for n in programs])
+        for verdict in judged:
+            if isinstance(verdict, Exception):
+                raise verdict
+        return dict(zip(programs, judged, strict=True))
 
     def judge(
-        self,
-        completions: Sequence[str],
-        *,
-        test: Sequence[str],
-        entry_point: Sequence[str],
-        setup: Sequence[str],
+        self, completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[Verdict | Exception]:
         """Return verdicts in place of scores. Equal programs with equal tests run once."""
-        jobs = list(zip(completions, test, entry_point, setup, strict=True))
+        lists = {name: each for name, each in columns.items() if isinstance(each, (list, tuple))}
+        rows = [dict(zip(lists, row)) for row in zip(*lists.values(), strict=True)]
+        return self._judge_all(completions, [self.exam(**row, **self._options) for row in rows])
+
+    def _judge_all(
+        self, completions: Iterable[str], exams: Iterable[Exam]
+    ) -> list[Verdict | Exception]:
+        jobs = list(zip(completions, exams, strict=True))
         distinct = list(dict.fromkeys(jobs))
         if not self._logged:
             log.info(f"Code rewards: {self._sandboxes[0].confinement()}")
@@ -217,35 +196,59 @@ class CodeReward:
             return verdict
         return SandboxError(verdict.why) if verdict.test_failed else float(verdict.passed)
 
-    def program_of(self, text: str, setup: str, entry_point: str) -> tuple[str, str]:
-        """What runs for a completion, and the name of the function in it that the test calls."""
-        return extract_program(text, setup=setup, entry_point=entry_point), entry_point
+    @staticmethod
+    def exam(*, test: Any, entry_point: Any = None, setup: Any = "", **columns: Any) -> Exam:
+        """What a row asks; raises ValueError for one that is unusable."""
+        test, setup = _text("test", test), _text("setup", setup)
+        name = entry_point or _tested_name(test)
+        if not name:
+            raise ValueError(f"test={shortened(test)} calls no function; name it by entry_point")
+        if fault := _name_fault(entry_point=name):
+            raise ValueError(fault)
+        return Exam(test, name, setup)
 
-    def _judge(self, sandbox: CodeSandbox, job: tuple[str, str, str, str]) -> Verdict | Exception:
-        text, test, entry_point, setup = job
+    @staticmethod
+    def own_program(row: Mapping[str, Any]) -> str:
+        """A row's own solution, or the first of a list of them, which may be JSON, or ""."""
+        solutions = next((row[name] for name in _SOLUTIONS if row.get(name)), "")
+        with contextlib.suppress(ValueError, TypeError):
+            solutions = json.loads(solutions)
+        first = next(iter(solutions), "") if isinstance(solutions, (list, tuple)) else solutions
+        return first if isinstance(first, str) else ""
+
+    @staticmethod
+    def program_of(text: str, exam: Exam) -> tuple[str, str]:
+        """What runs for a completion, and the name of the function in it that the test calls."""
+        program = extract_program(text, setup=exam.setup, entry_point=exam.entry_point)
+        return program, exam.entry_point
+
+    def _judge(self, sandbox: CodeSandbox, job: tuple[str, Exam]) -> Verdict | Exception:
+        text, exam = job
         if len(text) > _LONGEST:
             return Verdict(False, f"longer than {_LONGEST} characters")
-        code, entry_point = self.program_of(text, setup, entry_point)
+        code, entry_point = self.program_of(text, exam)
         try:
-            return sandbox.judge(code=code, setup=setup, test=test, entry_point=entry_point)
+            return sandbox.judge(
+                code=code, setup=exam.setup, test=exam.test, entry_point=entry_point
+            )
         except SandboxError as error:
             return error
 
 
-def _columns(
-    test: list[Any], entry_point: list[str] | None, setup: list[Any] | None
-) -> dict[str, list[str]]:
-    """The columns of tests, of the names that they call, and of what precedes them."""
-    tests = [_joined(each) for each in test]
-    names = entry_point or [_tested_name(each) for each in tests]
-    before = [_joined(each) for each in setup or [""] * len(tests)]
-    return {"test": tests, "entry_point": names, "setup": before}
+def _always_raising(entry_point: str) -> str:
+    """A program whose function or method raises in every call."""
+    name, _, method = entry_point.partition("().")
+    if not name.isidentifier():  # it is a whole program
+        return _RAISES.partition(": ")[2]
+    return f"class {name}:\n    {_RAISES.format(method)}" if method else _RAISES.format(name)
 
 
-def _joined(code: Any) -> Any:
-    """A list's lines as one text; other values as they are."""
-    is_lines = isinstance(code, (list, tuple)) and all(isinstance(line, str) for line in code)
-    return "\n".join(code) if is_lines else code
+def _text(name: str, code: Any) -> str:
+    """The code of a column, which may be a list of lines."""
+    try:
+        return code if isinstance(code, str) else "\n".join(code)
+    except TypeError:
+        raise ValueError(f"{name}={shortened(repr(code))} is not text") from None
 
 
 def _tested_name(test: str) -> str:
@@ -278,31 +281,14 @@ def _folder_of(package: str) -> str:
     return found.submodule_search_locations[0]
 
 
-def first_program(solutions: Any) -> str:
-    """A row's own solution, or the first of a list of them, which may be JSON; "" without any."""
-    with contextlib.suppress(ValueError, TypeError):
-        solutions = json.loads(solutions)
-    first = next(iter(solutions), "") if isinstance(solutions, (list, tuple)) else solutions
-    return first if isinstance(first, str) else ""
-
-
-def _tried_rows(count: int) -> list[int]:
-    return sorted(random.Random(0).sample(range(count), min(count, _MAX_TRIED)))
-
-
-def _trial_fault(verdict: Verdict | Exception) -> str | None:
-    """Say what is wrong with a test, by its verdict on a function that raises in every call."""
-    if isinstance(verdict, Exception):
-        raise verdict
-    if verdict.passed:
-        return _VACUOUS
-    return verdict.why if verdict.test_failed or not verdict.calls else None
-
-
-def _solution_fault(verdict: Verdict | Exception) -> str | None:
-    if isinstance(verdict, Exception):
-        raise verdict
-    return None if verdict.passed else f"the row's own solution fails: {verdict.why}"
+def _trial_fault(raising: Verdict, own: Verdict | None) -> str | None:
+    """Say what is wrong with a test, by its verdicts on a function that raises in every call and on
+    the row's own solution, which may define more than a function, if there is one."""
+    if raising.passed:
+        return "a function that raises in every call passes"
+    if own is not None:
+        return None if own.passed else f"the row's own solution fails: {own.why}"
+    return raising.why if raising.test_failed or not raising.calls else None
 
 
 def failure_kind(why: str) -> str:

@@ -11,11 +11,11 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torchtune_grpo.config.text import shortened
-from torchtune_grpo.rewards.code import CodeReward, first_program
+from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.rewards.code import CodeReward, Exam
 from torchtune_grpo.rewards.extraction import extract_program
 from torchtune_grpo.sandbox import Verdict
 
@@ -133,80 +133,49 @@ class ProgramReward(CodeReward):
     """
 
     __name__ = "program_reward"
+    _tests = "tests"
 
     def __init__(self, *, partial: bool = False, timeout: float = 5.0, **limits: Any) -> None:
         super().__init__(timeout=timeout, **limits)
-        self._partial = partial
+        self._options = {"partial": partial}
 
-    def __call__(  # type: ignore[override]  # other columns
-        self,
-        prompts: list[str],
-        completions: list[str],
-        *,
-        tests: list[Any],
-        fn_name: list[str | None] | None = None,
-        setup: list[str] | None = None,
-        log_extra: Callable[[str, list[str]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
+    def __call__(  # type: ignore[override]  # another column
+        self, prompts: list[str], completions: list[str], *, tests: list[Any], **columns: Any
     ) -> list[float | Exception]:
         """Run each completion on its row's inputs, all within ``timeout``."""
-        return super().__call__(
-            prompts,
-            completions,
-            **self._columns(tests, fn_name),
-            setup=setup,
-            log_extra=log_extra,
-            log_metric=log_metric,
-        )
+        return super().__call__(prompts, completions, test=tests, tests=tests, **columns)
 
     def score(self, verdict: Verdict | Exception) -> float | Exception:
         score = super().score(verdict)
-        if isinstance(verdict, Exception) or isinstance(score, Exception) or not self._partial:
+        if isinstance(verdict, Exception) or isinstance(score, Exception):
             return score
-        return verdict.share or 0.0
-
-    def program_of(self, text: str, setup: str, entry_point: str) -> tuple[str, str]:
-        if entry_point == _WHOLE:
-            source = extract_program(text, setup=setup, entry_point=None)
-            return _PROGRAM.format(source=source), "_judged"
-        owner = "Solution" if "class Solution" in text else entry_point
-        source = extract_program(text, setup=f"{_IMPORTED}{setup}", entry_point=owner)
-        return _METHOD.format(source=source, name=entry_point), "_judged"
+        return (verdict.share or 0.0) if self._options["partial"] else score
 
     @staticmethod
-    def check_row(  # type: ignore[override]
-        *, tests: object, fn_name: str | None = None
-    ) -> str | None:
-        """Say what makes a row unusable, or None; runs nothing."""
+    def program_of(text: str, exam: Exam) -> tuple[str, str]:
+        name = exam.entry_point
+        if name == _WHOLE:
+            source = extract_program(text, setup=exam.setup, entry_point=None)
+            return _PROGRAM.format(source=source), "_judged"
+        owner = "Solution" if "class Solution" in text else name
+        source = extract_program(text, setup=f"{_IMPORTED}{exam.setup}", entry_point=owner)
+        return _METHOD.format(source=source, name=name), "_judged"
+
+    @staticmethod
+    def exam(  # type: ignore[override]
+        *, tests: Any, fn_name: Any = None, setup: str = "", partial: bool = False, **columns: Any
+    ) -> Exam:
         try:
-            _cases(tests, fn_name)
+            cases, name = _cases(tests, fn_name)
         except Exception as error:
-            return f"tests={shortened(repr(tests))}: {type(error).__name__}: {error}"
-        return None
+            raise ValueError(f"tests={shortened(repr(tests))}: {describe(error)}") from error
+        test = _TEST.format(cases=json.dumps(cases), is_partial=partial)
+        return Exam(test, name or _WHOLE, setup)
 
-    def check_rows(  # type: ignore[override]
-        self,
-        *,
-        tests: list[Any],
-        fn_name: list[str | None] | None = None,
-        setup: list[str] | None = None,
-        solution: list[Any] | None = None,
-        solutions: list[Any] | None = None,
-        canonical_solution: list[Any] | None = None,
-    ) -> dict[int, str | None]:
-        """Find rows whose own solution fails; see :meth:`CodeReward.check_rows`."""
-        columns = {**self._columns(tests, fn_name), "setup": setup or [""] * len(tests)}
-        programs = map(first_program, solution or solutions or canonical_solution or [])
-        fenced = [code if "```" in code else code and f"```\n{code}\n```" for code in programs]
-        return self.try_solutions(fenced, columns)
-
-    def _columns(self, tests: list[Any], fn_name: list[str | None] | None) -> dict[str, list[str]]:
-        """The columns of a CodeReward."""
-        rows = zip(tests, fn_name or [None] * len(tests), strict=True)
-        found = [_cases(each, name) for each, name in rows]
-        texts = [_TEST.format(cases=json.dumps(c), is_partial=self._partial) for c, _ in found]
-        return {"test": texts, "entry_point": [name or _WHOLE for _, name in found]}
+    @staticmethod
+    def own_program(row: Mapping[str, Any]) -> str:
+        program = CodeReward.own_program(row)
+        return program if "```" in program else program and f"```\n{program}\n```"
 
 
 def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | None]:

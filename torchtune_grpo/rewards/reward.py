@@ -45,11 +45,11 @@ class Reward:
         self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
         # Its lowest and its highest value.
         self.reward_range: tuple[float, float] | None = getattr(declared, "reward_range", None)
-        # One row's columns -> what is wrong with them; columns of rows -> the same by position.
+        # One row's columns -> what is wrong with them; rows -> the same by position, where tried.
         self.check_row: Callable[..., str | None] | None = getattr(declared, "check_row", None)
-        self.check_rows: Callable[..., dict[int, str | None]] | None = None
+        self.check_rows: Callable[..., dict[int, str | None]] = lambda rows: {}
         if self.workers is None:  # or its object is elsewhere
-            self.check_rows = getattr(declared, "check_rows", None)
+            self.check_rows = getattr(declared, "check_rows", self.check_rows)
         # A text -> the answer that it sees there, for votes among samples.
         self.answer_of: Callable[[str], str | None] | None = getattr(declared, "answer_of", None)
 
@@ -116,13 +116,6 @@ class Reward:
             if fault is not None:
                 faults[position] = str(fault)
         return faults
-
-    def tried_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
-        """Apply ``check_rows`` to rows: position of each that was tried -> what is wrong."""
-        if self.check_rows is None:
-            return {}
-        names = inspect.signature(self.check_rows).parameters.keys() & rows[0].keys()
-        return self.check_rows(**{name: [row[name] for row in rows] for name in names})
 
     def close(self) -> None:
         """End its processes, if it has some; the next call starts new ones."""

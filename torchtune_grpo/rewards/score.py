@@ -134,7 +134,7 @@ class RewardSet:
             reward.check_columns(rows[0], data=key)
             faults = reward.row_faults(rows)
             rows = _leave_out(dataset, rows, faults, len(rows), key=key, name=reward.name)
-            tried = on_first_rank(reward.tried_rows, rows)
+            tried = on_first_rank(reward.check_rows, rows)
             faults = {row: fault for row, fault in tried.items() if fault is not None}
             rows = _leave_out(dataset, rows, faults, len(tried), key=key, name=reward.name)
 
