@@ -66,17 +66,14 @@ from torchtune.training import set_activation_checkpointing  # noqa: E402
 
 import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams  # noqa: E402
 from torchtune_grpo.data import PromptBatch  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
 from torchtune_grpo.monitor.record import read  # noqa: E402
-from torchtune_grpo.rollout import (  # noqa: E402
-    NativeEngine,
-    RolloutConfig,
-    RolloutRequest,
-    SamplingParams,
-    roll_out,
-)
-from torchtune_grpo.training import trajectory_logprobs  # noqa: E402
+from torchtune_grpo.rollout import roll_out  # noqa: E402
+from torchtune_grpo.rollout.engine import NativeEngine  # noqa: E402
+from torchtune_grpo.rollout.request import RolloutRequest  # noqa: E402
+from torchtune_grpo.training.logprobs import trajectory_logprobs  # noqa: E402
 from torchtune_grpo.training.mini_batches import micro_batches  # noqa: E402
 
 GIB = 2**30

@@ -61,8 +61,9 @@ from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
-from torchtune_grpo.training import MicroBatch, trajectory_logprobs
+from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
+from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.trajectory import Trajectory
 
 WAYS = ("lora", "merged", "full")

@@ -74,17 +74,18 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
-from torchtune_grpo.models import standardize
-from torchtune_grpo.rollout import NativeEngine, RolloutRequest, make_engine
+from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.engine import MEMORY_SHARE
+from torchtune_grpo.rollout.engine import MEMORY_SHARE, NativeEngine, make_engine
 from torchtune_grpo.rollout.graphs import StepGraphs, coarse
-from torchtune_grpo.training import MicroBatch, attend_in_segments, packing, response_logprobs
+from torchtune_grpo.rollout.request import RolloutRequest
+from torchtune_grpo.training import packing, response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.mini_batches import cut, mini_batches
 from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
+from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, make_reference
 from torchtune_grpo.trajectory import Trajectory
 

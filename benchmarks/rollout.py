@@ -36,8 +36,10 @@ from torchtune.generation import generate as stock_generate
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.rollout import NativeEngine, RolloutConfig, RolloutRequest, TorchtuneEngine
+from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine
+from torchtune_grpo.rollout.request import RolloutRequest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = ("native", "torchtune")  # allocate as the recipes do; the others as their users do

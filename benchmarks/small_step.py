@@ -33,9 +33,10 @@ from common import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import choose_threads, keep_freed_memory
-from torchtune_grpo.rollout import RolloutConfig, make_engine
+from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.training.mini_batches import micro_batches
 
 PROMPTS, GROUP, PROMPT, SHARED, LONGEST = 16, 8, 57, 33, 9

@@ -18,7 +18,8 @@ from safetensors.torch import save
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import arithmetic_dataset
-from torchtune_grpo.models import hf_model, hf_state, hf_tokenizer
+from torchtune_grpo.models import hf_model, hf_tokenizer
+from torchtune_grpo.models.weights import hf_state
 from torchtune_grpo.tiny import prepare
 
 # All found by trial.

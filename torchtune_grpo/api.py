@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf, read_write
 from torchtune import utils
 
-from torchtune_grpo.checkpoint import checkpoint_folder, claim_output_dir
+from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.keys import GRPOConfig

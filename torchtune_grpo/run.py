@@ -22,21 +22,20 @@ from torchtune import config, modules, training, utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.advantages import OutcomeGate
-from torchtune_grpo.checkpoint import (
-    Checkpoints,
-    check_state,
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints, check_state
+from torchtune_grpo.checkpoint.folder import (
     checkpoint_folder,
     claim_output_dir,
-    optimizer_state,
-    restore_optimizer,
     set_aside_previous_run,
     write_error,
 )
+from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
 from torchtune_grpo.config.text import Problems, end_on_ctrl_c, errors_in_one_line
-from torchtune_grpo.data import collate_prompts, make_sampler
+from torchtune_grpo.data.dataset import collate_prompts
+from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.loss import Loss, make_loss
@@ -52,7 +51,9 @@ from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.monitor.recorder import Recorder, make_profiler
 from torchtune_grpo.rewards import Reward, RewardSet, TrainerState
-from torchtune_grpo.rollout import RolloutEngine, SamplingParams, make_engine, roll_out
+from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.rollout.engine import make_engine
+from torchtune_grpo.rollout.request import RolloutEngine
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.policy import (

@@ -31,9 +31,11 @@ from pathlib import Path
 import torch
 
 from torchtune_grpo.advantages import group_advantages
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.rollout import RolloutConfig, SamplingParams, make_engine, roll_out
+from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.policy import AdapterReference
 

@@ -18,14 +18,14 @@ from torchtune.modules.peft import get_adapter_params
 from trajectories import make_groups
 from transformers import AutoModelForCausalLM
 
-from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.resume import whole_on_first_rank
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reshard, shard
-from torchtune_grpo.models import adapter_settings
-from torchtune_grpo.training import trajectory_logprobs
+from torchtune_grpo.models.adapter import adapter_settings
+from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.policy import AdapterReference, check_model
 

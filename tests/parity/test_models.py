@@ -15,18 +15,16 @@ from torchtune.models.qwen2 import lora_qwen2
 from trajectories import make_groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchtune_grpo.checkpoint import Checkpoints
-from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model, standardize
-from torchtune_grpo.rollout import (
-    NativeEngine,
-    RolloutConfig,
-    RolloutRequest,
-    SamplingParams,
-    TorchtuneEngine,
-    row_keys,
-)
-from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
+from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine
+from torchtune_grpo.rollout.request import RolloutRequest
+from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
+from torchtune_grpo.training.packing import attend_in_segments
 
 TOKENS = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from runs import tiny_overrides
 
 from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.config.command_line import apply_override, load_config
 
 HUGE = 10**30

@@ -22,7 +22,7 @@ from runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtune_grpo.checkpoint import Checkpoints
+from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.folder import find_damage
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config

@@ -36,7 +36,7 @@ import torch
 from torchtune_grpo.data import LevelSampler
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.models import hf_tokenizer
-from torchtune_grpo.rollout import NativeEngine
+from torchtune_grpo.rollout.engine import NativeEngine
 
 passed = Counter()
 PLACE, COUNT, SIGNAL, RANK = (os.environ.get("MOMENT", "nowhere:0:0") + ":0").split(":")[:4]

@@ -14,14 +14,15 @@ from checkpoints import TINY, llama_checkpoint, saving_config
 from kill_points import kill_points
 from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_grpo.checkpoint import (
+from torchtune_grpo.checkpoint.checkpoints import STATE_FILE, Checkpoints
+from torchtune_grpo.checkpoint.folder import (
+    SUMS_FILE,
     CheckpointError,
-    Checkpoints,
     claim_output_dir,
+    publish,
     set_aside_previous_run,
+    staging,
 )
-from torchtune_grpo.checkpoint.checkpoints import STATE_FILE
-from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish, staging
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.machine import lock
 

@@ -19,7 +19,8 @@ from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import GRPOConfig, without_effect
 from torchtune_grpo.config.schema import key_paths, markdown_tables, parameters
 from torchtune_grpo.config.text import ConfigError
-from torchtune_grpo.data import ShuffledSampler, make_sampler
+from torchtune_grpo.data import ShuffledSampler
+from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.policy import check_model, check_prompts, empty_model
 

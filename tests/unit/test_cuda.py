@@ -26,7 +26,7 @@ from trajectories import make_groups
 from recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import DistributedConfig
+from torchtune_grpo.config.keys import DistributedConfig, RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.attention import (
@@ -36,17 +36,13 @@ from torchtune_grpo.machine.attention import (
     varlen_attention,
 )
 from torchtune_grpo.monitor.metrics import StepMetrics
-from torchtune_grpo.rollout import (
-    NativeEngine,
-    RolloutConfig,
-    RolloutRequest,
-    SamplingParams,
-    row_keys,
-)
 from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.engine import NativeEngine
 from torchtune_grpo.rollout.graphs import StepGraphs
-from torchtune_grpo.training import trajectory_logprobs
+from torchtune_grpo.rollout.request import RolloutRequest
+from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import MiniBatch, micro_batches
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.policy import AdapterReference

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DynamicSamplingConfig, without_effect
-from torchtune_grpo.data import RLDataset, make_sampler
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.models.build import SUPPORTED
 

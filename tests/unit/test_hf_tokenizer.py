@@ -13,7 +13,7 @@ from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.models import hf_tokenizer
-from torchtune_grpo.rollout import decode_tokens
+from torchtune_grpo.rollout.request import decode_tokens
 
 CASES = [
     ("llama3_2", {"date_string": "26 Jul 2024"}),

@@ -15,7 +15,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reduce_gradients, shard
-from torchtune_grpo.models import PeftDoRALinear, standardize
+from torchtune_grpo.models.layers import PeftDoRALinear, standardize
 from torchtune_grpo.training.optimizer import (
     NonFiniteError,
     NonFiniteGuard,

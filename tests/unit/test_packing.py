@@ -13,7 +13,8 @@ from trajectories import make_groups, make_trajectory
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.machine.attention import Segments
-from torchtune_grpo.training import mini_batches, response_logprobs, trajectory_logprobs
+from torchtune_grpo.training import mini_batches, response_logprobs
+from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import dense_mask
 

@@ -15,12 +15,7 @@ from omegaconf import OmegaConf
 
 import torchtune_grpo.data
 from torchtune_grpo.config.check import check_component
-from torchtune_grpo.data import (
-    arithmetic_dataset,
-    gsm8k_dataset,
-    humaneval_dataset,
-    number_dataset,
-)
+from torchtune_grpo.data import arithmetic_dataset, gsm8k_dataset, humaneval_dataset, number_dataset
 from torchtune_grpo.data.presets import LEVELS, _canonical, arithmetic_problems
 
 PROBLEMS = [

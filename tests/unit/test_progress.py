@@ -8,7 +8,7 @@ from tqdm import tqdm
 from torchtune_grpo.machine.device import BAR_FORMAT
 from torchtune_grpo.monitor import terminal
 from torchtune_grpo.monitor.terminal import ProgressLine
-from torchtune_grpo.rollout import Progress
+from torchtune_grpo.rollout.request import Progress
 
 METRICS = {"reward": -0.25, "rewards/a/mean": 0.5, "frac_informative_groups": 0.75}
 METRICS["tokens_per_second"] = 2104.0

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from torchtune_grpo.checkpoint import optimizer_state, restore_optimizer
-from torchtune_grpo.checkpoint.resume import FIXED, changed_keys, refuse_changes, run_config
+from torchtune_grpo.checkpoint.resume import (
+    FIXED,
+    changed_keys,
+    optimizer_state,
+    refuse_changes,
+    restore_optimizer,
+    run_config,
+)
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig

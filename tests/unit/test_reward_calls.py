@@ -18,7 +18,8 @@ from ranks import on_two_ranks
 
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.config.keys import RewardAggregation
-from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.rewards import (
     RepetitionPenalty,
     Reward,

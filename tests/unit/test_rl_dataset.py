@@ -15,8 +15,9 @@ import datasets
 import pandas
 import pytest
 
-from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
+from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
 
 ROWS = [

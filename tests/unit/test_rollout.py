@@ -21,23 +21,20 @@ from torch.utils._pytree import tree_leaves
 from torchtune.models.gemma2._component_builders import gemma2
 
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.rollout import (
-    NativeEngine,
-    RolloutConfig,
-    RolloutRequest,
-    Sampler,
-    SamplingParams,
-    TorchtuneEngine,
-    batch,
-    filter_logits,
-    make_engine,
-    row_keys,
-)
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.rollout import batch
 from torchtune_grpo.rollout import engine as engines
 from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine, make_engine
 from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
-from torchtune_grpo.rollout.request import StopStrings
-from torchtune_grpo.rollout.sampling import bytes_per_logit, uniforms
+from torchtune_grpo.rollout.request import RolloutRequest, StopStrings
+from torchtune_grpo.rollout.sampling import (
+    Sampler,
+    bytes_per_logit,
+    filter_logits,
+    row_keys,
+    uniforms,
+)
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.optimizer import PolicyOptimizer, optimizer_step
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from torchtune_grpo.data import ShuffledSampler, make_sampler, prompts_of_rank
+from torchtune_grpo.data import ShuffledSampler
+from torchtune_grpo.data.samplers import make_sampler, prompts_of_rank
 
 LEVELS = [3, 1, 2, 1, 2, 1, 3, 1, 3, 2]
 ROWS = [

@@ -10,9 +10,9 @@ from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.training import attend_in_segments, response_logprobs
+from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import cut
-from torchtune_grpo.training.packing import packed_layout
+from torchtune_grpo.training.packing import attend_in_segments, packed_layout
 
 CPU = torch.device("cpu")
 

@@ -26,13 +26,8 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import load_once, on_first_rank
-from torchtune_grpo.models import (
-    adapter_names,
-    load_weights,
-    merged_state,
-    save_adapter,
-    save_weights,
-)
+from torchtune_grpo.models.adapter import adapter_names, merged_state, save_adapter
+from torchtune_grpo.models.weights import load_weights, save_weights
 from torchtune_grpo.training.optimizer import later_bytes
 
 log = utils.get_logger("INFO")

@@ -22,7 +22,7 @@ from torchtune_grpo.checkpoint.folder import sha256_of
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
-from torchtune_grpo.models import adapter_files
+from torchtune_grpo.models.adapter import adapter_files
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 

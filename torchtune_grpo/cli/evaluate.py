@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.checkpoint import all_checkpoints, checkpoint_folder, step_of
+from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
 from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.text import errors_in_one_line, plain, visible

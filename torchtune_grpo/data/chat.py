@@ -17,7 +17,7 @@ from typing import Any
 from torchtune.data import Message
 
 from torchtune_grpo.config.text import shortened
-from torchtune_grpo.models import HFTokenizer
+from torchtune_grpo.models.tokenizer import HFTokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 # What every reward gets besides the columns, under TRL's names.

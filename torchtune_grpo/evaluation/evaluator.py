@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.data import RLDataset, collate_prompts
+from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.evaluation.statistics import (
     Comparison,
     bootstrap_interval,
@@ -24,7 +25,8 @@ from torchtune_grpo.evaluation.statistics import (
 from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.rewards import RewardSet, TrainerState
-from torchtune_grpo.rollout import RolloutEngine, SamplingParams, roll_out
+from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.rollout.request import RolloutEngine
 
 
 @dataclass(frozen=True)

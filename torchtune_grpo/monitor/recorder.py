@@ -32,7 +32,7 @@ from torchtune_grpo.monitor.record import Record, append, append_groups, keep_un
 from torchtune_grpo.monitor.report import write_page
 from torchtune_grpo.monitor.terminal import ProgressLine, summary
 from torchtune_grpo.rewards import RewardScores
-from torchtune_grpo.rollout import Progress
+from torchtune_grpo.rollout.request import Progress
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 log = utils.get_logger("INFO")

@@ -15,7 +15,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from torchtune_grpo.evaluation.statistics import Comparison
 from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
-from torchtune_grpo.rollout import Progress
+from torchtune_grpo.rollout.request import Progress
 
 log = utils.get_logger("INFO")
 

@@ -26,7 +26,7 @@ from torchtune.modules import (
 
 from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.machine.attention import Segments, shared_beginning, varlen_attention
-from torchtune_grpo.models import HalfRotation, NormFirstAttention
+from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention
 from torchtune_grpo.rollout.cache import CacheShape, GroupCache, RowLayout
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
 from torchtune_grpo.rollout.sampling import bytes_per_logit

@@ -16,7 +16,7 @@ from torchtune.modules.common_utils import local_kv_cache
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.device import free_bytes
 from torchtune_grpo.machine.parallel import gathered
-from torchtune_grpo.models import unembed_with
+from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.rollout.batch import GroupRollout, Transcript, prompt_slots
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason

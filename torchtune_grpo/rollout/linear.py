@@ -14,7 +14,7 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.machine.attention import float32_product
-from torchtune_grpo.models import PeftDoRALinear
+from torchtune_grpo.models.layers import PeftDoRALinear
 
 KINDS = (nn.Linear, LoRALinear, PeftDoRALinear, FrozenNF4Linear, TiedLinear)
 

@@ -1,18 +1,5 @@
 """Rows -> per-token log-probs -> optimizer steps."""
 
-from torchtune_grpo.training.logprobs import (
-    importance_weights,
-    in_order,
-    response_logprobs,
-    trajectory_logprobs,
-)
-from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
+from torchtune_grpo.training.logprobs import importance_weights, in_order, response_logprobs
 
-__all__ = [
-    "MicroBatch",
-    "attend_in_segments",
-    "importance_weights",
-    "in_order",
-    "response_logprobs",
-    "trajectory_logprobs",
-]
+__all__ = ["importance_weights", "in_order", "response_logprobs"]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
-from torchtune_grpo.data import PromptBatch, prompts_of_rank
+from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.data.samplers import prompts_of_rank
 from torchtune_grpo.machine.parallel import rank, sum_over_ranks, world_size
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory

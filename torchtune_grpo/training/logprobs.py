@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_grpo.machine.attention import float32_product
-from torchtune_grpo.models import unembed_with
+from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch
 
 # Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last cache, and

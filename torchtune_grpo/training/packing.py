@@ -25,7 +25,7 @@ from torchtune_grpo.machine.attention import (
     shared_beginning,
     varlen_attention,
 )
-from torchtune_grpo.models import NormFirstAttention
+from torchtune_grpo.models.layers import NormFirstAttention
 from torchtune_grpo.trajectory import Trajectory
 
 

@@ -30,15 +30,15 @@ from torchtune_grpo.machine.parallel import (
     sharded_like,
     world_size,
 )
-from torchtune_grpo.models import (
+from torchtune_grpo.models.adapter import (
     adapter_files,
     adapter_settings,
     check_adapter,
-    hf_config_of,
     merge_adapter,
     read_adapter,
-    standardize,
 )
+from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.models.weights import hf_config_of
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
