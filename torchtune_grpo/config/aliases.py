@@ -19,13 +19,3 @@ def meaning(name: str, *, ends: bool = False) -> str | None:
     parts = name.split(".")
     tried = (".".join(parts[start:]) for start in range(len(parts) if ends else 1))
     return next((_MEANINGS[part] for part in tried if part in _MEANINGS), None)
-
-
-def markdown_table() -> str:
-    """The table as docs/coming_from.md has it."""
-    rows = ["| Their name | Here |", "|---|---|"]
-    for ours, names in {**KEYS, **NO_KEY}.items():
-        key, mark, remark = ours.partition(" (")
-        here = f"`{key}`{mark}{remark}" if ours in KEYS else f"no key: {ours}"
-        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {here} |")
-    return "\n".join(rows)
