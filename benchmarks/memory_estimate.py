@@ -230,7 +230,7 @@ def rollout_bytes(
         GroupCache.rounded(longest) + coarse(cfg.max_generated_tokens, least=GroupCache.BLOCK),
         cfg.sampling_params,
     )
-    cache = max(engine.cache_bytes(wanted) for wanted in requests.values()) - step
+    cache = max(engine.cache_bytes(requests[name], rows=rows[name]) for name in rows) - step
     tokens = longest * max(1, min(cfg.batch_size, PREFILL_TOKENS // longest))
     hidden, dim = model.layers[0].mlp.w1.weight.shape
     prefill = tokens * (4 * hidden + 4 * dim) * size

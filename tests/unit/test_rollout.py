@@ -516,7 +516,7 @@ def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
 def test_cache_stays_within_its_bound_is_reused_and_what_an_evaluation_took_is_given_back():
     model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
     engine, options = native(model, max_rows=5), {"group_size": 4, "max_generated_tokens": 70}
-    bound = engine.cache_bytes(request(prompts, **options))
+    bound = engine.cache_bytes(request(prompts, **options), rows=5)
     sample(engine, prompts, **options)
 
     def held() -> int:
@@ -543,7 +543,7 @@ def test_as_many_rows_as_memory_allows(monkeypatch):
     model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
     asked = request(prompts, group_size=4)
     expected = sample(native(model), prompts, group_size=4)
-    limit = native(model, max_rows=8).cache_bytes(asked)
+    limit = native(model).cache_bytes(asked, rows=8)
     assert native(model).rows_at_once(asked) == 20
     for share, rows in ((limit + 1, 8), (limit - 1, 4), (0, 1)):  # padded, 5 rows are 8
         free = round(share / engines.MEMORY_SHARE)
@@ -590,7 +590,7 @@ def test_a_rollout_leaves_room_for_gradients_and_the_optimizers_states(monkeypat
     run, model = Run(load_config("tiny_arithmetic_grpo")), build_policy()
     run.checkpoints = Mock()
     asked = request(random_prompts([5, 30, 9, 7, 2]), group_size=4)
-    share = native(model, max_rows=8).cache_bytes(asked) / engines.MEMORY_SHARE
+    share = native(model).cache_bytes(asked, rows=8) / engines.MEMORY_SHARE
     of_adam = 3 * sum(parameter.nbytes for parameter in model.parameters())
 
     def rows(free: float) -> int:

@@ -80,10 +80,6 @@ class NativeEngine:
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
-    def cache_bytes(self, request: RolloutRequest) -> int:
-        """The most memory that a rollout keeps: its cache, and a step's, which graphs keep."""
-        return self._bytes(request, rows=self.rows_at_once(request))
-
     def rows_at_once(self, request: RolloutRequest) -> int:
         """The number of rows of a request that are sampled at once.
 
@@ -96,14 +92,15 @@ class NativeEngine:
         if self._budget is None:
             self._budget = round(MEMORY_SHARE * self._free())
         fits = bisect_right(
-            range(1, rows + 1), self._budget, key=lambda r: self._bytes(request, rows=r)
+            range(1, rows + 1), self._budget, key=lambda r: self.cache_bytes(request, rows=r)
         )
         return max(fits, 1)
 
     def _free(self) -> int:
         return free_bytes(self._device) - self._bytes_to_come()
 
-    def _bytes(self, request: RolloutRequest, *, rows: int) -> int:
+    def cache_bytes(self, request: RolloutRequest, *, rows: int) -> int:
+        """The most memory that a rollout keeps: its cache, and a step's, which graphs keep."""
         decoder, _ = self._ready()
         longest = request.params.max_generated_tokens
         prompt_width = GroupCache.rounded(max(map(len, request.prompts)))
