@@ -71,8 +71,6 @@ class HFTokenizer:
                 f"{self._where}: has no token that ends a text. Write its id into "
                 "generation_config.json, as eos_token_id."
             )
-        pad_id = self._hf.pad_token_id
-        self.pad_id: int = self.stop_tokens[0] if pad_id is None else pad_id
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode text, in which a control token's text is that token; BOS as transformers does."""
