@@ -11,7 +11,7 @@ import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, read_write
 from torchtune import utils
@@ -309,7 +309,7 @@ class GRPO:
             recipe = GRPOFullFinetuneRecipe(run.given, run=run)
             recipe.setup(run.given)
             if "RANK" not in os.environ:
-                run.interrupts.leave = _raise_interrupt
+                run.interrupts.leave = signal.default_int_handler  # ends the call, not the process
             self._recipe = recipe
         return self._recipe
 
@@ -379,8 +379,3 @@ def _dotpath(component: Any) -> str | None:
         return None
     found = getattr(importlib.import_module(module), name, None)
     return f"{module}.{name}" if found is component else None
-
-
-def _raise_interrupt(number: int) -> NoReturn:
-    """A second Ctrl-C ends the call, not the process."""
-    raise KeyboardInterrupt

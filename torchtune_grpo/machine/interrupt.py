@@ -74,7 +74,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
-        self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)  # 2nd Ctrl-C
+        # On a second Ctrl-C
+        self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: os._exit(128 + n)
         self._since = 0.0
         self._ended = False
 
@@ -110,7 +111,7 @@ class Interrupts:
             # who has pressed Ctrl-C may close the terminal.
             if signal.SIGINT in (number, self.signal) and number != signal.SIGHUP:
                 _say("")
-                self.leave(number)
+                self.leave(number, frame)
         if self.breaks:
             self.breaks = False
             raise Interrupted
