@@ -27,26 +27,19 @@ _OUTPUTS = {
 }
 
 
-class ProgressLine:
+class ProgressLine(ExitStack):
     """The steps of a run from ``done`` on; a context that keeps the log's lines and the bar apart.
 
     ``deciding`` is the metric of the reward that decides, and its title.
     """
 
     def __init__(self, steps: int, *, done: int, deciding: Mapping[str, str]) -> None:
+        super().__init__()
         self._steps, self._done = steps, done
         self._shown = {"reward": "reward", **deciding, "frac_informative_groups": "informative"}
         self._start = time.monotonic()
-        self._bar = make_bar("", total=steps, done=done)
-        self._open = ExitStack()
-
-    def __enter__(self) -> ProgressLine:
-        self._open.enter_context(logging_redirect_tqdm(loggers=[log]))
-        self._open.callback(self._bar.close)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
+        self.enter_context(logging_redirect_tqdm(loggers=[log]))
+        self._bar = self.enter_context(make_bar("", total=steps, done=done))
 
     def rollout(self, now: Progress) -> None:
         self._bar.set_postfix_str(f"rollout {now}")
