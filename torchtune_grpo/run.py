@@ -44,12 +44,12 @@ from torchtune_grpo.machine.device import (
     choose_threads,
     find_device,
     keep_freed_memory,
+    only_warnings,
     seed_step,
-    set_seed,
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.metrics import StepMetrics
-from torchtune_grpo.monitor.recorder import Recorder, make_profiler
+from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards import Reward, RewardSet, TrainerState
 from torchtune_grpo.rollout import roll_out
 from torchtune_grpo.rollout.engine import make_engine
@@ -257,7 +257,11 @@ class Run:
 
     @cached_property
     def profiler(self) -> Any:
-        return make_profiler(self.cfg.profiler)
+        """The config's profiler, or one that does nothing."""
+        node = self.cfg.profiler
+        if node is None or node.get("enabled") is False:
+            return training.DummyProfiler()
+        return instantiate("profiler", node)[0]
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -300,7 +304,8 @@ class Run:
         """
         _ = self.device, self.loss, self.outcome_gate
         parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
-        set_seed(self.cfg.seed)
+        with only_warnings():
+            training.set_seed(seed=self.cfg.seed)
         self.join()
         if self.device.type == "cpu":
             utils.log_rank_zero(log, f"CPU threads: {torch.get_num_threads()}.")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune import training, utils
+from torchtune import utils
 from tqdm.auto import tqdm
 
 from torchtune_grpo.machine.parallel import rank
@@ -65,12 +65,6 @@ def find_device(name: str) -> torch.device:
         # cuDNN plans each new shape for 0.05 to 1 s, and each step has new ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return utils.get_device(device=name)
-
-
-def set_seed(seed: int) -> int:
-    """Seed all of torch's generators, on each rank differently, and return the rank's seed."""
-    with only_warnings():
-        return training.set_seed(seed=seed)
 
 
 def seed_step(seed: int, step: int) -> None:

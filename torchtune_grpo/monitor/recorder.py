@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torchtune import training, utils
+from torchtune import utils
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
@@ -241,13 +241,6 @@ class GroupRecorder:
         if truncated:
             return "length" if len(tokens) >= self._cfg.max_generated_tokens else "deadline"
         return "stop_token" if tokens[-1] in self._stop_tokens else "stop_string"
-
-
-def make_profiler(node: DictConfig | None) -> Any:
-    """Construct the config's profiler, or one that does nothing."""
-    if node is None or node.get("enabled") is False:
-        return training.DummyProfiler()
-    return instantiate("profiler", node)[0]
 
 
 def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:
