@@ -170,13 +170,7 @@ class Run:
     def check_dataset(self, dataset: Any, key: str) -> None:
         """Check that rewards can score answers to its rows, and that its prompts fit the model."""
         self.rewards.check_data(dataset, key=key)
-        check_prompts(
-            self.cfg,
-            key,
-            model=self.empty_model,
-            longest=dataset.max_prompt_length,
-            highest_token=dataset.highest_token,
-        )
+        check_prompts(self.cfg, key, dataset.checked_prompts, model=self.empty_model)
         if hasattr(dataset, "check_unread"):
             longest = longest_prompt(self.cfg, model=self.empty_model)
             dataset.check_unread(max_tokens=longest, fault=self.rewards.fault_of)
@@ -204,13 +198,8 @@ class Run:
             {"index": i, "tokens": self.dataset.encode(prompt), "prompt": prompt, "columns": {}}
             for i, prompt in enumerate(prompts)
         ]
-        check_prompts(
-            self.cfg,
-            "prompts",
-            model=self.empty_model,
-            longest=max(len(item["tokens"]) for item in items),
-            highest_token=max(max(item["tokens"], default=0) for item in items),
-        )
+        tokens = [item["tokens"] for item in items]
+        check_prompts(self.cfg, "prompts", tokens, model=self.empty_model)
         return items
 
     def answer(
@@ -339,9 +328,7 @@ class Run:
 
     def build_reference(self, policy: TransformerDecoder) -> Reference | None:
         """The policy as it is now, as the loss compares with it; None if it does not."""
-        if not self.loss.needs_reference:
-            return None
-        return make_reference(policy, self.cfg)
+        return make_reference(policy, self.cfg) if self.loss.needs_reference else None
 
     def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
         """The engine that generates responses with the policy's current weights."""
@@ -421,7 +408,11 @@ class Run:
                 yield metrics
             self.step += 1
             self.profiler.step()
-            self._log(metrics)
+            values = metrics.compute() | self.sampler.metrics
+            if self.device.type == "cuda":
+                values |= training.get_memory_stats(device=self.device)
+            seen = self.recorder.step(self.step, values)
+            self.sampler.learn(seen["prompt_index"], seen["pass_rate"])
             if self._is_due(evaluate_every):
                 evaluate()
             if self.checkpoints.best == self.step or self._is_due(save_every):
@@ -449,13 +440,6 @@ class Run:
 
     def _is_due(self, every: int | None) -> bool:
         return self.step == 0 or self.is_over or (every is not None and self.step % every == 0)
-
-    def _log(self, metrics: StepMetrics) -> None:
-        values = metrics.compute() | self.sampler.metrics
-        if self.device.type == "cuda":
-            values |= training.get_memory_stats(device=self.device)
-        seen = self.recorder.step(self.step, values)
-        self.sampler.learn(seen["prompt_index"], seen["pass_rate"])
 
     def evaluate(self, engine: RolloutEngine) -> None:
         """Evaluate the policy, unless the run that is resumed already has."""

@@ -117,18 +117,18 @@ def test_prompts_must_fit_the_context():
     """Llama 3.2's context is 131,072 tokens, read off the builder without making the weights."""
     settings = settings_of()
     model = empty_model(settings)
-    check_prompts(settings, "dataset", model=model, longest=131_072 - 512, highest_token=0)
+    check_prompts(settings, "dataset", [[0] * (131_072 - 512)], model=model)
     with pytest.raises(ValueError, match=r"eval_dataset, 130561 tokens.*context of 131072"):
-        check_prompts(settings, "eval_dataset", model=model, longest=131_072 - 511, highest_token=0)
+        check_prompts(settings, "eval_dataset", [[0] * (131_072 - 511)], model=model)
 
 
 def test_a_row_must_fit_the_budget():
     """A prompt of 100 and a response of 512, whose last token is not read."""
     settings = settings_of("forward_batch_size=null", "forward_token_budget=611")
     model = empty_model(settings)
-    check_prompts(settings, "dataset", model=model, longest=100, highest_token=0)
+    check_prompts(settings, "dataset", [[0] * 100], model=model)
     with pytest.raises(ValueError, match="forward_token_budget=611.*give at least 612"):
-        check_prompts(settings, "dataset", model=model, longest=101, highest_token=0)
+        check_prompts(settings, "dataset", [[0] * 101], model=model)
 
 
 def test_a_component_may_be_its_path_alone():

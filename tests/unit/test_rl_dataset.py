@@ -60,7 +60,7 @@ def test_an_item_holds_tokens_text_and_the_other_columns(llama3_tokenizer):
         "columns": {"answer": "144", "level": 3},
     }
     assert data.prefill == "<think>"
-    assert data.max_prompt_length == len(data[1]["tokens"])
+    assert [*map(len, data.checked_prompts)] == [len(item["tokens"]) for item in data]
 
 
 def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):

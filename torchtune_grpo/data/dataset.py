@@ -138,13 +138,9 @@ class RLDataset(Dataset[dict[str, Any]]):
         self._fault = fault
 
     @property
-    def max_prompt_length(self) -> int:
-        """The most tokens of a prompt among the rows that were checked."""
-        return max(len(entry.tokens) for entry in self._entries)
-
-    @property
-    def highest_token(self) -> int:
-        return max(max(entry.tokens, default=0) for entry in self._entries)
+    def checked_prompts(self) -> list[array[int]]:
+        """The tokens of each prompt among the rows that were checked."""
+        return [entry.tokens for entry in self._entries]
 
     @property
     def row_numbers(self) -> list[int]:

@@ -307,13 +307,14 @@ def longest_prompt(cfg: GRPOConfig, *, model: Any) -> int:
 
 
 def check_prompts(
-    cfg: GRPOConfig, key: str, *, model: Any, longest: int, highest_token: int
+    cfg: GRPOConfig, key: str, prompts: Sequence[Sequence[int]], *, model: Any
 ) -> None:
     """Check that prompts and responses fit the model's context and vocabulary, and the budget.
 
-    ``longest`` is the number of tokens of the longest prompt of the data set with that key. The
-    model may be on the meta device.
+    ``prompts`` are the tokens of those of the data set with that key. The model may be on the meta
+    device.
     """
+    longest, highest_token = max(map(len, prompts)), max(max(each, default=0) for each in prompts)
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
     response = cfg.max_generated_tokens
     if longest + response > context:
