@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,14 +152,14 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
         return linear(name, inputs, outputs, has_bias(hf, name))
 
     gemma, width, hidden = is_gemma(hf), hf.hidden_size, hf.intermediate_size
-    kind: Any = GemmaRMSNorm if gemma else RMSNorm
-    norm = partial(kind, width, eps=hf.rms_norm_eps)
+    norm_kind: Any = GemmaRMSNorm if gemma else RMSNorm
+    norm = partial(norm_kind, width, eps=hf.rms_norm_eps)
     embeddings = (GemmaNormEmbeddings if gemma else nn.Embedding)(hf.vocab_size, width)
-    rotations = layer_rotations(hf)
-    modules = {id(rotation): HalfRotation(*rotation) for rotation in rotations}
+    kinds = _layer_kinds(hf)
+    rotations = {kind: HalfRotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
         TransformerSelfAttentionLayer(
-            _attention(hf, layer, modules[id(rotation)], partial(kind, eps=hf.rms_norm_eps)),
+            _attention(hf, layer, rotations[kind], partial(norm_kind, eps=hf.rms_norm_eps)),
             FeedForward(
                 gate_proj=layer("w1", width, hidden),
                 down_proj=layer("w2", hidden, width),
@@ -171,7 +171,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
             sa_scale=norm() if gemma else None,
             mlp_scale=norm() if gemma else None,
         )
-        for rotation in rotations
+        for kind in kinds
     ]
     tied = hf.tie_word_embeddings
     return TransformerDecoder(
@@ -211,13 +211,6 @@ def _attention(
 
 
 # --- What config.json says ----------------------------------------------------------------------
-
-
-class Rotation(NamedTuple):
-    """Parameters of a rotary position embedding."""
-
-    frequencies: Tensor  # [head_dim / 2] radians per position, float32
-    scale: float = 1.0  # of cosines and sines
 
 
 def read_config(model_dir: str | Path) -> Any:
@@ -286,13 +279,6 @@ def context_length(hf: Any) -> int:
     return hf.max_position_embeddings
 
 
-def layer_rotations(hf: Any) -> list[Rotation]:
-    """The rotation of each layer; layers of one kind share it."""
-    kinds = _layer_kinds(hf)
-    rotations = {name: _rotation(hf, name) for name in set(kinds)}
-    return [rotations[name] for name in kinds]
-
-
 def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, str]]:
     """Keys whose effect is not implemented: name, value and remedy."""
     for name in hf.architectures or ():
@@ -341,15 +327,15 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
     return {"rope_type": parameters.get("type", "default"), **parameters}
 
 
-def _rotation(hf: Any, kind: str) -> Rotation:
+def _rotation(hf: Any, kind: str) -> tuple[Tensor, float]:
+    """A kind of layer's frequencies [head_dim / 2], float32, and scale of cosines and sines."""
     parameters = _rope_parameters(hf, kind)
     with torch.device("cpu"):
         if parameters["rope_type"] == "default":
             exponents = torch.arange(0, head_dim(hf), 2).float() / head_dim(hf)
-            return Rotation(1.0 / (parameters["rope_theta"] ** exponents))
+            return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         nested = kind in (getattr(hf, "rope_parameters", None) or ())
         compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-        frequencies, scale = compute(hf, "cpu", **({"layer_type": kind} if nested else {}))
-    return Rotation(frequencies, scale)
+        return compute(hf, "cpu", **({"layer_type": kind} if nested else {}))
