@@ -62,12 +62,6 @@ class SamplingParams(SamplingConfig):
     temperature: Float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
 
-    @model_validator(mode="after")
-    def _has_room_for_the_minimum(self) -> Self:
-        for problem in _no_room(self, self.max_generated_tokens):
-            raise ValueError(problem)
-        return self
-
     @property
     def greedy(self) -> SamplingParams:
         """The same without chance: always the likeliest token."""
@@ -309,19 +303,15 @@ class GRPOConfig(Keys):
         return self.ppo_epochs * self.num_minibatches
 
 
-def _no_room(sampling: SamplingConfig, longest: int) -> Iterator[str]:
-    if sampling.min_new_tokens > longest:
-        yield (
-            f"sampling.min_new_tokens={sampling.min_new_tokens}: give 0 to "
-            f"max_generated_tokens={longest}."
-        )
-
-
 def contradictions(cfg: GRPOConfig) -> Iterator[str]:
     """A sentence for each pair of keys that contradict each other, with the remedy."""
     output_dir = Path(cfg.output_dir).resolve()
     base = cfg.checkpointer.get("checkpoint_dir")
-    yield from _no_room(cfg.sampling, cfg.max_generated_tokens)
+    if cfg.sampling.min_new_tokens > cfg.max_generated_tokens:
+        yield (
+            f"sampling.min_new_tokens={cfg.sampling.min_new_tokens}: give 0 to "
+            f"max_generated_tokens={cfg.max_generated_tokens}."
+        )
     if cfg.forward_token_budget is not None and cfg.forward_batch_size is not None:
         yield (
             f"forward_token_budget={cfg.forward_token_budget}: replaces forward_batch_size="

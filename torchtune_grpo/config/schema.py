@@ -70,10 +70,6 @@ def _device(value: Any) -> Any:
     return value
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 Float = Annotated[float, BeforeValidator(_number), Field(le=LARGEST_FLOAT32, ge=-LARGEST_FLOAT32)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
@@ -82,8 +78,8 @@ Temperature = Annotated[Float, Field(ge=1e-6)]
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INT)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
-TokenIds = Annotated[tuple[Count, ...], BeforeValidator(_tuple)]
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # of a list
+TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
 Components = Annotated[ListConfig, BeforeValidator(_components)]
