@@ -80,8 +80,9 @@ class GRPO:
             else:
                 self._foreign.append(unknown_key(name, value, f"{hint} "))
         if eval_data is not None:
-            own = self.config.eval_dataset or {}
-            self.config.eval_dataset = OmegaConf.merge(_form(self.config.dataset), own)
+            of_rows = ("source", "split", "data_files", "num_samples")
+            form = {k: v for k, v in self.config.dataset.items() if k not in of_rows}
+            self.config.eval_dataset = OmegaConf.merge(form, self.config.eval_dataset or {})
             self._set_data("eval_dataset", eval_data)
         self._rewards: dict[int, Reward] = {}  # those that no config can name, by their place
         if rewards is not None:
@@ -349,12 +350,6 @@ def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
         if heads:
             key = f"{heads[-1]}.{name.removeprefix(f'{heads[-1]}_')}"
     set_key(cfg, key, _plain(value))
-
-
-def _form(node: DictConfig) -> DictConfig:
-    """A data set's node without the rows that it names."""
-    rows = ("source", "split", "data_files", "num_samples")
-    return DictConfig({key: value for key, value in node.items() if key not in rows})
 
 
 def _plain(value: Any) -> Any:

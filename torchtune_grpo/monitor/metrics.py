@@ -52,9 +52,6 @@ class StepMetrics:
         known = self._largest.get(name, value)
         self._largest[name] = torch.maximum(known, value)
 
-    def add_min(self, name: str, value: Tensor | float) -> None:
-        self.add_max(_NEGATED + name, -value)
-
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes to ``name``."""
@@ -98,7 +95,7 @@ class StepMetrics:
         for kind, counted in (("", lengths), ("_terminated", lengths[ended])):
             self.add_values(f"completions/mean{kind}_length", counted)
             if len(counted):
-                self.add_min(f"completions/min{kind}_length", counted.min())
+                self.add_max(f"{_NEGATED}completions/min{kind}_length", -counted.min())
                 self.add_max(f"completions/max{kind}_length", counted.max())
         self.add_values("completions/clipped_ratio", trajectory.truncated)
         self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
