@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.checkpoint.folder import sha256_of
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import is_secret
+from torchtune_grpo.config.text import flat, is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
 from torchtune_grpo.models.adapter import adapter_files
 from torchtune_grpo.monitor.record import versions
@@ -58,8 +57,9 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     values["versions"] = versions()
     result: dict[str, Any] = {}
-    for key, value in _flat(values).items():
-        result |= _identity(key, value) if _is_fixed(key, FIXED) else {key: _hidden(key, value)}
+    for key, value in flat(values).items():
+        if value is not None:
+            result |= _identity(key, value) if _is_fixed(key, FIXED) else {key: _hidden(key, value)}
     return result
 
 
@@ -94,17 +94,6 @@ def _is_fixed(key: str, fixed: Sequence[str]) -> bool:
 
 def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The plain values of a nested one, by dotted key."""
-    if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value)
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        return {} if value is None else {prefix.removesuffix("."): value}
-    return {k: v for name in value for k, v in _flat(value[name], f"{prefix}{name}.").items()}
 
 
 def _hidden(key: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ def map_values(change: Callable[[str, Any], Any], value: Any, key: str = "") -> 
     if isinstance(value, list):
         return [map_values(change, item, key) for item in value]
     return change(key, value)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings and lists by dotted key, as on the command line."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {prefix.removesuffix("."): value}
+    return {k: v for name in value for k, v in flat(value[name], f"{prefix}{name}.").items()}
 
 
 def without_secrets(value: Any, key: str = "") -> Any:

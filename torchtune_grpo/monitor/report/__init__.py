@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.config.text import visible
+from torchtune_grpo.config.text import flat, visible
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
 from torchtune_grpo.monitor.report.panels import MAX_POINTS, panels
 from torchtune_grpo.monitor.report.verdict import verdict
@@ -189,6 +189,10 @@ def _shortened(text: str, limit: int) -> str | list[str | int]:
     return [text[:head], len(text) - head - tail, text[-tail:]]
 
 
+def _by_key(config: Record) -> list[tuple[str, str]]:
+    return [(key, _as_text(value)) for key, value in flat(config).items()]
+
+
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -206,13 +210,13 @@ def _setup(run: RunRecord) -> list[Table]:
         {"title": "Last start", "rows": facts},
         {"title": "Versions", "rows": [*last["versions"].items()]},
         *([_changes(run.starts)] if len(run.starts) > 1 else []),
-        {"title": "Whole config", "rows": [*_flat(run.config)], "folded": True},
+        {"title": "Whole config", "rows": _by_key(run.config), "folded": True},
     ]
 
 
 def _changes(starts: Sequence[Record]) -> Table:
     """Keys of the config that differ between starts."""
-    configs = [dict(_flat(start["config"])) for start in starts]
+    configs = [dict(_by_key(start["config"])) for start in starts]
     keys = dict.fromkeys(chain(*configs))
     rows = [[key, *(each.get(key, "") for each in configs)] for key in keys]
     return {
@@ -221,19 +225,6 @@ def _changes(starts: Sequence[Record]) -> Table:
         "rows": [row for row in rows if len(set(row[1:])) > 1],
         "empty": "Nothing.",
     }
-
-
-def _flat(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each value of a config, under its key as one writes it on the command line."""
-    children: Iterable[tuple[object, object]] = ()
-    if isinstance(node, Mapping):
-        children = node.items()
-    elif isinstance(node, list) and any(isinstance(item, (Mapping, list)) for item in node):
-        children = enumerate(node)
-    if not children:
-        yield prefix, _as_text(node)
-    for key, value in children:
-        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 # ---- File
