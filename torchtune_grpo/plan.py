@@ -62,8 +62,8 @@ Array = NDArray[np.float64]
 class Groups:
     """Takes the recorder's place for groups, and keeps all that rollouts gave."""
 
-    def __init__(self, cfg: GRPOConfig, decider: str) -> None:
-        self._cfg, self._decider = cfg, decider
+    def __init__(self, size: int, decider: str) -> None:
+        self._size, self._decider = size, decider
         self.seen: list[tuple[Trajectory, RewardScores]] = []
 
     def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
@@ -72,18 +72,16 @@ class Groups:
     def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
         pass
 
-    def outcomes(self, part: slice = slice(None)) -> Array:
-        """The deciding reward by group, [B, G]; 0 where it does not apply."""
-        return np.concatenate([self.outcomes_of(scores) for _, scores in self.seen[part]])
+    @property
+    def scores(self) -> RewardScores:
+        return RewardScores.join([scores for _, scores in self.seen])
 
-    def outcomes_of(self, scores: RewardScores) -> Array:
+    def outcomes(self, scores: RewardScores) -> Array:
+        """The deciding reward by group, [B, G]; 0 where it does not apply."""
         return self.of(scores.of(self._decider).nan_to_num(0.0))
 
     def of(self, values: Tensor) -> Array:
-        return values.double().cpu().numpy().reshape(-1, self._cfg.grpo_samples)
-
-    def all(self, values: Sequence[Tensor]) -> Array:
-        return np.concatenate([self.of(each) for each in values])
+        return values.double().cpu().numpy().reshape(-1, self._size)
 
 
 class GradientSample:
@@ -146,7 +144,7 @@ def make_plan(
 
 def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
     run, cfg = recipe.run, recipe.cfg
-    groups = Groups(cfg, run.decider)
+    groups = Groups(cfg.grpo_samples, run.decider)
     vars(run.recorder)["groups"] = groups
     times: list[dict[str, float]] = []
     start = time.perf_counter()
@@ -158,24 +156,25 @@ def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
         with step.timer("step_time"):
             rows = recipe.rollout(step)
         times.append(step.compute())
-        indices = groups.seen[-1][0].prompt_indices[:: cfg.grpo_samples].tolist()
-        run.sampler.learn(indices, groups.outcomes(slice(-1, None)).mean(axis=1).tolist())
+        trajectory, scores = groups.seen[-1]
+        indices = trajectory.prompt_indices[:: cfg.grpo_samples].tolist()
+        run.sampler.learn(indices, groups.outcomes(scores).mean(axis=1).tolist())
+    rates = groups.outcomes(groups.scores).mean(axis=1).clip(0, 1)
     numbers = {
         "decider": run.decider,
-        "prompts": len(groups.outcomes()),
+        "prompts": len(rates),
         "samples": str(cfg.grpo_samples),
         "longest": cfg.max_generated_tokens,
-        **_of_groups(groups, cfg),
+        **_of_groups(groups, rates, cfg),
         **_of_rewards(groups),
         **_of_lengths(recipe, groups),
         **_of_update(recipe, rows, times),
     }
-    rates = groups.outcomes().mean(axis=1).clip(0, 1)
     run.sampler.load_state_dict(before)
     recipe.rollout(StepMetrics())  # of the same prompts
     for when, index in (("then", -2), ("after", -1)):
         trajectory, scores = groups.seen[index]
-        numbers[f"pass_rate_{when}"] = float(groups.outcomes_of(scores).mean())
+        numbers[f"pass_rate_{when}"] = float(groups.outcomes(scores).mean())
         numbers[f"cut_off_{when}"] = float(trajectory.truncated.double().mean())
     numbers |= share_ranges(numbers, rates, size=cfg.grpo_samples, samples=len(rows.prompts))
     return numbers | {"memory": _memory(run)}
@@ -226,13 +225,12 @@ def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> 
     }
 
 
-def _of_groups(groups: Groups, cfg: GRPOConfig) -> Numbers:
+def _of_groups(groups: Groups, right: Array, cfg: GRPOConfig) -> Numbers:
     """How often answers are right, and how often a group of so many teaches something."""
-    right = groups.outcomes().mean(axis=1).clip(0, 1)
-    total = groups.all([scores.total for _, scores in groups.seen])
+    total = groups.of(groups.scores.total)
     teaching = {size: teaching_shares(total, size) for size in _GROUP_SIZES}
     known = [t.advantages for t, _ in groups.seen if t.advantages is not None]
-    teaching[cfg.grpo_samples] = (groups.all(known) != 0).any(axis=1).astype(float)
+    teaching[cfg.grpo_samples] = (groups.of(torch.cat(known)) != 0).any(axis=1).astype(float)
     shares = {size: values for size, values in sorted(teaching.items()) if values is not None}
     histogram = np.histogram(right, bins=[0, 1e-6, 0.25, 0.5, 0.75, 1 - 1e-6, 1])[0]
     return {
@@ -275,7 +273,7 @@ def _share(values: Array) -> list[float]:
 
 def _of_rewards(groups: Groups) -> Numbers:
     """Of each reward: its part of the spread within groups, and whether it says anything."""
-    scores = RewardScores.join([scores for _, scores in groups.seen])
+    scores = groups.scores
 
     def centred(values: Tensor) -> Array:
         of_groups = groups.of(values.nan_to_num(0.0))
@@ -317,7 +315,7 @@ def _of_lengths(recipe: GRPOFullFinetuneRecipe, groups: Groups) -> Numbers:
         size = cfg.grpo_samples
         rows = run.answer(recipe.engine, items, group_size=size, params=longer, seed=cfg.seed)
         found["cut_off_at_twice"] = float(rows.truncated.double().mean())
-        found["pass_rate_at_twice"] = float(groups.outcomes_of(recipe.score(rows)).mean())
+        found["pass_rate_at_twice"] = float(groups.outcomes(recipe.score(rows)).mean())
     return found
 
 
@@ -403,9 +401,7 @@ class Judgement:
 def judge(numbers: Numbers, cfg: GRPOConfig) -> Judgement:
     """Say whether a run learns, from what a plan has measured."""
     found = Judgement()
-    for index, (name, reward) in enumerate(numbers["rewards"].items()):
-        decides = name == numbers["decider"]
-        _judge_reward(found, index, name, reward, cfg, decides=decides)
+    _judge_rewards(found, numbers, cfg)
     _judge_groups(found, numbers, cfg)
     rate, moved = cfg.optimizer.get("lr", 1e-3), numbers["moved"]  # as torch.optim has it
     if moved > _FAR:
@@ -460,29 +456,23 @@ def _judge_groups(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
         )
 
 
-def _judge_reward(
-    found: Judgement,
-    index: int,
-    name: str,
-    reward: Mapping[str, Any],
-    cfg: GRPOConfig,
-    *,
-    decides: bool,
-) -> None:
-    key, failed, share = f"rewards.{index}", reward["failed"], reward["share_of_spread"]
-    if failed > 0.01:
-        ends = failed > cfg.max_reward_failure_share
-        verdict = "will not learn" if ends else "doubtful"
-        found.add(verdict, f"{key} ({name}) fails on {failed:.0%} of the responses.")
-    elif reward["none"] == 1:
-        verdict = "will not learn" if decides else "doubtful"
-        found.add(verdict, f"{key} ({name}) returned None for all responses.")
-    elif not decides and reward["constant"]:
-        found.reasons.append(f"{key} ({name}) is {reward['mean']:g} for all responses.")
-    elif not decides and share > 0.5:
-        lower = cfg.rewards[index].get("weight", 1.0) / 10
-        reason = f"{share:.0%} of the rewards' spread in groups is that of {key} ({name})."
-        found.add("doubtful", reason, f"{key}.weight={lower:g}")
+def _judge_rewards(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
+    for index, (name, reward) in enumerate(numbers["rewards"].items()):
+        key, failed, share = f"rewards.{index}", reward["failed"], reward["share_of_spread"]
+        decides = name == numbers["decider"]
+        if failed > 0.01:
+            ends = failed > cfg.max_reward_failure_share
+            verdict = "will not learn" if ends else "doubtful"
+            found.add(verdict, f"{key} ({name}) fails on {failed:.0%} of the responses.")
+        elif reward["none"] == 1:
+            verdict = "will not learn" if decides else "doubtful"
+            found.add(verdict, f"{key} ({name}) returned None for all responses.")
+        elif not decides and reward["constant"]:
+            found.reasons.append(f"{key} ({name}) is {reward['mean']:g} for all responses.")
+        elif not decides and share > 0.5:
+            lower = cfg.rewards[index].get("weight", 1.0) / 10
+            reason = f"{share:.0%} of the rewards' spread in groups is that of {key} ({name})."
+            found.add("doubtful", reason, f"{key}.weight={lower:g}")
 
 
 def lines(numbers: Numbers) -> Iterator[str]:
