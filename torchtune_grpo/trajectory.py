@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
@@ -131,19 +132,9 @@ def join_rows(prompts: Sequence[Sequence[int]], samples: Samples) -> tuple[Tenso
     With all padding (zeros) on the right, plain causal attention with default positions is exact,
     so that training needs neither a mask nor position ids.
     """
-    device = samples.responses.device
-    group = len(samples.lengths) // len(prompts)
-    lengths = torch.tensor([len(p) for p in prompts for _ in range(group)], device=device)  # [N]
-    ends = lengths + samples.lengths
-    padded = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)  # [B, P]
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    position = torch.arange(int(ends.max()), device=device).expand(len(ends), -1)  # [N, T]
-    of_prompt = position.clamp(max=padded.shape[1] - 1)
-    of_response = (position - lengths[:, None]).clamp(0, samples.responses.shape[1] - 1)
-    tokens = torch.where(
-        position < lengths[:, None],
-        padded.to(device).repeat_interleave(group, dim=0).gather(1, of_prompt),
-        samples.responses.gather(1, of_response),
-    )
-    return tokens.where(position < ends[:, None], 0), lengths
+    device, group = samples.responses.device, len(samples.lengths) // len(prompts)
+    repeated = [p for p in (torch.tensor(p, device=device) for p in prompts) for _ in range(group)]
+    rows = zip(repeated, samples.responses, samples.lengths.tolist(), strict=True)
+    joined = [torch.cat([prompt, response[:length]]) for prompt, response, length in rows]
+    lengths = torch.tensor([len(prompt) for prompt in repeated], device=device)
+    return pad_sequence(joined, batch_first=True), lengths
