@@ -20,11 +20,7 @@ _TODAY = date(2024, 7, 26)
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
-def hf_tokenizer(
-    model_dir: str,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    max_seq_len: int | None = None,
-) -> HFTokenizer:
+class HFTokenizer:
     """The tokenizer of a model's folder, as transformers reads it, with the model's chat template.
 
     ``chat_template_kwargs`` are variables of the template, such as ``{enable_thinking: false}``.
@@ -32,23 +28,21 @@ def hf_tokenizer(
     in each run; Llama 3's takes another as ``date_string``. Prompts longer than ``max_seq_len``
     tokens are refused.
     """
-    kwargs: Any = chat_template_kwargs or {}
-    if OmegaConf.is_config(kwargs):
-        kwargs = OmegaConf.to_container(kwargs, resolve=True)
-    return HFTokenizer(model_dir, dict(kwargs), max_seq_len)
-
-
-class HFTokenizer:
-    """What :func:`hf_tokenizer` returns."""
 
     # Marks a place in a text that no token may span; it is encoded as nothing.
     CUT = "\ue000\ue001"
 
     def __init__(
-        self, model_dir: str, chat_template_kwargs: dict[str, Any], max_seq_len: int | None
+        self,
+        model_dir: str,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_seq_len: int | None = None,
     ) -> None:
         from tokenizers import AddedToken
 
+        kwargs: Any = chat_template_kwargs or {}
+        if OmegaConf.is_config(kwargs):
+            kwargs = OmegaConf.to_container(kwargs, resolve=True)
         self._where = f"model_dir={model_dir}"
         self.max_seq_len = max_seq_len
         self._hf = _load(model_dir)
@@ -60,7 +54,7 @@ class HFTokenizer:
         self._cut_id = self._hf.convert_tokens_to_ids(self.CUT)
         self.bos_id, self.eos_id = self._hf.bos_token_id, self._hf.eos_token_id
         self._adds_bos = backend.encode("a").ids[:1] == [self.bos_id]
-        self._template_kwargs = chat_template_kwargs
+        self._template_kwargs = dict(kwargs)
         self._template = self._dateless_template()
         self._check_template_kwargs()
         self.special_tokens = self._control_tokens()  # text -> id
@@ -162,6 +156,9 @@ class HFTokenizer:
             behind = self.chat_text(turns, add_generation_prompt=False).partition(self.CUT)[2]
         first = self.encode(behind, add_bos=False, add_eos=False)[:1]
         return next((token for token in first if token in self.special_tokens.values()), None)
+
+
+hf_tokenizer = HFTokenizer  # as configs name it
 
 
 def _load(model_dir: str) -> Any:
