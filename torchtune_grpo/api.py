@@ -74,7 +74,9 @@ class GRPO:
             self.config.eval_dataset = None  # of another task
         self._foreign = []  # sentences about keys that cannot be set
         for name, value in keys.items():
-            hint = _hint(name, value)
+            hint = aliases.meaning(name)
+            if name in _ARGUMENTS and not isinstance(value, (Mapping, str, type(None))):  # rows
+                hint = None if callable(value) else f"Did you mean {name}?"
             if hint is None:
                 _set_key(self.config, name, value)
             else:
@@ -323,13 +325,6 @@ class GRPO:
 
 # Arguments of GRPO that stand for keys of the config.
 _ARGUMENTS = {"dataset": "data", "eval_dataset": "eval_data"}
-
-
-def _hint(name: str, value: Any) -> str | None:
-    """What to write instead of a name of another library, or of rows for a node of the config."""
-    if name in _ARGUMENTS and not isinstance(value, (Mapping, str, type(None))):
-        return None if callable(value) else f"Did you mean {name}?"
-    return aliases.meaning(name)
 
 
 def _in_python(problem: str) -> str:

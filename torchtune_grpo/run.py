@@ -159,11 +159,10 @@ class Run:
         """The held-out prompts, if there are any."""
         return None if self.cfg.eval_dataset is None else self.load_dataset("eval_dataset")
 
-    def load_dataset(self, key: str, **overrides: Any) -> Any:
+    def load_dataset(self, key: str) -> Any:
         """Load the data set of a key, and check it against the rewards and the model."""
-        if key in self._rows:
-            overrides["rows"] = self._rows[key]
-        dataset = instantiate(key, getattr(self.cfg, key), self.tokenizer, **overrides)
+        rows = {"rows": self._rows[key]} if key in self._rows else {}
+        dataset = instantiate(key, getattr(self.cfg, key), self.tokenizer, **rows)
         self.check_dataset(dataset, key)
         return dataset
 

@@ -213,8 +213,14 @@ class Checkpoints:
         step: int,
         evaluations: Sequence[Mapping[str, Any]],
     ) -> None:
-        _check_finite(model, weights)
-        adapter = {name: weights[name].clone() for name in adapter_names(model)}
+        names = adapter_names(model)
+        bad = [name for name in names or weights if not weights[name].isfinite().all()]
+        if bad:
+            raise ValueError(
+                f"{len(bad)} trained tensors, {bad[0]} for one, hold an infinity or a NaN; after "
+                "training, resume with a lower optimizer.lr"
+            )
+        adapter = {name: weights[name].clone() for name in names}
         is_whole = not (adapter and self._cfg.saving.adapter_weights_only)
         if is_whole:
             merged = merged_state(model, weights) if adapter else dict(weights)
@@ -282,17 +288,6 @@ def _copy_base_files(base: Path, folder: Path) -> None:
         if not (path.is_dir() or target.exists()) and path.stat().st_size <= _LARGEST_COPY:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def _check_finite(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError if one of a model's trained tensors is infinite or NaN."""
-    trained = adapter_names(model) or weights
-    bad = [name for name in trained if not weights[name].isfinite().all()]
-    if bad:
-        raise ValueError(
-            f"{len(bad)} trained tensors, {bad[0]} for one, hold an infinity or a NaN; after "
-            "training, resume with a lower optimizer.lr"
-        )
 
 
 def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Path) -> None:

@@ -168,9 +168,8 @@ class EvaluationConfig(Keys):
     @property
     def own_sampling(self) -> dict[str, Any]:
         """What it sets instead of training's values."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        own = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in own.items() if value is not None}
+        names = {"temperature", "top_k", "top_p", "min_p"}
+        return self.model_dump(include=names, exclude_none=True)
 
 
 class SavingConfig(Keys):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from torchtune.config._utils import _get_component_from_path
@@ -52,16 +52,6 @@ def _component(value: Any) -> Any:
     raise ValueError("give a mapping with _component_, the dotpath of a class or function")
 
 
-def _components(value: Any) -> Any:
-    if (
-        isinstance(value, (list, ListConfig))
-        and value
-        and all(isinstance(v, Mapping) for v in value)
-    ):
-        return ListConfig([_component(node) for node in value])
-    raise ValueError("give a list of mappings with _component_")
-
-
 def _device(value: Any) -> Any:
     try:
         torch.device(value)
@@ -82,7 +72,7 @@ Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # of a list
 TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
-Components = Annotated[ListConfig, BeforeValidator(_components)]
+Components = Annotated[list[Component], Field(min_length=1)]
 
 
 class Keys(BaseModel):
@@ -218,7 +208,7 @@ def _type_name(hint: Any) -> str:
         return ", ".join(map(str, options))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_type_name, options))
-    if origin is tuple:
+    if origin in (tuple, list):
         return f"list of {_type_name(options[0])}"
-    names = {"NoneType": "null", "DictConfig": "component", "ListConfig": "list of components"}
+    names = {"NoneType": "null", "DictConfig": "component"}
     return names.get(hint.__name__, hint.__name__)

@@ -56,7 +56,11 @@ def mini_batches(
     else:
         # The first update's own pass yields its old log-probs. With dropout they would be those of
         # another policy than the one that sampled, and of another one in each epoch.
-        first = 0 if cfg.updates_per_step > 1 and _has_dropout(policy) else 1
+        has_dropout = any(
+            isinstance(module, nn.Dropout) or getattr(module, "attn_dropout", 0) > 0
+            for module in policy.modules()
+        )
+        first = 0 if cfg.updates_per_step > 1 and has_dropout else 1
         policy.eval()
         with torch.no_grad():
             for batch in batches[first:]:
@@ -64,13 +68,6 @@ def mini_batches(
                     policy, batch.parts, temperature=cfg.temperature
                 )
     return batches
-
-
-def _has_dropout(policy: TransformerDecoder) -> bool:
-    return any(
-        isinstance(module, nn.Dropout) or getattr(module, "attn_dropout", 0) > 0
-        for module in policy.modules()
-    )
 
 
 def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:

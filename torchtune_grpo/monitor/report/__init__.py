@@ -60,10 +60,10 @@ def main() -> None:
 def write_page(folder: Path, path: Path | None = None) -> str:
     """Write the page of a run, to ``run.html`` in its folder, and return its headline."""
     run = RunRecord.read(folder)
-    found = verdict(run)
+    found, name = verdict(run), run.folder.resolve().name
     every = -(-run.steps_done // MAX_POINTS)
     data = {
-        "name": _name(run),
+        "name": name,
         "verdict": found,
         "panels": panels(run),
         "resumes": [start["step"] for start in run.starts if start["step"] > 0],
@@ -71,7 +71,7 @@ def write_page(folder: Path, path: Path | None = None) -> str:
         **_completions(run),
         "setup": _setup(run),
     }
-    _write(path or folder / "run.html", _name(run), data)
+    _write(path or folder / "run.html", name, data)
     return str(found["headline"])
 
 
@@ -92,10 +92,6 @@ def _clean(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {visible(str(key)): _clean(item) for key, item in value.items()}
     return [*map(_clean, value)] if isinstance(value, (list, tuple)) else value
-
-
-def _name(run: RunRecord) -> str:
-    return run.folder.resolve().name
 
 
 # ---- Completions
