@@ -71,7 +71,7 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
     right = [step["rewards/correctness/mean"] for step in steps]
     found: dict[str, Any] = {"keys": keys[: -len(COMMON) - 1], "verdict": plan["verdict"]}
     found |= {"right": plan["pass_rate"][0], "last": mean(right[-5:]), "moved": plan["moved"]}
-    found["reasons"] = plan["reasons"]
+    found |= {"reasons": plan["reasons"], "signal_to_noise": plan["signal_to_noise"]}
     for name, metric, predicted in (
         ("informative", "frac_informative_groups", plan["informative"][size]),
         ("cut_off", "completions/clipped_ratio", plan["cut_off"]),

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
@@ -46,6 +46,7 @@ from torchtune_grpo.trajectory import Trajectory
 VERDICTS = ("learns", "doubtful", "will not learn")
 _GROUP_SIZES = (4, 8, 16, 32)
 _ROUNDS, _SECONDS = 4, 45  # of sampling: the fewer
+_COMPARED = 10_000_000  # numbers of the gradient
 
 # docs/plan.md says what these thresholds were found from.
 _FEW, _NEARLY_NONE = 0.15, 0.03  # of the groups
@@ -81,6 +82,22 @@ class Groups:
 
     def of(self, values: Tensor) -> Array:
         return values.double().cpu().numpy().reshape(-1, self._size)
+
+
+class GradientSample:
+    """Takes the optimizer's place, and keeps a part of the gradient instead of a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._stride = -(-sum(p.numel() for p in self._trained) // _COMPARED)
+        self.values = torch.zeros(0)
+
+    def step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        gradients = [p.grad.flatten() for p in self._trained if p.grad is not None]
+        self.values = torch.cat([g[:: self._stride].float().cpu() for g in gradients])
+        for parameter in self._trained:
+            parameter.grad = None
+        return {}
 
 
 def make_plan(
@@ -305,9 +322,9 @@ def _of_lengths(recipe: GRPOFullFinetuneRecipe, groups: Groups) -> Numbers:
 def _of_update(
     recipe: GRPOFullFinetuneRecipe, rows: Trajectory, times: Sequence[Mapping[str, float]]
 ) -> Numbers:
-    """How far a step moves the policy, and seconds."""
+    """The gradient's signal and noise, how far a step moves the policy, and seconds."""
     run, cfg = recipe.run, recipe.cfg
-    found: Numbers = {"moved": 0.0}
+    found: Numbers = {"signal_to_noise": _signal_to_noise(recipe, rows), "moved": 0.0}
     step = StepMetrics()
     with step.timer("step_time"):
         batches = recipe.mini_batches(rows, step)
@@ -334,6 +351,26 @@ def _of_update(
     evaluations = 1 + -(-cfg.num_steps // (cfg.evaluation.every_n_steps or cfg.num_steps))
     seconds["run"] = cfg.num_steps * seconds["step"] + evaluations * seconds["evaluation"]
     return found | {"time": seconds}
+
+
+def _signal_to_noise(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> float | None:
+    """|mean| / |standard error| of the gradient, from two halves of the groups that teach."""
+    size, optimizer = recipe.cfg.grpo_samples, recipe.optimizer
+    assert rows.advantages is not None
+    teaching = (rows.advantages.view(-1, size) != 0).any(dim=1).nonzero()[:, 0]
+    if len(teaching) < 2:
+        return None
+    sample = GradientSample(recipe.model)
+    vars(recipe)["optimizer"] = sample
+    halves = []
+    for half in (teaching[::2], teaching[1::2]):
+        numbers = (half[:, None] * size + torch.arange(size, device=half.device)).flatten()
+        step = StepMetrics()
+        recipe.update(recipe.mini_batches(rows.select(numbers), step)[0], step)
+        halves.append(sample.values)
+    recipe.optimizer = optimizer
+    noise = float((halves[0] - halves[1]).norm() / 2)
+    return sqrt(max(0.0, float(halves[0] @ halves[1]))) / noise if noise else None
 
 
 def _memory(run: Run) -> dict[str, int]:
@@ -468,6 +505,8 @@ def lines(numbers: Numbers) -> Iterator[str]:
         f"one step         {before:.2f} -> {after:.2f} right; moves the policy by "
         f"{numbers['moved']:.2g} nats a token"
     )
+    if (ratio := numbers["signal_to_noise"]) is not None:
+        yield f"  its gradient   signal to noise {ratio:.2f}"
     low, high = (seconds["run"] / 60 * f for f in (1 / _TIME_FACTOR, _TIME_FACTOR))
     yield (
         f"time             {seconds['step']:.3g} s a step (rollout {seconds['rollout']:.3g}, "
