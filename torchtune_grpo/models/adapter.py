@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
 from torchtune_grpo.config.text import ConfigError, read_json
-from torchtune_grpo.models.layers import pairs_to_halves
+from torchtune_grpo.models.layers import reorder
 
 # torchtune's name of a linear module in a layer -> Hugging Face's
 LINEAR_NAMES = {
@@ -127,7 +127,7 @@ def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[st
     tensors = _read_tensors(folder)
     is_torchtunes = adapter_files(folder)[1].name == _TORCHTUNES
     if is_torchtunes and hf_config.get("model_type") not in ("qwen2", "phi3"):
-        return pairs_to_halves(tensors, hf_config)
+        return reorder(tensors, hf_config, to="halves")
     return tensors
 
 

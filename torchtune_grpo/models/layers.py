@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -142,27 +142,18 @@ class AdapterLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def pairs_to_halves(state: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reorder the rows of weights or adapters from torchtune's Llama to Hugging Face's order."""
-    return _reorder(state, hf_config, lambda rows: rows.unflatten(1, (-1, 2)))
-
-
-def halves_to_pairs(state: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reverse :func:`pairs_to_halves`."""
-    return _reorder(state, hf_config, lambda rows: rows.unflatten(1, (2, -1)))
-
-
-def _reorder(
-    state: Mapping[str, Tensor], hf_config: Mapping[str, Any], split: Callable[[Tensor], Tensor]
+def reorder(
+    state: Mapping[str, Tensor], hf_config: Mapping[str, Any], *, to: Literal["halves", "pairs"]
 ) -> dict[str, Tensor]:
-    """Transpose what ``split`` makes of each head's rows of q and k, [heads, hd, ...]."""
+    """Reorder the rows of weights or adapters to Hugging Face's halves, or torchtune's pairs."""
+    split = (-1, 2) if to == "halves" else (2, -1)
     heads = {"q_proj": hf_config["num_attention_heads"]}
     heads["k_proj"] = hf_config.get("num_key_value_heads") or heads["q_proj"]
     result = dict(state)
     for name, value in state.items():
         match = re.search(r"\.(q_proj|k_proj)\.(weight|bias|lora_b\.weight|magnitude)$", name)
         if match is not None:
-            rows = split(value.unflatten(0, (heads[match[1]], -1)))
+            rows = value.unflatten(0, (heads[match[1]], -1)).unflatten(1, split)
             result[name] = rows.transpose(1, 2).reshape(value.shape)
     return result
 

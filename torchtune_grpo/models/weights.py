@@ -17,7 +17,7 @@ from torchtune import training
 from torchtune_grpo.config.text import describe, read_json, shortened
 from torchtune_grpo.models.adapter import LINEAR_NAMES
 from torchtune_grpo.models.build import hf_model, is_gemma, read_config
-from torchtune_grpo.models.layers import halves_to_pairs, pairs_to_halves
+from torchtune_grpo.models.layers import reorder
 
 # torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
 _UNPERMUTED = ("QWEN2", "PHI3_MINI", "PHI4")
@@ -43,12 +43,12 @@ def load_weights(checkpointer: Any, node: Any) -> dict[str, Any]:
     ``node`` is the checkpointer's in the config.
     """
     weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    return pairs_to_halves(weights, hf_config_of(node)) if _reorders(node) else weights
+    return reorder(weights, hf_config_of(node), to="halves") if _reorders(node) else weights
 
 
 def save_weights(checkpointer: Any, node: Any, weights: dict[str, Any], *, epoch: int) -> None:
     """Reverse :func:`load_weights`, into ``epoch_<n>`` of the checkpointer's output folder."""
-    weights = halves_to_pairs(weights, hf_config_of(node)) if _reorders(node) else weights
+    weights = reorder(weights, hf_config_of(node), to="pairs") if _reorders(node) else weights
     checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=epoch)
 
 
