@@ -102,10 +102,14 @@ def apply_override(cfg: DictConfig, override: str) -> None:
     if not key or not (is_set or removed) or key.startswith("-"):
         raise ValueError(f"{override}: not an override; write key=value, or ~key to remove a key.")
     try:
-        if removed:
-            _remove(cfg, key[1:])
+        if not removed:
+            set_key(cfg, key, _value(key, text))
             return
-        set_key(cfg, key, _value(key, text))
+        head, _, name = key[1:].rpartition(".")
+        parent = OmegaConf.select(cfg, head) if head else cfg
+        if parent is None or (isinstance(parent, DictConfig) and name not in parent):
+            raise ValueError(f"there is no key {key[1:]}")
+        del parent[name if isinstance(parent, DictConfig) else int(name)]
     except (OmegaConfBaseException, YAMLError, LookupError, TypeError, ValueError) as error:
         why = str(error).splitlines()[0]  # omegaconf's other lines name its own types
         raise ValueError(f"{override}: cannot be applied to the config: {why}") from error
@@ -129,14 +133,6 @@ def set_key(cfg: DictConfig, key: str, value: Any) -> None:
         if accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
             for argument in node.keys() - accepted.keys() - {"_component_"}:
                 del node[argument]
-
-
-def _remove(cfg: DictConfig, key: str) -> None:
-    head, _, name = key.rpartition(".")
-    parent = OmegaConf.select(cfg, head) if head else cfg
-    if parent is None or (isinstance(parent, DictConfig) and name not in parent):
-        raise ValueError(f"there is no key {key}")
-    del parent[name if isinstance(parent, DictConfig) else int(name)]
 
 
 def _value(key: str, text: str) -> Any:

@@ -210,21 +210,19 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
         file = keep(trace)
         rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
         is_reported = isinstance(error, ConfigError) and local_rank != "0"
-        if not (is_reported or isinstance(error, FirstRankFailed)):
-            _report(error, trace, file, who="Error" if rank == "0" else f"Error on rank {rank}")
+        if is_reported or isinstance(error, FirstRankFailed):
+            sys.exit(1)
+        is_ours = type(error).__module__.startswith("torchtune_grpo.")
+        is_complete = isinstance(error, ValueError) or is_ours
+        lines = [*getattr(error, "__notes__", ())]
+        if os.environ.get(TRACEBACK) or not is_complete:
+            lines.append(trace)
+        elif file:
+            lines.append(f"Traceback: {file}")
+        who = "Error" if rank == "0" else f"Error on rank {rank}"
+        name = "" if is_complete else f"{type(error).__name__}: "
+        lines += [f"{who}: {name}{problem}" for problem in problems_in(error)]
+        for bar in list(tqdm._instances):
+            bar.close()  # or it would be drawn once more, behind the error
+        print(visible("\n".join(lines)), file=sys.stderr, flush=True)
         sys.exit(1)
-
-
-def _report(error: Exception, trace: str, file: str | None, *, who: str) -> None:
-    is_ours = type(error).__module__.startswith("torchtune_grpo.")
-    is_complete = isinstance(error, ValueError) or is_ours
-    lines = [*getattr(error, "__notes__", ())]
-    if os.environ.get(TRACEBACK) or not is_complete:
-        lines.append(trace)
-    elif file:
-        lines.append(f"Traceback: {file}")
-    name = "" if is_complete else f"{type(error).__name__}: "
-    lines += [f"{who}: {name}{problem}" for problem in problems_in(error)]
-    for bar in list(tqdm._instances):
-        bar.close()  # or it would be drawn once more, behind the error
-    print(visible("\n".join(lines)), file=sys.stderr, flush=True)

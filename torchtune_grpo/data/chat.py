@@ -124,7 +124,11 @@ class PromptEncoder:
         messages = self.messages(prompt)
         try:
             if self._is_hf:
-                text = self._template_text(messages) + self._given_prefill
+                turns = [
+                    turn if self._is_own(turn) else self._marked(turn) | {"role": turn["role"]}
+                    for turn in messages
+                ]
+                text = self._tokenizer.chat_text(turns) + self._given_prefill
                 return self._tokenizer.encode(text, add_bos=False, add_eos=False)
             tokens = self._dialogue_tokens(messages)
         except (KeyError, ValueError) as error:
@@ -149,14 +153,6 @@ class PromptEncoder:
         for piece in pieces[1:]:
             tokens += self._tokenizer.encode(piece, add_bos=False, add_eos=False)
         return tokens
-
-    def _template_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Apply the model's chat template, with cuts in the data's control tokens."""
-        turns = [
-            turn if self._is_own(turn) else self._marked(turn) | {"role": turn["role"]}
-            for turn in messages
-        ]
-        return self._tokenizer.chat_text(turns)
 
     def _marked(self, value: Any) -> Any:
         """Cut all texts of a value: messages may hold calls of tools."""

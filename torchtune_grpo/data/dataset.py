@@ -80,7 +80,10 @@ class RLDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples={num_samples}: give 1 or more, or null for all rows.")
-        _check_spelling(load_dataset_kwargs)
+        known = signature(RLDataset).parameters
+        for key, value in load_dataset_kwargs.items():
+            if near := get_close_matches(key, known, n=1, cutoff=0.8):
+                raise ValueError(f"{key}={value!r}: unknown argument. Did you mean {near[0]}?")
         self._encoder = PromptEncoder(
             tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
         )
@@ -301,14 +304,6 @@ def _fields(template: str) -> set[str]:
     if not fields:
         raise ValueError(f"prompt_template={template!r}: has no column; use {{prompt}}, say.")
     return fields
-
-
-def _check_spelling(options: Mapping[str, Any]) -> None:
-    """Refuse arguments for ``load_dataset`` that are more likely meant for RLDataset."""
-    known = signature(RLDataset).parameters
-    for key, value in options.items():
-        if near := get_close_matches(key, known, n=1, cutoff=0.8):
-            raise ValueError(f"{key}={value!r}: unknown argument. Did you mean {near[0]}?")
 
 
 def _report(left_out: Mapping[str, Sequence[int]], used: int, where: str) -> None:
