@@ -30,7 +30,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_grpo.machine.attention import float32_product
 from torchtune_grpo.models.layers import unembed_with
-from torchtune_grpo.training.packing import Layout, MicroBatch
+from torchtune_grpo.training.packing import Layout, MicroBatch, dense_mask
 
 # Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last cache, and
 # blocks that the allocator reuses; on a GPU enough for products that fill it.
@@ -65,7 +65,9 @@ def response_logprobs(
         )
         return torch.stack([logprobs, entropy])  # [2, K]
 
-    attention = layout.attention_mask(model.tok_embeddings.weight.dtype)
+    attention = layout.attention
+    if isinstance(attention, Tensor):  # the mask [b, S, S] is large, and so made when needed
+        attention = dense_mask(attention, model.tok_embeddings.weight.dtype)
     with unembed_with(model, unembed, width=layout.tokens.shape[1]):
         values = model(layout.tokens, mask=attention, input_pos=layout.positions)  # [2, K]
     mask = layout.response_mask

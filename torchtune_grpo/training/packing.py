@@ -45,12 +45,6 @@ class Layout:
     # host wait for the GPU.
     place: Tensor
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor | Segments | None:
-        """The model's argument ``mask``; dense ones [b, S, S] are large and so made when needed."""
-        if isinstance(self.attention, Tensor):
-            return dense_mask(self.attention, dtype)
-        return self.attention
-
 
 @dataclass(frozen=True)
 class MicroBatch:
