@@ -6,10 +6,9 @@ and that is the gold. Whatever the text, grading takes linear time, executes and
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 from unicodedata import category
@@ -75,14 +74,6 @@ _TIDYING = [
     (r"w[w ]*w", "w"),
 ]
 _VALUE = re.compile(r"(?:w )?([-+]?(?:\([-+]?n(?: ?/ ?-?n)?\)|\(n\+n/n\)|n(?: ?/ ?n)?)) ?%? ?w?")
-_OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
 
 
 def math_format_holds(text: str) -> bool:
@@ -152,21 +143,42 @@ def _last_side(shape: str, numbers: Iterator[Fraction]) -> Fraction | None:
 
 
 def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
-    """Evaluate one side exactly by Python's grammar: + - * / and brackets, and nothing else."""
-    if not set(side) <= set("n +-*/()") or len(side) > _LONGEST_SIDE:
+    """Evaluate one side exactly: + - * / and brackets, and nothing else."""
+    if len(side) > _LONGEST_SIDE:
         raise SyntaxError
+    # Not ast.parse, which Python 3.11 cannot run in two threads (python/cpython#106905).
+    signs = deque([*side.replace(" ", ""), "end"])
 
-    def value(node: ast.expr) -> Fraction:
-        match node:
-            case ast.Name():
+    def factor() -> Fraction:
+        match signs.popleft():
+            case "n":
                 return next(numbers)
-            case ast.UnaryOp():
-                return _OPERATORS[type(node.op)](value(node.operand))
-            case ast.BinOp():
-                return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+            case "+":
+                return factor()
+            case "-":
+                return -factor()
+            case "(":
+                value = total()
+                if signs.popleft() == ")":
+                    return value
         raise SyntaxError
 
-    return value(ast.parse(side.replace("n", "n ").strip(), mode="eval").body)
+    def product() -> Fraction:
+        value = factor()
+        while signs[0] in ("*", "/"):
+            value = value * factor() if signs.popleft() == "*" else value / factor()
+        return value
+
+    def total() -> Fraction:
+        value = product()
+        while signs[0] in ("+", "-"):
+            value += product() if signs.popleft() == "+" else -product()
+        return value
+
+    value = total()
+    if signs[0] != "end":
+        raise SyntaxError
+    return value
 
 
 def located_value(text: str, *, strict: bool = False) -> Fraction | None:

@@ -143,7 +143,8 @@ class ProgramReward(CodeReward):
         self, prompts: list[str], completions: list[str], *, tests: list[Any], **columns: Any
     ) -> list[float | Exception]:
         """Run each completion on its row's inputs, all within ``timeout``."""
-        return super().__call__(prompts, completions, test=tests, tests=tests, **columns)
+        columns |= {"test": tests, "tests": tests}
+        return super().__call__(prompts, completions, **columns)
 
     def score(self, verdict: Verdict | Exception) -> float | Exception:
         score = super().score(verdict)
