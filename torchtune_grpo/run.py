@@ -56,6 +56,7 @@ from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import RolloutEngine
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.optimizer import PolicyOptimizer
+from torchtune_grpo.training.packing import compile_layers
 from torchtune_grpo.training.policy import (
     Reference,
     check_model,
@@ -370,7 +371,7 @@ class Run:
         """Compile, checkpoint and shard the layers, after all that copies or loads weights."""
         if self.cfg.compile:
             utils.log_rank_zero(log, "compile=True: the first step takes minutes longer.")
-            training.compile_model(policy, verbose=False)
+            compile_layers(policy)
         if self.cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(
                 policy, auto_wrap_policy={modules.TransformerSelfAttentionLayer}

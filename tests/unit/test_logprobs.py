@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from policies import KINDS, SHAPE, VOCAB, build_policy, response_rows
-from torchtune import training
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
 from torchtune_grpo.training import response_logprobs
-from torchtune_grpo.training.packing import packed_layout, row_layout
+from torchtune_grpo.training.mini_batches import micro_batches
+from torchtune_grpo.training.packing import compile_layers, packed_layout, row_layout
 
 PACKS = torch.tensor([0, 0, 0, 1, 1, 1])
 
@@ -80,12 +80,34 @@ def test_compiled_layers_equal_eager_ones(kind, dtype, atol, monkeypatch):
     layout = packed_layout(make_groups([4, 2], [5, 1, 3, 2, 6, 4]), PACKS, dense=True)
     expected = by_layout(model, layout, entropy_gradient=False)
     torch._dynamo.utils.counters.clear()
-    training.compile_model(model, verbose=False)
+    compile_layers(model)
     results = by_layout(model, layout, entropy_gradient=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # it was compiled
     for got, want in zip(results, expected, strict=True):
         scale = max(1.0, want.abs().max().item())
         torch.testing.assert_close(got, want, atol=atol * scale, rtol=0)
+
+
+def test_all_lengths_are_one_graph_and_single_rows_another(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build_policy()
+    compile_layers(model)
+    for prompts, responses in (
+        ([4, 2], [5, 1, 3, 2, 6, 4]),
+        ([9, 3], [2, 2, 7, 9, 1, 1]),
+        ([3, 30], [25, 3, 3, 1, 1, 2]),
+        ([5], [4, 3, 2]),
+        ([8], [1, 6, 2]),
+    ):
+        rows = make_groups(prompts, responses)
+        (part,) = micro_batches(rows, group_size=3, pack=True, rows=6, dense=True)
+        response_logprobs(model, part.layout, temperature=1.0)
+    nothing = rows.select(torch.empty(0, dtype=torch.long))
+    (part,) = micro_batches(nothing, group_size=3, pack=True, rows=6, dense=True)
+    response_logprobs(model, part.layout, temperature=1.0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_forward_is_restored_after_an_error():

@@ -152,9 +152,9 @@ def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool)
     numbers = tuple(chain.from_iterable(packs))
     rows = torch.tensor(numbers, dtype=torch.long, device=trajectory.tokens.device)
     if not packs:
-        return MicroBatch(numbers, rows, empty_layout(trajectory))
+        return MicroBatch(numbers, rows, empty_layout(trajectory, dense=dense))
     part = trajectory.select(rows, numbers=())  # without texts
-    if all(len(pack) == 1 for pack in packs):
+    if not dense and all(len(pack) == 1 for pack in packs):
         return MicroBatch(numbers, rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
     of_rows = torch.arange(len(packs)).repeat_interleave(sizes).to(rows.device)

@@ -9,6 +9,7 @@ step's lengths, take each group as a row, padded, and a dense mask.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -126,13 +127,12 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
     return Layout(*inputs_of_model, packs[row], read - start[packs[row]], targets, mask, place)
 
 
-def empty_layout(batch: Trajectory) -> Layout:
-    """A pass over one padding token, for a rank that only has to take part."""
+def empty_layout(batch: Trajectory, *, dense: bool) -> Layout:
+    """A pass over two padding tokens, for a rank that only has to take part."""
     nothing = batch.tokens.new_empty(0)
-    mask = batch.response_mask[:0]
-    return Layout(
-        batch.tokens.new_zeros(1, 1), None, None, nothing, nothing, nothing, mask, nothing
-    )
+    tokens = batch.tokens.new_zeros(1, 2)  # of one token, compiled layers would be another graph
+    inputs = (tokens, tokens, tokens) if dense else (tokens, None, None)
+    return Layout(*inputs, nothing, nothing, nothing, batch.response_mask[:0], nothing)
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
@@ -171,6 +171,13 @@ def attend_in_segments(model: TransformerDecoder) -> None:
             stock=attention._attention_call,
             group=attention.num_heads // attention.num_kv_heads,
         )
+
+
+def compile_layers(model: TransformerDecoder) -> None:
+    """Compile each layer in place, once for all lengths and once more for passes of one row."""
+    backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as torchtune chooses it
+    for layer in model.layers:
+        layer.compile(backend=backend, dynamic=True)
 
 
 def _attend(
