@@ -131,8 +131,9 @@ def empty_layout(batch: Trajectory, *, dense: bool) -> Layout:
     """A pass over two padding tokens, for a rank that only has to take part."""
     nothing = batch.tokens.new_empty(0)
     tokens = batch.tokens.new_zeros(1, 2)  # of one token, compiled layers would be another graph
-    inputs = (tokens, tokens, tokens) if dense else (tokens, None, None)
-    return Layout(*inputs, nothing, nothing, nothing, batch.response_mask[:0], nothing)
+    segments = tokens if dense else None
+    mask = batch.response_mask[:0]
+    return Layout(tokens, segments, segments, nothing, nothing, nothing, mask, nothing)
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
