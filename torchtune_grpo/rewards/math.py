@@ -7,7 +7,6 @@ and that is the gold. Whatever the text, grading takes linear time, executes and
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -146,37 +145,33 @@ def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
     """Evaluate one side exactly: + - * / and brackets, and nothing else."""
     if len(side) > _LONGEST_SIDE:
         raise SyntaxError
-    # Not ast.parse, which Python 3.11 cannot run in two threads (python/cpython#106905).
-    signs = deque([*side.replace(" ", ""), "end"])
+    # Not by ast.parse: in Python 3.11 it may raise SystemError when called in several threads.
+    tokens = [*f"({side})".replace(" ", "")][::-1]
 
-    def factor() -> Fraction:
-        match signs.popleft():
+    def operand() -> Fraction:
+        match tokens.pop():
             case "n":
                 return next(numbers)
             case "+":
-                return factor()
+                return operand()
             case "-":
-                return -factor()
+                return -operand()
             case "(":
-                value = total()
-                if signs.popleft() == ")":
-                    return value
+                total = product()
+                while tokens[-1] in "+-":  # the sign of the next product
+                    total += product()
+                if tokens.pop() == ")":
+                    return total
         raise SyntaxError
 
     def product() -> Fraction:
-        value = factor()
-        while signs[0] in ("*", "/"):
-            value = value * factor() if signs.popleft() == "*" else value / factor()
+        value = operand()
+        while tokens[-1] in "*/":
+            value = value * operand() if tokens.pop() == "*" else value / operand()
         return value
 
-    def total() -> Fraction:
-        value = product()
-        while signs[0] in ("+", "-"):
-            value += product() if signs.popleft() == "+" else -product()
-        return value
-
-    value = total()
-    if signs[0] != "end":
+    value = operand()
+    if tokens:
         raise SyntaxError
     return value
 
