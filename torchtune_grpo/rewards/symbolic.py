@@ -27,6 +27,10 @@ _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?
 _FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split())
 _FUNCTIONS |= set("sqrt pi min max gcd lcm mod infty frac".split())
 _LONGEST = 400  # characters of an answer; what is longer is there to keep sympy busy
+_MOST_DIGITS = 4300  # of a whole number; Python prints none that is longer
+_NUMBERS = re.compile(r"[({](?:[-+* \d]*? )?(\d+)(?: *[-+] *\d{1,3})? *[)}]")  # (5 * 99 + 1) is 99
+_FACTORIAL = re.compile(r"(?<!\d)(\d+) *!|binom *(\d+)")  # counts as 4^n, above n! up to n = 8
+_POWER = re.compile(r"(?<!\d)(\d*+) *+\^ *(\d+)")  # of any base, or the end of a sum
 
 
 class SymbolicMathReward:
@@ -34,12 +38,13 @@ class SymbolicMathReward:
 
     Where the gold states one number, it is ``math_correctness_reward``. Otherwise math-verify
     compares the located answer with it, in processes of its own; what takes longer is not correct.
+    Nor is a number too large to evaluate, such as ``9^{9^{9}}``, unless the gold has one as well.
     """
 
     __name__ = "symbolic_math_reward"
     decides = True
 
-    def __init__(self, *, timeout: float = 5.0, workers: int = 2) -> None:
+    def __init__(self, *, timeout: float = 2.0, workers: int = 2) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("SymbolicMathReward needs: pip install 'math-verify<0.10'")
         path = "torchtune_grpo.sandbox.worker.expression_comparer"
@@ -50,17 +55,17 @@ class SymbolicMathReward:
     ) -> list[float | Exception]:
         """Return 1.0 or 0.0 for each, or an exception: an unreadable gold, a lost worker."""
         scores: list[float | Exception] = [0.0] * len(completions)
-        asked: dict[int, list[tuple[str, str]]] = {}
+        asked: dict[int, tuple[tuple[str, ...], str]] = {}
         for row, (text, gold) in enumerate(zip(completions, answer, strict=True)):
             if not isinstance(gold, str) or stated_value(gold) is not None:
                 scores[row] = float(grade_math_answer(text, gold))
             elif expression := stated_expression(text):
-                asked[row] = [(side, gold) for side in _sides(expression, gold)]
-        pairs = list(dict.fromkeys(pair for each in asked.values() for pair in each))
-        equal = dict(zip(pairs, self._pool.map(_equal, pairs), strict=True))
-        for row, each in asked.items():
-            errors = [equal[pair] for pair in each if isinstance(equal[pair], Exception)]
-            scores[row] = errors[0] if errors else float(all(equal[pair] for pair in each))
+                if not _explodes(expression) or _explodes(gold):
+                    asked[row] = tuple(_sides(expression, gold)), gold
+        chains = list(dict.fromkeys(asked.values()))
+        equal = dict(zip(chains, self._pool.map(_equal, chains), strict=True))
+        for row, chain in asked.items():
+            scores[row] = equal[chain]
         return scores
 
     @staticmethod
@@ -85,15 +90,29 @@ class SymbolicMathReward:
         self._pool.close()
 
 
-def _equal(worker: FunctionWorker, pair: tuple[str, str]) -> float | Exception:
-    given, gold = pair
+def _equal(worker: FunctionWorker, chain: tuple[tuple[str, ...], str]) -> float | Exception:
+    sides, gold = chain
     try:
-        equal = worker(given=given, gold=gold)
+        verdicts = (worker(given=side, gold=gold) for side in sides)
+        equal = next((verdict for verdict in verdicts if not verdict), True)  # asks no further side
     except WorkerLost as error:
         return error
     except (RuntimeError, TimeoutError):  # it took too much memory or time
         return 0.0
     return ValueError(f"cannot read the answer {gold!r}") if equal is None else float(equal)
+
+
+def _explodes(expression: str) -> bool:
+    """Whether a power or factorial is too large for sympy, which evaluates it when it reads it."""
+    text = re.sub(r"\\(?:left|right|cdot|times)|\\[,;:! ]|\s+", " ", expression)
+    for _ in range(20):  # from the inside out; deeper nesting is left to the time limit
+        text = _FACTORIAL.sub(r" (4^\1\2) ", _NUMBERS.sub(r" \1 ", text))
+        if len(text) > _MOST_DIGITS:
+            return True
+        if any(len(base or "x") * int(top) > _MOST_DIGITS for base, top in _POWER.findall(text)):
+            return True
+        text = _POWER.sub(lambda p: f" {int(p[1]) ** int(p[2])} " if p[1] else p[0], text)
+    return False
 
 
 def _sides(expression: str, gold: str) -> list[str]:
