@@ -2,7 +2,8 @@
 
 ``data/math_grading_cases.jsonl`` holds one case per line: a category (a sentence of the design, or
 a way to cheat), the content of an answer block or a whole text, the gold, and whether it is
-correct. The labels were written by hand.
+correct. ``data/math_model_answers.jsonl`` has texts as models write them, of each form in the
+design; some are to be graded with ``strict``. The labels were written by hand.
 """
 
 import gc
@@ -17,8 +18,12 @@ import pytest
 from torchtune_grpo.rewards import grade_math_answer, math_correctness_reward, math_format_holds
 from torchtune_grpo.rewards.math import stated_value
 
-_CASE_FILE = Path(__file__).parent / "data" / "math_grading_cases.jsonl"
-CASES = [json.loads(line) for line in _CASE_FILE.read_text(encoding="ascii").splitlines()]
+_DATA = Path(__file__).parent / "data"
+CASES = [
+    json.loads(line)
+    for name in ("math_grading_cases", "math_model_answers")
+    for line in (_DATA / f"{name}.jsonl").read_text(encoding="ascii").splitlines()
+]
 THOUGHT = "<think>It is 99.</think>\n"
 
 
@@ -26,8 +31,9 @@ def block(content: str) -> str:
     return f"{THOUGHT}<answer>{content}</answer>"
 
 
-def case_text(case: dict) -> str:
-    return case["text"] if "text" in case else block(case["content"])
+def verdict(case: dict) -> bool:
+    text = case["text"] if "text" in case else block(case["content"])
+    return grade_math_answer(text, case["gold"], strict=case.get("strict", False))
 
 
 @pytest.mark.parametrize("category", sorted({case["category"] for case in CASES}))
@@ -35,7 +41,7 @@ def test_labelled_cases(category):
     """Every case of the category gets the verdict that a person gave it, in whichever thread."""
     cases = [case for case in CASES if case["category"] == category]
     with ThreadPoolExecutor(4) as threads:
-        verdicts = threads.map(lambda case: grade_math_answer(case_text(case), case["gold"]), cases)
+        verdicts = threads.map(verdict, cases)
     wrong = [case for case, got in zip(cases, verdicts) if got is not case["correct"]]
     assert wrong == []
 

@@ -41,17 +41,19 @@ _REWRITES = [
     (r"(?<=[0-9])\s?\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2"),  # 2\frac{1}{2}
     (r"(?<![\w.,/])([0-9]+)\s([0-9]+/[0-9]+)(?![\w/]|[.,][0-9])", r"(\1+\2)"),  # 2 1/2
     (r"\\[dt]?frac\{(-?[0-9.,]+)\}\{(-?[0-9.,]+)\}", r"(\1/\2)"),
+    (r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}", r"((\1)/(\2))"),  # \frac{3 + 4}{2}
     (r"\\[ ,;:!]|\\(?:q?quad|displaystyle)(?![A-Za-z])|(?<=[0-9{}])~(?=[A-Za-z\\])", " "),
     # Powers of a unit: meters², cm^3, \text{m}^{2}, m/s², ft2.
     (rf"([{_LETTER}]{{2}}\}}?|[ 0-9{{/*][ms]\}}?)(?:\^[23]\b|\^\{{[23]\}}|[²³])", r"\1"),
     (r"([a-z 0-9]m|ft)[23]\b", r"\1"),
     # Wrapping; boxes and text commands stand within each other, three deep.
     *[(r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", "\0\\1\0")] * 3,
-    (r'\*\*([^*]+)\*\*|`([^`]+)`|"([^"]+)"|“([^“”]+)”', "\0\\1\\2\\3\\4\0"),
+    # Twice, as in **`12`**.
+    *[(r'\*\*([^*]+)\*\*|`([^`]+)`|"([^"]+)"|“([^“”]+)”', "\0\\1\\2\\3\\4\0")] * 2,
     (r"\\\((.+?)\\\)|\\\[(.+?)\\\]", "\0\\1\\2\0"),
     # Currency: -$5 is -5. But $5m, 5k, 5 k and 5 x are other numbers.
     (r"([-+]?)(?:(?:\\?\$|[€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
-    (r"(?<=[0-9]) (?=[^\W\d_aImgshlLtVWANJCFΩ]\b)", ""),
+    (r"(?<=[0-9]) (?=[^\W\d_aImgshlLtVWANJCFΩ]\b(?!['’.]\w))", ""),
     (r"\b(?i:minus|negative)\s+(?=[0-9.(])", "-"),
     (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
     # Units that touch their number, but not 5e, 5th, 5x.
@@ -66,7 +68,7 @@ _NUMBER = (
 )
 # Then, with "n" for each number: punctuation, and words in a row or in brackets.
 _TIDYING = [
-    (r"(?<=[w)])(?:[.,](?!n)|:(?!=))|(?<=w)!(?!=)|[.,](?= w)|\.(?= ?$)", " "),
+    (r"(?<=[w)])(?:[.,;](?!n)|:(?!=))|(?<=w)!(?!=)|[.,;](?= w)|(?<=[nw] )—(?= w)|\.(?= ?$)", " "),
     (r"\( ?w[w ]*\)", " w"),
     (r" +", " "),
     (r"(?<=\() | (?=\))", ""),
@@ -146,7 +148,7 @@ def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
     if len(side) > _LONGEST_SIDE:
         raise SyntaxError
     # Not by ast.parse: in Python 3.11 it may raise SystemError when called in several threads.
-    tokens = [*f"({side})".replace(" ", "")][::-1]
+    tokens = [*re.sub(r"(?<=[n)])\(", "*(", f"({side})".replace(" ", ""))][::-1]  # 2(3 + 4)
 
     def operand() -> Fraction:
         match tokens.pop():
