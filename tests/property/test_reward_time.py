@@ -28,6 +28,8 @@ MATH_UNITS = r"""
 m²/ \\ \frac{1}{2} \text{ \, \(\) {,} 1{,}234 1,\! $1$ **a** １
 """.split()
 MATH_UNITS += ["\u00a0", "\u202e", "\ud800", "e\u0301", "1 ", "12 or ", "<answer>12 </answer> "]
+# And for what reads letters and words.
+MATH_UNITS += ["B. ", "(B) ", "A ", "not ( ", "or C. ", "\nAnswer:", "# ", "\ufdfa", "\u0301\u0327"]
 MATH_SHAPES = [unit * (SIZE // len(unit)) for unit in [*MATH_UNITS, "the answer is "]]
 MATH_SHAPES += [
     "9" * 99_000 + "/" + "7" * 99_000,
@@ -83,6 +85,8 @@ REWARDS = {
     "CosineLengthReward": {"max_length": 9},
     "OverlongPenalty": {"max_length": 9, "cache": 3},
     "RepetitionPenalty": {},
+    "choice_reward": {},
+    "short_text_reward": {},
 }
 
 
@@ -103,6 +107,9 @@ def test_no_text_takes_long(name: str) -> None:
         around = [FENCE]
     elif name in ("math_correctness_reward", "math_format_reward"):
         shapes, around = SHAPES + MATH_SHAPES, AROUND_MATH
+    elif name in ("choice_reward", "short_text_reward"):
+        columns = {"answer": ["B"]}
+        shapes, around = SHAPES + MATH_SHAPES, [ANSWER, AROUND_MATH[-1]]
     node = {"_component_": f"torchtune_grpo.rewards.{name}", **REWARDS[name]}
     rewards = RewardSet.from_config([node])
 

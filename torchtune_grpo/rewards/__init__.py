@@ -24,6 +24,7 @@ from torchtune_grpo.rewards.shaping import (
     math_number_reward,
     math_tag_reward,
 )
+from torchtune_grpo.rewards.short_answers import choice_reward, short_text_reward
 from torchtune_grpo.rewards.symbolic import SymbolicMathReward
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "RewardSet",
     "SymbolicMathReward",
     "TrainerState",
+    "choice_reward",
     "code_format_reward",
     "grade_math_answer",
     "last_number_reward",
@@ -48,4 +50,5 @@ __all__ = [
     "math_format_reward",
     "math_number_reward",
     "math_tag_reward",
+    "short_text_reward",
 ]

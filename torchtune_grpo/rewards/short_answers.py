@@ -1,0 +1,75 @@
+"""Rewards for multiple choice and for short texts; whatever the text, they raise nothing."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unicodedata import normalize
+
+from torchtune_grpo.config.text import shortened
+from torchtune_grpo.rewards.math import located_answers
+from torchtune_grpo.rewards.reward import F, declares
+
+_LONGEST = 1_000  # characters of all answers of a text; more are not read
+_ANNOUNCED = re.compile(r'(?i)\banswer[*"]*:|\bcorrect (answer|option|choice) is\b')
+_COMMAND = re.compile(r"\\(?:text|math|boxed)[a-z]*\s*\{")
+# B. or b) where a line starts, "or C.", and (B) anywhere, but not P(A).
+_LABEL = re.compile(r"(?m)(?:^\(?[A-Ja-j]|\bor [A-J])[).:\]](?!\w)|(?<!\w\()\b[A-HJ][)\]]")
+_LETTER = re.compile(r"(?<![\w'’.-])[A-J](?![\w'’+#-])|^(?:[Oo]ption )?[a-j]$")
+# A negated letter, and the article or the pronoun before a word.
+_NO_LETTER = re.compile(r"\b[Nn]ot \(?[A-J]\b|(?<!ption )\b[AI] (?!and\b|or\b|is\b)(?=\w\w)")
+_MARKS = "*_`\"'“”$\\(){} "
+
+
+def read_letter(content: str) -> str | None:
+    """Read the one letter that an answer states, else None."""
+    plain = re.sub(r'[*_`"“”$\\{}]', "", _COMMAND.sub("", normalize("NFKC", content)))
+    plain = re.split(",? (?:because|since) ", plain.strip().rstrip("."))[0]
+    plain = _NO_LETTER.sub("", plain)
+    letters, rest = _LABEL.findall(plain), _LABEL.sub("", plain)
+    if not letters or not re.search(r"(?!and\b|or\b)\b\w\w|\w\(", rest):
+        letters += _LETTER.findall(rest)  # but not the C of "B. Vitamin C"
+    stated = {letter.strip("().:]")[-1].upper() for letter in letters}
+    return stated.pop() if len(stated) == 1 else None
+
+
+def read_text(content: str) -> str | None:
+    """Return a text without case, markup, quotes, final punctuation and leading article."""
+    plain = _COMMAND.sub("", normalize("NFKC", content)).casefold().replace("’", "'")
+    plain = " ".join(plain.split()).strip(_MARKS).rstrip(_MARKS + ".,;:!?。")
+    return re.sub("^(?:an?|the) ", "", plain).strip(_MARKS) or None
+
+
+def _agreed(text: str, read: Callable[[str], str | None]) -> str | None:
+    answers = located_answers(_ANNOUNCED.sub("the answer is ", text))
+    readings = {read(each) for each in answers} if sum(map(len, answers)) <= _LONGEST else set()
+    return readings.pop() if len(readings) == 1 else None
+
+
+def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
+    texts = gold if isinstance(gold, (list, tuple)) else [gold]
+    return {read(t) for t in texts if isinstance(t, str) and len(t) <= _LONGEST} - {None}
+
+
+def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
+    def fault(*, answer: object) -> str | None:
+        return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
+
+    return declares(decides=True, check_row=fault, answer_of=lambda text: _agreed(text, read))
+
+
+@_compares(read_letter)
+def choice_reward(
+    prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
+) -> list[float]:
+    """Score 1.0 for an answer that states the gold's letter, A to J, and no other."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_agreed(text, read_letter) in _golds(gold, read_letter)) for text, gold in pairs]
+
+
+@_compares(read_text)
+def short_text_reward(
+    prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
+) -> list[float]:
+    """Score 1.0 for an answer that is the gold, or one of a list of golds."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_agreed(text, read_text) in _golds(gold, read_text)) for text, gold in pairs]
