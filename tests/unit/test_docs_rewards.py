@@ -47,8 +47,8 @@ def test_worked_example(example, tmp_path, monkeypatch):
     assert not children()
 
 
-def test_there_are_three_and_all_shipped_rewards_are_listed():
-    assert list(EXAMPLES) == ["short", "chat", "isolated"]
+def test_there_are_four_and_all_shipped_rewards_are_listed():
+    assert list(EXAMPLES) == ["short", "chat", "isolated", "judge"]  # test_docs_llm_judge.py
     table = PAGE.partition("## Shipped rewards")[2]
     listed = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
     others = {"Reward", "RewardFailure", "RewardFunction", "RewardScores", "RewardSet"}
