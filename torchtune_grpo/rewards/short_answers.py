@@ -12,9 +12,10 @@ from torchtune_grpo.rewards.reward import F, declares
 _LONGEST = 1_000  # characters of all answers of a text; more are not read
 _ANNOUNCED = re.compile(r'(?i)\banswer[*"]*:|\bcorrect (answer|option|choice) is\b')
 _COMMAND = re.compile(r"\\(?:text|math|boxed)[a-z]*\s*\{")
-# B. or b) where a line starts, "or C.", and (B) anywhere, but not P(A).
-_LABEL = re.compile(r"(?m)(?:^\(?[A-Ja-j]|\bor [A-J])[).:\]](?!\w)|(?<!\w\()\b[A-HJ][)\]]")
-_LETTER = re.compile(r"(?<![\w'’.-])[A-J](?![\w'’+#-])|^(?:[Oo]ption )?[a-j]$")
+# B. or b) where a line or an item starts, and (B) anywhere, but not P(A).
+_START = r"(?:^(?:[Oo]ption )?\(?|or |and |, )"
+_LABEL = re.compile(rf"(?m){_START}[A-Ja-j][).:\]](?!\w)|(?<!\w\()\b[A-HJ][)\]]")
+_LETTER = re.compile(r"(?<![\w'’.+-])[A-J](?![\w'’+#-]|\.[A-Z]\b)|^(?:[Oo]ption )?[a-j]$")
 # A negated letter, and the article or the pronoun before a word.
 _NO_LETTER = re.compile(r"\b[Nn]ot \(?[A-J]\b|(?<!ption )\b[AI] (?!and\b|or\b|is\b)(?=\w\w)")
 _MARKS = "*_`\"'“”$\\(){} "
@@ -23,10 +24,9 @@ _MARKS = "*_`\"'“”$\\(){} "
 def read_letter(content: str) -> str | None:
     """Read the one letter that an answer states, else None."""
     plain = re.sub(r'[*_`"“”$\\{}]', "", _COMMAND.sub("", normalize("NFKC", content)))
-    plain = re.split(",? (?:because|since) ", plain.strip().rstrip("."))[0]
-    plain = _NO_LETTER.sub("", plain)
+    plain = _NO_LETTER.sub("", re.split(" because | since ", plain.strip().rstrip("."))[0])
     letters, rest = _LABEL.findall(plain), _LABEL.sub("", plain)
-    if not letters or not re.search(r"(?!and\b|or\b)\b\w\w|\w\(", rest):
+    if not _LABEL.match(plain) or not re.search(r"(?!and\b|or\b)\b\w\w|\w\(", rest):
         letters += _LETTER.findall(rest)  # but not the C of "B. Vitamin C"
     stated = {letter.strip("().:]")[-1].upper() for letter in letters}
     return stated.pop() if len(stated) == 1 else None
