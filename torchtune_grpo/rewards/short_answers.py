@@ -18,18 +18,21 @@ _LABEL = re.compile(rf"(?m){_START}[A-Ja-j][).:\]](?!\w)|(?<!\w\()\b[A-HJ][)\]]"
 _LETTER = re.compile(r"(?<![\w'’.+-])[A-J](?![\w'’+#-]|\.[A-Z]\b)|^(?:[Oo]ption )?[a-j]$")
 # A negated letter, and the article or the pronoun before a word.
 _NO_LETTER = re.compile(r"\b[Nn]ot \(?[A-J]\b|(?<!ption )\b[AI] (?!and\b|or\b|is\b)(?=\w\w)")
+_WORD = re.compile(r"(?!and\b|or\b)\b\w\w|\w\(")
 _MARKS = "*_`\"'“”$\\(){} "
 
 
 def read_letter(content: str) -> str | None:
     """Read the one letter that an answer states, else None."""
     plain = re.sub(r'[*_`"“”$\\{}]', "", _COMMAND.sub("", normalize("NFKC", content)))
-    plain = _NO_LETTER.sub("", re.split(" because | since ", plain.strip().rstrip("."))[0])
-    letters, rest = _LABEL.findall(plain), _LABEL.sub("", plain)
-    if not _LABEL.match(plain) or not re.search(r"(?!and\b|or\b)\b\w\w|\w\(", rest):
-        letters += _LETTER.findall(rest)  # but not the C of "B. Vitamin C"
-    stated = {letter.strip("().:]")[-1].upper() for letter in letters}
-    return stated.pop() if len(stated) == 1 else None
+    stated = re.split(" because | since ", plain.strip().rstrip("."))[0]
+    stated = _NO_LETTER.sub("", stated)
+    found, rest = _LABEL.findall(stated), _LABEL.sub("", stated)
+    is_labelled_text = _LABEL.match(stated) and _WORD.search(rest)
+    if not is_labelled_text:  # as "B. Vitamin C" is, whose C is no answer
+        found += _LETTER.findall(rest)
+    letters = {each.strip("().:]")[-1].upper() for each in found}
+    return letters.pop() if len(letters) == 1 else None
 
 
 def read_text(content: str) -> str | None:
@@ -40,17 +43,21 @@ def read_text(content: str) -> str | None:
 
 
 def _agreed(text: str, read: Callable[[str], str | None]) -> str | None:
+    """What all located answers of a text state, as ``read`` has it, else None."""
     answers = located_answers(_ANNOUNCED.sub("the answer is ", text))
     readings = {read(each) for each in answers} if sum(map(len, answers)) <= _LONGEST else set()
     return readings.pop() if len(readings) == 1 else None
 
 
 def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
+    """The readings of a gold, or of a list of golds."""
     texts = gold if isinstance(gold, (list, tuple)) else [gold]
     return {read(t) for t in texts if isinstance(t, str) and len(t) <= _LONGEST} - {None}
 
 
 def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
+    """Declare a reward for answers and golds that ``read`` reads."""
+
     def fault(*, answer: object) -> str | None:
         return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
 
