@@ -412,7 +412,8 @@ def solve(n):
 
 def test_waits_at_the_same_time_do_not_add_up():
     """Or else processes that wait for each other would stretch the limit as long as they like."""
-    spin = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    spin = "import os, resource\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    spin += "resource.setrlimit(resource.RLIMIT_CPU, (5, 5))\n"  # if this test is killed
     spin += "for _ in range(7):\n    if not os.fork(): break\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", spin], start_new_session=True) as spinner:
         try:
