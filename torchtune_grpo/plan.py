@@ -184,7 +184,8 @@ def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> 
     """Ranges of the means of two shares over the first steps.
 
     They reach from no learning to steps that all move the logits of pass rates, and of being cut
-    off, as far as the plan's step did, or (pass rates) a standard error further.
+    off, as far as the plan's step did, or (pass rates) a standard error further, or (being cut off)
+    in the other direction.
     """
 
     def logit(rate: Any, count: int) -> Any:
@@ -221,7 +222,8 @@ def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> 
         "informative_soon": ends(
             numbers["informative"][str(size)], teaching, np.interp(wanted, of_mean, each)
         ),
-        "cut_off_soon": ends(numbers["cut_off"], cut_off, [shift("cut_off")]),
+        # Lengths may go the other way: a model learns to stop, and then to go on.
+        "cut_off_soon": ends(numbers["cut_off"], cut_off, [shift("cut_off"), -shift("cut_off")]),
     }
 
 
