@@ -109,12 +109,12 @@ def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX
         return float.__pos__(value)
     if depth == 0:
         raise NotPlain("nested too deep")
-    if isinstance(value, type) and value in vars(builtins).values():
+    if isinstance(value, type) and value in _BUILTIN_TYPES.values():
         return ["type", value.__name__]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         record = (type(value).__name__, value._fields, *value)
         return ["namedtuple", *(dump(part, keep, depth - 1) for part in record)]
-    for kind, parts in _PARTS.items():
+    for kind, (parts, _) in _TYPES.items():
         if isinstance(value, kind):
             return [kind.__name__, *(dump(part, keep, depth - 1) for part in parts(value))]
     numpy = sys.modules.get("numpy")
@@ -141,13 +141,6 @@ def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -
         raise NotPlain(f"malformed {kind[:20]!r}: {error}") from error
 
 
-def _builtin_type(name: str) -> type:
-    kind: type = vars(builtins)[name]
-    if not isinstance(kind, type):
-        raise ValueError(f"{name} is no type")
-    return kind
-
-
 def _array(dtype: str, items: Any) -> Any:
     numpy = sys.modules["numpy"]
     if numpy.dtype(dtype).kind not in "biufcUS":
@@ -155,46 +148,34 @@ def _array(dtype: str, items: Any) -> Any:
     return numpy.array(items, dtype)[()]
 
 
-# The parts of a value of each type, and how it is rebuilt from them.
-_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    complex: lambda value: (value.real, value.imag),
-    Fraction: lambda value: (value.numerator, value.denominator),
-    Decimal: lambda value: (str(value),),
-    datetime: lambda value: (value.isoformat(),),
-    date: lambda value: (value.isoformat(),),
-    time: lambda value: (value.isoformat(),),
-    timedelta: lambda value: (value.days, value.seconds, value.microseconds),
-    bytes: lambda value: (bytes.hex(value),),
-    bytearray: lambda value: (bytes(value),),
-    range: lambda value: (value.start, value.stop, value.step),
-    list: iter,
-    deque: lambda value: (list(value), value.maxlen),
-    tuple: iter,
-    set: iter,
-    frozenset: iter,
-    Counter: lambda value: (dict(value),),
-    dict: lambda value: chain.from_iterable(value.items()),
+# Of each type: the parts of a value, and how it is rebuilt from them.
+_TYPES: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
+    complex: (lambda value: (value.real, value.imag), complex),
+    Fraction: (lambda value: (value.numerator, value.denominator), Fraction),
+    Decimal: (lambda value: (str(value),), Decimal),
+    datetime: (lambda value: (value.isoformat(),), datetime.fromisoformat),
+    date: (lambda value: (value.isoformat(),), date.fromisoformat),
+    time: (lambda value: (value.isoformat(),), time.fromisoformat),
+    timedelta: (lambda value: (value.days, value.seconds, value.microseconds), timedelta),
+    bytes: (lambda value: (bytes.hex(value),), bytes.fromhex),
+    bytearray: (lambda value: (bytes(value),), bytearray),
+    range: (lambda value: (value.start, value.stop, value.step), range),
+    list: (iter, lambda *items: list(items)),
+    deque: (lambda value: (list(value), value.maxlen), deque),
+    tuple: (iter, lambda *items: items),
+    set: (iter, lambda *items: set(items)),
+    frozenset: (iter, lambda *items: frozenset(items)),
+    Counter: (lambda value: (dict(value),), Counter),
+    dict: (
+        lambda value: chain.from_iterable(value.items()),
+        lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    ),
 }
+_BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 _BUILDERS: dict[str, Callable[..., Any]] = {
-    "type": _builtin_type,
+    **{kind.__name__: build for kind, (_, build) in _TYPES.items()},
     "int": lambda digits: int(digits, 16),
-    "complex": complex,
-    "Fraction": Fraction,
-    "Decimal": Decimal,
-    "datetime": datetime.fromisoformat,
-    "date": date.fromisoformat,
-    "time": time.fromisoformat,
-    "timedelta": timedelta,
+    "type": _BUILTIN_TYPES.__getitem__,
     "namedtuple": lambda name, fields, *values: namedtuple(name, fields)(*values),
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray,
-    "range": range,
-    "deque": deque,
-    "list": lambda *items: list(items),
-    "tuple": lambda *items: items,
-    "set": lambda *items: set(items),
-    "frozenset": lambda *items: frozenset(items),
-    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    "Counter": Counter,
     "ndarray": _array,
 }
