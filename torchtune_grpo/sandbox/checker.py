@@ -38,11 +38,11 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     ``judge`` sends ``program`` (see :func:`run_candidate`), ``setup``, ``test`` and ``limits``. It
     gets a verdict, or a ``fault``: why the completion was not even begun.
     """
-    kernel.refuse_debuggers()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # closes its memory to others of its user
     calls, theirs = socket.socketpair()
     candidate = fences.fork()  # before anything is here that it should not find in its memory
     if not candidate:
-        kernel.die_with_parent()
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()  # or its signals to its group would reach this process as well
         calls.close()
         judge.close()

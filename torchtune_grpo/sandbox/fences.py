@@ -26,6 +26,7 @@ import importlib
 import os
 import re
 import secrets
+import signal
 import site
 import sys
 import sysconfig
@@ -72,6 +73,7 @@ class Fences:
         sys.path[:] = import_path  # where completions find no other package
         site.setquit()  # exit(), which is missing as this Python started without site
         os.umask(0o022)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # holds for all that is forked from here on
         # Where memory runs out, the kernel ends these processes first.
         Path("/proc/self/oom_score_adj").write_text("1000")
         _load_shared_libraries()
@@ -107,7 +109,6 @@ class Fences:
         """Whether the limit on processes binds: not on one that is root outside as well."""
 
         def exceed_it() -> None:
-            kernel.refuse_privileges()
             self.give_up_rights(self._first_uid, {"NPROC": 1})
             os.fork()
 
@@ -126,7 +127,6 @@ class Fences:
         that the limit on processes counts this one's alone.
         """
         uid = self._first_uid and self._first_uid + secrets.randbelow(_UIDS)
-        kernel.refuse_privileges()
         if self._namespaces:
             _isolate(folder, megabytes=megabytes)
         else:
@@ -148,8 +148,9 @@ class Fences:
             kernel.libc.unshare(kernel.CLONE_NEWUSER)  # where the kernel allows it
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
         kernel.call_libc("capset", header, (ctypes.c_uint32 * 6)())
-        kernel.refuse_debuggers()
-        kernel.die_with_parent()  # once more: a change of the user undoes it
+        # Both once more: a change of the user may undo them.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self._filter:
             restrict_calls()
 

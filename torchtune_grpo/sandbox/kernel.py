@@ -13,9 +13,8 @@ from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
-_SIGKILL = 9
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
 # Landlock: the system calls' numbers on every architecture, flags, and rights to files.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -42,24 +41,9 @@ def call_libc(name: str, *arguments: object) -> int:
     return int(result)
 
 
-def adopt_orphans() -> None:
-    """Make orphaned descendants this process's children, so that none gets away."""
-    call_libc("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends."""
-    call_libc("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-
-
-def refuse_debuggers() -> None:
-    """Close this process's memory and files to other processes of its user."""
-    call_libc("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def refuse_privileges() -> None:
-    """Programs started from here on get no more rights than this process has."""
-    call_libc("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+def prctl(option: int, value: int) -> None:
+    """Set one of this process's attributes."""
+    call_libc("prctl", option, value, 0, 0, 0)
 
 
 def set_limits(limits: dict[str, int]) -> None:

@@ -156,7 +156,7 @@ def main(role: str, fd: int, packages: Sequence[str] = ()) -> None:
 
 
 def _serve(control: socket.socket, task: Task) -> None:
-    kernel.adopt_orphans()
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none gets away
     tasks: list[int] = []
     folder = b""
     while True:
@@ -178,7 +178,7 @@ def _fork(control: socket.socket, task: Task, fd: int) -> int:
     if process:
         return process
     try:
-        kernel.die_with_parent()
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         control.close()
         task(socket.socket(fileno=fd))
