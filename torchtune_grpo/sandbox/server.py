@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,13 +36,11 @@ _BOOT = (
 _START_SECONDS = 60.0  # on a busy machine; it takes 0.1
 _STOP_SECONDS = 10.0
 
-# What a launcher such as torchrun says about its ranks.
-_RANK_PREFIXES = ("TORCHELASTIC_", "NCCL_", "TORCH_NCCL_")
-_RANK_NAMES = frozenset(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
-    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+# What a launcher such as torchrun tells its ranks.
+_OF_RANKS = re.compile(
+    "((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_ADDR|MASTER_PORT)$"
+    "|TORCHELASTIC_|(TORCH_)?NCCL_"
 )
-
 # For processes that run foreign code: nothing of this process's environment, folder or output.
 _APART: dict[str, Any] = {
     "env": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
@@ -55,31 +54,25 @@ class ServerLost(Exception):
     """A server process does not answer."""
 
 
-def _rankless_environment() -> dict[str, str]:
-    """Copy this process's environment without its rank and its GPUs."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _RANK_NAMES and not name.startswith(_RANK_PREFIXES)
-    }
-    return {**kept, "CUDA_VISIBLE_DEVICES": ""}
-
-
 class ServerProcess:
     """A process that runs :func:`main`, and the ``facts`` it sent."""
 
     def __init__(self, role: str, packages: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
-        trusted = role == "function"
         boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno(), packages=[*packages])
-        isolated = [] if trusted else ["-I", "-S"]
+        if role == "function":
+            flags: list[str] = []
+            env = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
+            settings: dict[str, Any] = {"env": {**env, "CUDA_VISIBLE_DEVICES": ""}}
+        else:
+            flags, settings = ["-I", "-S"], _APART
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *isolated, "-c", boot],
+                [sys.executable, *flags, "-c", boot],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                **({"env": _rankless_environment()} if trusted else _APART),
+                **settings,
             )
         self._control = ours
         with self._talking(_START_SECONDS):
