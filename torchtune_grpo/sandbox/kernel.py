@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import struct
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -90,19 +91,9 @@ def _stat(process: int | str) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("files", "network", "scoped")]
-
-
-class _Beneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = [("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32)]
-
-
 def landlock_version() -> int:
     """The kernel's version of Landlock's interface, 0 if it has none."""
-    arguments = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION_FLAG))
-    return max(int(libc.syscall(ctypes.c_long(_CREATE_RULESET), *arguments)), 0)
+    return max(int(libc.syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)), 0)
 
 
 def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
@@ -121,12 +112,11 @@ def restrict_with_landlock(paths: list[tuple[int, int]], *, writable: str) -> No
     if not version:
         return
     rights = (1 << _COUNT_OF_RIGHTS[min(version, 5)]) - 1
-    ruleset = _Ruleset(rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    arguments = (ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
-    fd = call_libc("syscall", ctypes.c_long(_CREATE_RULESET), *arguments)
+    # Of landlock_ruleset_attr; older versions know less of it, and what is left has to be zero.
+    fields = (rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
+    ruleset = struct.pack("QQQ", *fields)
+    fd = call_libc("syscall", _CREATE_RULESET, ruleset, len(ruleset), 0)
     for path, allowed in [*paths, open_for_landlock(writable, _PLAIN_FILES)]:
-        rule = _Beneath(allowed & rights, path)
-        beneath = (fd, _PATH_BENEATH, ctypes.byref(rule), ctypes.c_uint32(0))
-        call_libc("syscall", ctypes.c_long(_ADD_RULE), *beneath)
-    call_libc("syscall", ctypes.c_long(_RESTRICT_SELF), fd, ctypes.c_uint32(0))
+        beneath = struct.pack("=Qi", allowed & rights, path)
+        call_libc("syscall", _ADD_RULE, fd, _PATH_BENEATH, beneath, 0)
+    call_libc("syscall", _RESTRICT_SELF, fd, 0)
