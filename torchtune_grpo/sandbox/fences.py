@@ -196,7 +196,7 @@ def _enter_namespaces(first_uid: int | None) -> None:
         os.close(writer)
         if os.waitpid(mapper, 0)[1]:
             raise PermissionError("the kernel does not let a user namespace know its users")
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("", "/", "", _MS_REC | _MS_PRIVATE)
 
 
 def _map_users(process: str, first_uid: int | None) -> None:
@@ -218,13 +218,13 @@ def _hide_files(readable: list[str]) -> None:
         os.utime(root + path, (0, os.stat(path).st_mtime))  # or else Python would compile it again
     for device in _DEVICES:
         _write(root + device, b"")
-        _mount(device, root + device, None, _MS_BIND)
+        _mount(device, root + device, "", _MS_BIND)
     os.mkdir(root + "/tmp")
     os.chdir(root)
-    _mount(root, "/", None, _MS_MOVE)
+    _mount(root, "/", "", _MS_MOVE)
     os.chroot(".")
     os.chdir("/")
-    _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    _mount("", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
 def _write(path: str, content: bytes) -> None:
@@ -240,11 +240,9 @@ def _isolate(scratch: str, *, megabytes: int) -> None:
     _mount("tmpfs", scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
-def _mount(
-    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
-) -> None:
-    texts = (None if text is None else text.encode() for text in (source, target, kind))
-    kernel.call_libc("mount", *texts, ctypes.c_ulong(flags), data.encode() if data else None)
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    texts = (text.encode() for text in (source, target, kind))
+    kernel.call_libc("mount", *texts, flags, data.encode())
 
 
 def _open_library() -> None:
