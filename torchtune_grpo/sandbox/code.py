@@ -9,7 +9,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +87,29 @@ class CodeSandbox:
         it may use besides: the prompt's imports and helpers. Afterwards no process and no file of
         the completion is left. A SandboxError means that the completion is not to blame.
         """
-        self._start()
-        return self._judge(code, setup, test, entry_point)
+        server = self._start()
+        program = {
+            "code": code,
+            "entry_point": entry_point,
+            "limits": self.limits.for_completion(),
+            "megabytes": self.limits.megabytes,
+            "folder": "/tmp",
+        }
+        exam = {"program": program, "setup": setup, "test": test, "limits": self.limits.for_test()}
+        try:
+            if self.namespaces:
+                return self._run(server, exam)
+            # It can only hold plain files, so that it is quick to delete.
+            with tempfile.TemporaryDirectory(
+                prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
+            ) as folder:
+                program["folder"] = folder
+                verdict = self._run(server, exam, folder)
+                if not verdict.passed:
+                    _check_disk(folder, self.limits.megabytes * _MEGABYTE)
+                return verdict
+        except OSError as error:  # a disk that is full, say
+            raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
     def confinement(self) -> str:
         """Describe what a completion can reach and what not."""
@@ -130,11 +150,12 @@ class CodeSandbox:
             return self._server
         try:
             role = "code" if self.namespaces else "code_without_namespaces"
-            self._server = ServerProcess(role, self.packages)
-            self._check_fences(self._server.facts)
+            server = self._server = ServerProcess(role, self.packages)
+            self._check_fences(server.facts)
             # Or else a sandbox that does not work here would look like a model that cannot code.
-            verdict = self._judge("def f(x): return x", "", "assert f([1]) == [1]", "f")
-            if not verdict.passed or self._server is None:
+            code, test = "def f(x): return x", "assert f([1]) == [1]"
+            verdict = self.judge(code=code, setup="", test=test, entry_point="f")
+            if not verdict.passed:
                 raise SandboxError(f"it does not work here: {verdict.why}")
         except (ServerLost, OSError, SandboxError) as error:
             self.close()
@@ -143,7 +164,7 @@ class CodeSandbox:
             self.namespaces, self._refusal = False, str(error)
             return self._start()
         self._worked = True
-        return self._server
+        return server
 
     def _check_fences(self, facts: dict[str, Any]) -> None:
         """Refuse to start without a filter, or with neither namespaces nor enough of Landlock."""
@@ -168,27 +189,8 @@ class CodeSandbox:
                 "everything in a container that may come to harm and set unfenced: true."
             )
 
-    def _judge(self, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        program = {
-            "code": code,
-            "entry_point": entry_point,
-            "limits": self.limits.for_completion(),
-            "megabytes": self.limits.megabytes,
-        }
-        exam: dict[str, Any] = {"setup": setup, "test": test, "limits": self.limits.for_test()}
-        try:
-            with nullcontext("/tmp") if self.namespaces else _temporary_folder() as folder:
-                exam["program"] = program | {"folder": folder}
-                verdict = self._run(exam, "" if self.namespaces else folder)
-                if not (verdict.passed or self.namespaces):
-                    _check_disk(folder, self.limits.megabytes * _MEGABYTE)
-                return verdict
-        except OSError as error:  # a disk that is full, say
-            raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
-
-    def _run(self, exam: dict[str, Any], folder: str) -> Verdict:
-        assert self._server is not None
-        server, (ours, theirs) = self._server, socket.socketpair()
+    def _run(self, server: ServerProcess, exam: dict[str, Any], folder: str = "") -> Verdict:
+        ours, theirs = socket.socketpair()
         try:
             with theirs:
                 server.start(theirs, folder)
@@ -236,8 +238,3 @@ def _check_disk(folder: str, most: int) -> None:
         with os.scandir(folder) as files:
             if sum(file.stat().st_blocks * 512 for file in files) < most:
                 raise SandboxError(f"the disk is full, of which {folder} is a part")
-
-
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    # It can only hold plain files, so that it is quick to delete.
-    return tempfile.TemporaryDirectory(prefix="torchtune_grpo_code_", ignore_cleanup_errors=True)
