@@ -20,7 +20,6 @@ from typing import Any
 
 from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
 
-_REQUESTS = 3  # the descriptor of the owner's requests, behind the usual three
 _COMPARER_BYTES = 4 * 2**30  # of address space
 
 
@@ -31,11 +30,8 @@ def run_worker(requests: socket.socket) -> None:
     the owner's ``import_path`` and ``folder``. Then come pickles of keyword arguments; the owner is
     trusted. Answers are JSON.
     """
-    os.dup2(requests.detach(), _REQUESTS)
-    os.closerange(_REQUESTS + 1, 65536)
-    requests = socket.socket(fileno=_REQUESTS)
     # Not for the function's children: one that outlives it must not hold the socket open.
-    os.set_inheritable(_REQUESTS, False)
+    requests.set_inheritable(False)
     request = receive(requests)
     os.chdir(request["folder"])
     sys.path[:] = request["import_path"]
