@@ -65,7 +65,7 @@ _PR_CAPBSET_DROP = 24
 class Fences:
     """The fences of one server; raises OSError if the kernel refuses the namespaces."""
 
-    def __init__(self, *, namespaces: bool, packages: Sequence[str] = ()) -> None:
+    def __init__(self, *, namespaces: bool, packages: Sequence[str]) -> None:
         folders, import_path = [Path(package) for package in packages], [*sys.path]
         sys.path += {str(folder.parent) for folder in folders}
         for name in [*_PRELOADED, *(folder.name for folder in folders)]:

@@ -74,13 +74,9 @@ class ServerProcess:
                 start_new_session=True,
                 **settings,
             )
-        self._control = ours
+        self.pid, self._control = self._process.pid, ours
         with self._talking(_START_SECONDS):
             self.facts = receive(ours)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def start(self, sock: socket.socket, folder: str = "") -> None:
         """Fork a task there, which talks to the socket's other end without the server.
@@ -108,7 +104,7 @@ class ServerProcess:
         try:
             self._process.wait(timeout=_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
     @contextlib.contextmanager
@@ -124,7 +120,7 @@ class ServerProcess:
 # --- In the process -------------------------------------------------------------------------------
 
 
-def main(role: str, fd: int, packages: Sequence[str] = ()) -> None:
+def main(role: str, fd: int, packages: Sequence[str]) -> None:
     """Serve the other end of the socket ``fd`` with tasks of one role: ``function`` (a worker that
     calls one), ``code`` or ``code_without_namespaces``, where completions can import the
     ``packages`` in these folders."""
@@ -184,17 +180,17 @@ def _end_all(tasks: list[int]) -> None:
         os.kill(process, signal.SIGKILL)
     tasks.clear()
     for attempt in itertools.count():
-        with contextlib.suppress(ChildProcessError):
+        try:
             while os.waitpid(-1, os.WNOHANG)[0]:  # also whatever a task has left behind
                 pass
-            # Usually what is left dies with its parent, and in a namespace always does.
-            if attempt > 2 and os.path.isdir("/proc"):
-                if not (killer := os.fork()):  # reading /proc must not grow the server's memory
-                    _kill_others(os.getppid())
-                os.waitpid(killer, 0)
-            time.sleep(0.0005)
-            continue
-        return
+        except ChildProcessError:  # none is left
+            return
+        # Usually what is left dies with its parent, and in a namespace always does.
+        if attempt > 2 and os.path.isdir("/proc"):
+            if not (killer := os.fork()):  # reading /proc must not grow the server's memory
+                _kill_others(os.getppid())
+            os.waitpid(killer, 0)
+        time.sleep(0.0005)
 
 
 def _kill_others(server: int) -> NoReturn:
