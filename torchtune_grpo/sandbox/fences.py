@@ -57,6 +57,7 @@ _FOR_ENDING_THREADS = "libgcc_s.so.1"  # libc loads it when the first thread end
 _FIRST_UIDS, _UIDS = (10**9, 20_000), 40_000
 _MAX_FILES = 4096  # of one completion, in memory
 
+_NAMESPACES = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
 _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 _PR_CAPBSET_DROP = 24
@@ -79,7 +80,9 @@ class Fences:
         _load_shared_libraries()
         self._namespaces = namespaces
         self._landlock: list[tuple[int, int]] = []
-        self._first_uid = _first_uid()
+        uids = _FIRST_UIDS if os.geteuid() == 0 else ()
+        # The first one that this process can become, or None.
+        self._first_uid = next((uid for uid in uids if _can(partial(_become, uid))), None)
         readable = _readable_paths() + [str(folder) for folder in folders]
         # Wheels have the shared libraries that they bring beside the package.
         readable += [f"{path}.libs" for path in packages if os.path.isdir(f"{path}.libs")]
@@ -184,14 +187,13 @@ def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 
 def _enter_namespaces(first_uid: int | None) -> None:
     """Enter new network, mount, ipc and uts namespaces, in a user namespace if need be."""
-    flags = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-    if kernel.libc.unshare(flags):
+    if kernel.libc.unshare(_NAMESPACES):
         server, (reader, writer) = os.getpid(), os.pipe()
         if not (mapper := os.fork()):  # outside, where root may map completions' users as well
             os.close(writer)
             os.read(reader, 1)
             os._exit(not _can(partial(_map_users, f"/proc/{server}", first_uid)))
-        kernel.call_libc("unshare", flags | kernel.CLONE_NEWUSER)
+        kernel.call_libc("unshare", _NAMESPACES | kernel.CLONE_NEWUSER)
         os.close(reader)
         os.close(writer)
         if os.waitpid(mapper, 0)[1]:
@@ -234,8 +236,7 @@ def _write(path: str, content: bytes) -> None:
 
 def _isolate(scratch: str, *, megabytes: int) -> None:
     """Enter namespaces that end with this process, with an empty folder in memory."""
-    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS
-    kernel.call_libc("unshare", flags)
+    kernel.call_libc("unshare", _NAMESPACES)
     options = f"size={megabytes}m,nr_inodes={_MAX_FILES},mode=777"
     _mount("tmpfs", scratch, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
@@ -263,12 +264,6 @@ def _become(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-
-
-def _first_uid() -> int | None:
-    """Where the users begin that this process can become, or None."""
-    uids = _FIRST_UIDS if os.geteuid() == 0 else ()
-    return next((uid for uid in uids if _can(partial(_become, uid))), None)
 
 
 def _can(action: Callable[[], None]) -> bool:
