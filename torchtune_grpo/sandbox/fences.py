@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import importlib
 import os
 import re
@@ -46,7 +47,6 @@ _PRELOADED = (
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 LIBRARY_FD = 1002  # of _open_library; above all descriptors of programs
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_ZONES, _LOCALE = "/usr/share/zoneinfo", "/usr/lib/locale/C.utf8"
 # What no completion needs, and what describes this machine; of zones, duplicates.
 _LEFT_OUT = re.compile(
     "test|idlelib|lib2to3|turtledemo|tkinter|ensurepip|distutils|config-.*|.*-packages|posix|right"
@@ -160,10 +160,9 @@ class Fences:
 
 def _readable_paths() -> list[str]:
     """Files, and folders with all that is in them, that a completion may read."""
-    folders = [Path(folder) for folder in (_LIBRARY, _ZONES) if os.path.isdir(folder)]
-    entries = [entry for folder in folders for entry in folder.iterdir()]
-    paths = [str(entry) for entry in entries if not _LEFT_OUT.fullmatch(entry.name)]
-    return paths + [_LOCALE] * os.path.isdir(_LOCALE)
+    patterns = (f"{glob.escape(_LIBRARY)}/*", "/usr/share/zoneinfo/*", "/usr/lib/locale/C.utf8")
+    paths = [path for pattern in patterns for path in glob.glob(pattern)]
+    return [path for path in paths if not _LEFT_OUT.fullmatch(os.path.basename(path))]
 
 
 def _load_shared_libraries() -> None:
