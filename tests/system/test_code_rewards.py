@@ -130,6 +130,14 @@ def test_forged_changes_are_refused(sandbox, changed):
     assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError", "IndexError"))
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_a_forged_object_is_not_the_function(sandbox, number):
+    """Of which a test may ask for anything, also for what text has."""
+    data = json.dumps({"value": ["object", number, "x"]}).encode()
+    verdict = judge(sandbox, forges(data), test="assert solve(1).startswith('x')")
+    assert verdict.why.startswith("refused: startswith"), verdict
+
+
 def test_what_is_no_message_is_refused(sandbox):
     for code, why in (
         (forges(b"{"), "sent something that is not a message"),

@@ -79,7 +79,8 @@ class _Candidate:
 
     def __init__(self, calls: socket.socket, *, is_class: bool) -> None:
         self._calls = calls
-        self.entry = _StandIn(self, ENTRY, is_known=is_class)
+        self._is_class = is_class
+        self.entry = _StandIn(self, ENTRY, is_known=True)
         self._names = _StandIn(self, NAMES, is_known=False)
         self._known: dict[int, _StandIn] = {}
         self.answers = 0
@@ -128,7 +129,8 @@ class _Candidate:
         if prints:
             sys.stdout.write(str(answer.get("printed", "")))
         # What a class makes is what its row is about; other objects could pretend to be a value.
-        find = partial(self._find, is_known=known._stand_in[2] and do == "call")
+        is_made = self._is_class and known is self.entry and do == "call"
+        find = partial(self._find, is_known=is_made)
         try:
             value = load(answer.get("value"), find)
             for position, data in answer.get("changed", ()):
@@ -151,8 +153,6 @@ class _Candidate:
     def _find(self, number: int, kind: str, *, is_known: bool) -> _StandIn:
         if (type(number), type(kind)) != (int, str):
             raise ValueError("not a number and a type")
-        if number == ENTRY:
-            return self.entry
         return self._known.setdefault(number, _StandIn(self, number, is_known=is_known))
 
     def _receive(self, *kinds: str) -> dict[str, Any]:
@@ -207,10 +207,9 @@ class _StandIn:
         self._stand_in[0].stop(f"refused: {name} of an object that is not plain data")
 
     def __getattr__(self, name: str) -> Any:
-        _, number, is_known = self._stand_in
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
-        if name in _OF_PLAIN and number != ENTRY and not is_known:
+        if name in _OF_PLAIN and not self._stand_in[2]:
             self._refuse(name)
         return self._do("getattr", name)
 
