@@ -82,15 +82,11 @@ class _Candidate:
         self._is_class = is_class
         self.entry = _StandIn(self, ENTRY, is_known=True)
         self._names = _StandIn(self, NAMES, is_known=False)
-        self._known: dict[int, _StandIn] = {}
+        self.objects: dict[int, _StandIn] = {}
         self.answers = 0
         self.broken = ""  # why no more answers come; a test's own `except:` may have swallowed it
         self.test_failed = False
         self.raised: Exception | None = None  # last by the completion
-
-    @property
-    def has_objects(self) -> bool:
-        return bool(self._known)
 
     def lookup(self, name: str) -> Any:
         """What the completion defines besides its function; it counts as no answer to a test."""
@@ -153,7 +149,7 @@ class _Candidate:
     def _find(self, number: int, kind: str, *, is_known: bool) -> _StandIn:
         if (type(number), type(kind)) != (int, str):
             raise ValueError("not a number and a type")
-        return self._known.setdefault(number, _StandIn(self, number, is_known=is_known))
+        return self.objects.setdefault(number, _StandIn(self, number, is_known=is_known))
 
     def _receive(self, *kinds: str) -> dict[str, Any]:
         if self.broken:
@@ -235,7 +231,7 @@ def _examine(exam: dict[str, Any], candidate: _Candidate) -> dict[str, Any]:
         _run_test(exam, candidate, module)
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
-        if candidate.has_objects and error is not candidate.raised and why[:9] != "Assertion":
+        if candidate.objects and error is not candidate.raised and why[:9] != "Assertion":
             why = f"refused: {why}"  # of an object that the test may have taken for a value
     if candidate.broken:
         why = candidate.broken
