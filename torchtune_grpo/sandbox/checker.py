@@ -101,7 +101,7 @@ class _Candidate:
 
     def start(self) -> None:
         """Wait until the completion is loaded."""
-        answer = self._receive("ready", "error")
+        answer = self._receive("ready")
         if "error" in answer:
             self.stop("{}: {}".format(*answer["error"]))
 
@@ -116,11 +116,9 @@ class _Candidate:
             # Later ones may hold answers, so that a completion could have caused it.
             self.test_failed = not self.answers
             self.stop(f"refused: the test passes what cannot be sent: {error}")
-        try:
+        with contextlib.suppress(PeerGone):  # no answer will come, either
             send(self._calls, call)
-        except PeerGone as error:
-            self.stop(f"the completion's process {error}")
-        answer = self._receive("value", "error")
+        answer = self._receive("value")
         self.answers += 1
         if prints:
             sys.stdout.write(str(answer.get("printed", "")))
@@ -151,7 +149,8 @@ class _Candidate:
             raise ValueError("not a number and a type")
         return self.objects.setdefault(number, _StandIn(self, number, is_known=is_known))
 
-    def _receive(self, *kinds: str) -> dict[str, Any]:
+    def _receive(self, kind: str) -> dict[str, Any]:
+        """The next answer, of a kind or an error."""
         if self.broken:
             raise _NoAnswer
         try:
@@ -159,7 +158,7 @@ class _Candidate:
         except PeerGone as error:
             refused = "refused: " if "more than" in str(error) else ""
             self.stop(f"{refused}the completion's process {error}")
-        if type(answer) is not dict or not answer.keys() & {*kinds}:
+        if type(answer) is not dict or not answer.keys() & {kind, "error"}:
             self.stop("malformed answer")
         parts = answer.get("error", ["", "", None])
         if type(parts) is not list or [type(part) for part in parts[:-1]] != [str, str]:
@@ -173,8 +172,7 @@ class _Candidate:
             self.stop(f"{name}: {message}")
         raised: Exception = RuntimeError(f"the function raised {name}: {message}")
         if kind in (StopIteration, StopAsyncIteration) and not ends:
-            # As generators do: the test's own loop must not take it for the end.
-            return raised
+            return raised  # as generators do: the test's own loop must not take it for the end
         with contextlib.suppress(Exception):  # it may want other arguments
             raised = kind(message)
         with contextlib.suppress(Exception):
