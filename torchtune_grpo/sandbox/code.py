@@ -121,17 +121,14 @@ class CodeSandbox:
                 "completions run in namespaces of their own: no network, no process and no file of "
                 f"this machine but copies of Python's library.{loose}"
             )
-        gaps = {
-            "READ THIS MACHINE'S FILES": not facts["landlock"],
-            "USE THE NETWORK": not facts["filter"],
-            "FILL THE DISK until their time is up": True,
-            "SEE WHICH PROCESSES THERE ARE and, by process ids, how many were started": True,
-            "SEE SIZES AND TIMES OF FILES that they cannot open": True,
-        }
+        files = "" if facts["landlock"] else "READ THIS MACHINE'S FILES, "
+        network = "" if facts["filter"] else "USE THE NETWORK, "
         return (
             f"the kernel refuses namespaces here ({self._refusal}). Completions cannot make "
-            f"folders, and can {', '.join(gap for gap, open in gaps.items() if open)}.{loose} "
-            "Allow user namespaces, or run in a container without network and the tests' files."
+            f"folders, and can {files}{network}FILL THE DISK until their time is up, SEE WHICH "
+            "PROCESSES THERE ARE and, by process ids, how many were started, SEE SIZES AND TIMES "
+            f"OF FILES that they cannot open.{loose} Allow user namespaces, or run in a container "
+            "without network and the tests' files."
         )
 
     def kill(self) -> None:
@@ -176,10 +173,7 @@ class CodeSandbox:
         if not facts["filter"]:
             missing.append("no filter of system calls (seccomp)")
         if not self.namespaces and facts["landlock"] < landlock:
-            missing.append(
-                f"no namespaces ({self._refusal}) and version {facts['landlock']} of Landlock, "
-                f"where {landlock} is needed"
-            )
+            missing.append(f"no namespaces ({self._refusal}) and no Landlock of version {landlock}")
         if not facts["counted"]:
             missing.append("no limit on processes of root (be another user, or have CAP_SETUID)")
         if missing and not self.unfenced:
