@@ -95,7 +95,7 @@ class Fences:
             rights = {
                 _LIBRARY: kernel.LIST,
                 **dict.fromkeys(readable, kernel.READ),
-                **dict.fromkeys(_DEVICES, kernel.USE_DEVICE),
+                **dict.fromkeys(_DEVICES, kernel.USE_FILE),
             }
             self._landlock = [kernel.open_for_landlock(*path) for path in rights.items()]
             if self._first_uid:
@@ -105,17 +105,13 @@ class Fences:
             "landlock": kernel.landlock_version(),
             "filter": self._filter,
             "users": self._first_uid is not None,
-            "counted": self._counts_processes(),
+            "counted": not _can(self._exceed_limit),
         }
 
-    def _counts_processes(self) -> bool:
-        """Whether the limit on processes binds: not on one that is root outside as well."""
-
-        def exceed_it() -> None:
-            self.give_up_rights(self._first_uid, {"NPROC": 1})
-            os.fork()
-
-        return not _can(exceed_it)
+    def _exceed_limit(self) -> None:
+        """Fork beyond the limit on processes, which does not bind one that is root outside too."""
+        self.give_up_rights(self._first_uid, {"NPROC": 1})
+        os.fork()
 
     def fork(self) -> int:
         """As ``os.fork``; the child is the first process of a pid namespace."""

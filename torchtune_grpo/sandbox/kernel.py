@@ -20,13 +20,12 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 # Landlock: the system calls' numbers on every architecture, flags, and rights to files.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
+_WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _REMOVE_FILE, _MAKE_FILE = 1 << 5, 1 << 8
 READ = _READ_FILE | _READ_DIR
 LIST = _READ_DIR
-USE_DEVICE = _READ_FILE | _WRITE_FILE | _TRUNCATE
+USE_FILE = _READ_FILE | _WRITE_FILE | _TRUNCATE
 _PLAIN_FILES = READ | _WRITE_FILE | _TRUNCATE | _REMOVE_FILE | _MAKE_FILE
-_RIGHTS_TO_A_FILE = _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
 _COUNT_OF_RIGHTS = (0, 13, 14, 15, 15, 16)  # by version; 16 from version 5 on
 _TCP_RIGHTS, _SCOPES = 3, 3  # from version 4 on, from version 6 on
 
@@ -98,7 +97,7 @@ def landlock_version() -> int:
 
 def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
     """An open file or folder and the rights to it; the kernel refuses a folder's for a file."""
-    rights &= -1 if os.path.isdir(path) else _RIGHTS_TO_A_FILE
+    rights &= -1 if os.path.isdir(path) else USE_FILE
     return os.open(path, os.O_PATH | os.O_CLOEXEC), rights
 
 
