@@ -67,9 +67,9 @@ class Fences:
     """The fences of one server; raises OSError if the kernel refuses the namespaces."""
 
     def __init__(self, *, namespaces: bool, packages: Sequence[str]) -> None:
-        folders, import_path = [Path(package) for package in packages], [*sys.path]
-        sys.path += {str(folder.parent) for folder in folders}
-        for name in [*_PRELOADED, *(folder.name for folder in folders)]:
+        import_path = [*sys.path]
+        sys.path += map(os.path.dirname, packages)
+        for name in [*_PRELOADED, *map(os.path.basename, packages)]:
             importlib.import_module(name)
         sys.path[:] = import_path  # where completions find no other package
         site.setquit()  # exit(), which is missing as this Python started without site
@@ -83,7 +83,7 @@ class Fences:
         uids = _FIRST_UIDS if os.geteuid() == 0 else ()
         # The first one that this process can become, or None.
         self._first_uid = next((uid for uid in uids if _can(partial(_become, uid))), None)
-        readable = _readable_paths() + [str(folder) for folder in folders]
+        readable = [*_readable_paths(), *packages]
         # Wheels have the shared libraries that they bring beside the package.
         readable += [f"{path}.libs" for path in packages if os.path.isdir(f"{path}.libs")]
         if namespaces:
