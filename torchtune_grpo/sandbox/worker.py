@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
 import logging
 import os
 import pickle
-import resource
 import socket
 import sys
 import traceback
@@ -18,17 +18,14 @@ from functools import cache, partial
 from numbers import Real
 from typing import Any
 
+from torchtune_grpo.sandbox.kernel import set_limits
 from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
-
-_COMPARER_BYTES = 4 * 2**30  # of address space
 
 
 def run_worker(requests: socket.socket) -> None:
-    """Load a function and call it for each request, until the socket closes.
+    """Load what the first message says and call it for each request, until the socket closes.
 
-    The first message holds the ``path``, ``arguments`` and ``makes`` of a ``FunctionWorker``, and
-    the owner's ``import_path`` and ``folder``. Then come pickles of keyword arguments; the owner is
-    trusted. Answers are JSON.
+    Requests are pickles of keyword arguments, as the owner is trusted; answers are JSON.
     """
     # Not for the function's children: one that outlives it must not hold the socket open.
     requests.set_inheritable(False)
@@ -44,12 +41,10 @@ def run_worker(requests: socket.socket) -> None:
         send(requests, {"error": traceback.format_exc(limit=-3)})
         return
     send(requests, {"ready": True})
-    while True:
-        try:
-            data = receive_bytes(requests)
-        except PeerGone:
-            return
-        send_bytes(requests, _answer(function, pickle.loads(data)).encode())
+    with contextlib.suppress(PeerGone):
+        while True:
+            arguments = pickle.loads(receive_bytes(requests))
+            send_bytes(requests, _answer(function, arguments).encode())
 
 
 def _answer(function: Any, arguments: dict[str, Any]) -> str:
@@ -81,15 +76,14 @@ def _plain(value: Any) -> Any:
 
 
 def expression_comparer() -> Callable[[str, str], bool | None]:
-    """Make a function that says whether two bare LaTeX expressions are equal, by math-verify.
+    """Make a function that says whether two bare LaTeX expressions are equal, by math-verify, or
+    None if the second, the gold, cannot be read.
 
-    It returns None if the second, the gold, cannot be read. math-verify hands text to a parser and
-    then to sympy, which take any time and memory they like for a tower of powers: memory is limited
-    here, and the process that asks limits the time.
+    For a tower of powers sympy takes any time and memory it likes; who asks limits the time.
     """
     from math_verify import parse, verify
 
-    resource.setrlimit(resource.RLIMIT_AS, (_COMPARER_BYTES, _COMPARER_BYTES))
+    set_limits({"AS": 4 * 2**30})
     # It warns that its own timeout is off, each time.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
