@@ -59,9 +59,7 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     if "fault" in begins:
         send(judge, begins)
         return
-    # By its name: a completion could make a class of a function.
-    is_class = re.fullmatch(r"_*[A-Z]\w*", exam["program"]["entry_point"]) is not None
-    verdict = _examine(exam, _Candidate(calls, is_class=is_class))
+    verdict = _examine(exam, _Candidate(calls, exam["program"]["entry_point"]))
     # Stopped, so that all that it has used can still be read.
     os.kill(candidate, signal.SIGSTOP)
     if not os.WIFSTOPPED(os.waitpid(candidate, os.WUNTRACED)[1]):
@@ -77,9 +75,10 @@ class _NoAnswer(BaseException):
 class _Candidate:
     """The candidate's process, as the checker sees it."""
 
-    def __init__(self, calls: socket.socket, *, is_class: bool) -> None:
+    def __init__(self, calls: socket.socket, entry_point: str) -> None:
         self._calls = calls
-        self._is_class = is_class
+        # By its name: a completion could make a class of a function.
+        self._is_class = re.fullmatch(r"_*[A-Z]\w*", entry_point) is not None
         self.entry = _StandIn(self, ENTRY, is_known=True)
         self._names = _StandIn(self, NAMES, is_known=False)
         self.objects: dict[int, _StandIn] = {}
@@ -242,9 +241,9 @@ def _examine(exam: dict[str, Any], candidate: _Candidate) -> dict[str, Any]:
 
 def _run_test(exam: dict[str, Any], candidate: _Candidate, module: types.ModuleType) -> None:
     sys.modules["test"] = sys.modules["solution"] = module
-    exec(compile(exam["setup"], "<setup>", "exec"), module.__dict__)
-    candidate.start()
     names = vars(module)
+    exec(compile(exam["setup"], "<setup>", "exec"), names)
+    candidate.start()
     names[exam["program"]["entry_point"]] = candidate.entry
     names["__getattr__"] = candidate.lookup  # for `from solution import another`
     exec(compile(exam["test"], "<test>", "exec"), names)
