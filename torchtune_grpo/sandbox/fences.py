@@ -172,12 +172,10 @@ def _load_shared_libraries() -> None:
 def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """Read all files at and below some paths, after which all are in the page cache: else it would
     show which ones a completion has read."""
-    for path in paths:
-        below = os.walk(path) if os.path.isdir(path) else [(os.path.dirname(path), [], [path])]
-        for folder, _, names in below:
-            for file in (os.path.join(folder, name) for name in names):
-                with contextlib.suppress(OSError):  # a link to nowhere
-                    yield file, Path(file).read_bytes()
+    for path in map(Path, paths):
+        for file in [path, *path.rglob("*")]:
+            with contextlib.suppress(OSError):  # a folder, or a link to nowhere
+                yield str(file), file.read_bytes()
 
 
 def _enter_namespaces(first_uid: int | None) -> None:
