@@ -209,10 +209,13 @@ def _hide_files(readable: list[str]) -> None:
     root = "/proc"  # the new root is built there: a folder that exists and that nothing else needs
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
     for path, content in _files_at(readable):
-        _write(root + path, content)
-        os.utime(root + path, (0, os.stat(path).st_mtime))  # or else Python would compile it again
+        copy = Path(root + path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        os.utime(copy, (0, os.stat(path).st_mtime))  # or else Python would compile it again
+    os.mkdir(root + "/dev")
     for device in _DEVICES:
-        _write(root + device, b"")
+        Path(root + device).touch()
         _mount(device, root + device, "", _MS_BIND)
     os.mkdir(root + "/tmp")
     os.chdir(root)
@@ -220,11 +223,6 @@ def _hide_files(readable: list[str]) -> None:
     os.chroot(".")
     os.chdir("/")
     _mount("", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
-
-
-def _write(path: str, content: bytes) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    Path(path).write_bytes(content)
 
 
 def _isolate(scratch: str, *, megabytes: int) -> None:
