@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
-from launches import LLAMA_1B, build, counted, counting_cuda, decoding
+from launches import count, counted, counting_cuda
 from policies import KINDS, VOCAB, build_policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -190,17 +190,19 @@ def test_merged_and_recorded_steps_run_on_the_gpu(merge, small_gpu):
     roll_out("lora", merge=merge, graphs=graphs)
 
 
-@pytest.mark.parametrize(("way", "most"), [("lora", 480), ("full", 400)])
-def test_a_decoding_step_of_llama_1b_launches_few_operations(way: str, most: int):
-    model = build(way, LLAMA_1B)
-    with counting_cuda(), torch.no_grad():
-        model.to_empty(device="cuda")
-        counts = decoding(model, merge=False, rows=32)
+@pytest.mark.parametrize(
+    ("way", "decode", "update", "reference"), [("lora", 479, 6151, 1122), ("full", 383, 3843, 1122)]
+)
+def test_steps_of_llama_1b_launch_few_operations(
+    way: str, decode: int, update: int, reference: int
+):
+    with counting_cuda():
         assert counted(lambda: torch.tensor([1, 2], device="cuda")).copies_in == 1
-    for name in ("decode_eager", "decode_captured"):
-        assert most / 2 < counts[name].count <= most, (name, counts[name].names.most_common())
+    counts = count(way, rows=32)
+    most = {"decode_eager": decode, "decode_captured": decode, "sampling": 24}
+    for name, at_most in (most | {"update": update, "reference": reference}).items():
+        assert at_most / 2 < counts[name].count <= at_most, (name, counts[name].names.most_common())
         assert counts[name].copies_in == 0
-    assert 12 < counts["sampling"].count <= 25, counts["sampling"].names.most_common()
 
 
 def tree(prompt: int, *responses: int) -> list[list[range]]:

@@ -19,14 +19,19 @@ from torch.nn import functional as F
 from torchao.dtypes.nf4tensor import linear_nf4
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
-from torchtune.modules import MultiHeadAttention, RotaryPositionalEmbeddings, TransformerDecoder
+from torchtune.modules import (
+    MultiHeadAttention,
+    RMSNorm,
+    RotaryPositionalEmbeddings,
+    TransformerDecoder,
+)
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 _ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings)
 
 
 def standardize(model: nn.Module) -> None:
-    """Give a model of any builder this module's rotation, DoRA and float32 adapters, in place.
+    """Give a model of any builder this module's layers and float32 adapters, in place.
 
     In bf16 a weight of 0.02 takes no step below 6e-5, which is more than most of a run's are; so
     adapters are kept in float32, and computed in bf16 as before.
@@ -39,12 +44,22 @@ def standardize(model: nn.Module) -> None:
             theta = getattr(rope, "theta", torch.empty(rope.dim // 2, device="meta").float())
             rotations.setdefault(rope, HalfRotation(theta))
             module.pos_embeddings = rotations[rope]
+        if type(module) is RMSNorm:
+            module.__class__ = FusedNorm
         if isinstance(module, (LoRALinear, DoRALinear)):
             for part in (module.lora_a, module.lora_b):
                 part.float().__class__ = AdapterLinear
         if isinstance(module, DoRALinear):
             module.magnitude.data = module.magnitude.float()
             module.__class__ = PeftDoRALinear
+
+
+class FusedNorm(RMSNorm):
+    """torchtune's norm, which widens bf16 by itself; torch's kernel does that inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., D] in float32, whatever its dtype."""
+        return F.rms_norm(x, self.normalized_shape, self.scale.to(x.dtype), self.eps)
 
 
 class HalfRotation(nn.Module):

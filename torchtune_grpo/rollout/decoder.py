@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
-    RMSNorm,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
@@ -168,7 +166,7 @@ class NativeDecoder:
         return self._unembed(self._run_layers(tokens, attention))
 
     def _unembed(self, h: Tensor) -> Tensor:
-        return self._output.logits(_norm(self._norm, h))
+        return self._output.logits(self._norm(h))
 
     def _run_layers(self, tokens: Tensor, attention: GroupAttention | PromptAttention) -> Tensor:
         """tokens [K] -> hidden states [K, D], before the last norm."""
@@ -191,19 +189,19 @@ def _run_layer(
     [K, heads * hd].
     """
     module, attn = layer.module, layer.module.attn
-    y = layer.qkv(_norm(module.sa_norm, h))
+    y = layer.qkv(module.sa_norm(h))
     heads = (y.contiguous() if y.stride(-1) != 1 else y).unflatten(-1, (-1, attn.head_dim))
     q, k, _ = heads.split([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], dim=1)
     norm_first = type(attn) is NormFirstAttention
     if not norm_first:
         rotate(heads[:, : -attn.num_kv_heads])
     if attn.q_norm is not None:
-        q.copy_(_norm(attn.q_norm, q))
-        k.copy_(_norm(attn.k_norm, k))
+        q.copy_(attn.q_norm(q))
+        k.copy_(attn.k_norm(k))
     if norm_first:
         rotate(heads[:, : -attn.num_kv_heads])
     h = _add(module.sa_scale, layer.out, h, attend(heads))
-    x = _norm(module.mlp_norm, h)
+    x = module.mlp_norm(h)
     y = layer.gate_up(x)
     if len(layer.gate_up.sizes) > 1:
         gate, up = y.split(layer.gate_up.sizes, dim=-1)
@@ -211,13 +209,6 @@ def _run_layer(
     else:
         y = module.mlp.activation(y)
     return _add(module.mlp_scale, layer.down, h, y)
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    """torchtune's RMSNorm widens to float32 by itself, which keeps torch from its fused kernel."""
-    if type(module) is RMSNorm and module.scale.dtype == x.dtype:
-        return F.rms_norm(x, module.normalized_shape, module.scale, module.eps)
-    return module(x)
 
 
 def _add(scale: nn.Module, linear: RolloutLinear, h: Tensor, x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import copy
 import logging
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,8 +77,6 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
 
     The device may be meta.
     """
-    # torchtune's RMSNorm computes in float32 on purpose, whatever the weights are.
-    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     computes = torch.device("cpu") if device.type == "meta" else device  # in bf16, if need be
     dtype = training.get_dtype(cfg.dtype, device=computes)
     with training.set_default_dtype(dtype), device:
