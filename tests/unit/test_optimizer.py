@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from ranks import on_two_ranks
 from torch import nn
-from torchtune.modules.peft import LoRALinear, get_adapter_params
+from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 from torchtune.training import set_default_dtype
 from trajectories import make_groups
 
@@ -167,9 +167,10 @@ def test_an_adapter_in_float32_is_the_same_function_and_takes_small_steps(kind, 
         layer = kind(256, 128, 4, 8.0, use_bias=True, quantize_base=quantized)
     model = nn.Sequential(layer)
     standardize(model)
+    set_trainable_params(model, adapter := get_adapter_params(model))
     if hasattr(layer, "initialize_dora_magnitude"):
         layer.initialize_dora_magnitude()
-    x = torch.randn(5, 256).bfloat16()
+    x = torch.randn(3, 5, 256).bfloat16().requires_grad_()
     layer.disabled = True
     base = layer(x)
     layer.disabled = False
@@ -180,13 +181,16 @@ def test_an_adapter_in_float32_is_the_same_function_and_takes_small_steps(kind, 
     out = layer(x)
     assert out.dtype == torch.bfloat16
     out.float().square().sum().backward()
-    for parameter in get_adapter_params(model).values():
-        assert parameter.dtype == parameter.grad.dtype == torch.float32
-        assert parameter.grad.isfinite().all() and parameter.grad.any()
     exact = kind(256, 128, 4, 8.0, use_bias=True)
-    state = {name: value.to(torch.float32) for name, value in layer.state_dict().items()}
-    exact.load_state_dict(state)
-    torch.testing.assert_close(out.float(), exact(x.float()), atol=0.05, rtol=0.02)
+    exact.load_state_dict({name: value.float() for name, value in layer.state_dict().items()})
+    wide = x.detach().float().requires_grad_()
+    expected = exact(wide)
+    torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0.02)
+    expected.square().sum().backward()
+    for name, parameter in {"": x, **adapter}.items():
+        assert parameter.grad.dtype == parameter.dtype == (torch.float32 if name else x.dtype)
+        true = exact.get_parameter(name.removeprefix("0.")).grad if name else wide.grad
+        assert 0 < true.norm() and (parameter.grad - true).norm() < 0.01 * true.norm(), name
 
 
 def test_every_step_has_a_learning_rate_above_0():

@@ -14,9 +14,9 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.machine.attention import float32_product
-from torchtune_grpo.models.layers import PeftDoRALinear
+from torchtune_grpo.models.layers import FusedLoRALinear, PeftDoRALinear
 
-KINDS = (nn.Linear, LoRALinear, PeftDoRALinear, FrozenNF4Linear, TiedLinear)
+KINDS = (nn.Linear, LoRALinear, FusedLoRALinear, PeftDoRALinear, FrozenNF4Linear, TiedLinear)
 
 # Products of so many rows, or of multiples of eight, waste nothing in a matrix library's kernels.
 FEW_ROWS = 4
