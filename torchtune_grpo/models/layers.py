@@ -70,8 +70,9 @@ class FusedNorm(RMSNorm):
 class HalfRotation(nn.Module):
     """Rotates the first half of each head against the second, as Hugging Face's models do.
 
-    Angles are float32; cosines and sines take the heads' dtype. They are not tabulated: a table for
-    131,072 tokens would take 128 MiB.
+    Angles are float32; cosines and sines take the heads' dtype. They are not tabulated, since a
+    table for 131,072 tokens would take 128 MiB, but kept for the positions that came last: layers
+    share a rotation.
     """
 
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
@@ -80,15 +81,25 @@ class HalfRotation(nn.Module):
         frequencies = frequencies.to(torch.get_default_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.scale = scale  # of cosines and sines
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and what turns to them
+
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [b, s, 1, hd] for positions [b, s], the first half's sines negated."""
+        angles = positions[..., None, None].float() * self.frequencies  # [b, s, 1, hd / 2]
+        cos, sin = ((f(angles) * self.scale).to(dtype) for f in (torch.cos, torch.sin))
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def forward(self, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
         """Rotate x [b, s, heads, hd] at positions [b, s], or 0 to s - 1."""
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)[None]
-        angles = input_pos[..., None, None].float() * self.frequencies  # [b, s, 1, hd / 2]
-        cos, sin = ((f(angles) * self.scale).to(x.dtype) for f in (torch.cos, torch.sin))
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        if torch.compiler.is_compiling():
+            cos, sin = self.turns(input_pos, x.dtype)
+        else:
+            if not (self._last and self._last[0] is input_pos and self._last[1].dtype == x.dtype):
+                self._last = (input_pos, *self.turns(input_pos, x.dtype))
+            _, cos, sin = self._last
+        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 class NormFirstAttention(MultiHeadAttention):

@@ -97,8 +97,7 @@ class NativeDecoder:
         self._rotations: dict[int, Rotation] = {}  # layers mostly share one
         for layer in model.layers:
             module = layer.attn.pos_embeddings
-            rotation = Rotation(module, head_dim=attn.head_dim, dtype=dtype)
-            self._rotations.setdefault(id(module), rotation)
+            self._rotations.setdefault(id(module), Rotation(module, dtype=dtype))
         self._layers = [
             _Layer(
                 module=layer,
@@ -307,12 +306,11 @@ def _split(heads: Tensor, cache: GroupCache) -> tuple[Tensor, Tensor]:
 class Rotation:
     """Rotary position embeddings from one table, in place.
 
-    The table holds the cosines and sines: what the model's module makes of unit vectors. A module
-    that is not a HalfRotation is called as it is; None rotates nothing.
+    A module that is not a HalfRotation is called as it is; None rotates nothing.
     """
 
-    def __init__(self, module: nn.Module | None, *, head_dim: int, dtype: torch.dtype) -> None:
-        self._module, self._head_dim, self._dtype = module, head_dim, dtype
+    def __init__(self, module: nn.Module | None, *, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
         self._table: Tensor | None = None  # [T, 2, 1, hd], by position
 
     def tensors(self) -> list[Tensor]:
@@ -325,13 +323,8 @@ class Rotation:
             return
         if self._table is not None and len(self._table) >= positions:
             return
-        unit = torch.zeros(1, positions, 1, self._head_dim, device=device, dtype=self._dtype)
-        unit[..., : self._head_dim // 2].fill_(1)
-        turned = self._module(unit, input_pos=torch.arange(positions, device=device)[None])[0]
-        cos, sin = turned.chunk(2, dim=-1)  # [T, 1, hd / 2] each
-        self._table = torch.stack(
-            [torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1
-        )
+        turns = self._module.turns(torch.arange(positions, device=device)[None], self._dtype)
+        self._table = torch.stack(turns, dim=2)[0]
 
     def at(self, positions: Tensor) -> Rotate:
         """A function that rotates heads [K, H, hd] to ``positions`` [K], in place."""
