@@ -6,9 +6,10 @@
 Tensors are fake (torch's FakeTensorMode) and on the device `cuda`: only shapes and devices are
 computed. Counted is every operation that comes to torch's dispatcher, below autograd, unless it is
 a view by its schema. What a CPU build of torch lacks is put in its place, so that it takes the
-paths of a CUDA build: the fused norm is one operation, and so is attention, flash without a mask
-and memory-efficient with one. It stands for launches, but it is not them: `empty` launches nothing
-and counts; a sort, or a product that splits its sum, launches several kernels and counts once.
+paths of a CUDA build: the fused norm is one operation, and so are SiLU's backward and attention,
+flash without a mask and memory-efficient with one. It stands for launches, but it is not them:
+`empty` launches nothing and counts; a sort, or a product that splits its sum, launches several
+kernels and counts once.
 
     prefill     of a step's prompts side by side, with each row's first token
     decode      a step of all rows, eagerly and as a CUDA graph captures it
@@ -111,11 +112,11 @@ class _FusedAttention(TorchFunctionMode):
 
 
 @cache
-def _fused_norm() -> torch.library.Library:
-    """Lets a CPU build of torch know that CUDA has a kernel for the norm, which else is nine."""
+def _fused_kernels() -> torch.library.Library:
+    """Lets a CPU build of torch know for what CUDA has one kernel; a norm else is nine."""
     library = torch.library.Library("aten", "IMPL")
     if not torch.backends.cuda.is_built():
-        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+        for name in ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward"):
             library.impl(name, lambda *args: None, "CUDA")  # fake tensors do not come there
     return library
 
@@ -123,7 +124,7 @@ def _fused_norm() -> torch.library.Library:
 @contextmanager
 def counting_cuda() -> Iterator[None]:
     """Within it, tensors on the device ``cuda`` are fake, and computed with as on a GPU."""
-    _fused_norm()
+    _fused_kernels()
     with fake_cuda(), _FusedAttention():
         yield
 

@@ -75,10 +75,12 @@ class Operations(TorchDispatchMode):
         return out
 
 
+@torch.no_grad()
 def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """As ``torch.autograd.backward``, whose engine asks for a real GPU's stream.
 
-    Leaves get a ``grad``. Every node is called once, after all that hands it a gradient.
+    It has no gradients of its own, for which some formulas are longer. Leaves get a ``grad``.
+    Every node is called once, after all that hands it a gradient.
     """
     waits: Counter = Counter()  # by node: edges into it over which nothing has come yet
     roots = list(dict.fromkeys(y.grad_fn for y in outputs))
