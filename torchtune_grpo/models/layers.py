@@ -28,7 +28,7 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from torchtune_grpo.machine.attention import float32_product
+from torchtune_grpo.machine.attention import Segments, float32_product
 
 _ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings)
 
@@ -47,6 +47,8 @@ def standardize(model: nn.Module) -> None:
             theta = getattr(rope, "theta", torch.empty(rope.dim // 2, device="meta").float())
             rotations.setdefault(rope, HalfRotation(theta))
             module.pos_embeddings = rotations[rope]
+        if type(module) is MultiHeadAttention and module.q_norm is None:
+            module.__class__ = NormFirstAttention
         if type(module) is RMSNorm:
             module.__class__ = FusedNorm
         if type(module) is LoRALinear:
@@ -106,7 +108,8 @@ class NormFirstAttention(MultiHeadAttention):
     """torchtune's attention, but queries and keys are normalized before they are rotated.
 
     torchtune 0.6.1 does it the other way round, which is another function: the norms' weights
-    differ within the pairs that are rotated. (Yang et al. 2025, Qwen3, arXiv:2505.09388.)
+    differ within the pairs that are rotated. (Yang et al. 2025, Qwen3, arXiv:2505.09388.) Without
+    norms it is the same. For :class:`Segments` keys and values are not repeated for each head.
     """
 
     def forward(
@@ -122,16 +125,16 @@ class NormFirstAttention(MultiHeadAttention):
 
         def heads(projected: Tensor, norm: nn.Module | None) -> Tensor:
             h = projected.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, hd]
-            if norm is not None:
-                h = self.pos_embeddings(norm(h), input_pos=input_pos)
-            return h.transpose(1, 2)
+            return h if norm is None else norm(h)
 
-        q = heads(self.q_proj(x), self.q_norm)
-        k, v = heads(self.k_proj(y), self.k_norm), heads(self.v_proj(y), None)
+        q, k = heads(self.q_proj(x), self.q_norm), heads(self.k_proj(y), self.k_norm)
+        if self.pos_embeddings is not None:
+            q, k = (self.pos_embeddings(h, input_pos=input_pos) for h in (q, k))
+        q, k, v = (h.transpose(1, 2) for h in (q, k, heads(self.v_proj(y), None)))
         if self.kv_cache is not None and self.cache_enabled:
             k, v = self.kv_cache.update(k, v)
         group = self.num_heads // self.num_kv_heads
-        if group > 1:
+        if group > 1 and not isinstance(mask, Segments):
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         out = self._attention_call(
             q,

@@ -170,7 +170,7 @@ def attend_in_segments(model: TransformerDecoder) -> None:
         attention._attention_call = partial(
             _attend,
             stock=attention._attention_call,
-            group=attention.num_heads // attention.num_kv_heads,
+            kv_heads=attention.num_kv_heads,
         )
 
 
@@ -190,9 +190,9 @@ def _attend(
     dropout_p: float,
     is_causal: bool,
     stock: Callable[..., Tensor],
-    group: int,
+    kv_heads: int,
 ) -> Tensor:
-    """q, k and v [b, heads, S, hd] -> [b, heads, S, hd]; ``group`` heads share keys and values.
+    """q, k and v [b, heads, S, hd] -> [b, heads, S, hd]; heads may share keys and values.
 
     Without the kernel, each response needs a copy of the prompt's keys and values; the backward
     pass makes them again.
@@ -200,7 +200,7 @@ def _attend(
     if not isinstance(mask, Segments):
         return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
     attend = partial(segment_attention, segments=mask, dropout=dropout_p)
-    k, v = k[:, ::group], v[:, ::group]  # torchtune has repeated them for each head
+    k, v = (x[:, :: x.shape[1] // kv_heads] for x in (k, v))  # torchtune's own repeats them
     if not torch.is_grad_enabled() or (dropout_p == 0 and has_varlen_kernel(q)):
         return attend(q, k, v)
     return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
