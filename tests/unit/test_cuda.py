@@ -191,7 +191,7 @@ def test_merged_and_recorded_steps_run_on_the_gpu(merge, small_gpu):
 
 
 @pytest.mark.parametrize(
-    ("way", "decode", "update", "reference"), [("lora", 479, 3306, 605), ("full", 383, 2246, 717)]
+    ("way", "decode", "update", "reference"), [("lora", 479, 3268, 567), ("full", 383, 2170, 679)]
 )
 def test_steps_of_llama_1b_launch_few_operations(
     way: str, decode: int, update: int, reference: int

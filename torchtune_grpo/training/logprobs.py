@@ -18,7 +18,7 @@ model they are rounded to bf16, and only what follows is float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -235,9 +235,8 @@ class _BlockedLogprobs(torch.autograd.Function):
         # Shared by all blocks: allocating for each would fragment the heap.
         size = len(h) * min(block, len(weight))
         kept_logits, kept_shares = peak.new_empty(size), peak.new_empty(size)
-        for start, w in _blocks(weight, block):
+        for _, w, inside, column in _blocks(weight, targets, block):
             logits = _block_logits(h, w, temperature, out=_shaped(kept_logits, h, w))  # [K, block]
-            inside, column = _columns(targets, start, len(w))
             picked = torch.where(inside, logits.gather(1, column), picked)
             higher = torch.maximum(peak, logits.amax(dim=1, keepdim=True))
             shrink = (peak - higher).exp()
@@ -278,14 +277,13 @@ class _BlockedLogprobs(torch.autograd.Function):
         size = len(h) * min(ctx.block, len(weight))
         kept_logits, kept_grad = normalizer.new_empty(size), normalizer.new_empty(size)
         of_logprobs, of_entropy = (grad[:, None] / -ctx.temperature for grad in grads)  # [K, 1]
-        for start, w in _blocks(weight, ctx.block):
+        for start, w, inside, column in _blocks(weight, targets, ctx.block):
             logits = _block_logits(h, w, ctx.temperature, out=_shaped(kept_logits, h, w))
             log_p = logits.sub_(normalizer)  # [K, block]
             grad = torch.exp(log_p, out=_shaped(kept_grad, h, w))
             slope = of_logprobs
             if ctx.entropy_gradient:
                 slope = log_p.add_(entropy).mul_(of_entropy).add_(of_logprobs)
-            inside, column = _columns(targets, start, len(w))
             grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -of_logprobs, 0.0))
             if grad_h is not None:
                 _add_product(grad_h, grad, w)
@@ -294,11 +292,17 @@ class _BlockedLogprobs(torch.autograd.Function):
         return (None if grad_h is None else grad_h.to(h.dtype), grad_weight, *nothing)
 
 
-def _blocks(weight: Tensor, block: int) -> list[tuple[int, Tensor]]:
-    """Rows of W [V, D] in blocks of about the same size, at most ``block``, each with its start."""
-    count = -(-len(weight) // block)
-    parts = weight.detach().split(-(-len(weight) // count))
-    return [(i * len(parts[0]), part) for i, part in enumerate(parts)]
+def _blocks(
+    weight: Tensor, targets: Tensor, block: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Rows of W [V, D] in blocks of about the same size, at most ``block``, each with its start.
+
+    And whether each target [K] lies in it [K, 1], and its column there (any if not) [K, 1].
+    """
+    size = -(-len(weight) // -(-len(weight) // block))
+    number, column = targets[:, None] // size, targets[:, None] % size
+    for i, part in enumerate(weight.detach().split(size)):
+        yield i * size, part, number == i, column.clamp(max=len(part) - 1)
 
 
 def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
@@ -318,10 +322,3 @@ def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
         total += float32_product(left.to(w.dtype), w.t())
     else:
         total.addmm_(left, w.to(total.dtype))  # saves a tensor of total's size for each block
-
-
-def _columns(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Whether each target lies in a block [K, 1], and its column there (0 if not) [K, 1]."""
-    column = (targets - start)[:, None]
-    inside = (column >= 0) & (column < width)
-    return inside, column.where(inside, 0)
