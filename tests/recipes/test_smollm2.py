@@ -39,8 +39,11 @@ clip_grad_norm=null
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The model's folder, made as a user makes it."""
-    made = tmp_path_factory.mktemp("smollm2") / "model"
+    """The model's folder, made as a user makes it, once for all workers."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if is_worker else base) / "smollm2" / "model"
+    made.parent.mkdir(exist_ok=True)
     done = run_python("-m", "torchtune_grpo.smollm2", str(made), cwd=made.parent)
     if "could not fetch" in done.err:
         pytest.skip(done.err.strip().splitlines()[-1])
