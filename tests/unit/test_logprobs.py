@@ -110,6 +110,12 @@ def test_all_lengths_are_one_graph_and_single_rows_another(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+def test_compiled_rows_that_are_not_packed_need_no_dense_mask():
+    rows = make_groups([4, 2], [5, 1, 3, 2, 6, 4])
+    (part,) = micro_batches(rows, group_size=3, pack=False, rows=6, dense=True)
+    assert part.layout.attention is None
+
+
 def test_forward_is_restored_after_an_error():
     model, trajectory = build_policy(), make_groups([3], [4])
     broken = replace(trajectory, tokens=trajectory.tokens + 10_000)

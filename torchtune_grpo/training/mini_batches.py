@@ -132,7 +132,7 @@ def micro_batches(
 
     Each has at most ``rows`` rows or, under a budget, ``token_budget`` tokens with padding: groups
     that do not fit are split, and rows of similar length share a pass. ``pack`` lays out rows with
-    the same prompt as one, ``dense`` with a dense mask.
+    the same prompt as one, with a dense mask if ``dense``.
 
     All ranks get equally many, at least one, as a sharded model requires; some may be empty. The
     largest comes first: its memory can be reused for the others.
@@ -144,7 +144,7 @@ def micro_batches(
         plan = _within_budget(trajectory, most=most, budget=token_budget)
     passes = max(1, *gather_over_ranks(len(plan)))
     plan += [[] for _ in range(passes - len(plan))]
-    parts = [_micro_batch(trajectory, packs, dense=dense) for packs in plan]
+    parts = [_micro_batch(trajectory, packs, dense=dense and pack) for packs in plan]
     return sorted(parts, key=lambda part: -part.layout.tokens.numel())
 
 
