@@ -55,6 +55,13 @@ def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
     return {read(t) for t in texts if isinstance(t, str) and len(t) <= _LONGEST} - {None}
 
 
+def _scores(
+    completions: list[str], answer: list[Any], read: Callable[[str], str | None]
+) -> list[float]:
+    pairs = zip(completions, answer, strict=True)
+    return [float(_agreed(text, read) in _golds(gold, read)) for text, gold in pairs]
+
+
 def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
     """Declare a reward for answers and golds that ``read`` reads."""
 
@@ -69,8 +76,7 @@ def choice_reward(
     prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
 ) -> list[float]:
     """Score 1.0 for an answer that states the gold's letter, A to J, and no other."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(_agreed(text, read_letter) in _golds(gold, read_letter)) for text, gold in pairs]
+    return _scores(completions, answer, read_letter)
 
 
 @_compares(read_text)
@@ -78,5 +84,4 @@ def short_text_reward(
     prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
 ) -> list[float]:
     """Score 1.0 for an answer that is the gold, or one of a list of golds."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(_agreed(text, read_text) in _golds(gold, read_text)) for text, gold in pairs]
+    return _scores(completions, answer, read_text)
