@@ -193,8 +193,7 @@ def _attention(
 ) -> MultiHeadAttention:
     size, heads = head_dim(hf), hf.num_attention_heads
     kv_heads = hf.num_key_value_heads or heads
-    kind = NormFirstAttention if has_qk_norm(hf) else MultiHeadAttention
-    return kind(
+    return NormFirstAttention(
         embed_dim=heads * size,  # which is only checked to be a multiple of num_heads
         num_heads=heads,
         num_kv_heads=kv_heads,
