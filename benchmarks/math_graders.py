@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,20 +28,23 @@ from typing import Any
 import math_verify
 from common import report
 
-from torchtune_grpo.rewards import grade_math_answer
+TESTS = Path(__file__).parents[1] / "tests/unit"
+sys.path.append(str(TESTS))
+from test_math_grading import block  # noqa: E402
 
-DATA = Path(__file__).parents[1] / "tests/unit/data"
+from torchtune_grpo.rewards import grade_math_answer  # noqa: E402
+
 FILES = ("math_grading_cases", "math_model_answers")
 BYTES = 8 * 2**30  # of memory, which math-verify would fill for a tower of powers
 
 
 def cases_of(name: str) -> list[dict[str, Any]]:
     """A file's cases, each as a whole text."""
-    lines = (DATA / f"{name}.jsonl").read_text(encoding="ascii").splitlines()
+    lines = (TESTS / f"data/{name}.jsonl").read_text(encoding="ascii").splitlines()
     cases = [json.loads(line) for line in lines]
     for case in cases:
         if "content" in case:
-            case["text"] = f"<think>It is 99.</think>\n<answer>{case['content']}</answer>"
+            case["text"] = block(case["content"])
     return cases
 
 
