@@ -12,7 +12,7 @@ flash without a mask and memory-efficient with one. It stands for launches, but 
 kernels and counts once.
 
     prefill     of a step's prompts side by side, with each row's first token
-    decode      a step of all rows, eagerly and as a CUDA graph captures it
+    decode      a step of all rows, with the Triton kernel and without
     sampling    the part of the step from its logits to the transcript
     update      forward and backward of a micro-batch, a group, with activation checkpointing; its
                 gradients are added to those of the micro-batches before
@@ -61,7 +61,7 @@ from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
+from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import MicroBatch
@@ -150,12 +150,13 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
     lengths = [PROMPT_LENGTHS[i % 4] for i in range(rows // GROUP)]
     request = request_of(random_prompts(lengths, decoder.vocab), new_tokens=512)
     counts = {}
-    for name, graphs in (("eager", None), ("captured", StepGraphs(lambda step: step))):
+    for name, has_kernel in (("decode_without_kernel", False), ("decode", True)):
         cache, buffers = GroupCache(decoder.cache_shape), Buffers(CUDA)
-        rollout = GroupRollout(decoder, cache, buffers, request, max_rows=rows, graphs=graphs)
+        decoder.has_kernel = has_kernel
+        rollout = GroupRollout(decoder, cache, buffers, request, max_rows=rows)
         counts["prefill"] = counted(rollout.replace_ended)
         rollout.decode()  # what a step does the first time only
-        counts[f"decode_{name}"] = counted(rollout.decode)
+        counts[name] = counted(rollout.decode)
     logits = torch.empty(rows, decoder.vocab, device=CUDA)
     at = rollout.layout
 

@@ -79,7 +79,6 @@ from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.engine import MEMORY_SHARE, NativeEngine, make_engine
-from torchtune_grpo.rollout.graphs import StepGraphs, coarse
 from torchtune_grpo.rollout.request import RolloutRequest
 from torchtune_grpo.training import packing, response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
@@ -208,8 +207,6 @@ def rollout_bytes(
     engine = NativeEngine(model, cfg.rollout, device=meta)
     engine._decoder, engine._cache = decoder, GroupCache(decoder.cache_shape)
     graphs = cuda and cfg.rollout.cuda_graphs == "auto"
-    if graphs:
-        engine._graphs = StepGraphs(lambda step: step)
     copies = sum(linear.copied_bytes for linear in decoder.linears())
     if copies >= free / 2:
         copies = 0  # the modules are called as they are
@@ -226,8 +223,8 @@ def rollout_bytes(
         requests["eval_rows"] = request(cfg, prompts=prompts, group=max(1, cfg.evaluation.samples))
     rows = {name: engine.rows_at_once(wanted) for name, wanted in requests.items()}
     longest = cfg.dataset.max_prompt_tokens
-    step = max(padded_rows(n, few_shapes=graphs) for n in rows.values()) * decoder.step_bytes(
-        GroupCache.rounded(longest) + coarse(cfg.max_generated_tokens, least=GroupCache.BLOCK),
+    step = max(padded_rows(n) for n in rows.values()) * decoder.step_bytes(
+        GroupCache.rounded(longest) + GroupCache.rounded(cfg.max_generated_tokens),
         cfg.sampling_params,
     )
     cache = max(engine.cache_bytes(requests[name], rows=rows[name]) for name in rows) - step

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import memory_estimate
 import pytest
 import torch
+from decode_attention import decode_attention  # noqa: F401
 from policies import KINDS, SHAPE, VOCAB, build_policy, full_logprobs, randomize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -167,6 +168,13 @@ OPTIONS = {
 }
 
 
+def record_with(engine: NativeEngine, record) -> None:
+    """Records its steps of each shape from the second one on, which takes attention as one call."""
+    decoder, _ = engine._ready()
+    decoder.has_kernel, engine._graphs = True, StepGraphs(record)
+    engine._graphs.EAGER = 1
+
+
 class HostRecorder:
     """Records an engine's steps as CUDA graphs do: kernels and addresses, nothing of the host.
 
@@ -177,8 +185,7 @@ class HostRecorder:
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
         self.recorded = 0
-        engine._graphs = StepGraphs(self)
-        engine._graphs.EAGER = 1
+        record_with(engine, self)
 
     def __call__(self, step):
         with self.recording() as replay:
@@ -230,8 +237,7 @@ class HostCuda:
 
     def __init__(self, engine: NativeEngine, patch: pytest.MonkeyPatch) -> None:
         self.recorder = HostRecorder(engine)
-        engine._graphs = StepGraphs(CudaRecorder())
-        engine._graphs.EAGER = 1
+        record_with(engine, CudaRecorder())
         self.alive: dict[int, int] = {}  # number of graphs by pool
         self.streams = []  # the current one is the last
         self.graph_pool_handle = itertools.count().__next__
@@ -396,8 +402,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog):
         calls.append(step)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    engine._graphs = StepGraphs(fail)
-    engine._graphs.EAGER = 1
+    record_with(engine, fail)
     for step in range(2):
         expected = sample(native(model), prompts, step=step)
         assert_same_samples(sample(engine, prompts, step=step), expected)
@@ -522,8 +527,8 @@ def test_cache_stays_within_its_bound_is_reused_and_what_an_evaluation_took_is_g
     def held() -> int:
         return sum(tensor.nbytes for tensor in engine._cache.tensors())
 
-    # Twice ceil(5 / 4) prompts; 5 rows padded to 8, 70 tokens to 128.
-    assert held() == 2 * 2 * 2 * 8 * 4 * (4 * 30 + 8 * 128)
+    # Twice ceil(5 / 4) prompts; 5 rows padded to 8, 30 tokens to 64, and 70 to 128.
+    assert held() == 2 * 2 * 2 * 8 * 4 * (4 * 64 + 8 * 128)
     # And a step: logits and what they are made into, scores and their softmax, gate and up.
     assert held() < bound <= held() + 2**20
     kept = engine._cache.rows[0].data_ptr()

@@ -89,12 +89,13 @@ def has_varlen_kernel(q: Tensor) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] <= _LARGEST_HEAD
         and q.shape[-1] % 8 == 0
-        and _is_since_ampere(q.device)
+        and is_since_ampere(q.device)
     )
 
 
 @cache
-def _is_since_ampere(device: torch.device) -> bool:
+def is_since_ampere(device: torch.device) -> bool:
+    """Whether a CUDA device is an NVIDIA GPU of that generation or a later one."""
     if torch.version.hip is not None:
         return False
     # Without a GPU it is a test's fake tensor, and the kernel is under test.

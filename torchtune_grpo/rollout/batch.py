@@ -16,9 +16,17 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from torchtune_grpo.rollout.cache import GroupCache, Prompt, Row, RowLayout, padded_rows
+from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
+from torchtune_grpo.rollout.cache import (
+    GroupCache,
+    Prompt,
+    PromptGrid,
+    Row,
+    RowLayout,
+    padded_rows,
+)
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.graphs import Buffers, StepGraphs, coarse
+from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
 from torchtune_grpo.rollout.request import Progress, RolloutRequest, StopStrings
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
 from torchtune_grpo.trajectory import Samples
@@ -36,7 +44,7 @@ REPORT_SECONDS = 1.0
 class GroupRollout:
     """One rollout: the waiting rows, the live ones with their places, and their progress.
 
-    ``graphs``, if given, record decoding steps and replay them.
+    ``graphs``, if given, record decoding steps and replay them, which takes the decoder's kernel.
     """
 
     def __init__(
@@ -62,23 +70,14 @@ class GroupRollout:
         slots = prompt_slots(request, max_rows=max_rows)
         self._free_slots = list(range(slots))  # a heap
 
-        places = padded_rows(max_rows, few_shapes=graphs is not None)
-        prompt_width, width = max(len(prompt.tokens) for prompt in prompts), 1
-        if graphs is not None:  # nothing may move while the responses grow
-            prompt_width = cache.rounded(prompt_width)
-            width = coarse(self._longest, least=cache.BLOCK)
+        places = padded_rows(max_rows)
+        prompt_width = cache.rounded(max(len(prompt.tokens) for prompt in prompts))
+        width = 1 if graphs is None else self._longest  # nothing that was recorded may move
         cache.reserve(prompts=slots, prompt_width=prompt_width, rows=places, width=width)
         decoder.reserve(cache.rounded(prompt_width + self._longest))
+        self._grid = None if decoder.has_kernel else PromptGrid(cache.shape)
         self.layout = RowLayout(
-            buffers,
-            kv_heads=cache.shape.kv_heads,
-            slots=slots,
-            group_size=group,
-            places=places,
-            columns=cache.prompt_width + max(width, cache.rounded(self._longest)),
-            padding_row=len(self._rows),
-            few_shapes=graphs is not None,
-            dtype=decoder.dtype,
+            buffers, places=places, padding_row=len(self._rows), grid=self._grid
         )
         self.transcript = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
 
@@ -192,25 +191,30 @@ class GroupRollout:
     def decode(self) -> None:
         longest = max(row.count for row in self.live)
         self._cache.grow(longest)
-        layout, request = self.layout, self._request
         if self._graphs is None:
-            prompt_width = max(len(row.prompt.tokens) for row in self.live)
-            layout.show(prompt_width=prompt_width, width=self._cache.rounded(longest))
             self._step(width=longest)
         else:
-            width = coarse(longest, least=self._cache.BLOCK)
-            layout.show(prompt_width=self._cache.prompt_width, width=width)
-            step = (len(layout.rows), layout.used_slots, layout.group_width, layout.prompt_width)
+            request = self._request
             constants = (len(request.keys), request.params, tuple(request.stop_tokens))
-            self._graphs.run(partial(self._step, width=width), shape=(*step, width, *constants))
+            step = partial(self._step, width=longest)
+            self._graphs.run(step, shape=(len(self.layout.rows), *constants))
         for row in self.live:
             row.count += 1
+
+    def _attention(self, *, width: int) -> GridAttention | KernelAttention:
+        """That of a step whose longest response has ``width`` tokens."""
+        at, cache, grid = self.layout, self._cache, self._grid
+        if grid is None:
+            return KernelAttention(at, cache)
+        prompt_width = max(len(row.prompt.tokens) for row in self.live)
+        grid.show(at, prompt_width=prompt_width, width=cache.rounded(width))
+        return GridAttention(at, grid, cache, width=width, heads=self._decoder.heads)
 
     def _step(self, *, width: int) -> None:
         """Feed every live row its last token and sample the next; never waits for the device."""
         at = self.layout
         tokens = self.transcript.tokens[at.rows, at.last]
-        logits = self._decoder.decode(tokens, at, self._cache, width=width)
+        logits = self._decoder.decode(tokens, self._attention(width=width))
         self.transcript.sample(logits, rows=at.rows, last=at.last, places=slice(len(at.rows)))
         at.advance()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtune_grpo.rollout.graphs import Buffers, coarse
+from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.linear import FEW_ROWS
 from torchtune_grpo.trajectory import length_mask
 
@@ -120,16 +120,14 @@ class Row:
     ended: bool = False  # by a stop token or a stop string
 
 
-def padded_rows(rows: int, *, few_shapes: bool = False) -> int:
+def padded_rows(rows: int) -> int:
     """Number of rows in a decoding step, including padding rows.
 
     Matrix libraries waste what is missing to a multiple of eight. With many rows the steps are
-    larger, and with ``few_shapes`` larger still, so that few shapes occur.
+    larger, so that few shapes occur.
     """
     if rows <= FEW_ROWS:
         return FEW_ROWS
-    if few_shapes:
-        return coarse(rows, least=8)
     multiple = max(8, 1 << (rows.bit_length() - 3))
     return -(-rows // multiple) * multiple
 
@@ -137,112 +135,47 @@ def padded_rows(rows: int, *, few_shapes: bool = False) -> int:
 class RowLayout:
     """The live rows and some padding rows, n in all, as tensors that a decoding step reads.
 
-    Attention over prompts works on a grid of [used_slots, kv_heads, group_width] cells, some empty.
+    ``places`` is the most rows; ``padding_row`` is the number that all padding rows have. ``grid``,
+    if given, is kept up to date.
     """
 
-    rows: Tensor  # [n] numbers; those of padding rows are ``padding_row``
+    rows: Tensor  # [n] numbers
     last: Tensor  # [n] index of each row's last token among its sampled ones
     positions: Tensor  # [n] position of that token, prompt included
     places: Tensor  # [n] 0, 1, ..., n - 1
-    cells: int  # of the grid
-    gather: tuple[Tensor, Tensor]  # row and kv head of each cell, then of each row [n, kv_heads]
-    gather_grid: tuple[Tensor, Tensor]  # of the cells alone
-    scatter: Tensor  # [n * kv_heads] the cell of each row's heads
-    bias: Tensor  # [n, 1, 1, prompt_width + width] 0 or -inf: the prompt, then the response
+    slots: Tensor  # [n] those of their prompts; 0 of padding rows, as are all that follow
+    prompt_lengths: Tensor  # [n]
 
     def __init__(
-        self,
-        buffers: Buffers,
-        *,
-        kv_heads: int,
-        slots: int,
-        group_size: int,
-        places: int,
-        columns: int,
-        padding_row: int,
-        few_shapes: bool,
-        dtype: torch.dtype,
+        self, buffers: Buffers, *, places: int, padding_row: int, grid: PromptGrid | None
     ) -> None:
-        """Reserve room for n = ``places`` and a bias of ``columns``.
-
-        ``few_shapes`` lays the grid out for all ``slots`` and whole groups at all times, so that n
-        is all that its shape depends on.
-        """
-        self._kv_heads, self._padding_row, self._few_shapes = kv_heads, padding_row, few_shapes
-        self.used_slots, self.group_width = slots, group_size
-        cells, heads = slots * kv_heads * group_size, places * kv_heads
-        # Room for the most rows and columns, so that nothing moves during the rollout.
-        buffers.take("rows", (6 * places,), dtype=torch.long)
-        buffers.take("gather", (2 * (cells + heads),), dtype=torch.long)
-        buffers.take("scatter", (heads,), dtype=torch.long)
-        buffers.take("bias", (places * columns,), dtype=dtype)
-        self._buffers = buffers
-        self._zero = buffers.put("zero", torch.zeros((), dtype=dtype))
-        self.prompt_width = self.width = 0
+        self._buffers, self._padding_row, self._grid = buffers, padding_row, grid
+        # Room for the most rows, so that nothing moves during the rollout.
+        buffers.take("rows", (7 * places,), dtype=torch.long)
 
     def update(self, live: Sequence[Row]) -> None:
         """Describe other live rows, in the order of their places in the cache."""
-        slots = [row.prompt.slot for row in live]
-        columns: list[int] = []  # of each row among those of its slot
-        rows_of = dict.fromkeys(slots, 0)
-        for slot in slots:
-            columns.append(rows_of[slot])
-            rows_of[slot] += 1
-        if not self._few_shapes:
-            self.used_slots, self.group_width = max(slots) + 1, max(rows_of.values())
-        n = padded_rows(len(live), few_shapes=self._few_shapes)
+        n = padded_rows(len(live))
         padding = [0] * (n - len(live))
+        slots = [row.prompt.slot for row in live]
         prompt_lengths = [len(row.prompt.tokens) for row in live]
         described = torch.tensor(
             [
                 [row.number for row in live] + [self._padding_row for _ in padding],
+                list(range(n)),
+                slots + padding,
+                prompt_lengths + padding,
+                [1 for _ in live] + padding,
                 [row.count - 1 for row in live] + padding,
                 [p + row.count - 1 for p, row in zip(prompt_lengths, live)] + padding,
-                [1 for _ in live] + padding,
-                prompt_lengths + padding,
-                list(range(n)),
             ]
         )
         vectors = self._buffers.put("rows", described)
-        self.rows, self.last, self.positions, self._is_live, self._prompt_lengths, self.places = (
-            vectors
-        )
-        self._moving = vectors[1:3]
-        self._lay_out_grid(slots + padding, columns + padding, live=len(live))
-        self.prompt_width = self.width = 0  # another bias
-
-    def _lay_out_grid(self, slots: list[int], columns: list[int], *, live: int) -> None:
-        n, kv, width = len(slots), self._kv_heads, self.group_width
-        heads = torch.arange(kv)
-        slot, column = torch.tensor([slots, columns])
-        row_of = torch.zeros(self.used_slots, 1, width, dtype=torch.long)
-        row_of[slot[:live], 0, column[:live]] = torch.arange(live)
-        shape = (self.used_slots, kv, width)
-        self.cells = self.used_slots * kv * width
-        of_grid = [row_of.expand(shape).flatten(), heads[:, None].expand(shape).flatten()]
-        of_rows = [torch.arange(n).repeat_interleave(kv), heads.repeat(n)]
-        index = torch.cat([torch.stack(of_grid), torch.stack(of_rows)], dim=1)
-        gather = self._buffers.put("gather", index)
-        self.gather = (gather[0], gather[1])
-        self.gather_grid = (gather[0, : self.cells], gather[1, : self.cells])
-        cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
-        self.scatter = self._buffers.put("scatter", cell.flatten())
-
-    def show(self, *, prompt_width: int, width: int) -> None:
-        """Write the bias for other widths; :meth:`show_last` brings it up to date."""
-        if (prompt_width, width) == (self.prompt_width, self.width):
-            return
-        self.prompt_width, self.width = prompt_width, width
-        of_prompt = length_mask(self._prompt_lengths, prompt_width)
-        of_response = length_mask(self.last + 1, width)
-        visible = torch.cat([of_prompt, of_response], dim=1)  # [n, P + C]
-        shape = (len(self.rows), 1, 1, visible.shape[1])
-        bias = self._buffers.take("bias", shape, dtype=self._zero.dtype)
-        self.bias = bias.zero_().masked_fill_(~visible[:, None, None], -torch.inf)
-
-    def show_last(self) -> None:
-        own = self.bias[:, 0, 0, self.prompt_width :]
-        own.index_put_((self.places, self.last), self._zero)
+        self.rows, self.places, self.slots, self.prompt_lengths, self._is_live = vectors[:5]
+        self._moving = vectors[5:]
+        self.last, self.positions = self._moving
+        if self._grid is not None:
+            self._grid.update(slots, rows=n)
 
     def advance(self, places: Tensor | None = None) -> None:
         """Count one more token of the live rows, or of those in some places."""
@@ -250,3 +183,66 @@ class RowLayout:
             self._moving += self._is_live
         else:
             self._moving[:, places] += self._is_live[places]
+
+
+class PromptGrid:
+    """Where rows are on a grid of [slots, kv_heads, width] cells, some empty, and what they see.
+
+    It is for attention over a prompt as one product for all of its rows.
+    """
+
+    slots: int  # that are used
+    cells: int
+    gather: tuple[Tensor, Tensor]  # row and kv head of each cell, then of each row [n, kv_heads]
+    gather_cells: tuple[Tensor, Tensor]  # of the cells alone
+    scatter: Tensor  # [n * kv_heads] the cell of each row's heads
+    bias: Tensor  # [n, 1, 1, prompt_width + C] 0 or -inf: the prompt, then the response
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        self._zero = torch.zeros((), dtype=shape.dtype, device=shape.device)
+        self._widths = (0, 0)
+
+    @property
+    def prompt_width(self) -> int:
+        return self._widths[0]
+
+    def update(self, slots: Sequence[int], *, rows: int) -> None:
+        """Lay it out for the live rows' slots, in the order of their places, and padding rows."""
+        columns: list[int] = []  # of each row among those of its slot
+        rows_of = dict.fromkeys(slots, 0)
+        for slot in slots:
+            columns.append(rows_of[slot])
+            rows_of[slot] += 1
+        self.slots, width = max(slots) + 1, max(rows_of.values())
+        kv, device = self._shape.kv_heads, self._shape.device
+        heads, live = torch.arange(kv), len(slots)
+        padding = [0] * (rows - live)
+        slot, column = torch.tensor([[*slots, *padding], [*columns, *padding]])
+        row_of = torch.zeros(self.slots, 1, width, dtype=torch.long)
+        row_of[slot[:live], 0, column[:live]] = torch.arange(live)
+        shape = (self.slots, kv, width)
+        self.cells = self.slots * kv * width
+        of_cells = [row_of.expand(shape).flatten(), heads[:, None].expand(shape).flatten()]
+        of_rows = [torch.arange(rows).repeat_interleave(kv), heads.repeat(rows)]
+        index = torch.cat([torch.stack(of_cells), torch.stack(of_rows)], dim=1).to(device)
+        self.gather = (index[0], index[1])
+        self.gather_cells = (index[0, : self.cells], index[1, : self.cells])
+        cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
+        self.scatter = cell.flatten().to(device)
+        self._widths = (0, 0)  # another bias
+
+    def show(self, at: RowLayout, *, prompt_width: int, width: int) -> None:
+        """Write the bias for other widths; :meth:`show_last` brings it up to date."""
+        if (prompt_width, width) == self._widths:
+            return
+        self._widths = (prompt_width, width)
+        of_prompt = length_mask(at.prompt_lengths, prompt_width)
+        of_response = length_mask(at.last + 1, width)
+        visible = torch.cat([of_prompt, of_response], dim=1)  # [n, P + C]
+        bias = torch.zeros(visible.shape, dtype=self._zero.dtype, device=visible.device)
+        self.bias = bias.masked_fill_(~visible, -torch.inf)[:, None, None]
+
+    def show_last(self, at: RowLayout) -> None:
+        own = self.bias[:, 0, 0, self.prompt_width :]
+        own.index_put_((at.places, at.last), self._zero)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,9 +23,14 @@ from torchtune.modules import (
 )
 
 from torchtune_grpo.config.keys import SamplingParams
-from torchtune_grpo.machine.attention import Segments, shared_beginning, varlen_attention
 from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention
-from torchtune_grpo.rollout.cache import CacheShape, GroupCache, RowLayout
+from torchtune_grpo.rollout.attention import (
+    GridAttention,
+    KernelAttention,
+    PromptAttention,
+    kernel_runs,
+)
+from torchtune_grpo.rollout.cache import CacheShape, GroupCache
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
 from torchtune_grpo.rollout.sampling import bytes_per_logit
 
@@ -117,6 +122,11 @@ class NativeDecoder:
             device=device,
         )
 
+    @cached_property
+    def has_kernel(self) -> bool:
+        """Whether a decoding step's attention is one kernel."""
+        return kernel_runs(self.cache_shape, heads=self.heads)
+
     def linears(self) -> Iterator[RolloutLinear]:
         for layer in self._layers:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
@@ -155,19 +165,16 @@ class NativeDecoder:
         h = self._run_layers(attention.tokens, attention)
         return self._unembed(h[attention.ends])
 
-    def decode(self, tokens: Tensor, at: RowLayout, cache: GroupCache, *, width: int) -> Tensor:
-        """Feed every live row its last token: [n] -> [n, V] logits of the next one, in float32.
-
-        ``width`` is the number of tokens of the longest response, or more; the layout shows it.
-        """
-        at.show_last()
-        attention = GroupAttention(at, cache, width=width, heads=self.heads)
+    def decode(self, tokens: Tensor, attention: GridAttention | KernelAttention) -> Tensor:
+        """Feed every live row its last token: [n] -> [n, V] logits of the next one, in float32."""
         return self._unembed(self._run_layers(tokens, attention))
 
     def _unembed(self, h: Tensor) -> Tensor:
         return self._output.logits(self._norm(h))
 
-    def _run_layers(self, tokens: Tensor, attention: GroupAttention | PromptAttention) -> Tensor:
+    def _run_layers(
+        self, tokens: Tensor, attention: GridAttention | KernelAttention | PromptAttention
+    ) -> Tensor:
         """tokens [K] -> hidden states [K, D], before the last norm."""
         h = self._embed(tokens).to(self.dtype)
         rotations = {
@@ -213,94 +220,6 @@ def _run_layer(
 def _add(scale: nn.Module, linear: RolloutLinear, h: Tensor, x: Tensor) -> Tensor:
     """h + scale(linear(x)); mostly the scale does nothing."""
     return linear.add_to(h, x) if type(scale) is nn.Identity else h + scale(linear(x))
-
-
-class PromptAttention:
-    """Causal attention within prompts that lie side by side; caches their keys and values.
-
-    What all prompts begin with comes once, before the rest of each. ``slots`` are their places in
-    the cache.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
-    ) -> None:
-        device = cache.shape.device
-        beginning = range(shared_beginning(prompts))
-        tokens, positions = list(prompts[0][: len(beginning)]), list(beginning)
-        parts: list[list[range]] = [[beginning]]
-        cached: list[list[int]] = []  # slot, position and token of each key and value
-        for prompt, slot in zip(prompts, slots, strict=True):
-            rest = range(len(tokens), len(tokens) + len(prompt) - len(beginning))
-            tokens += prompt[len(beginning) :]
-            positions += range(len(beginning), len(prompt))
-            parts.append([beginning, rest])
-            cached += ([slot, at, token] for at, token in enumerate([*beginning, *rest]))
-        self.tokens, self.positions = torch.tensor([tokens, positions], device=device)  # [S] each
-        self.ends = torch.tensor([rest[-1] for _, rest in parts[1:]], device=device)  # [prompts]
-        self._cache, self._fresh = cache, torch.tensor(slots, device=device)
-        self._slots, self._places, self._of = torch.tensor(cached, device=device).t()
-        self._segments = Segments.of(parts, device=device)
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """[S, q heads + 2 kv heads, hd] of all prompts -> [S, q heads * hd]."""
-        q, new = _split(heads, self._cache)
-        cached = self._cache.prompts[layer]
-        cached.index_fill_(1, self._fresh, 0)  # what is masked has to be finite as well
-        cached[:, self._slots, :, self._places] = new[self._of]
-        return varlen_attention(q, new[:, 0], new[:, 1], self._segments).flatten(1)
-
-
-class GroupAttention:
-    """Attention of one new token per row over its prompt and its own response.
-
-    Scores over the prompt are computed for all rows of a prompt in one product, on a grid of
-    [prompts, group_width] places of which some may be empty; the softmax runs over both parts.
-    ``width`` columns of the responses are read.
-    """
-
-    def __init__(self, at: RowLayout, cache: GroupCache, *, width: int, heads: int) -> None:
-        self.positions = at.positions
-        self._at, self._cache, self._width = at, cache, width
-        self._bias = at.bias[..., : at.prompt_width + width]  # [n, 1, 1, P + C]
-        rows = len(at.rows) * cache.shape.kv_heads
-        shape = (rows, heads // cache.shape.kv_heads, self._bias.shape[-1])
-        self._scores = self._bias.new_empty(shape)  # [n * kv, r, P + C], written by each layer
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """[n, q heads + 2 kv heads, hd] of the new tokens -> [n, q heads * hd]."""
-        at, cache, width = self._at, self._cache, self._at.prompt_width
-        n, kv, slots = len(heads), cache.shape.kv_heads, at.used_slots
-        q, new = _split(heads, cache)
-        rows = cache.rows[layer]
-        rows[:, at.places, :, at.last] = new
-        keys, values = rows[:, :n, :, : self._width].flatten(1, 2)  # [n * kv, C, hd]
-        prompt_keys, prompt_values = cache.prompts[layer][:, :slots, :, :width].flatten(1, 2)
-
-        q = q.unflatten(1, (kv, -1))[at.gather]  # [cells + n * kv, r, hd]
-        of_grid, of_rows = q.tensor_split((at.cells,))
-        over_prompt = torch.bmm(of_grid.reshape(slots * kv, -1, q.shape[-1]), prompt_keys.mT)
-        over_prompt = over_prompt.view(at.cells, -1, width)  # [cells, r, P]
-        scores = self._scores  # [n * kv, r, P + C]
-        torch.index_select(over_prompt, 0, at.scatter, out=scores[..., :width])
-        if scores.is_cuda:
-            torch.bmm(of_rows, keys.mT, out=scores[..., width:])
-        else:  # which would write a strided result matrix by matrix
-            scores[..., width:] = torch.bmm(of_rows, keys.mT)
-        by_row = scores.unflatten(0, (n, kv))
-        torch.add(self._bias, by_row, alpha=cache.shape.head_dim**-0.5, out=by_row)
-        probs = scores.softmax(dim=-1)  # in float32, whatever the scores are
-        shared = probs.unflatten(0, (n, kv))[..., :width][at.gather_grid]  # [cells, r, P]
-        shared = torch.bmm(shared.view(slots * kv, -1, width), prompt_values)
-        out = shared.view(at.cells, -1, q.shape[-1]).index_select(0, at.scatter)  # [n * kv, r, hd]
-        return out.baddbmm_(probs[..., width:], values).view(n, -1)
-
-
-def _split(heads: Tensor, cache: GroupCache) -> tuple[Tensor, Tensor]:
-    """[K, q heads + 2 kv heads, hd] -> q [K, q heads, hd], and keys and values [K, 2, kv, hd]."""
-    kv = cache.shape.kv_heads
-    q, both = heads.tensor_split((heads.shape[1] - 2 * kv,), dim=1)
-    return q, both.unflatten(1, (2, kv))
 
 
 class Rotation:

@@ -20,7 +20,7 @@ from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.rollout.batch import GroupRollout, Transcript, prompt_slots
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason
-from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs, coarse
+from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
 from torchtune_grpo.rollout.request import Progress, RolloutEngine, RolloutRequest, must_stop
 from torchtune_grpo.trajectory import Samples
 
@@ -105,9 +105,7 @@ class NativeEngine:
         longest = request.params.max_generated_tokens
         prompt_width = GroupCache.rounded(max(map(len, request.prompts)))
         width = GroupCache.rounded(longest)
-        if self._graphs is not None:
-            width = coarse(longest, least=GroupCache.BLOCK)
-        places = padded_rows(rows, few_shapes=self._graphs is not None)
+        places = padded_rows(rows)
         cache = decoder.cache_shape.bytes(
             prompts=prompt_slots(request, max_rows=rows),
             prompt_width=prompt_width,
@@ -121,8 +119,9 @@ class NativeEngine:
         stop = must_stop(self._settings.deadline)
         with self.current_weights() as (decoder, cache):
             max_rows = self.rows_at_once(request)
+            graphs = self._graphs if decoder.has_kernel else None
             return GroupRollout(
-                decoder, cache, self._buffers, request, max_rows=max_rows, graphs=self._graphs
+                decoder, cache, self._buffers, request, max_rows=max_rows, graphs=graphs
             ).run(stop)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 A CUDA graph repeats its kernels on the memory and with the host's numbers of the recorded step.
 So all that a step reads or writes lies in :class:`Buffers`, at the same addresses in all rollouts,
-and sizes are rounded up to few values by :func:`coarse`.
+and its shape is its number of rows alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,6 @@ from torchtune import utils
 log = utils.get_logger("INFO")
 
 Step = Callable[[], None]
-
-
-def coarse(count: int, *, least: int) -> int:
-    """The smallest of ``least`` * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...) that is no less."""
-    blocks = -(-count // least)
-    power = 1 << (blocks - 1).bit_length()
-    return least * (power * 3 // 4 if 4 * blocks <= 3 * power > 6 else power)
 
 
 class Buffers:

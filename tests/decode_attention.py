@@ -1,0 +1,30 @@
+"""What the decoding kernel has to compute, in torch's operators; importing this lets CPUs do it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtune_grpo.rollout.attention import OPERATOR
+from torchtune_grpo.trajectory import length_mask
+
+
+def decode_attention(
+    heads: Tensor,
+    prompts: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    prompt_lengths: Tensor,
+    last: Tensor,
+) -> Tensor:
+    """Attention over each row's prompt, response and new token, which it caches."""
+    n, kv = len(heads), rows.shape[2]
+    q, new = heads.tensor_split((heads.shape[1] - 2 * kv,), dim=1)
+    rows[:, torch.arange(n), :, last] = new.unflatten(1, (2, kv))
+    keys, values = torch.cat([prompts[:, slots], rows[:, :n]], dim=3)  # [n, kv, P + C, hd]
+    seen = [length_mask(prompt_lengths, prompts.shape[3]), length_mask(last + 1, rows.shape[3])]
+    mask = torch.cat(seen, dim=1)[:, None, None]  # [n, 1, 1, P + C]
+    attend = F.scaled_dot_product_attention
+    return attend(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=True).flatten(1)
+
+
+torch.library.impl(OPERATOR, "cpu", decode_attention)

@@ -1,0 +1,144 @@
+"""The Triton kernel computes what ``decode_attention`` does, by Triton's interpreter and on a GPU.
+
+The interpreter cannot multiply bf16; for that it is compiled, for every card since Ampere.
+"""
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from decode_attention import decode_attention
+
+from torchtune_grpo.rollout import attention
+from torchtune_grpo.rollout.attention import kernel_runs
+from torchtune_grpo.rollout.cache import CacheShape
+
+pytest.importorskip("triton")
+
+KERNEL = "torchtune_grpo.rollout.kernel"
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+HEADS = [(1, 1, 8), (2, 4, 64), (3, 3, 64), (1, 20, 96), (2, 2, 128)]  # kv heads, group, size
+ATOL = {torch.float32: 1e-6, torch.float16: 2e-3}  # of results up to 4
+# The last row is for padding: it has no prompt. Some lengths are whole blocks of the kernel.
+PROMPT_LENGTHS, LAST, SLOTS = [300, 17, 17, 128, 0], [0, 149, 64, 1, 100], [0, 2, 2, 1, 0]
+
+
+# A process of its own: Triton decides for its interpreter when it is imported.
+INTERPRETED = """
+import sys, torch
+from torchtune_grpo.rollout.kernel import launch
+cases = torch.load(sys.argv[1])
+torch.save({name: (launch(*args), args[2]) for name, args in cases.items()}, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory) -> dict:
+    """The kernel's result, and the cache that it leaves, of all cases."""
+    file = tmp_path_factory.mktemp("interpreted") / "cases.pt"
+    torch.save({(h, d): given(*h, dtype=d, device="cpu") for h in HEADS for d in ATOL}, file)
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED, str(file)], env=env, check=True)
+    return torch.load(file)
+
+
+def given(kv_heads: int, group: int, size: int, *, dtype: torch.dtype, device: str) -> list:
+    """Arguments; what is behind a length is NaN, and the heads are part of a wider product."""
+    generator = torch.Generator().manual_seed(0)
+    n, heads = len(LAST), group + 2
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    new = normal(n, heads * kv_heads * size + 7)[:, :-7].unflatten(1, (-1, size))
+    prompts, rows = normal(2, 3, kv_heads, 320, size), normal(2, n + 3, kv_heads, 192, size)
+    for slot in SLOTS:
+        longest = max(n for n, of in zip(PROMPT_LENGTHS, SLOTS) if of == slot)
+        prompts[:, slot, :, longest:] = torch.nan
+    for row, last in enumerate(LAST):
+        rows[:, row, :, last:] = torch.nan
+    layout = [torch.tensor(x, device=device) for x in (SLOTS, PROMPT_LENGTHS, LAST)]
+    return [*(x.to(device, dtype) for x in (new, prompts, rows)), *layout]
+
+
+def expected(new, prompts, rows, *layout) -> torch.Tensor:
+    """What must come out, in float64; it leaves the cache as it is."""
+    finite = (x.cpu().double().nan_to_num() for x in (prompts, rows))
+    return decode_attention(new.cpu().double(), *finite, *(x.cpu() for x in layout))
+
+
+def assert_right(out, rows, args, *, atol: float) -> None:
+    torch.testing.assert_close(out.cpu().double(), expected(*args), atol=atol, rtol=0)
+    _, keys_and_values = attention._split(args[0], rows.shape[2])
+    right = args[2].clone()
+    for row, last in enumerate(LAST):  # only the new token was written
+        right[:, row, :, last] = keys_and_values[row]
+    assert torch.equal(rows.nan_to_num(), right.nan_to_num())
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", ATOL, ids=str)
+def test_it_is_attention_over_prompt_and_response(interpreted, heads, dtype):
+    args = given(*heads, dtype=dtype, device="cpu")
+    assert_right(*interpreted[heads, dtype], args, atol=ATOL[dtype])
+
+
+@pytest.mark.parametrize("heads", [pytest.param(heads, marks=GPU) for heads in HEADS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_computes_the_same(heads, dtype):
+    kv_heads, group, size = heads
+    shape = CacheShape(1, kv_heads, size, dtype, torch.device("cuda"))
+    assert kernel_runs(shape, heads=kv_heads * group)
+    args = given(*heads, dtype=dtype, device="cuda")
+    rows = args[2].clone()
+    out = attention._decode_attention(*args[:2], rows, *args[3:])
+    assert_right(out, rows, args, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 120])
+@pytest.mark.parametrize(
+    ("dtype", "size", "group"), [("bf16", 64, 4), ("bf16", 256, 8), ("fp32", 128, 1)]
+)
+def test_it_compiles_for_every_card_since_ampere(capability, dtype, size, group):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = importlib.import_module(KERNEL)
+    names = kernel._kernel.arg_names
+    itemsize = {"bf16": 2, "fp32": 4}[dtype]
+    constants = kernel.constants(4, group=group, head_dim=size, itemsize=itemsize)
+    kinds = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("out", "heads", "prompts", "rows"), f"*{dtype}")
+    kinds |= dict.fromkeys(("slots", "prompt_lengths", "last"), "*i64")
+    source = ASTSource(
+        kernel._kernel,
+        {name: kinds.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2}
+    )
+    assert compiled.metadata.shared < 99 * 1024  # what a block may have on sm_86
+
+
+def test_without_triton_or_a_compiler_torch_s_operators_do_it(monkeypatch, caplog):
+    def launch(*args):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nand more")
+
+    monkeypatch.setattr(attention, "_decode_attention", launch)
+    monkeypatch.setattr(attention, "is_since_ampere", lambda device: True)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
+    shape = CacheShape(1, 2, 8, torch.float32, torch.device("cuda"))
+    with caplog.at_level(logging.WARNING):
+        assert not kernel_runs(shape, heads=4)
+    (said,) = caplog.messages
+    assert "Failed to find C compiler" in said and "gcc" in said and "and more" not in said
