@@ -1,8 +1,10 @@
 """A real language model from the package index: its folder, a run on it, and what it saves."""
 
 import io
+import json
 import os
 import re
+import shutil
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from runs import (
+    LENGTH_REWARD,
+    OF_LENGTH,
     RECIPE,
     completions,
     distance,
@@ -20,6 +24,7 @@ from runs import (
     tune,
     weights,
 )
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtune_grpo import smollm2
@@ -96,12 +101,25 @@ def test_a_run_learns_resumes_and_saves_what_others_open(folder, tmp_path):
     assert shown.count("The answer is") == 4
 
 
+def first_layers(folder: Path, target: Path, *, count: int = 3) -> Path:
+    """A copy of the model's folder with its first layers alone, which opens and saves faster."""
+    shutil.copytree(folder, target)
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": count}))
+    cut = [f"model.layers.{number}." for number in range(count, 30)]
+    kept = {n: w for n, w in weights(folder).items() if not n.startswith(tuple(cut))}
+    save_file(kept, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
 def test_full_fine_tuning_is_the_same_on_two_ranks_and_in_transformers(folder, tmp_path):
     """The embedding is the output projection, too: trained once, in shards, and saved once."""
-    common = [f"model_dir={folder}", *SMALL, *FULL]
-    tune("run", RECIPE, "--config", CONFIG, "output_dir=one", *common, cwd=tmp_path)
+    folder = first_layers(folder, tmp_path / "model")
+    (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
+    common, own = [f"model_dir={folder}", *SMALL, *FULL, OF_LENGTH], {"PYTHONPATH": str(tmp_path)}
+    tune("run", RECIPE, "--config", CONFIG, "output_dir=one", *common, cwd=tmp_path, **own)
     two = [*common, "output_dir=two", "batch_size=2"]
-    run_ranks("--config", CONFIG, *two, ranks=2, cwd=tmp_path)
+    run_ranks("--config", CONFIG, *two, ranks=2, cwd=tmp_path, **own)
     one, two = (tmp_path / name / "step_000001" for name in ("one", "two"))
     assert weights(two).keys() == weights(folder).keys()
     moved = distance(weights(one), weights(folder))

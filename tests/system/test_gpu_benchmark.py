@@ -13,8 +13,8 @@ from runs import EAGER, run
 SCRIPT = Path(gpu.__file__)
 
 
-def test_all_pieces_run_and_are_written_down(tmp_path):
-    pieces = [name for name in gpu.RUN if name != "tests"]
+def test_pieces_run_and_are_written_down(tmp_path):
+    pieces = ["decoding", "recipe_lora", "update", "peers", "smollm2"]
     done = run(SCRIPT, "--device", "cpu", "--tiny", "--pieces", *pieces, cwd=tmp_path, **EAGER)
     result = json.loads((tmp_path / "gpu_check" / "results.json").read_text())
     assert list(result["pieces"]) == pieces

@@ -66,7 +66,6 @@ def test_values_and_gradients_equal_full_logits(kind):
     ("kind", "dtype", "atol"),
     [
         ("llama", torch.float32, 1e-5),
-        ("lora_output", torch.float32, 1e-5),
         ("lora", torch.bfloat16, 2e-2),
     ],
 )
