@@ -234,11 +234,11 @@ class GRPOConfig(Keys):
     ppo_epochs: PositiveInt = 1
     """Passes over each step's samples (the paper's mu)."""
     num_minibatches: PositiveInt = 1
-    """Optimizer steps in each of these passes; the groups are split into as many parts."""
+    """Optimizer steps in each pass over the samples, each on an equal part of the groups."""
     forward_batch_size: PositiveInt | None = None
     """Maximum rows in a forward and backward pass; null = all of the step's."""
     forward_token_budget: PositiveInt | None = None
-    """Maximum tokens in such a pass, padding included; replaces forward_batch_size."""
+    """Maximum tokens in a forward and backward pass, with padding; replaces forward_batch_size."""
     pack_groups: bool = True
     """Compute a prompt once for all of its responses in the same forward pass."""
     optimizer: Component
