@@ -306,7 +306,7 @@ def optimizer(run: History) -> Signs:
     norms = run.last("grad_norm", 40)
     before = [norm for norm in norms[:-10] if norm > 0]
     usual = median(before) if len(before) >= 10 else math.inf
-    spikes = [norm for norm in norms[-10:] if norm > 10 * usual]  # other prompts alone cause 3 times
+    spikes = [norm for norm in norms[-10:] if norm > 10 * usual]  # other prompts make it 3 times
     if len(spikes) >= 3:
         evidence = f"{len(spikes)} gradient norms of 10 are beyond 10 times the usual {usual:.3g}."
         is_clipped = run.config("clip_grad_norm") is not None
