@@ -175,7 +175,7 @@ class Checkpoints:
     def keep_best(self, step: int | None) -> None:
         """From now on keep this step's checkpoint, and the link ``best`` to it.
 
-        If the checkpoint is yet to be saved, the link is made then.
+        If the checkpoint is yet to be saved, saving it makes the link.
         """
         self.best = step
         on_first_rank(files.link_best, self._folder, step)

@@ -41,7 +41,7 @@ def config_files() -> dict[str, Path]:
 
 
 def hub_name(folder: Path) -> str | None:
-    """Return the hub's name for the model that `tune download` has fetched into a folder."""
+    """Return the name on the hub of the model that `tune download` has fetched into a folder."""
     try:
         name = json.loads((folder / REPO_ID_FILE).read_text(encoding="utf-8"))["repo_id"]
     except (OSError, ValueError, LookupError, TypeError):  # not written by it

@@ -66,8 +66,8 @@ def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
 
     Every resample of 100 wrong answers is 100 wrong answers, with the interval (0, 0). Therefore 2
     prompts that score 0 and 2 that score 1 are added first, as Agresti and Coull (1998) do for a
-    proportion: (0, 0.05). Where ``values`` (means over samples) vary less than zeros and ones with
-    that mean, the added prompts weigh less by this ratio. The order of the values has no effect.
+    proportion: (0, 0.05) then. Where ``values`` (means over samples) vary less than zeros and ones
+    with that mean, the added ones weigh less by this ratio. The order of the values has no effect.
     """
     scores = np.asarray(values, dtype=np.float64)
     mean = scores.mean()
@@ -270,7 +270,7 @@ def _interval(
     """Bootstrap the mean of ``values`` and ``added`` (weighted); return the percentile interval."""
     # Resamples are drawn as counts of equal values: these are few, and their order has no effect.
     unique, which = np.unique(np.concatenate([values, added]), return_inverse=True)
-    # The weight may exceed 1 only if scores lie outside 0 to 1, where the spread has no such bound.
+    # A weight above 1 means scores beyond 0 and 1, whose spread has no such bound.
     weights = np.repeat([1.0, min(weight, 1.0)], [len(values), len(added)])
     share = np.bincount(which, weights) / weights.sum()
     total = round(weights.sum())

@@ -24,15 +24,15 @@ from torchtune_grpo.config.keys import GRPOConfig
 SOLVED = 0.8  # mean of the deciding reward; above it, there is little left to learn
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
-# Finding -> how many steps in a row must show its signs, and how many groups a rank has in them.
+# Finding -> how many steps in a row must show its signs, with how many groups on a rank.
 BEGINS_AFTER = {
     # It looks at three steps itself, and comes first.
     "collapsed": (1, 0),
-    # If a fifth of the groups taught something, 24 that teach nothing are a 1 in 200 chance.
+    # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts"), (3, 24)),
-    # If it applied to a twentieth of the prompts, 100 without it are a 1 in 170 chance.
+    # If it applied to a twentieth of the prompts, 100 would all be without it once in 170 times.
     "reward_never_applies": (3, 100),
-    # If a fifth of the groups earned it, 20 that do not are a 1 in 90 chance.
+    # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
     "reward_constant": (5, 20),
     # One step is an accident.
     **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),

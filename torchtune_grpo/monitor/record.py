@@ -31,7 +31,7 @@ log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 
 RUN_FILE, COMPLETIONS_FILE = "run.jsonl", "completions.jsonl"
 _PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
-# Bytes by which completions.jsonl may grow over a whole run, and that it may take at once.
+# Bytes that completions.jsonl may gain over a whole run, and that it may take at once.
 _MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
 Record = dict[str, Any]
