@@ -234,7 +234,7 @@ class GRPOConfig(Keys):
     ppo_epochs: PositiveInt = 1
     """Passes over each step's samples (the paper's mu)."""
     num_minibatches: PositiveInt = 1
-    """Optimizer steps in each pass over the samples, each on an equal part of the groups."""
+    """Optimizer steps in each pass over the samples; the groups are split into as many parts."""
     forward_batch_size: PositiveInt | None = None
     """Maximum rows in a forward and backward pass; null = all of the step's."""
     forward_token_budget: PositiveInt | None = None
