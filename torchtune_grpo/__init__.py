@@ -2,7 +2,7 @@
 
 # Nothing is imported here: `import torch` loads this module through the plugin hook.
 __version__ = "0.1.0"
-TYPE_CHECKING = False  # typing's own is an import; type checkers know the name
+TYPE_CHECKING = False  # typing's own would need an import; type checkers know the name
 if TYPE_CHECKING:
     from torchtune_grpo.api import GRPO as GRPO
 

@@ -1,7 +1,7 @@
 """The command ``torchtune-grpo``, or ``python -m torchtune_grpo``.
 
 ``config``, ``evaluate``, ``plan``, ``sample`` and ``report`` are its own; ``ls``, ``cp``, ``cat``,
-``run`` and ``validate`` go to torchtune's command, also where the hook in ``import torch`` is off.
+``run`` and ``validate`` go to torchtune's command, even where the hook in ``import torch`` is off.
 """
 
 import importlib

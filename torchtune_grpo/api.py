@@ -66,12 +66,12 @@ class GRPO:
     ) -> None:
         self.config = load_config(str(config))
         self._rows: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}  # data sets, by the first check
+        self._loaded: dict[str, Any] = {}  # data sets, loaded by the first check
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
         if data is not None:
             self._set_data("dataset", data)
-            self.config.eval_dataset = None  # of another task
+            self.config.eval_dataset = None  # it is of another task
         self._foreign = []  # sentences about keys that cannot be set
         for name, value in keys.items():
             hint = aliases.meaning(name)
@@ -86,7 +86,7 @@ class GRPO:
             form = {k: v for k, v in self.config.dataset.items() if k not in of_rows}
             self.config.eval_dataset = OmegaConf.merge(form, self.config.eval_dataset or {})
             self._set_data("eval_dataset", eval_data)
-        self._rewards: dict[int, Reward] = {}  # those that no config can name, by their place
+        self._rewards: dict[int, Reward] = {}  # rewards that no config can name, by place
         if rewards is not None:
             self._set_rewards(rewards)
         folder = Path(str(self.config.get("output_dir") or ""))
@@ -105,7 +105,7 @@ class GRPO:
         super().__setattr__(name, value)
 
     def _set_data(self, key: str, data: Any) -> None:
-        """Names a source in the config, or keeps rows that are in memory."""
+        """Name a source in the config, or keep rows that are in memory."""
         if OmegaConf.select(self.config, f"{key}._component_") != RLDATASET:
             self.config[key] = {"_component_": RLDATASET}
         if isinstance(data, Mapping):
@@ -116,7 +116,7 @@ class GRPO:
             self._rows[key] = data
 
     def _set_rewards(self, rewards: Sequence[Any]) -> None:
-        """Names the rewards in the config, and keeps those that cannot be imported."""
+        """Name the rewards in the config, and keep those that cannot be imported."""
         nodes = []
         for number, reward in enumerate(rewards):
             function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
@@ -181,13 +181,13 @@ class GRPO:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What the run has logged so far, a dict for each step and each evaluation."""
+        """The metrics that were logged so far, a dict for each step and each evaluation."""
         return read_metrics(self._folder)
 
     def plan(self) -> dict[str, Any]:
         """Print what training is going to be like, and return it: docs/plan.md.
 
-        It comes before the first step, and changes nothing of the run.
+        Call it before the first step; it changes nothing about the run.
         """
         if self._recipe is not None:
             raise RuntimeError("plan() comes first: close() this run, and make a new GRPO.")
@@ -196,7 +196,7 @@ class GRPO:
         return numbers
 
     def train(self) -> Path:
-        """Train up to ``num_steps``, or go on with it; return the last checkpoint.
+        """Train, or go on training, up to ``num_steps``; return the last checkpoint.
 
         Ctrl-C saves a checkpoint and raises a KeyboardInterrupt; another call goes on.
         """
@@ -209,7 +209,7 @@ class GRPO:
             )
         try:
             recipe.train()
-        except BaseException:  # in the middle of a step: what is in memory may be half of one
+        except BaseException:  # perhaps in the middle of a step, half of which is in memory
             with read_write(self.config):
                 self.config.resume_from_checkpoint |= run.checkpoints.last_step > 0
             self._drop()
@@ -247,7 +247,7 @@ class GRPO:
         temperature: float | None = None,
         seed: int | None = None,
     ) -> Any:
-        """Answers a prompt, or several, in the form of the training data's.
+        """Answer a prompt, or several, encoded like those of the training data.
 
         A prompt is a text, or a list of messages ``{"role": ..., "content": ...}``. A temperature
         of 0 is greedy, and the same seed gives the same answers; None takes the config's.
@@ -328,7 +328,7 @@ _ARGUMENTS = {"dataset": "data", "eval_dataset": "eval_data"}
 
 
 def _in_python(problem: str) -> str:
-    """Name the key that a message asks for as GRPO takes it."""
+    """Spell the key that a message suggests as an argument of GRPO."""
 
     def spelling(match: re.Match[str]) -> str:
         key = _ARGUMENTS.get(match[1].removesuffix(".source"), match[1].replace(".", "_"))
@@ -348,7 +348,7 @@ def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a config holds it: classes and functions by their dotpath."""
+    """Turn a value into what a config holds: classes and functions become dotpaths."""
     if isinstance(value, DictConfig):
         return OmegaConf.to_container(value)
     if isinstance(value, Mapping):
@@ -363,7 +363,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dotpath(component: Any) -> str | None:
-    """The dotpath by which another process can import a class or function, if there is one."""
+    """Return a dotpath by which other processes can import a class or function, if there is one."""
     module, name = getattr(component, "__module__", None), getattr(component, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier():
         return None

@@ -1,11 +1,11 @@
-"""What a run is going to be like, before its first step: will it learn, how long, does it fit.
+"""Forecasts, before a run's first step, whether it learns, how long it takes and whether it fits.
 
     torchtune-grpo plan --config smollm2_135M_grpo optimizer.lr=1e-3
 
 A plan sets up the run of a config in a folder of its own below ``output_dir``, samples the groups
 of its first steps, trains on the last of them once, samples those prompts again, and throws that
-run away. Only ``plan.json`` is left, and the run that follows is the one it would have been. It
-exits with 0 if the run learns, 1 if that is doubtful, and 2 if it will not learn as it is.
+run away. Only ``plan.json`` is left; the real run is the same as without a plan. The exit code is
+0 if the run learns, 1 if that is doubtful, and 2 if it will not learn as it is.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from torchtune_grpo.trajectory import Trajectory
 
 VERDICTS = ("learns", "doubtful", "will not learn")
 _GROUP_SIZES = (4, 8, 16, 32)
-_ROUNDS, _SECONDS = 4, 45  # of sampling: the fewer
-_COMPARED = 10_000_000  # numbers of the gradient
+_ROUNDS, _SECONDS = 4, 45  # limits on sampling; the first one reached ends it
+_COMPARED = 10_000_000  # largest number of gradient entries to compare
 
-# docs/plan.md says what these thresholds were found from.
-_FEW, _NEARLY_NONE = 0.15, 0.03  # of the groups
+# docs/plan.md says where these thresholds come from.
+_FEW, _NEARLY_NONE = 0.15, 0.03  # shares of the groups
 _FAR, _TOO_FAR = 0.5, 2.0  # nats a token, in one step
 _NEAR = 0.2  # square root of nats a token, over all steps
-_TIME_FACTOR = 1.6  # that a step's time may differ by
-_SOON = 10  # steps, over which shares are told as they may become
+_TIME_FACTOR = 1.6  # by which a step's time may differ, up or down
+_SOON = 10  # number of steps for which shares are forecast
 
 Numbers = dict[str, Any]
 Array = NDArray[np.float64]
 
 
 class Groups:
-    """Takes the recorder's place for groups, and keeps all that rollouts gave."""
+    """Stands in for the recorder's groups, and keeps all that rollouts returned."""
 
     def __init__(self, size: int, decider: str) -> None:
         self._size, self._decider = size, decider
@@ -85,7 +85,7 @@ class Groups:
 
 
 class GradientSample:
-    """Takes the optimizer's place, and keeps a part of the gradient instead of a step."""
+    """Stands in for the optimizer, and keeps a part of the gradient instead of taking a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -171,7 +171,7 @@ def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
         **_of_update(recipe, rows, times),
     }
     run.sampler.load_state_dict(before)
-    recipe.rollout(StepMetrics())  # of the same prompts
+    recipe.rollout(StepMetrics())  # on the same prompts
     for when, index in (("then", -2), ("after", -1)):
         trajectory, scores = groups.seen[index]
         numbers[f"pass_rate_{when}"] = float(groups.outcomes(scores).mean())
@@ -181,11 +181,11 @@ def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
 
 
 def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> Numbers:
-    """Ranges of the means of two shares over the first steps.
+    """Forecast ranges for the means of two shares over the first steps.
 
-    They reach from no learning to steps that all move the logits of pass rates, and of being cut
-    off, as far as the plan's step did, or (pass rates) a standard error further, or (being cut off)
-    in the other direction.
+    One end is no learning. At the other, every step moves the logits of pass rates, and of being
+    cut off, as far as the plan's step did, or (pass rates) a standard error further, or (being cut
+    off) in the other direction.
     """
 
     def logit(rate: Any, count: int) -> Any:
@@ -195,7 +195,7 @@ def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> 
         then, after = (logit(numbers[f"{name}_{when}"], samples) for when in ("then", "after"))
         return float(after - then)
 
-    def right(moved: float) -> Array:  # of each prompt
+    def right(moved: float) -> Array:  # pass rate of each prompt
         return 1 / (1 + np.exp(-logit(rates, size) - moved))
 
     def teaching(moved: float) -> float:
@@ -214,7 +214,7 @@ def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> 
 
     known = [numbers[f"pass_rate_{when}"] * samples + 0.5 for when in ("then", "after")]
     error = sqrt(sum(1 / count + 1 / (samples + 1 - count) for count in known))
-    # The logit of a mean moves less than the logits of which it is the mean.
+    # The logit of a mean rate moves less than the logits of the rates.
     each = np.linspace(-12, 12, 241)
     of_mean = logit(np.array([right(moved).mean() for moved in each]), samples)
     wanted = logit(right(0).mean(), samples) + shift("pass_rate") + np.array([0, error])
@@ -228,7 +228,7 @@ def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> 
 
 
 def _of_groups(groups: Groups, right: Array, cfg: GRPOConfig) -> Numbers:
-    """How often answers are right, and how often a group of so many teaches something."""
+    """Return how often answers are right, and how often groups of some sizes teach something."""
     total = groups.of(groups.scores.total)
     teaching = {size: teaching_shares(total, size) for size in _GROUP_SIZES}
     known = [t.advantages for t, _ in groups.seen if t.advantages is not None]
@@ -243,11 +243,11 @@ def _of_groups(groups: Groups, right: Array, cfg: GRPOConfig) -> Numbers:
 
 
 def teaching_shares(values: Array, size: int) -> Array | None:
-    """How likely ``size`` samples of each prompt are to have rewards that differ: [B].
+    """Return how likely ``size`` samples of each prompt are to have rewards that differ: [B].
 
-    From the rewards [B, G] of G samples. Up to G it is exact, by all subsets. Beyond, where there
-    are two rewards, pass rates are taken to have the Beta distribution that fits all prompts, and
-    each prompt's samples; None where there are more.
+    ``values`` [B, G] are rewards of G samples. Up to G the result is exact, over all subsets. For
+    larger groups it is None if rewards take more than two values; otherwise a Beta prior is fitted
+    to all prompts' pass rates, and updated with each prompt's samples.
     """
     rounded, drawn = np.round(values, 6), values.shape[1]
     if size <= drawn:
@@ -274,7 +274,7 @@ def _share(values: Array) -> list[float]:
 
 
 def _of_rewards(groups: Groups) -> Numbers:
-    """Of each reward: its part of the spread within groups, and whether it says anything."""
+    """Return each reward's part of the spread within groups, and whether it says anything."""
     scores = groups.scores
 
     def centred(values: Tensor) -> Array:
@@ -300,7 +300,7 @@ def _of_rewards(groups: Groups) -> Numbers:
 
 
 def _of_lengths(recipe: GRPOFullFinetuneRecipe, groups: Groups) -> Numbers:
-    """The shares of responses that are cut off, now and with half and twice the tokens."""
+    """Return the shares of responses that are cut off, now and at half and twice the tokens."""
     run, cfg = recipe.run, recipe.cfg
     trajectory = Trajectory.join([trajectory for trajectory, _ in groups.seen])
     half = trajectory.response_lengths > cfg.max_generated_tokens // 2
@@ -324,7 +324,7 @@ def _of_lengths(recipe: GRPOFullFinetuneRecipe, groups: Groups) -> Numbers:
 def _of_update(
     recipe: GRPOFullFinetuneRecipe, rows: Trajectory, times: Sequence[Mapping[str, float]]
 ) -> Numbers:
-    """The gradient's signal and noise, how far a step moves the policy, and seconds."""
+    """Return the gradient's signal to noise, how far a step moves the policy, and seconds."""
     run, cfg = recipe.run, recipe.cfg
     found: Numbers = {"signal_to_noise": _signal_to_noise(recipe, rows), "moved": 0.0}
     step = StepMetrics()
@@ -338,7 +338,7 @@ def _of_update(
         with torch.no_grad():
             new = trajectory_logprobs(recipe.model, batch.parts, temperature=cfg.temperature)
         change = (new - batch.old_logprobs).double()[batch.trajectory.response_mask]
-        # The KL in nats a token, or less, as a few ratios may be huge.
+        # The KL in nats a token, capped by the mean |change|, as a few ratios may be huge.
         found["moved"] = float(min((change.exp() - 1 - change).mean(), change.abs().mean()))
     later = times[1:] or times  # the first one also warms up
     seconds = {
@@ -356,7 +356,7 @@ def _of_update(
 
 
 def _signal_to_noise(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> float | None:
-    """|mean| / |standard error| of the gradient, from two halves of the groups that teach."""
+    """Return the gradient's |mean| / |standard error|, from two halves of the teaching groups."""
     size, optimizer = recipe.cfg.grpo_samples, recipe.optimizer
     assert rows.advantages is not None
     teaching = (rows.advantages.view(-1, size) != 0).any(dim=1).nonzero()[:, 0]
@@ -405,7 +405,7 @@ def judge(numbers: Numbers, cfg: GRPOConfig) -> Judgement:
     found = Judgement()
     _judge_rewards(found, numbers, cfg)
     _judge_groups(found, numbers, cfg)
-    rate, moved = cfg.optimizer.get("lr", 1e-3), numbers["moved"]  # as torch.optim has it
+    rate, moved = cfg.optimizer.get("lr", 1e-3), numbers["moved"]  # torch.optim's default
     if moved > _FAR:
         found.add(
             "doubtful" if moved < _TOO_FAR else "will not learn",
@@ -478,7 +478,7 @@ def _judge_rewards(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
 
 
 def lines(numbers: Numbers) -> Iterator[str]:
-    """A plan on one screen."""
+    """Yield the lines of a plan, which fit on one screen."""
     share = "{:.2f} [{:.2f}, {:.2f}]".format
     size, teaching, seconds = numbers["samples"], numbers["informative"], numbers["time"]
     memory, cut = numbers["memory"], numbers["cut_off"]

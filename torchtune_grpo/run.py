@@ -1,4 +1,4 @@
-"""A run: all that a config makes, each part when it is first asked for.
+"""A run: everything that a config describes, each part made when it is first used.
 
 The recipe, the Python API and the commands share it, and so does the check of a config, which makes
 everything but the weights.
@@ -74,11 +74,11 @@ log = utils.get_logger("INFO")
 
 
 class Run:
-    """A config and what it makes; a config with mistakes raises a ConfigError with all of them.
+    """A config and the parts made from it; raises a ConfigError with all mistakes in the config.
 
-    ``table`` is a subclass of the table of keys where a recipe has keys of its own. From Python,
-    ``data`` holds rows by the key of their data set, and ``rewards`` those that no config can name
-    by their place in the config's list.
+    ``table`` is a subclass of the table of keys if a recipe has keys of its own. From Python,
+    ``data`` holds rows by the key of their data set, and ``rewards`` holds rewards that no config
+    can name, by their place in the config's list.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Run:
 
     @cached_property
     def empty_model(self) -> TransformerDecoder:
-        """The config's model on the meta device, to be asked for its shapes."""
+        """The config's model on the meta device, for its shapes alone."""
         return empty_model(self.cfg)
 
     @cached_property
@@ -127,7 +127,7 @@ class Run:
 
     @cached_property
     def outcome_gate(self) -> OutcomeGate | None:
-        """What keeps shaping rewards from training alone, if there are some and it is wanted."""
+        """The gate that keeps shaping rewards from training alone, if wanted and any exist."""
         rewards, wanted = self.rewards.rewards, self.cfg.objective.outcome_gate
         known = (reward.name for reward in rewards if reward.decides and reward.weight)
         name = self.cfg.evaluation.reward or next(known, None)
@@ -193,7 +193,7 @@ class Run:
         return self.make_evaluator(self.eval_dataset)
 
     def items_of(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
-        """Prompts that are not in the data set, as items of it."""
+        """Turn prompts from outside the data set into items like its own."""
         items = [
             {"index": i, "tokens": self.dataset.encode(prompt), "prompt": prompt, "columns": {}}
             for i, prompt in enumerate(prompts)
@@ -224,7 +224,7 @@ class Run:
         )
 
     def make_evaluator(self, dataset: Any) -> Evaluator:
-        """An evaluator on a data set, which does as the run's evaluations do."""
+        """Make an evaluator for a data set that works like the run's own."""
         return Evaluator(self.cfg, dataset, tokenizer=self.tokenizer, rewards=self.rewards)
 
     @cached_property
@@ -262,7 +262,7 @@ class Run:
         problems, remarks = Problems(), Problems()
         with remarks.noted():
             find_device(self.cfg.device)
-        for part in ("loss", "outcome_gate"):  # and so the rewards
+        for part in ("loss", "outcome_gate"):  # the gate makes the rewards
             with problems.noted():
                 getattr(self, part)
         if self.cfg.prepare and not Path(self.cfg.checkpointer.checkpoint_dir).exists():
@@ -287,7 +287,7 @@ class Run:
             choose_threads(self.empty_model)
 
     def start(self) -> Path | None:
-        """Take ``output_dir`` and make all that needs no weights, so that mistakes fail here.
+        """Claim ``output_dir`` and make all that needs no weights, so that mistakes surface here.
 
         Returns the checkpoint to resume from, if the config says so.
         """
@@ -313,10 +313,10 @@ class Run:
     def build_policy(self) -> TransformerDecoder:
         """Build the policy with the weights that training starts from, the same on all ranks.
 
-        One that is going to be sharded has them on the first rank, and is on meta on the others.
+        A policy to be sharded has them on the first rank, and is on meta on the others.
         """
         device = self.device
-        if self.is_sharded:  # too large for one device, or for the host's memory once for each rank
+        if self.is_sharded:  # too large for a device, or the host has no memory for one per rank
             device = torch.device("cpu" if parallel.rank() == 0 else "meta")
         model = make_policy(self.cfg, device=device)
         parallel.load_once(
@@ -327,11 +327,11 @@ class Run:
         return model
 
     def build_reference(self, policy: TransformerDecoder) -> Reference | None:
-        """The policy as it is now, as the loss compares with it; None if it does not."""
+        """Return the policy as it is now, as the loss's reference; None if the loss needs none."""
         return make_reference(policy, self.cfg) if self.loss.needs_reference else None
 
     def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
-        """The engine that generates responses with the policy's current weights."""
+        """Make the engine that generates responses with the policy's current weights."""
         return make_engine(
             policy,
             self.cfg.rollout,
@@ -341,11 +341,11 @@ class Run:
         )
 
     def _bytes_to_come(self) -> int:
-        """What training is going to take of the device's memory, if there will be any."""
+        """Return the bytes of device memory that training will still take, if there is any."""
         return 0 if self._optimizer is None else self._optimizer.bytes_to_come(self.device)
 
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
-        """The engine with a checkpoint's weights; None = those before training."""
+        """Make the engine with a checkpoint's weights; None = the weights before training."""
         start = " with ".join(
             filter(None, [self.cfg.checkpointer.checkpoint_dir, self.cfg.adapter_dir])
         )
@@ -368,7 +368,7 @@ class Run:
         return None
 
     def prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
-        """Compile, checkpoint and shard the layers, after all that copies or loads weights."""
+        """Compile, checkpoint and shard the layers, after all copying and loading of weights."""
         if self.cfg.compile:
             utils.log_rank_zero(log, "compile=True: the first step takes minutes longer.")
             compile_layers(policy)
@@ -396,7 +396,7 @@ class Run:
     def steps(
         self, *, evaluate: Callable[[], None], save: Callable[[], None]
     ) -> Iterator[StepMetrics]:
-        """Give each step's metrics to be filled; log, evaluate and save when it is done."""
+        """Yield each step's metrics to be filled in; log, evaluate and save when it is done."""
         evaluate_every = self.cfg.evaluation.every_n_steps
         save_every = self.cfg.saving.every_n_steps
         if self._is_due(evaluate_every):
@@ -424,17 +424,17 @@ class Run:
         return self.step >= self.cfg.num_steps or self._is_stopped
 
     def rounds(self) -> Rounds:
-        """The prompts of a step, in rounds; without dynamic sampling there is one."""
+        """Return a step's prompts in rounds; without dynamic sampling there is one round."""
         gate = None if self.outcome_gate is None else self.outcome_gate.reward
         return Rounds(self.cfg, self.dataset, self.sampler.next, gate=gate)
 
     @property
     def trainer_state(self) -> TrainerState:
-        """How far the run is, for the rewards."""
+        """The run's progress, for the rewards."""
         return TrainerState(self.step, max_steps=self.cfg.num_steps, epoch=self.sampler.epoch)
 
     def _begin_step(self) -> None:
-        """End an interrupted run, or begin what a resumed one repeats: a step or its evaluation."""
+        """End an interrupted run, or seed what a resumed run repeats: a step or its evaluation."""
         interrupt.check()
         seed_step(self.cfg.seed, self.step)
 
@@ -442,7 +442,7 @@ class Run:
         return self.step == 0 or self.is_over or (every is not None and self.step % every == 0)
 
     def evaluate(self, engine: RolloutEngine) -> None:
-        """Evaluate the policy, unless the run that is resumed already has."""
+        """Evaluate the policy, unless the run did so before it was resumed."""
         done = [event["step"] for event in self.recorder.evaluations]
         if self.evaluator is None or self.step in done:
             return
@@ -484,7 +484,7 @@ class Run:
         optimizer: PolicyOptimizer,
         state: Mapping[str, Any] | None,
     ) -> None:
-        """Go on from what :meth:`save` has written; None: try whether it could save."""
+        """Go on from the ``state`` that :meth:`save` wrote; None: check that the run can save."""
         self._optimizer = optimizer
         parallel.on_first_rank(self.checkpoints.keep_base_files)
         if state is None:
@@ -504,7 +504,7 @@ class Run:
         self.recorder.resume(self.step)
         utils.log_rank_zero(log, f"Resumed after step {self.step}.")
         self._judge()
-        self.checkpoints.prune()  # a run that is killed may have saved and not deleted
+        self.checkpoints.prune()  # a killed run may have saved but not yet deleted
 
     def say_how_to_resume(self) -> None:
         text = "Interrupted before the first step was done; the same command starts anew."
@@ -534,10 +534,10 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__)
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()
-        end_on_ctrl_c()  # and on other signals, until the recipe handles them
+        end_on_ctrl_c()  # as on other signals, until the recipe handles them
         with errors_in_one_line(keep=write_error):
             code = recipe_main(load_config(args.config, overrides))
-        if code:  # a signal's; Python would wait for threads that dropped rewards have left behind
+        if code:  # a signal's; Python would wait for threads left behind by rewards it has dropped
             with suppress(OSError):  # the terminal is closed
                 sys.stdout.flush()
             os._exit(code)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what they hold, how they are written and read back."""
+"""A run's checkpoints: what they hold, and how they are written and read back."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ STATE_FILE = "training_state.pt"
 RUN_CONFIG_FILE = "run_config.json"
 BASE_COPY = ".base"  # in a run's folder
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?|config\.json")
-# What in the base's folder is about its own weights, or about how those were made
+# Files in the base's folder about its own weights, or about how those were made
 _OF_THE_BASE = re.compile(
     r"\..*|readme.*|sha256sums|original_repo_id\.json|run_config\.json|torchtune_config\.yaml"
     r"|adapter_.*|train(ing|er)_.*|.*\.(index\.json|safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)",
     re.IGNORECASE,
 )
 _NESTED = ("original/tokenizer.model", "additional_chat_templates/*")  # torchtune reads the first
-# What numpy's arrays and numbers, as samplers have them, are pickled with
+# Globals that pickles of numpy's arrays and numbers need; samplers have such values
 _NUMPY: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
 _NUMPY += [value.__reduce__()[0] for value in (np.zeros(0), np.float64())]
-_LARGEST_COPY = 100 * 2**20  # bytes; what is larger is weights in some format
+_LARGEST_COPY = 100 * 2**20  # bytes; anything larger is weights in some format
 
 
 class Checkpoints:
-    """The checkpoint folders of a run, and the model that it starts from.
+    """A run's checkpoint folders, and the model that it starts from.
 
-    Every rank has to call the methods that save and keep; the first one writes.
+    Every rank has to call the methods that save or keep; only the first one writes.
     """
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self._cfg, self._node, self._folder = cfg, cfg.checkpointer, Path(cfg.output_dir)
         self._checkpointer = self._make_checkpointer()
-        base = Path(self._node.get("checkpoint_dir", "")).absolute()  # PEFT takes "a/b" for a hub's
+        base = Path(self._node.get("checkpoint_dir", "")).absolute()  # PEFT takes "a/b" as a hub's
         self._base, self._base_name = base, hub_name(base) or str(base)
-        self.last_step = 0  # of the checkpoint that the run began with, or wrote last
+        self.last_step = 0  # step of the checkpoint that the run began with, or wrote last
         self.best: int | None = None  # the step of the checkpoint that is kept beside the last
 
     def _make_checkpointer(self, **overrides: Any) -> Any:
@@ -72,11 +72,11 @@ class Checkpoints:
         return resume.run_config(self._cfg, base_files=self._checkpointer._checkpoint_paths)
 
     def base_weights(self) -> dict[str, Any]:
-        """The weights to start from, in torchtune's names and Hugging Face's order of rows."""
+        """Return the weights to start from, with torchtune's names and Hugging Face's row order."""
         return load_weights(self._checkpointer, self._node)
 
     def keep_base_files(self) -> None:
-        """Copy what saves need of the base model's folder, which may change or go meanwhile."""
+        """Copy what saving needs from the base model's folder, which may change or vanish."""
         copy = self._folder / BASE_COPY
         failing = f"output_dir={self._folder}: a copy of checkpointer.checkpoint_dir={self._base}"
         remedy = "Mend that folder, or give output_dir room and rights."
@@ -88,11 +88,11 @@ class Checkpoints:
         self._node = OmegaConf.merge(self._node, {"checkpoint_dir": str(copy)})
 
     def newest(self) -> Path:
-        """The newest undamaged checkpoint; a ValueError if there is none."""
+        """Return the newest undamaged checkpoint; raise a ValueError if there is none."""
         return files.newest_checkpoint(self._folder)
 
     def to_resume(self) -> Path:
-        """The newest undamaged checkpoint, if the run's config may continue it."""
+        """Return the newest undamaged checkpoint; raise a ValueError if it cannot be continued."""
         checkpoint = self.newest()
         old, new = _config_of(checkpoint), self._run_config
         remedy = "start afresh with resume_from_checkpoint=False"
@@ -108,15 +108,15 @@ class Checkpoints:
         return checkpoint
 
     def check_policy(self, checkpoint: Path) -> None:
-        """Raise a ValueError if the run's policy is not the one that a checkpoint holds."""
+        """Raise a ValueError if the run's policy is not the one in the checkpoint."""
         old, new = _config_of(checkpoint), resume.run_config(self._cfg)
         remedy = "look at the weights before training with --base"
         resume.refuse_changes(old, new, resume.POLICY, checkpoint=checkpoint, remedy=remedy)
 
     def restore(self, model: nn.Module, checkpoint: Path) -> dict[str, Any]:
-        """Load a checkpoint's weights into a freshly built policy; the training's state."""
+        """Load a checkpoint's weights into a freshly built policy; return the training state."""
         self.last_step = files.step_of(checkpoint)
-        # A rank whose model is on meta needs no tensor in memory: it gets parts from the first one.
+        # A rank whose model is on meta needs no tensors in memory: rank 0 sends it its shards.
         state = _read_state(checkpoint / STATE_FILE, mapped=next(model.parameters()).is_meta)
 
         def load() -> None:
@@ -175,13 +175,13 @@ class Checkpoints:
     def keep_best(self, step: int | None) -> None:
         """From now on keep this step's checkpoint, and the link ``best`` to it.
 
-        The checkpoint may be about to be saved; then the link follows.
+        If the checkpoint is yet to be saved, saving it makes the link.
         """
         self.best = step
         on_first_rank(files.link_best, self._folder, step)
 
     def rehearse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Write a checkpoint as :meth:`save` does, and delete it: what would fail fails now.
+        """Write a checkpoint as :meth:`save` does, and delete it, so that errors come now.
 
         Also fails if the optimizer's later states would not fit on the disk.
         """
@@ -248,7 +248,7 @@ class Checkpoints:
             path.chmod((folder / RUN_CONFIG_FILE).stat().st_mode)
 
     def _write_weights(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Take weights and their config from the folder that a checkpointer fills."""
+        """Save the weights with the checkpointer, and move them and their config to ``folder``."""
         with only_warnings():
             save_weights(self._checkpointer, self._node, weights, epoch=0)
         written = folder / "epoch_0"
@@ -259,7 +259,7 @@ class Checkpoints:
 
 
 def check_state(key: str, state: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a checkpoint with the state of the config's ``key`` cannot be read."""
+    """Raise a ValueError if a checkpoint with the ``state`` of this key could not be read back."""
     file = BytesIO()
     try:
         torch.save(state, file)
@@ -274,13 +274,13 @@ def check_state(key: str, state: Mapping[str, Any]) -> None:
 
 
 def _read_state(file: Path | BytesIO, *, mapped: bool = False) -> dict[str, Any]:
-    """The training's state from a file, without running what else a pickle may hold."""
+    """Read the training state from a file, without running what else a pickle may hold."""
     with safe_globals(_NUMPY):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _copy_base_files(base: Path, folder: Path) -> None:
-    """Copy what a checkpoint needs to stand alone and lacks: settings, tokenizer, licence."""
+    """Copy what a checkpoint still lacks to stand alone: settings, tokenizer, licence."""
     paths = [path for path in base.iterdir() if not _OF_THE_BASE.fullmatch(path.name)]
     paths += [path for pattern in _NESTED for path in base.glob(pattern)]
     for path in paths:
@@ -291,7 +291,7 @@ def _copy_base_files(base: Path, folder: Path) -> None:
 
 
 def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Raise a ValueError unless weights have the names, shapes and dtypes that a model trains."""
+    """Raise a ValueError unless weights have the names, shapes and dtypes that the model trains."""
     saved = {name: _kind(tensor) for name, tensor in weights.items()}
     wanted = dict.fromkeys(saved.keys() - model.state_dict().keys(), "missing")
     wanted |= {name: _kind(p) for name, p in model.named_parameters() if p.requires_grad}

@@ -23,9 +23,9 @@ from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
 log = utils.get_logger("INFO")
 
 BEST = "best"  # a link to a checkpoint
-SUMS_FILE = "SHA256SUMS"  # as sha256sum writes it, and a last line with its own sum
+SUMS_FILE = "SHA256SUMS"  # in sha256sum's format, plus a last line with its own sum
 STAGING = ".incomplete"
-_DELETED = ".deleted_"  # begins the name of a folder that is being deleted
+_DELETED = ".deleted_"  # prefix of a folder that is being deleted
 _ERROR_FILE = "error.txt"  # the last run's traceback, if it failed
 
 
@@ -34,7 +34,7 @@ class CheckpointError(RuntimeError):
 
 
 def claim_output_dir(folder: Path) -> None:
-    """Lock a folder until this process ends, and clear what a killed run left half done there."""
+    """Lock a folder until this process ends, and clear what a killed run left unfinished there."""
     lock.claim(folder)
     (folder / _ERROR_FILE).unlink(missing_ok=True)
     for left in (*folder.glob(STAGING), *folder.glob(f"{_DELETED}*")):
@@ -42,7 +42,7 @@ def claim_output_dir(folder: Path) -> None:
 
 
 def write_error(text: str) -> str | None:
-    """Write a traceback into the folder that this process has claimed, if any; the file's path."""
+    """Write a traceback into the folder this process has claimed, if any; return its path."""
     for folder in lock.held():
         with suppress(OSError):  # the error may be a full disk
             (folder / _ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -54,7 +54,7 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     """Move what an earlier run left in ``output_dir`` to ``previous_runs/<n>`` there.
 
     Otherwise the new run, once interrupted, could resume from the old one's checkpoint. Logs and
-    profiles move along if they have a folder of their own in ``output_dir``.
+    profiles are moved, too, if they have a folder of their own in ``output_dir``.
     """
     output_dir = Path(os.path.abspath(cfg.output_dir))
     names = (BEST, RUN_FILE, COMPLETIONS_FILE, "nonfinite")
@@ -84,19 +84,19 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of finished steps, by a checkpoint's name."""
+    """Return the number of finished steps in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def all_checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoints, whole or damaged, oldest first; other folders are named otherwise."""
+    """Return the checkpoints, whole or damaged, oldest first, and no other folders."""
     folders = [path for path in output_dir.glob("step_*") if path.name[5:].isdecimal()]
     named = [path for path in folders if path == checkpoint_folder(output_dir, step_of(path))]
     return sorted(named, key=step_of)
 
 
 def newest_checkpoint(output_dir: Path) -> Path:
-    """The newest undamaged checkpoint, with a warning about newer ones that are damaged.
+    """Return the newest undamaged checkpoint, and warn about newer ones that are damaged.
 
     Raises a ValueError if there is no checkpoint, and a CheckpointError if all are damaged.
     """
@@ -134,9 +134,9 @@ def link_best(output_dir: Path, step: int | None) -> None:
 
 @contextmanager
 def staging(output_dir: Path, *, failing: str, remedy: str) -> Iterator[Path]:
-    """An empty folder to write a checkpoint in; what the block leaves there is deleted.
+    """Provide an empty folder for a checkpoint; whatever the block leaves there is deleted.
 
-    What the block raises becomes a CheckpointError: ``failing``, the cause, ``remedy``.
+    An exception in the block becomes a CheckpointError: ``failing``, the cause, ``remedy``.
     """
     folder = output_dir / STAGING
     shutil.rmtree(folder, ignore_errors=True)
@@ -144,7 +144,7 @@ def staging(output_dir: Path, *, failing: str, remedy: str) -> Iterator[Path]:
         folder.mkdir(parents=True)
         yield folder
     except Exception as error:
-        # torch.save raises an error of its own while it handles that of the file.
+        # torch.save raises an error of its own while it handles the file's error.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(f"{failing} is not saved: {cause}. {remedy}") from error
     finally:
@@ -152,7 +152,7 @@ def staging(output_dir: Path, *, failing: str, remedy: str) -> Iterator[Path]:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Add the sums to a folder, and rename it into place once the disk holds it."""
+    """Add the checksums to a folder, and rename it into place once the disk holds it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = "".join(f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files)
     own = hashlib.sha256(lines.encode()).hexdigest()
@@ -166,7 +166,7 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first file that differs from what :func:`publish` saw; None if there is none."""
+    """Name the first file that differs from what :func:`publish` saw; None if there is none."""
     try:
         lines, _, own = (folder / SUMS_FILE).read_bytes().rpartition(b"# ")
         if own.strip() != hashlib.sha256(lines).hexdigest().encode():
@@ -186,7 +186,7 @@ def sha256_of(path: Path) -> str:
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder; a kill in the middle leaves nothing of that name."""
+    """Delete a folder; a kill in the middle leaves nothing under its name."""
     hidden = folder.with_name(f"{_DELETED}{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -196,7 +196,7 @@ def delete(folder: Path) -> None:
 def delete_older(newest: Path, *, keep: int, best: int | None) -> None:
     """Delete all but the ``keep`` newest checkpoints and the best step's.
 
-    Those of later steps are damaged, or the run would have resumed from one; they do not count.
+    Checkpoints after ``newest`` are damaged, or the run would have resumed from one; skip them.
     """
     folders = all_checkpoints(newest.parent)
     for old in folders[: folders.index(newest) + 1][:-keep]:

@@ -9,7 +9,7 @@ from typing import Any
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
 from torchtune_grpo.evaluation.statistics import Comparison
 
-# Of the config, what a reader wants to know; each stands for all keys below it.
+# Keys of the config that a reader wants to know; each stands for all keys below it.
 _KEYS = (
     *("adapter_dir", "model", "dtype", "dataset", "rewards", "eval_dataset", "loss", "objective"),
     *("batch_size * ranks", "grpo_samples", "max_generated_tokens", "temperature", "sampling"),
@@ -68,7 +68,7 @@ def model_card(
     has_weights: bool,
     has_adapter: bool,
 ) -> str:
-    """The text of a card, given a config by dotted key and the evaluations until a step.
+    """Return a card's text, given a config by dotted key and the evaluations up to a step.
 
     ``base`` is the base model's name on the hub, or an absolute path. A checkpoint has merged
     weights, or an adapter in PEFT's format, or both.

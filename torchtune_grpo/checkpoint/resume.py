@@ -1,6 +1,6 @@
 """What a resumed run takes from its checkpoint, and what from its config.
 
-Tensors are saved whole, and sharded again for the ranks that resume, whose number may be another.
+Tensors are saved whole, and sharded again for the ranks that resume, whose number may differ.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torchtune_grpo.models.adapter import adapter_files
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 
-# What a checkpoint's policy cannot be loaded or read without
+# Keys without which a checkpoint's policy cannot be loaded or read
 POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
-# What a resumed run must keep: the policy, what training started from, and the order of prompts.
+# Keys that a resumed run must keep: the policy, where training started, and the order of prompts.
 # Each name stands for all keys below it.
 FIXED = (
     *(*POLICY, "checkpointer.checkpoint_files", "adapter_dir", "seed", "dataset", "sampler"),
     *("batch_size * ranks", "optimizer", "lr_scheduler._component_"),
 )
-# Of an optimizer, a resumed run takes these from its config and not from the checkpoint.
+# Optimizer settings that a resumed run takes from its config and not from the checkpoint
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
-# The files of a model's folder that say what its weights and its texts mean
+# Files in a model's folder that say what its weights and its texts mean
 _OF_A_MODEL = (
     *("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -45,10 +45,10 @@ _FROM_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the 
 
 
 def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str, Any]:
-    """A config as plain values by dotted key; ``base_files`` are the weights it starts from.
+    """Return a config as plain values by dotted key; ``base_files`` hold the weights to start from.
 
-    Where a key must stay, a file is given by its name and digest, so that it may move, and so are
-    the files of a folder that say what its model is.
+    If a key must not change, a file is given by its name and digest, so that it may move, and so
+    are the files in a folder that say what its model is.
     """
     values = cfg.model_dump()
     values["checkpointer"] = {**cfg.checkpointer, "checkpoint_files": [*map(str, base_files)]}
@@ -64,7 +64,7 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys that differ between two configs, with the old and the new value."""
+    """Return the keys that differ between two configs, with the old and the new value."""
     keys = sorted({*old, *new} - {"resume_from_checkpoint"})
     values = {key: (old.get(key, "null"), new.get(key, "null")) for key in keys}
     return {key: (was, now) for key, (was, now) in values.items() if was != now}
@@ -78,7 +78,7 @@ def refuse_changes(
     checkpoint: Path,
     remedy: str,
 ) -> None:
-    """Raise a ValueError with the ``fixed`` keys that differ, and both values."""
+    """Raise a ValueError with the ``fixed`` keys that differ, if any, and both values."""
     refused = [
         f"{key}={now}: {checkpoint} was made with {was}."
         for key, (was, now) in changed_keys(old, new).items()
@@ -97,14 +97,14 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
 
 
 def _hidden(key: str, value: Any) -> Any:
-    """A value, or of a secret a digest, which tells whether it has changed."""
+    """Return a value, or for a secret its digest, which shows whether it has changed."""
     if not is_secret(key, value):
         return value
     return f"... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]})"
 
 
 def _identity(key: str, value: Any) -> dict[str, Any]:
-    """A path's name, with a digest if it is a file; any other value as :func:`_hidden` has it."""
+    """Return a path's name, with a digest if it is a file; other values go to :func:`_hidden`."""
     if not isinstance(value, str) or not os.path.exists(value):
         return {key: _hidden(key, value)}
     path = Path(value)
@@ -116,7 +116,7 @@ def _identity(key: str, value: Any) -> dict[str, Any]:
 
 
 def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values on the CPU, their sharded tensors whole; empty on all ranks but the first.
+    """Return values on the CPU, with sharded tensors made whole; {} on all ranks but the first.
 
     Every rank has to call it.
     """
@@ -130,9 +130,9 @@ def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: DTensor) -> DTensor:
-    """Dequantized shards, because NF4 weights and low-bit states cannot be put together."""
+    """Dequantize shards, because NF4 weights and low-bit states cannot be gathered."""
     local = value.to_local()
-    if isinstance(local, NF4Tensor):  # in bfloat16, as torchtune's hook gives whole NF4 weights
+    if isinstance(local, NF4Tensor):  # to bfloat16, as torchtune's hook does for whole weights
         values = local.get_original_weight().bfloat16()
     elif _is_low_bit(local):
         values = local.dequantize()
@@ -147,7 +147,7 @@ def _is_low_bit(local: Tensor) -> bool:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with whole tensors; all ranks but the first get no tensors.
+    """Return the optimizer's state with whole tensors; all ranks but the first get no tensors.
 
     Every rank has to call it.
     """
@@ -159,13 +159,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], *, steps: int
 ) -> None:
-    """Load what :func:`optimizer_state` gave the first rank, however many ranks there were.
+    """Load what :func:`optimizer_state` returned on the first rank, however many ranks there were.
 
-    Learning rate and other hyperparameters stay those of the config, as if they had always been:
-    the fresh scheduler (or None) takes all ``steps`` that were taken before.
+    The learning rate and other hyperparameters are the config's, as if they had always been: the
+    fresh scheduler (or None) takes all ``steps`` that were taken before.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that the optimizer takes none of these steps
+        warnings.simplefilter("ignore")  # torch warns that the optimizer takes none of these steps
         for _ in range(steps if scheduler is not None else 0):
             scheduler.step()
     groups = [
@@ -181,7 +181,7 @@ def restore_optimizer(
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    # That casts to the parameters' dtype, low-bit shards in name only; put all back as they were.
+    # That cast states to the parameters' dtype (low-bit shards in name only); restore them all.
     for index, entry in entries.items():
         own: Any = optimizer.state[parameters[index]]
         tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}

@@ -27,7 +27,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(args: argparse.Namespace) -> DictConfig:
-    """The config that the arguments name, without keys that only a recipe of one's own reads."""
+    """Return the config that the arguments name, without keys that only a custom recipe reads."""
     name, overrides = args.run, list(args.overrides)
     if Path(name).is_dir():
         name, overrides = str(Path(name, CONFIG_FILE)), [f"output_dir={name}", *overrides]
@@ -74,9 +74,9 @@ def sample() -> None:
         torchtune-grpo sample OUTPUT_DIR temperature=0.7 --num-prompts 2
 
     Prompts are encoded like those of the config's data set: system prompt, chat format and prefill.
-    Without one, the first ones of the data set are taken, and the rewards score the responses. The
-    weights are those of the newest checkpoint in ``output_dir``; before the first one, or with
-    ``--base``, those that training starts from. A model's folder can stand in place of a config.
+    Without a prompt, the data set's first ones are taken, and the rewards score the responses. The
+    weights are those of the newest checkpoint in ``output_dir``; before the first checkpoint, or
+    with ``--base``, those that training starts from. A model's folder can replace the config.
     """
     parser = argparse.ArgumentParser(
         prog="torchtune-grpo sample", description="Prints what a policy answers."
@@ -89,7 +89,7 @@ def sample() -> None:
     args = parser.parse_intermixed_args()
     with errors_in_one_line():
         if Path(args.run, "config.json").is_file():
-            # New adapters change nothing. There is no run, and no such folder.
+            # New adapters change nothing. There is no run, so output_dir need not exist.
             model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
             data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
             args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
@@ -103,7 +103,7 @@ def sample() -> None:
 
 
 def _do_without_data(cfg: DictConfig, args: argparse.Namespace) -> None:
-    """Let prompts be encoded as the data were, which were in a script's memory or are none."""
+    """Let prompts be encoded like the data, which were in a script's memory or never existed."""
     if not args.prompt:
         raise ValueError(
             "dataset.source: a model has no data, and rows in memory are gone; give --prompt."

@@ -53,7 +53,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="changes eval_dataset, or is it, as a component; may be repeated",
+        help="a change to eval_dataset, or a component in its place; may be repeated",
     )
     parser.add_argument("--by", metavar="COLUMN", help="also for each value of this column")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
@@ -62,7 +62,7 @@ def main() -> None:
     with errors_in_one_line():
         run = _run(args)
         if args.output is not None:
-            args.output.touch()  # what cannot be written fails before an hour of answers
+            args.output.touch()  # an unwritable file fails now, not after an hour of answers
         report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
         run.close()
         if parallel.rank() == 0:
@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> Run:
             cfg.eval_dataset = None
         apply_override(cfg, f"eval_dataset{'=' if is_node else '.'}{text}")
     evaluation = cfg.setdefault("evaluation", {})
-    evaluation.keep_best = evaluation.stop_at = evaluation.patience = None  # of training
+    evaluation.keep_best = evaluation.stop_at = evaluation.patience = None  # for training
     if args.samples is not None:
         evaluation.samples = args.samples
     run = Run(cfg)
@@ -116,7 +116,7 @@ def evaluate(
     for who, folder in weights.items():
         step = step_of(folder) if folder else 0
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
-        gc.collect()  # one policy's memory before the next one is loaded
+        gc.collect()  # free one policy's memory before the next one is loaded
         found[who] = evaluator(run.load_engine(folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
     graders = [n for n in run.rewards.names if n in (found["before"].reward, LENIENT)]
@@ -131,7 +131,7 @@ def evaluate(
 
 
 def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path | None]:
-    """The policies to compare; None stands for the weights that training starts from."""
+    """Return the policies to compare; None stands for the weights that training starts from."""
     before: dict[str, Path | None] = {"before": None}
     if base:
         return before
@@ -150,7 +150,7 @@ def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path 
 
 
 def _add_lenient_grader(run: Run) -> None:
-    """Where the reward that decides reads answer tags, the lenient grader looks on."""
+    """Add the lenient grader, with weight 0, where the deciding reward reads answer tags."""
     rewards = run.rewards
     functions = {each.name: each.function for each in rewards.rewards}
     decider = rewards.decider(run.cfg.evaluation.reward)
@@ -159,7 +159,7 @@ def _add_lenient_grader(run: Run) -> None:
 
 
 def shown(report: Mapping[str, Any], number: int) -> list[str]:
-    """Lines with the first prompts, and each one's greedy answers with their verdicts."""
+    """Return lines with the first prompts, and each one's greedy answers and their verdicts."""
     lines = []
     (grader, found), *_ = report["groups"]["all"]["graders"].items()
     names = {0.0: "wrong", 1.0: "right"} if found["before"]["measure"] == "accuracy" else {}

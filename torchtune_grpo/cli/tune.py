@@ -1,4 +1,4 @@
-"""Makes the stock `tune` command see the recipes of this package, and behave well with them alone.
+"""Makes the stock `tune` command see this package's recipes, and changes it for these alone.
 
 `tune` has no plugin discovery, but torch has: at the end of `import torch` it calls every entry
 point of the group `torch.backends`. Ours, `autoload`, asks to be called back when torchtune's list
@@ -85,7 +85,7 @@ def end_torchrun_briefly(run: ModuleType) -> None:
         file = args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py"
         if not _is_ours(file) or os.environ.get(TRACEBACK):
             return stock(self, args, is_builtin)
-        # One line for each rank; the others are about what torchrun itself cannot do.
+        # torchrun logs these for each rank; its other messages are about its own failures.
         logging.getLogger(SignalException.__module__).addFilter(
             lambda record: not str(record.msg).startswith(("Sending process", "failed (exitcode"))
         )
@@ -93,7 +93,7 @@ def end_torchrun_briefly(run: ModuleType) -> None:
             stock(self, args, is_builtin)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            code = failure.exitcode  # above 128: the signal that a rank has left by, as it told
+            code = failure.exitcode  # above 128: the signal on which a rank has left by itself
             killed = code < 0
             raise SystemExit(f"Error: rank {rank}: {failure.message}" if killed else code) from None
         except (KeyboardInterrupt, SignalException) as stop:

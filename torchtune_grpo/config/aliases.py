@@ -15,7 +15,7 @@ _MEANINGS = {
 
 
 def meaning(name: str, *, ends: bool = False) -> str | None:
-    """Say what a name of another library is here; ``ends``: its last parts may be that name."""
+    """Say what another library's key is called here; ``ends``: its last parts may match, too."""
     parts = name.split(".")
     tried = (".".join(parts[start:]) for start in range(len(parts) if ends else 1))
     return next((_MEANINGS[part] for part in tried if part in _MEANINGS), None)

@@ -24,7 +24,7 @@ from torchtune_grpo.config.text import ConfigError, Problems, map_values
 def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
     """Construct the component of the config's key ``name``, as torchtune's ``instantiate`` does.
 
-    Whatever it raises becomes a ValueError with the component's own message behind the key.
+    Whatever it raises becomes a ValueError: the key, followed by the component's own message.
     """
     try:
         return config.instantiate(node, *args, **kwargs)
@@ -34,7 +34,7 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
             raise ConfigError(
                 sentence(".".join([name, *map(str, each["loc"])]), each["input"], each)
                 if each["loc"]
-                else each["msg"].removeprefix("Value error, ")  # of several arguments
+                else each["msg"].removeprefix("Value error, ")  # about several arguments
                 for each in error.errors()
             ) from error
         if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
@@ -49,7 +49,7 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
 def check_component(name: str, node: DictConfig) -> None:
     """Raise a ConfigError if a component cannot be imported or does not take an argument.
 
-    Whether it takes the values is up to the component, but for their annotated types.
+    Values are only checked against annotated types; the rest is up to the component.
     """
     dotpath = node._component_
     try:
@@ -87,7 +87,7 @@ def check_component(name: str, node: DictConfig) -> None:
 
 
 def _misfit(key: str, value: Any, parameter: inspect.Parameter) -> list[str]:
-    """Whether a value is of a parameter's annotated type, as far as YAML has such values."""
+    """List what is wrong with a value by its parameter's annotation, as far as YAML can say it."""
     hint = parameter.annotation
     if isinstance(value, str) and value == "???":
         return [f"{key}: missing; give {key}=<value>."]
@@ -110,8 +110,8 @@ T = TypeVar("T", bound=GRPOConfig)
 def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ignore[assignment]
     """Read and check a config; raises a ConfigError with all mistakes.
 
-    In ``cfg``, too, ``~/`` becomes the user's home. Settings without effect are logged. ``table``
-    is a subclass where a recipe has keys of its own.
+    ``~/`` becomes the user's home, in ``cfg`` too. Settings without effect are logged. ``table``
+    is a subclass if a recipe has keys of its own.
     """
     extend_import_path()
     cfg.merge_with(map_values(_with_home, OmegaConf.to_container(cfg)))
@@ -137,7 +137,7 @@ def _with_home(key: str, value: Any) -> Any:
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
-    """The config's values, with every ``${...}`` resolved and without what is still ``???``."""
+    """Return the config's values with every ``${...}`` resolved, without those still ``???``."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
     except InterpolationToMissingValueError:

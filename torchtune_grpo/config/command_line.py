@@ -19,14 +19,14 @@ REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's
 
 
 def extend_import_path(*folders: Path) -> None:
-    """Append the working folder, as torchtune does, and others."""
+    """Append the working folder, as torchtune does, and ``folders`` to ``sys.path``."""
     for folder in (os.getcwd(), *map(str, folders)):
         if folder not in sys.path:
             sys.path.append(folder)
 
 
 def recipes_folder() -> Path:
-    """Absolute path of `torchtune_grpo.recipes`, which a source tree has only once installed."""
+    """Return the absolute path of `torchtune_grpo.recipes`, which is found only once installed."""
     spec = find_spec("torchtune_grpo.recipes")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -36,12 +36,12 @@ def recipes_folder() -> Path:
 
 
 def config_files() -> dict[str, Path]:
-    """Absolute path of each config of this package, by the name that `tune` knows it by."""
+    """Return the absolute path of each config in this package, by its name in `tune`."""
     return {path.stem: path for path in sorted(recipes_folder().glob("configs/*.yaml"))}
 
 
 def hub_name(folder: Path) -> str | None:
-    """The name on the hub of a model that `tune download` has fetched into a folder."""
+    """Return the name on the hub of the model that `tune download` has fetched into a folder."""
     try:
         name = json.loads((folder / REPO_ID_FILE).read_text(encoding="utf-8"))["repo_id"]
     except (OSError, ValueError, LookupError, TypeError):  # not written by it
@@ -50,7 +50,7 @@ def hub_name(folder: Path) -> str | None:
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Read a config, by its name or its file's path, and change it as the command line says.
+    """Read a config, by name or path, and change it as the command line says.
 
     The file's folder becomes importable. The key ``base_config`` names another config, whose keys
     it changes. ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list,
@@ -63,7 +63,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def _read(name: str, *, folder: Path) -> DictConfig:
-    """A config, on top of the one that its ``base_config`` names."""
+    """Read a config, on top of the one that its ``base_config`` names."""
     path = config_files().get(name, folder / name)
     if not path.is_file():
         raise ValueError(
@@ -84,7 +84,7 @@ def _read(name: str, *, folder: Path) -> DictConfig:
 
 
 def _on_top_of(base: DictConfig, cfg: DictConfig) -> DictConfig:
-    """Nodes are merged, but another component starts without the arguments of the base's."""
+    """Merge ``cfg`` into ``base``; a node with another component drops the base's arguments."""
     for name, node in cfg.items_ex(resolve=False):
         there = base._get_node(name)
         if isinstance(node, DictConfig) and isinstance(there, DictConfig):
@@ -116,9 +116,9 @@ def apply_override(cfg: DictConfig, override: str) -> None:
 
 
 def set_key(cfg: DictConfig, key: str, value: Any) -> None:
-    """Set a dotted key; a text in the place of a component names another component.
+    """Set a dotted key; a string in place of a component names another component.
 
-    Of the old one's arguments, the new one keeps those that it takes; a reward keeps them all.
+    The new one keeps those of the old one's arguments that it takes; a reward keeps them all.
     """
     now = OmegaConf.select(cfg, key, throw_on_missing=False)
     if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:

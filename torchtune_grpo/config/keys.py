@@ -1,6 +1,6 @@
 """Every key of the config: its name, type, default and meaning.
 
-``torchtune-grpo config`` prints these tables as Markdown, and with a config's name checks it.
+``torchtune-grpo config`` prints these tables as Markdown; given a config's name, it checks that.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class SamplingConfig(Keys):
     top_p: PositiveShare | None = None
     """Sample within this probability mass; null = all."""
     min_p: Share | None = None
-    """Leave out tokens less likely than this share of the likeliest; null = none."""
+    """Leave out tokens below this share of the likeliest token's probability; null = none."""
     repetition_penalty: PositiveFloat = 1.0
-    """Above 1: tokens of prompt and response so far become less likely (arXiv:1909.05858, 4.1)."""
+    """Above 1, tokens already in prompt or response become less likely (arXiv:1909.05858, 4.1)."""
     min_new_tokens: Count = 0
-    """No stop token and no stop string before so many tokens."""
+    """No stop token and no stop string before this many tokens."""
     suppressed_tokens: TokenIds = ()
     """Token ids that are never sampled."""
     stop_strings: Texts = ()
-    """Texts that also end a response, with the token that completes one."""
+    """Strings that also end a response, at the token that completes one."""
 
 
 class SamplingParams(SamplingConfig):
-    """How responses are sampled: what every engine understands."""
+    """The sampling parameters that every engine understands."""
 
     max_generated_tokens: PositiveInt
     """Longest response in tokens, its stop token included."""
@@ -64,7 +64,7 @@ class SamplingParams(SamplingConfig):
 
     @property
     def greedy(self) -> SamplingParams:
-        """The same without chance: always the likeliest token."""
+        """The same parameters without chance: always the likeliest token."""
         return self.replace(temperature=0.0, top_k=None, top_p=None, min_p=None)
 
     @property
@@ -88,22 +88,22 @@ class RolloutConfig(Keys):
     engine: Literal["native", "torchtune"] = "native"
     """Generation engine; see docs/rollout.md."""
     max_rows: PositiveInt | None = None
-    """Most responses generated at once; null = as many as memory allows."""
+    """Maximum number of responses generated at once; null = as many as memory allows."""
     merge_adapters: Literal["auto", "always", "never"] = "auto"
     """Merge LoRA into copied weights for rollouts (DoRA always is); auto = if exact and it fits."""
     cuda_graphs: Literal["auto", "never"] = "auto"
-    """Record decoding steps and replay them, which spares their launches; auto = on CUDA."""
+    """Record decoding steps and replay them, which saves kernel launches; auto = on CUDA."""
     deadline: PositiveFloat | None = None
-    """Seconds after which a rollout cuts its responses where they are; null = none."""
+    """Seconds after which a rollout cuts off unfinished responses; null = no deadline."""
 
 
 class DynamicSamplingConfig(Keys):
     """The keys below ``dynamic_sampling``: groups that teach nothing are replaced (DAPO)."""
 
     max_resamples: int = Field(default=0, ge=0, le=1000)
-    """Rounds of further prompts, each as many as groups are still missing; 0 = none."""
+    """Rounds of further prompts, each with one prompt per group still missing; 0 = none."""
     reward: str | None = None
-    """A group fails if this reward is the same for all; null = the one of
+    """A group fails if this reward is the same for all its samples; null = the reward of
     `objective.outcome_gate`, or the weighted sum."""
     min_pass_rate: Share | None = None
     """It also fails if the mean of that reward is lower; null = no bound."""
@@ -112,20 +112,20 @@ class DynamicSamplingConfig(Keys):
 
 
 class ObjectiveConfig(Keys):
-    """The keys below ``objective``: from rewards to what the loss compares; docs/objectives.md."""
+    """The keys below ``objective``: how rewards become inputs of the loss (docs/objectives.md)."""
 
     advantage: Advantage = "group"
     """Baseline and scale of an advantage."""
     multi_objective_aggregation: RewardAggregation = "sum_then_normalize"
     """Whether several rewards are summed or normalized first."""
     outcome_gate: bool | None = None
-    """Do not let other rewards train a group alone, in which the deciding one is the same for all;
-    null = if there is one, and others beside it."""
+    """Do not let other rewards alone train a group in which the deciding one is the same for all;
+    null = on if there is a deciding reward, and others beside it."""
     mask_truncated_completions: bool = False
     """Do not train on responses without a stop token (their rewards still count)."""
     sampling_correction: Correction | None = None
-    """For the gap between sampler and trainer: importance weights, or the sampler's own log-probs
-    in the loss's ratio; null = none."""
+    """Correction of the gap between sampler and trainer: importance weights, or the sampler's own
+    log-probs in the loss's ratio; null = none."""
     correction_cap: Float = Field(default=2.0, gt=1)
     """Largest importance weight."""
 
@@ -137,7 +137,7 @@ class DistributedConfig(Keys):
     """Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes more
     than half of a rank's free memory."""
     cpu_offload: bool = False
-    """Keep a sharded model's parts on the CPU while they wait."""
+    """Keep a sharded model's shards on the CPU while they are not in use."""
 
 
 class EvaluationConfig(Keys):
@@ -148,26 +148,26 @@ class EvaluationConfig(Keys):
     samples: Count = 0
     """Also sample n responses a prompt, for pass@1; 0 = greedy only."""
     reward: str | None = None
-    """Reward that decides accuracy; null = the first that is known to tell right from wrong, or
-    the first."""
+    """Reward that decides accuracy; null = the first one known to tell right from wrong, or else
+    the first of all."""
     temperature: Temperature | None = None
-    """Instead of `temperature`; null = the same."""
+    """Replaces `temperature` for evaluation samples; null = the same."""
     top_k: PositiveInt | None = None
-    """Instead of `sampling.top_k`; null = the same."""
+    """Replaces `sampling.top_k`; null = the same."""
     top_p: PositiveShare | None = None
-    """Instead of `sampling.top_p`, 1 = all; null = the same."""
+    """Replaces `sampling.top_p`; 1 = all, null = the same."""
     min_p: Share | None = None
-    """Instead of `sampling.min_p`, 0 = none; null = the same."""
+    """Replaces `sampling.min_p`; 0 = none, null = the same."""
     keep_best: str | None = Field(default=None, pattern="^eval/")
-    """Metric of evaluations, such as eval/pass@1: its best checkpoint is kept beside the last."""
+    """Evaluation metric, such as eval/pass@1, whose best checkpoint is kept beside the last."""
     stop_at: Share | None = None
-    """End the run when an evaluation reaches this (keep_best's metric, or eval/accuracy)."""
+    """End the run when an evaluation reaches this value (of keep_best, or else eval/accuracy)."""
     patience: PositiveInt | None = None
-    """End the run after so many evaluations in a row that were not its best."""
+    """End the run after this many evaluations in a row without a new best."""
 
     @property
     def own_sampling(self) -> dict[str, Any]:
-        """What it sets instead of training's values."""
+        """The sampling values that replace training's."""
         names = {"temperature", "top_k", "top_p", "min_p"}
         return self.model_dump(include=names, exclude_none=True)
 
@@ -190,17 +190,17 @@ class GRPOConfig(Keys):
     output_dir: Text
     """Folder for checkpoints, metrics and completions."""
     model_dir: str | None = None
-    """Folder of a model as the hub has it; the nodes below refer to it by `${model_dir}`."""
+    """Folder of a model in the hub's format; the nodes below refer to it by `${model_dir}`."""
     adapter_dir: str | None = None
-    """Folder of a LoRA or DoRA adapter to begin with, PEFT's or torchtune's; null = a new one."""
+    """Folder of a LoRA or DoRA adapter to start from, PEFT's or torchtune's; null = a new one."""
     prepare: Component | None = None
-    """Component called before anything is read, to make what is missing."""
+    """Component called before anything is read, to create what is missing."""
     tokenizer: Component
-    """Component: the tokenizer, of torchtune or `torchtune_grpo.models.hf_tokenizer`."""
+    """Component: a torchtune tokenizer, or `torchtune_grpo.models.hf_tokenizer`."""
     checkpointer: Component
     """Component: torchtune's HF checkpointer, or `torchtune_grpo.models.HFCheckpointer`."""
     model: Component
-    """Component: a builder, of torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full."""
+    """Component: a builder in torchtune or `torchtune_grpo.models`; LoRA, QLoRA, DoRA or full."""
     dataset: Component
     """Component: prompts to train on, called with the tokenizer."""
     sampler: Component | None = None
@@ -208,14 +208,14 @@ class GRPOConfig(Keys):
     rewards: Components
     """List of components with `name`, `weight` and arguments; see docs/rewards.md."""
     max_reward_failure_share: Share = 0.25
-    """Stop if a reward fails on more of a step's completions than this share."""
+    """Stop if a reward fails on more than this share of a step's completions."""
     loss: Component
     """Component: the loss; see docs/loss.md."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """From rewards to what the loss compares."""
+    """How rewards become inputs of the loss."""
     # Rollout
     batch_size: PositiveInt
-    """Prompts in a step, on each rank."""
+    """Prompts per step on each rank."""
     grpo_samples: int = Field(ge=2, le=2**31)
     """Samples in a group (G); a group of one has no spread to learn from."""
     max_generated_tokens: PositiveInt
@@ -230,17 +230,17 @@ class GRPOConfig(Keys):
     """Whether groups that teach nothing are replaced."""
     # Optimization
     num_steps: PositiveInt
-    """Steps of roll-out and update."""
+    """Number of steps, each a rollout and its update."""
     ppo_epochs: PositiveInt = 1
     """Passes over each step's samples (the paper's mu)."""
     num_minibatches: PositiveInt = 1
-    """Optimizer steps in each of these passes, on as many parts of the groups."""
+    """Optimizer steps in each pass over the samples; the groups are split into as many parts."""
     forward_batch_size: PositiveInt | None = None
-    """Rows in a forward and backward pass, at most; null = all of the step's."""
+    """Maximum rows in a forward and backward pass; null = all of the step's."""
     forward_token_budget: PositiveInt | None = None
-    """Tokens in a forward and backward pass, padding included, instead of forward_batch_size."""
+    """Maximum tokens in a forward and backward pass, with padding; replaces forward_batch_size."""
     pack_groups: bool = True
-    """Compute a prompt once for all of its responses that are in the same forward pass."""
+    """Compute a prompt once for all of its responses in the same forward pass."""
     optimizer: Component
     """Component: a torch, torchao or bitsandbytes optimizer."""
     lr_scheduler: Component | None = None
@@ -251,7 +251,7 @@ class GRPOConfig(Keys):
     device: Device = "cuda"
     """cuda, cpu, ..."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of weights and activations; what is trained keeps float32 (docs/dtype.md)."""
+    """Dtype of weights and activations; trained weights keep float32 (docs/dtype.md)."""
     distributed: DistributedConfig = DistributedConfig()
     """How several ranks share the work."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -259,12 +259,12 @@ class GRPOConfig(Keys):
     compile: bool = False
     """Compile the layers for the log-prob and update passes."""
     enable_activation_checkpointing: bool = False
-    """Recompute activations: less memory."""
+    """Recompute activations to save memory."""
     # Evaluation, checkpoints and logs
     eval_dataset: Component | None = None
     """Component: held-out prompts; null = no evaluation."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How and when they are answered."""
+    """How and when held-out prompts are answered."""
     saving: SavingConfig = SavingConfig()
     """Which checkpoints are written and kept."""
     resume_from_checkpoint: bool = False
@@ -284,7 +284,7 @@ class GRPOConfig(Keys):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """How responses are sampled."""
+        """The parameters with which training's responses are sampled."""
         return SamplingParams(
             max_generated_tokens=self.max_generated_tokens,
             temperature=self.temperature,
@@ -293,7 +293,7 @@ class GRPOConfig(Keys):
 
     @property
     def eval_sampling_params(self) -> SamplingParams:
-        """How an evaluation's samples are drawn."""
+        """The parameters with which an evaluation's responses are sampled."""
         return self.sampling_params.replace(**self.evaluation.own_sampling)
 
     @property
@@ -303,7 +303,7 @@ class GRPOConfig(Keys):
 
 
 def contradictions(cfg: GRPOConfig) -> Iterator[str]:
-    """A sentence for each pair of keys that contradict each other, with the remedy."""
+    """Yield a sentence, with the remedy, for each pair of keys that contradict each other."""
     output_dir = Path(cfg.output_dir).resolve()
     base = cfg.checkpointer.get("checkpoint_dir")
     if cfg.sampling.min_new_tokens > cfg.max_generated_tokens:
@@ -362,7 +362,7 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
 
 
 def without_effect(cfg: GRPOConfig) -> Iterator[str]:
-    """A sentence for each setting that the others switch off, with the remedy."""
+    """Yield a sentence, with the remedy, for each setting that the others switch off."""
     correction = cfg.objective.sampling_correction
     if correction in (None, "old_logprobs") and cfg.objective.correction_cap != 2.0:
         yield "objective.correction_cap: nothing is capped; set sampling_correction."

@@ -1,6 +1,6 @@
-"""What a table of config keys is: a pydantic model whose docstrings are the keys' meanings.
+"""Tables of config keys: pydantic models whose docstrings are the keys' meanings.
 
-From such a table come the checks, the messages about mistakes, and the tables of docs/config.md.
+The checks, the messages about mistakes, and the tables of docs/config.md come from them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LARGEST_FLOAT32 = 3.4028234e38
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 1e-4 as a text."""
+    """Turn a string into a number if it is one: YAML reads 1e-4 as a string."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -68,7 +68,7 @@ Temperature = Annotated[Float, Field(ge=1e-6)]
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INT)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # of a list
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # given as a list
 TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
@@ -76,12 +76,12 @@ Components = Annotated[list[Component], Field(min_length=1)]
 
 
 class Keys(BaseModel):
-    """A table of config keys. A key's type, default and docstring are all there is to say of it."""
+    """A table of config keys, each fully described by its type, default and docstring."""
 
     model_config = SETTINGS
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some values changed, checked anew."""
+        """Return a copy with some values changed, checked again."""
         return type(self)(**{**dict(self), **changes})
 
 
@@ -94,7 +94,7 @@ def read(table: type[T], values: Mapping[str, Any]) -> T:
 
 
 def mistakes(error: ValidationError, *, table: type[Keys], values: Mapping[str, Any]) -> list[str]:
-    """A sentence for each mistake that pydantic found."""
+    """Return a sentence for each mistake that pydantic found."""
     found = []
     for each in error.errors():
         key = ".".join(map(str, each["loc"]))
@@ -119,13 +119,13 @@ def mistakes(error: ValidationError, *, table: type[Keys], values: Mapping[str, 
 
 
 def unknown_key(key: str, value: Any, hint: str) -> str:
-    """What to say of a key that is none."""
+    """Return the message about a key that does not exist."""
     shown = shortened(str(value), 100)
     return f"{key}={shown}: unknown config key. {hint}`torchtune-grpo config` lists the keys."
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The keys below a key that is a mapping: ``data.train_files`` is how verl has them."""
+    """Yield the keys below a key that is a mapping, such as verl's ``data.train_files``."""
     if isinstance(value, Mapping) and value and "_component_" not in value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
@@ -134,13 +134,13 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def sentence(key: str, value: Any, error: Mapping[str, Any]) -> str:
-    """What pydantic has found wrong with a key's value."""
+    """Say what pydantic has found wrong with a key's value."""
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{key}={value!r}: {message}."
 
 
 def key_paths(table: type[Keys], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key's path and field, a node's own before its keys'."""
+    """Yield every key's path and field, a node before the keys below it."""
     for name, field in table.model_fields.items():
         yield f"{prefix}{name}", field
         if inspect.isclass(field.annotation) and issubclass(field.annotation, Keys):
@@ -148,7 +148,7 @@ def key_paths(table: type[Keys], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 
 def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> str:
-    """What another library's name is here, or the same key elsewhere, or the most similar one."""
+    """Suggest our key for another library's, the same name elsewhere, or the most similar one."""
     name = key.rpartition(".")[2]
     known = [path for path, _ in key_paths(table)]
     for node, value in values.items():
@@ -167,7 +167,7 @@ def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> s
 
 
 def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
-    """A component's parameters; None if it cannot be found or does not say."""
+    """Return a component's parameters; None if it cannot be imported or has no signature."""
     try:
         component = _get_component_from_path(dotpath)
         try:
@@ -179,7 +179,7 @@ def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
 
 
 def markdown_tables(table: type[Keys]) -> str:
-    """The keys as a Markdown table, followed by one for each node."""
+    """Return the keys as a Markdown table, followed by one for each node."""
     nodes = {
         name: field.annotation
         for name, field in table.model_fields.items()

@@ -1,4 +1,4 @@
-"""How mistakes and other people's texts and values reach the user. No torch here."""
+"""How errors, and texts and values from outside, are shown to the user. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-# All but newline and tab of C0 and C1, which hold the terminal's commands; what turns the direction
-# of writing, or ends a line unseen; and lone surrogates, which cannot be encoded.
+# C0 and C1, which hold the terminal's commands, without newline and tab; characters that change the
+# direction of writing or end a line unseen; and lone surrogates, which cannot be encoded.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# Names of a config's keys whose texts are shown to nobody
+# Names of config keys whose values are never shown
 _SECRET = re.compile(r".*(token|secret|password|authorization|api_?keys?|_key)", re.IGNORECASE)
 _MAX_DEPTH = 50
 _LARGEST_INT = 2**63 - 1
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters spelled out, ESC as ``\x1b``; newlines and tabs stay."""
+    r"""Spell out a text's control characters, ESC as ``\x1b``, except newlines and tabs."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -41,7 +41,7 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def map_values(change: Callable[[str, Any], Any], value: Any, key: str = "") -> Any:
-    """Nested dicts and lists with ``change(key, value)`` in place of each other value."""
+    """Return nested dicts and lists with each leaf replaced by ``change(key, value)``."""
     if isinstance(value, dict):
         return {name: map_values(change, item, str(name)) for name, item in value.items()}
     if isinstance(value, list):
@@ -50,7 +50,7 @@ def map_values(change: Callable[[str, Any], Any], value: Any, key: str = "") -> 
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of nested mappings and lists by dotted key, as on the command line."""
+    """Return the leaves of nested mappings and lists by dotted key, as on the command line."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
@@ -59,12 +59,12 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """A config's nested values, with ``...`` in place of secrets."""
+    """Return a config's nested values with ``...`` in place of secrets."""
     return map_values(lambda key, text: "..." if is_secret(key, text) else text, value, key)
 
 
 def override_without_secrets(argument: str) -> str:
-    """A command line's ``key=value``, where the value may be a list or a mapping in YAML."""
+    """Hide secrets in a command line's ``key=value``; the value may be a YAML list or mapping."""
     key, is_set, text = argument.partition("=")
     try:
         value = yaml.safe_load(text)
@@ -76,14 +76,14 @@ def override_without_secrets(argument: str) -> str:
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """One visible line of about ``limit`` characters, whose middle is left out if need be."""
+    """Return a text as one visible line; beyond ``limit`` characters, its middle is left out."""
     line = " ".join(visible(text).split())
     half = limit // 2
     return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
 
 
 def describe(error: BaseException, *, frames: int = 0) -> str:
-    """An exception as visible text, with the last ``frames`` places of its traceback."""
+    """Return an exception as visible text, with the last ``frames`` entries of its traceback."""
     try:
         if frames:
             lines = traceback.format_exception(error, limit=-frames)
@@ -109,9 +109,9 @@ def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
 def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
     """Turn any value into one that ``json.dumps`` writes as valid JSON; never fails.
 
-    Sets, tuples, arrays and tensors become lists, keys texts, and numbers that are not finite None.
-    Everything else becomes its text: integers beyond 64 bits too (in hexadecimal), and what is
-    nested more than 50 deep or in itself.
+    Sets, tuples, arrays and tensors become lists, keys become strings, and numbers that are not
+    finite become None. All else becomes its string, as do integers beyond 64 bits (in hexadecimal)
+    and values nested more than 50 deep or in themselves.
     """
     try:
         if value is None or isinstance(value, bool):
@@ -146,21 +146,21 @@ def _text(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
-# In the environment: set it to see where an error was raised.
+# Environment variable; set it to see where an error was raised.
 TRACEBACK = "TORCHTUNE_GRPO_TRACEBACK"
 
 
 def end_on_ctrl_c() -> None:
-    """Let Ctrl-C end this process at once, where Python would print a traceback.
+    """Let Ctrl-C end this process at once, without Python's traceback.
 
-    It stays ignored where it is, as in a shell's background jobs.
+    Where it is ignored, as in a shell's background jobs, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class ConfigError(ValueError):
-    """What is wrong with a config: sentences that name a key, its value and the remedy."""
+    """Mistakes in a config: sentences that name a key, its value and the remedy."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -172,7 +172,7 @@ class FirstRankFailed(RuntimeError):
 
 
 class Problems(list[str]):
-    """Collects mistakes, so that one run of the checks reports all of them."""
+    """A list that collects mistakes, so that one run of the checks reports all of them."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ class Problems(list[str]):
 
 
 def problems_in(error: BaseException) -> list[str]:
-    """An error's messages, one for each mistake, on one visible line each."""
+    """Return an error's messages, one visible line for each mistake."""
     problems = getattr(error, "problems", None) or [str(error) or type(error).__name__]
     return [" ".join(visible(problem).split()) for problem in problems]
 

@@ -36,8 +36,8 @@ class Answer:
     completion: str  # as rewards see it
     tokens: int  # its length
     truncated: bool  # no stop token came in time
-    scores: dict[str, float]  # of each reward; 0 where it does not apply or failed
-    stated: dict[str, str | None]  # which answer each reward sees, of those that can say it
+    scores: dict[str, float]  # by reward; 0 where one does not apply or failed
+    stated: dict[str, str | None]  # the answer that each reward sees, if it can name it
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Answered:
 
     index: int  # in the data set
     prompt: str
-    columns: dict[str, Any]  # what rewards know of it
-    greedy: Answer  # the most probable one
+    columns: dict[str, Any]  # what rewards know about it
+    greedy: Answer  # decoded greedily
     samples: list[Answer]  # k of them, drawn as the keys below ``evaluation`` say
 
 
@@ -57,8 +57,8 @@ class Evaluation:
 
     answered: list[Answered]  # in the order of the data set
     reward: str  # the one that decides what is right
-    measure: str  # what its mean is called
-    seconds: float  # that the answers and their scores took
+    measure: str  # name of its mean
+    seconds: float  # spent on the answers and their scores
 
     @property
     def record(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Evaluation:
 
     @property
     def prompts(self) -> dict[str, list[Any]]:
-        """``prompt_index`` and the P values of each mean."""
+        """``prompt_index`` and the P values behind each mean."""
         return {"prompt_index": [each.index for each in self.answered], **self._by_prompt}
 
     @cached_property
@@ -103,9 +103,9 @@ class Evaluation:
 def compare_policies(
     found: Mapping[str, Evaluation], graders: Sequence[str], *, by: str | None
 ) -> dict[str, Any]:
-    """The evaluations ``before`` and perhaps ``after`` training, by grader and group of prompts.
+    """Compare evaluations ``before`` and perhaps ``after`` training, by grader and prompt group.
 
-    The groups are all prompts, and those with the same value in the column ``by``. Each has its
+    The groups are all prompts, and those with the same value in the column ``by``. Each holds its
     number of ``prompts`` and, for each grader, the record of each evaluation and the ``change``.
     """
     before = found["before"].answered
@@ -136,7 +136,7 @@ def _compared(
 
 
 def comparison_tables(groups: Mapping[str, Any]) -> list[str]:
-    """Lines for a terminal: what :func:`compare_policies` has found."""
+    """Return lines for a terminal with what :func:`compare_policies` has found."""
     lines = []
     for name, group in groups.items():
         for grader, found in group["graders"].items():
@@ -181,7 +181,7 @@ class Evaluator:
         """Evaluate the engine's policy; every rank has to call it. Rewards get the ``state``."""
         begun = time.perf_counter()
         mine = range(rank(), len(self._dataset), world_size())
-        # A rank without a prompt answers one in vain: a sharded model needs every rank.
+        # A rank without prompts answers one whose result is dropped: sharding needs every rank.
         items = [self._dataset[index] for index in mine or (0,)]
         k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
         with make_bar("Evaluation ", total=len(items) * (1 + k), leave=False) as bar:
@@ -208,7 +208,7 @@ class Evaluator:
         state: TrainerState | None,
         bar: Any,
     ) -> list[list[Answer]]:
-        """For each item, so many responses."""
+        """Return ``samples`` responses to each item."""
         if samples == 0:
             return [[] for _ in items]
         before = bar.n
@@ -220,7 +220,7 @@ class Evaluator:
             params=params,
             prefill=self._dataset.prefill,
             seed=self._cfg.seed,
-            step=-1,  # no training step's noise
+            step=-1,  # noise that no training step uses
             report=lambda now: bar.update(before + now.finished - bar.n),
         )
         bar.update(before + len(items) * samples - bar.n)

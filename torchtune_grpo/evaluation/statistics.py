@@ -1,9 +1,9 @@
-"""How sure a held-out number is, which evaluation was the best, and whether a run ends with it.
+"""How certain a held-out number is, which evaluation was best, and whether a run ends with it.
 
-Here are pass@k, majority votes, intervals, a paired test, and a comparison of two evaluations.
+This module holds pass@k, majority votes, intervals, a paired test and a comparison of evaluations.
 
-No prompt knows of another, while the samples of one prompt are alike; so the unit everywhere is the
-prompt. Intervals hold for prompts drawn like these, not for another data set.
+Prompts are independent of each other, while the samples of one prompt are alike, so the unit is the
+prompt everywhere. Intervals hold for prompts drawn like these, not for another data set.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 ACCURACY = "eval/accuracy"
-SURE = 0.05  # of p: the usual level
+SURE = 0.05  # the usual bound on p
 _RESAMPLES = 10_000
-_FINEST_UNIT = 256  # of scores: whole numbers of 1/256 at the finest
+_FINEST_UNIT = 256  # scores are multiples of 1/256 at the finest
 
 
 class Paired(NamedTuple):
-    """What :func:`paired_test` says of two policies' scores on the same prompts."""
+    """The result of :func:`paired_test` on two policies' scores for the same prompts."""
 
     difference: float  # mean of after minus before
-    low: float  # of its 95 % interval
+    low: float  # bounds of its 95 % interval
     high: float
     p: float  # how often chance alone gives a difference at least as large, of either sign
 
@@ -38,10 +38,10 @@ class Paired(NamedTuple):
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
-    """Expected best score of ``k`` of a prompt's n samples (Chen et al. 2021, arXiv:2107.03374).
+    """Estimate the best of ``k`` of a prompt's n samples (Chen et al. 2021, arXiv:2107.03374).
 
-    The mean over all k-subsets of their best score, which is unbiased; for c scores of 1 among
-    zeros, 1 - C(n - c, k) / C(n, k).
+    The result is the mean of the best score over all k-subsets, which is unbiased; for c scores of
+    1 among zeros, it is 1 - C(n - c, k) / C(n, k).
     """
     n = len(scores)
     if not 1 <= k <= n:
@@ -52,22 +52,22 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
 
 def majority(answers: Sequence[str | None]) -> int | None:
-    """The vote of maj@k (Wang et al. 2022, arXiv:2203.11171): which sample speaks for all.
+    """Return which sample wins the vote of maj@k (Wang et al. 2022, arXiv:2203.11171).
 
-    The first sample with the most frequent answer; of answers that are equally frequent, the first
-    one given. A sample that states no answer (None) has no vote; None if no sample states any.
+    It is the first sample with the most frequent answer; of equally frequent answers, the first one
+    given. A sample that states no answer (None) has no vote; None if no sample states any.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return answers.index(votes.most_common(1)[0][0]) if votes else None
 
 
 def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
-    """95 % interval of the mean of ``values`` [P], each from 0 to 1, by resampling the prompts.
+    """Return the mean's 95 % interval for ``values`` [P] from 0 to 1, by resampling the prompts.
 
-    Alone, the resamples of 100 wrong answers are 100 wrong answers, and the interval (0, 0). So two
-    prompts that score 0 and two that score 1 are added first, as Agresti and Coull (1998) do for a
-    proportion: (0, 0.05) there. They weigh as much less than a prompt as ``values`` (means over
-    samples) vary less than zeros and ones of that mean. The order of the values has no effect.
+    Every resample of 100 wrong answers is 100 wrong answers, with the interval (0, 0). Therefore 2
+    prompts that score 0 and 2 that score 1 are added first, as Agresti and Coull (1998) do for a
+    proportion: (0, 0.05) then. Where ``values`` (means over samples) vary less than zeros and ones
+    with that mean, the added ones weigh less by this ratio. The order of the values has no effect.
     """
     scores = np.asarray(values, dtype=np.float64)
     mean = scores.mean()
@@ -76,12 +76,12 @@ def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
 
 
 def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
-    """Whether scores [P] of the same prompts differ by more than chance, before and after.
+    """Test whether scores [P] of the same prompts, before and after, differ more than by chance.
 
     Under the null hypothesis each prompt's difference is as likely to be positive as negative. All
     2^P choices of signs are counted, not sampled; for scores of 0 and 1 that is McNemar's exact
-    test. The interval resamples the prompts, one gain and one loss of 1 added (Bonett and Price
-    2012), with a weight as above. Scores are from 0 to 1 and may be means over samples; differences
+    test. The interval resamples the prompts plus one gain and one loss of 1 (Bonett and Price
+    2012), weighted as above. Scores are from 0 to 1 and may be means over samples; differences
     that are not all multiples of one 1/m, m <= 256, are rounded to 1/256 of the largest for ``p``.
     """
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
@@ -103,7 +103,7 @@ class Score(NamedTuple):
 
 
 def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
-    """The numbers of a recorded evaluation that have an interval: accuracy, pass@1, ..., maj@k."""
+    """Return a recorded evaluation's numbers with intervals: accuracy, pass@1, ..., maj@k."""
     found = {}
     for low in [name for name in evaluation if name.endswith("/low")]:
         metric = low.removesuffix("/low")
@@ -114,7 +114,7 @@ def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
 
 
 def title_of(name: str, evaluation: Mapping[str, Any]) -> str:
-    """What a number of an evaluation is called where the reward is not known to decide."""
+    """Return a number's title, which is not ``name`` where the reward is not known to decide."""
     measure, (kind, _, k) = evaluation.get("measure", "accuracy"), name.partition("@")
     if measure == "accuracy":
         return name
@@ -123,7 +123,7 @@ def title_of(name: str, evaluation: Mapping[str, Any]) -> str:
 
 
 def in_one_line(evaluation: Mapping[str, Any]) -> str:
-    """An evaluation in words: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
+    """Put an evaluation in words: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
     return ", ".join(
         f"{title_of(name, evaluation)} {score if name == 'accuracy' else f'{score.mean:.3f}'}"
         for name, score in scores_of(evaluation).items()
@@ -140,14 +140,14 @@ class Comparison:
 
     @classmethod
     def of_run(cls, evaluations: Sequence[Mapping[str, Any]]) -> Comparison | None:
-        """The first and the last evaluation of a run's record; None if there is none."""
+        """Compare the first and last evaluation of a run's record; None if there is none."""
         known = [each for each in evaluations if "accuracy" in scores_of(each)]
         between = max(known[1:-1], key=lambda each: float(each[ACCURACY]), default=None)
         return cls(known[0], known[-1], between) if known else None
 
     @cached_property
     def fall(self) -> Paired | None:
-        """The change from the best evaluation to the last, if that is surely worse."""
+        """The change from the best evaluation to the last, if the last is significantly worse."""
         if self.best is None or self.best[ACCURACY] <= self.before[ACCURACY]:
             return None
         test = Comparison(self.best, self.after).changes.get("accuracy")
@@ -188,7 +188,7 @@ class Comparison:
         return f"{what} {moved} from {before.mean:.3f} to {after.mean:.3f}{tested}."
 
     def table(self, title: str, columns: Sequence[str]) -> list[str]:
-        """Lines with every number, in a column for each evaluation, and the change."""
+        """Return lines with every number, a column for each evaluation, and the change."""
         rows = [[title, *columns[: len(self.ends)], "change" if self.changes else ""]]
         for name in scores_of(self.after):
             cells = [str(scores_of(each).get(name, "-")) for each in self.ends]
@@ -202,23 +202,23 @@ class Comparison:
         ]
 
 
-# Decided by the recorded evaluations alone, so that a resumed run decides as the first one.
+# These decide by the recorded evaluations alone, so that a resumed run decides like the first one.
 
 
 def passes(num_samples: int) -> list[int]:
-    """The k of pass@k: powers of two up to the number of samples, and that."""
+    """Return the k of pass@k: powers of two below the number of samples, and that number."""
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
     return [*powers, num_samples] if num_samples else []
 
 
 def evaluation_metrics(num_samples: int) -> list[str]:
-    """The metrics of an evaluation that can be its best: shares of right answers."""
+    """Return the metrics that can decide which evaluation is best: shares of right answers."""
     votes = [f"eval/maj@{num_samples}"] if num_samples > 1 else []
     return [ACCURACY, *(f"eval/pass@{k}" for k in passes(num_samples)), *votes]
 
 
 def best_step(evaluations: Sequence[Mapping[str, Any]], metric: str | None) -> int | None:
-    """The step of a run's best checkpoint, the first one with the highest value of the metric.
+    """Return the step of a run's best checkpoint: the first with the metric's highest value.
 
     Step 0 does not count: it is the base, and has no checkpoint. Without a metric there is no best.
     """
@@ -233,11 +233,11 @@ def should_stop(
     stop_at: float | None,
     patience: int | None,
 ) -> str | None:
-    """Why a run ends with the newest of its evaluations, with the key to change; None = it goes on.
+    """Say why a run ends with its newest evaluation, and the key to change; None = it goes on.
 
     Without a metric, the accuracy decides. A run ends if the newest evaluation reaches ``stop_at``,
-    or if ``patience`` evaluations in a row are not above the best before them. That of step 0 is
-    one to beat; but no run ends with it.
+    or if ``patience`` evaluations in a row are not above the best before them. The evaluation at
+    step 0 counts as one to beat, but no run ends with it.
     """
     metric = metric or ACCURACY
     found = _values(evaluations, metric)
@@ -267,10 +267,10 @@ def _values(
 def _interval(
     values: NDArray[np.float64], *, added: Sequence[float], weight: float
 ) -> tuple[float, float]:
-    """Percentile bootstrap of the mean of ``values`` and, each with a weight, ``added``."""
-    # Resamples are drawn as counts of equal values: few of these, and their order has no effect.
+    """Bootstrap the mean of ``values`` and ``added`` (weighted); return the percentile interval."""
+    # Resamples are drawn as counts of equal values: these are few, and their order has no effect.
     unique, which = np.unique(np.concatenate([values, added]), return_inverse=True)
-    # Of scores beyond 0 and 1, the spread has no such bound.
+    # A weight above 1 means scores beyond 0 and 1, whose spread has no such bound.
     weights = np.repeat([1.0, min(weight, 1.0)], [len(values), len(added)])
     share = np.bincount(which, weights) / weights.sum()
     total = round(weights.sum())
@@ -282,7 +282,7 @@ def _interval(
 def _sign_flip_p(difference: NDArray[np.float64]) -> float:
     units = _in_units(difference[difference != 0])
     gained, total = int(units[units > 0].sum()), int(np.abs(units).sum())
-    chance = np.ones(1)  # of each sum of the gains, with every sign drawn anew
+    chance = np.ones(1)  # probability of each sum of gains, with every sign drawn anew
     for size in np.abs(units):
         kept = np.pad(chance, (0, size))
         chance = (kept + np.roll(kept, size)) / 2
@@ -291,7 +291,7 @@ def _sign_flip_p(difference: NDArray[np.float64]) -> float:
 
 
 def _in_units(difference: NDArray[np.float64]) -> NDArray[np.int64]:
-    """As whole numbers of the largest unit 1/m that fits all."""
+    """Express the differences as whole multiples of the largest unit 1/m that fits all."""
     for m in range(1, _FINEST_UNIT + 1):
         if np.allclose(difference * m, np.rint(difference * m), rtol=0, atol=1e-6):
             return np.rint(difference * m).astype(np.int64)

@@ -1,7 +1,7 @@
 """What is wrong with a run, and what to change.
 
 A rule reads a run's record so far and its config, and yields signs of findings. A finding begins
-after its signs in several steps in a row, and ends after ``ENDS_AFTER`` steps without them. A
+once several steps in a row show its signs, and ends after ``ENDS_AFTER`` steps without them. A
 resumed run that reads its record again finds the same.
 
 A false alarm is worse than silence: what also comes with success, such as a low entropy, is a sign
@@ -21,18 +21,18 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.config.keys import GRPOConfig
 
-SOLVED = 0.8  # mean of the deciding reward: above, there is little left to learn
+SOLVED = 0.8  # mean of the deciding reward; above it, there is little left to learn
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
-# Finding -> steps in a row with its signs before it begins, and a rank's groups in these steps.
+# Finding -> how many steps in a row must show its signs, with how many groups on a rank.
 BEGINS_AFTER = {
     # It looks at three steps itself, and comes first.
     "collapsed": (1, 0),
-    # If a fifth of the groups taught something, 24 that do not come once in 200 times.
+    # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts"), (3, 24)),
-    # If it applied to a twentieth of the prompts, 100 without it come once in 170 times.
+    # If it applied to a twentieth of the prompts, 100 would all be without it once in 170 times.
     "reward_never_applies": (3, 100),
-    # If a fifth of the groups earned it, 20 that do not come once in 90 times.
+    # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
     "reward_constant": (5, 20),
     # One step is an accident.
     **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),
@@ -44,20 +44,20 @@ BEGINS_AFTER = {
     **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
     **dict.fromkeys(("gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
 }
-# Finding -> those that it causes, and that would advise something else.
+# Finding -> findings that it causes, and that would give other advice.
 _OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
 SILENCES = {
     "collapsed": ("all_wrong", "truncated", "nothing_trained", "kl_runaway", *_OF_A_POLICY),
     "truncated": ("all_wrong", "reward_constant"),
 }
-_MOST_STEPS = 100  # that a rule or a finding looks back
+_MOST_STEPS = 100  # how far back a rule or a finding looks
 
-Advice = tuple[str, str]  # the config key to change, and a sentence: to what
+Advice = tuple[str, str]  # the config key to change, and a sentence with its new value
 Signs = Iterator[tuple[str, str, Advice]]  # name of the finding, a sentence of evidence, advice
 
 
 class Watch:
-    """Reads a run's record event by event; finds what begins and ends."""
+    """Reads a run's record event by event, and tracks which findings begin and end."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], *, decider: str) -> None:
         self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
@@ -71,7 +71,7 @@ class Watch:
         return [*self._current.values()]
 
     def add(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Read a step or an evaluation; return what begins or ends (``event``) with it."""
+        """Read a step or an evaluation; return findings that begin or end (``event``) with it."""
         self._run.add(event)
         is_step = event["kind"] == "step"
         signs: dict[str, tuple[str, Advice]] = {}
@@ -108,14 +108,14 @@ class Evaluation(NamedTuple):
 
     accuracy: float  # held out, greedy
     margin: float  # half of its 95 % interval
-    reward: float  # the steps' mean
-    error: float  # that mean's standard error
+    reward: float  # mean over the steps
+    error: float  # standard error of that mean
     spread: float  # mean of the steps' reward_std
     level: float  # mean of the deciding reward
 
 
 class History:
-    """A run as rules read it. A metric that is missing, null or not finite is NaN."""
+    """A run as the rules see it. A metric that is missing, null or not finite is NaN."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], decider: str) -> None:
         self.rewards: list[dict[str, Any]] = [
@@ -123,7 +123,7 @@ class History:
             for name, node in zip(rewards, cfg.rewards, strict=True)
         ]
         self._config = OmegaConf.create({**cfg.model_dump(), "rewards": self.rewards})
-        self.decider = decider  # it is the accuracy
+        self.decider = decider  # its mean is the accuracy
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[Evaluation] = []
         self._evaluated = 0  # steps before the last evaluation
@@ -133,7 +133,7 @@ class History:
         if event["kind"] == "step":
             rates = event.get("prompts", {}).get("pass_rate", [])
             error = stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan
-            self.steps.append(values | {"level_error": error})  # of the deciding reward's mean
+            self.steps.append(values | {"level_error": error})  # standard error of ``level``
         elif not self.evaluations or len(self.steps) - self._evaluated >= 3:
             # After fewer steps there is no spread to judge a rise by.
             names = ("reward", "reward_std", f"rewards/{self.decider}/mean")
@@ -149,7 +149,7 @@ class History:
         return self.steps[-1].get(metric, math.nan)
 
     def last(self, metric: str, count: int) -> list[float]:
-        """A metric of the newest steps, without those that lack it."""
+        """Return a metric of the ``count`` newest steps, without those that lack it."""
         values = [step.get(metric, math.nan) for step in self.steps[-count:]]
         return [value for value in values if not math.isnan(value)]
 
@@ -187,7 +187,7 @@ class History:
 
 
 def collapse(run: History) -> Signs:
-    """The deciding reward was good, and is bad: most often a step that was too large."""
+    """The deciding reward was good and is now bad, most often after a step that was too large."""
     metric, window = f"rewards/{run.decider}/mean", 3
     levels = [step.get(metric, math.nan) for step in run.steps[-_MOST_STEPS:]]
     paid = [step.get("reward", math.nan) for step in run.steps[-_MOST_STEPS:]]
@@ -200,8 +200,8 @@ def collapse(run: History) -> Signs:
     best = max(means, key=means.__getitem__)
     now, first = mean(levels[-window:])[0], run.steps[-len(levels) :][best]
     error = first["level_error"] / math.sqrt(window if best else 1)
-    # Four standard errors, as the best is one of many; a third of it, as in no healthy run. Where
-    # the sum has risen, shaping was learned; and harder prompts of a curriculum are no fall.
+    # Four standard errors, as the best is one of many; a third of it, which no healthy run loses.
+    # Where the sum has risen, shaping was learned; a curriculum's harder prompts are no fall.
     noise = 4 * math.hypot(error, run.now("level_error") / math.sqrt(window))
     fall = means[best] - now
     is_paid = mean(paid[-window:])[0] >= paid[best]
@@ -232,7 +232,7 @@ def groups(run: History) -> Signs:
 
 def responses(run: History) -> Signs:
     cut, longest = run.now("completions/clipped_ratio"), run.now("completions/max_length")
-    # Nearly all, unless more are right than have ended; or half, where hardly any is right.
+    # Nearly all are cut, unless more are right than ended; or half are, and hardly any is right.
     if (cut >= 0.9 and run.level < 1.2 - cut) or (cut >= 0.5 and run.level < 0.05):
         is_late = longest < run.config("max_generated_tokens")
         key = "rollout.deadline" if is_late else "max_generated_tokens"
@@ -244,7 +244,7 @@ def responses(run: History) -> Signs:
         longer = run.scale("max_generated_tokens", 2)
         advice = run.change(key, False) if run.config(key) else longer
         yield "nothing_trained", "No token was trained on.", advice
-    # To a tenth; shorter responses that are right more often are welcome.
+    # Shrunk to a tenth; shorter responses that are right more often are welcome.
     if length < first / 10 and run.level <= run.first(f"rewards/{run.decider}/mean"):
         evidence = f"The mean response shrank from {first:.3g} to {length:.3g} tokens."
         least = run.change("sampling.min_new_tokens", math.ceil(first / 10))
@@ -254,14 +254,14 @@ def responses(run: History) -> Signs:
 def policy(run: History) -> Signs:
     entropy, first = run.now("sampling/entropy"), run.first("sampling/entropy")
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
-    # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times of 100.
+    # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times in 100.
     if entropy < min(0.05, 0.1 * first) and run.level < SOLVED:
         more = 2 * (run.config("loss.entropy_coeff") or 0.0005)
         yield "entropy_collapsed", evidence, run.change("loss.entropy_coeff", more)
-    if entropy > max(2 * first, first + 1):  # a nat: as from e times as many tokens
+    if entropy > max(2 * first, first + 1):  # one nat: as if from e times as many tokens
         yield "entropy_exploding", evidence, run.scale("optimizer.lr", 0.5)
     kl = run.now("kl")
-    if kl > 1:  # e times as likely as before, each token; usual is below 0.1
+    if kl > 1:  # each token is e times as likely as before; below 0.1 is usual
         evidence = f"The KL to the reference is {kl:.3g} nats a token."
         yield "kl_runaway", evidence, run.scale("loss.kl_coeff", 2)
     gap = run.now("sampling/sampling_logp_difference/mean")
@@ -271,7 +271,7 @@ def policy(run: History) -> Signs:
             advice = run.change("objective.sampling_correction", "token_truncate")
         if run.config("model.lora_dropout"):  # acts in the trainer alone
             advice = run.change("model.lora_dropout", 0.0)
-        yield "sampler_trainer_gap", f"Their log-probs of a token differ by {gap:.3g}.", advice
+        yield "sampler_trainer_gap", f"The two log-probs of a token differ by {gap:.3g}.", advice
 
 
 def rewards(run: History) -> Signs:
@@ -280,10 +280,10 @@ def rewards(run: History) -> Signs:
     for index, reward in enumerate(run.rewards):
         name, weight, key = reward["name"], reward["weight"], f"rewards.{index}"
         failed, none = (run.now(f"rewards/{name}/{what}") for what in ("errors", "none"))
-        if failed >= 0.01:  # in each of some steps: a mistake in the code, or one that is provoked
+        if failed >= 0.01:  # in several steps: a bug, or one that responses provoke
             remedy = "Correct what its error in the log says, or return None there."
             yield "reward_fails", f"{name} failed on {failed:.0%} of the rows.", (key, remedy)
-        # Nothing is wrong with a form that always holds, or a penalty that none incurs.
+        # Nothing is wrong with a format that is always kept, or a penalty that is never incurred.
         best = 0 if weight < 0 or "penalty" in name else 1
         if weight and name != run.decider and run.is_constant(name, best=best):
             said = "returned None" if none == 1 else f"was {run.now(f'rewards/{name}/mean'):.3g}"
@@ -295,7 +295,7 @@ def rewards(run: History) -> Signs:
         values = run.last(f"rewards/{name}/mean", 20)
         change, error = rise(values)
         spread = mean(run.last(f"rewards/{name}/std", 20))[0]
-        # As for reward_hacking, without evaluations: half a spread, beyond all noise.
+        # As for reward_hacking, but without evaluations: half a spread, beyond all noise.
         is_paid = math.copysign(change, change * weight) > max(3 * error, spread / 2)
         if len(values) == 20 and is_paid and weight and not decider_rises:
             evidence = f"In 20 steps {name} changed by {change:+.3g}; {run.decider} did not rise."
@@ -306,7 +306,7 @@ def optimizer(run: History) -> Signs:
     norms = run.last("grad_norm", 40)
     before = [norm for norm in norms[:-10] if norm > 0]
     usual = median(before) if len(before) >= 10 else math.inf
-    spikes = [norm for norm in norms[-10:] if norm > 10 * usual]  # other prompts make 3 times
+    spikes = [norm for norm in norms[-10:] if norm > 10 * usual]  # other prompts make it 3 times
     if len(spikes) >= 3:
         evidence = f"{len(spikes)} gradient norms of 10 are beyond 10 times the usual {usual:.3g}."
         is_clipped = run.config("clip_grad_norm") is not None
@@ -348,13 +348,13 @@ def seconds(run: History) -> Signs:
 
 
 def evaluations(run: History) -> Signs:
-    """What is paid rises, and held-out accuracy does not, over the last four evaluations."""
+    """The training reward rises and held-out accuracy does not, over the last four evaluations."""
     if len(run.evaluations) < 4:
         return
     before, first, third, last = run.evaluations[-4:]
     change = last.reward - first.reward
     most = last.accuracy - before.accuracy + math.hypot(before.margin, last.margin)
-    # Two evaluations no better, and a gain of 0.1 can be excluded.
+    # Two evaluations are no better, and a gain above 0.1 can be excluded.
     is_flat = 0 < before.accuracy >= max(third.accuracy, last.accuracy) and most <= 0.1
     # Samples may only catch up with what the policy's likeliest answer can do already.
     weights = {reward["name"]: reward["weight"] for reward in run.rewards}
@@ -381,7 +381,7 @@ RULES = (collapse, groups, responses, policy, rewards, optimizer, progress, seco
 
 
 def _number(value: Any) -> float:
-    # Squares of what is kept are finite.
+    # The squares of values that are kept are finite.
     is_kept = isinstance(value, (int, float)) and abs(value) < 1e100
     return float(value) if is_kept else math.nan
 
@@ -391,9 +391,9 @@ def _text(value: Any) -> str:
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
-    """Their mean and its standard error; NaN of too few.
+    """Return the values' mean and its standard error; NaN if there are too few.
 
-    The error is that of the noise from one value to the next, whatever their trend (von Neumann).
+    The error is of the noise from one value to the next, whatever the trend (von Neumann).
     """
     count = len(values)
     squares = sum((b - a) * (b - a) for a, b in pairwise(values))
@@ -402,7 +402,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def rise(values: Sequence[float]) -> tuple[float, float]:
-    """From the mean of their first half to that of the second, and its standard error."""
+    """Return the rise from the first half's mean to the second half's, and its standard error."""
     half = len(values) // 2
     (before, error), (after, other) = mean(values[:half]), mean(values[half:])
     return after - before, math.hypot(error, other)

@@ -16,8 +16,8 @@ from torchtune_grpo.machine.parallel import gather_over_ranks
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
 
-_NEGATED = "-"  # begins the name of a smallest value among the largest
-_OF_NOTHING = -math.inf  # the largest of no values
+_NEGATED = "-"  # prefix of a minimum's name: it is kept as a negated maximum
+_OF_NOTHING = -math.inf  # the maximum of no values
 
 
 class StepMetrics:
@@ -120,10 +120,10 @@ class StepMetrics:
             self.add_sum(name, total, count)
 
     def compute(self) -> dict[str, float]:
-        """Means, standard deviations (``.../std`` beside ``.../mean``), extremes and seconds.
+        """Return means, standard deviations (``.../std`` beside ``.../mean``), extremes, seconds.
 
-        Over all ranks: sums and counts are added before they are divided; times are the slowest
-        rank's.
+        They are over all ranks: sums and counts are added before they are divided; times are the
+        slowest rank's.
         """
         own = {name: sums.tolist() for name, sums in self._sums.items()}
         largest = {name: value.item() for name, value in self._largest.items()}
@@ -131,7 +131,7 @@ class StepMetrics:
         result = {}
         for name, (total, squares, count) in sums.items():
             if not count:
-                continue  # nothing that it applies to, or no mean
+                continue  # it applied to nothing, or has no mean
             mean = total / count
             result[name] = mean
             is_reward = name.startswith("rewards/") and name.endswith("/mean")
@@ -154,7 +154,7 @@ class StepMetrics:
 
 
 def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """A scalar in float64. A number is filled in by a kernel: a copy would wait for the GPU."""
+    """Return a float64 scalar. A kernel fills in a number, as a copy would wait for the GPU."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -163,7 +163,7 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
 def _merged(
     parts: Sequence[tuple[dict[str, list[float]], dict[str, float]]],
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Every rank's sums added up, and the largest of its maxima."""
+    """Return the ranks' sums added up, and the largest of their maxima."""
     sums: dict[str, list[float]] = {}
     maxima: dict[str, float] = {}
     for rank_sums, rank_maxima in parts:

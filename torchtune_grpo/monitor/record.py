@@ -1,4 +1,4 @@
-"""A run's record: the events in ``run.jsonl``, one a line, and how to read them. No torch here.
+"""A run's record: the events in ``run.jsonl``, one per line, and how to read them. No torch.
 
 An event has a ``kind``, a ``step`` and
 
@@ -7,8 +7,8 @@ An event has a ``kind``, a ``step`` and
     evaluation  the metrics by name; prompts: prompt_index, and each prompt's accuracy, pass@1, ...
     finding     event ("begins" or "ends"), name, since, evidence, key, remedy
 
-The page, the findings, the model card and what ends a run read these lines. ``completions.jsonl``
-beside it holds whole groups of completions.
+The page, the findings, the model card and the rules that end a run read these lines.
+``completions.jsonl`` in the same folder holds whole groups of completions.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 
 RUN_FILE, COMPLETIONS_FILE = "run.jsonl", "completions.jsonl"
 _PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
-# What completions.jsonl may grow to over a whole run, and what it may take at once.
+# Bytes that completions.jsonl may gain over a whole run, and that it may take at once.
 _MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
 Record = dict[str, Any]
 
 
 def read(folder: Path, *kinds: str) -> list[Record]:
-    """The events of a run, or those of some kinds, in order; none if there is no record."""
+    """Return the events of a run, or only some kinds, in order; none if there is no record."""
     path = folder / RUN_FILE
     return [event for event in read_lines(path) if not kinds or event.get("kind") in kinds]
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """The step and the metrics of each step and each evaluation, in order."""
+    """Return ``step`` and the metrics of each step and each evaluation, in order."""
     events, others = read(folder, "step", "evaluation"), ("kind", "prompts", "measure")
     return [{k: v for k, v in event.items() if k not in others} for event in events]
 
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """The lines of a file, if there is one; torn lines are counted in the log."""
+    """Return the records in a file, none if it is missing; torn lines are counted in the log."""
     return [record for _, record in _lines(path)] if path.exists() else []
 
 
@@ -106,7 +106,7 @@ def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Rec
 
 
 def append_groups(folder: Path, groups: Sequence[Sequence[Record]], *, done: float) -> None:
-    """Record whole groups of completions, in plain values, while there is room for them.
+    """Record whole groups of completions, as plain values, while there is room for them.
 
     ``done`` is the share of the run that is over: 1 MiB and that share of 64 MiB may be filled.
     """
@@ -123,7 +123,7 @@ def append_groups(folder: Path, groups: Sequence[Sequence[Record]], *, done: flo
 def keep_until(folder: Path, step: int) -> None:
     """Drop what was recorded after ``step``: a resumed run does those steps again.
 
-    Killed at any moment, it leaves either the old file or the new one, and next time works.
+    A kill at any moment leaves either the old file or the new one, and the next call works.
     """
     for path in filter(Path.exists, (folder / RUN_FILE, folder / COMPLETIONS_FILE)):
         beside = path.with_name(f"{path.name}.new")
@@ -137,7 +137,7 @@ def keep_until(folder: Path, step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """Each line and its content, without lines that a kill or a full disk has torn."""
+    """Yield each line and its content, except lines that a kill or a full disk has torn."""
     left_out = 0
     with path.open("rb") as file:
         for line in file:

@@ -51,7 +51,7 @@ class Recorder:
         *,
         rewards: Sequence[str],
         decider: str,
-        measure: str,  # what the mean of the reward that decides is called
+        measure: str,  # name of the deciding reward's mean
         stop_tokens: Sequence[int],
         device: torch.device,
     ) -> None:
@@ -71,7 +71,7 @@ class Recorder:
             self._metric_logger.log_config(OmegaConf.create(shown))
 
     def resume(self, step: int) -> None:
-        """Forget what was recorded after the step that the run goes on from."""
+        """Forget what was recorded after the step from which the run goes on."""
         self.evaluations, self._num_tokens = on_first_rank(self._keep_until, step)
 
     def _keep_until(self, step: int) -> tuple[list[Record], float]:
@@ -120,7 +120,7 @@ class Recorder:
         return prompts
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Record an evaluation after so many steps; every rank has to call it."""
+        """Record an evaluation after ``step`` steps; every rank has to call it."""
         metrics = {**evaluation.metrics, "time/eval": evaluation.seconds}
         more = {"measure": evaluation.measure, "prompts": evaluation.prompts}
         event = on_first_rank(self._write, "evaluation", step, metrics, more)
@@ -146,7 +146,7 @@ class Recorder:
         return event
 
     def _write_page(self) -> None:
-        """Write the page; a run goes on without it."""
+        """Write the page; if that fails, the run goes on without it."""
         if rank() > 0 or lock.is_lost(self._folder):
             return
         try:
@@ -156,7 +156,7 @@ class Recorder:
 
 
 class GroupRecorder:
-    """Chooses groups of each step that are kept whole, informative ones first."""
+    """Chooses which groups of each step are kept whole, informative ones first."""
 
     def __init__(self, cfg: GRPOConfig, *, decider: str, stop_tokens: Sequence[int]) -> None:
         self._cfg, self._decider, self._stop_tokens = cfg, decider, stop_tokens
@@ -164,20 +164,20 @@ class GroupRecorder:
         self._trainer_logprobs: dict[tuple[int, ...], float] = {}
 
     def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
-        """Note N rows with advantages, whole groups, and their rewards."""
+        """Note N rows with advantages, in whole groups, and their rewards."""
         self._rollouts.append((trajectory, scores))
 
     def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        """Note the trainer's log-probs [N, L] of an update's rows, before it."""
+        """Note the trainer's log-probs [N, L] of an update's rows, from before the update."""
         means = _mean_logprobs(trajectory, logprobs)
         self._trainer_logprobs |= dict(zip(_identities(trajectory), means, strict=True))
 
     def take(self, step: int) -> tuple[list[list[Record]], dict[str, list[Any]]]:
-        """Chosen groups and all groups' results, of all ranks, since the last call.
+        """Return chosen groups and all groups' results, of all ranks, since the last call.
 
-        A chosen group is a record for each completion. The choice among equally informative ones
-        depends on seed, step and prompt alone. Results are ``prompt_index``, ``pass_rate`` and
-        ``reward``, in the order of the step's prompts.
+        A chosen group is a list with a record for each completion. The choice among equally
+        informative groups depends on seed, step and prompt alone. Results are ``prompt_index``,
+        ``pass_rate`` and ``reward``, in the order of the step's prompts.
         """
         count, size = self._cfg.log_groups, self._cfg.grpo_samples
         candidates: list[Any] = []
@@ -207,7 +207,7 @@ class GroupRecorder:
     def _records(
         self, trajectory: Trajectory, scores: RewardScores, first: int, step: int
     ) -> list[Record]:
-        """A record for each completion of the group whose first row is given."""
+        """Return a record for each completion of the group that begins at row ``first``."""
         numbers = torch.arange(first, first + self._cfg.grpo_samples)
         rows = trajectory.select(numbers.to(trajectory.tokens.device))
         assert rows.advantages is not None
@@ -237,20 +237,20 @@ class GroupRecorder:
         return records
 
     def _end(self, tokens: Sequence[int], *, truncated: bool) -> str:
-        """What ended a response; a stop token behind a stop string counts as the former."""
+        """Say what ended a response; a stop token after a stop string counts as a stop token."""
         if truncated:
             return "length" if len(tokens) >= self._cfg.max_generated_tokens else "deadline"
         return "stop_token" if tokens[-1] in self._stop_tokens else "stop_string"
 
 
 def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Prompt and tokens of each completion, which identify it after rows were moved."""
+    """Return prompt and tokens of each completion, which identify it after rows have moved."""
     indices = trajectory.prompt_indices.tolist()
     return [(i, *ids) for i, ids in zip(indices, trajectory.completion_ids, strict=True)]
 
 
 def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
-    """Means over all tokens of each response, trained on or not: [N, L] -> N numbers."""
+    """Return the mean over each response's tokens, trained on or not: [N, L] -> N numbers."""
     lengths = trajectory.response_lengths
     total = logprobs.where(length_mask(lengths, logprobs.shape[1]), 0).sum(dim=1)
     means: list[float] = (total / lengths.clamp(min=1)).tolist()
@@ -263,7 +263,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _start(given: DictConfig, device: torch.device) -> Record:
-    """What a run was started with, and on what."""
+    """Describe how a run was started, and on which device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     script, *arguments = sys.orig_argv[1:] or [""]  # without the interpreter
     return {

@@ -28,9 +28,9 @@ _OUTPUTS = {
 
 
 class ProgressLine(ExitStack):
-    """The steps of a run from ``done`` on; a context that keeps the log's lines and the bar apart.
+    """A bar for the steps from ``done`` on; as a context, it keeps the log's lines apart from it.
 
-    ``deciding`` is the metric of the reward that decides, and its title.
+    ``deciding`` maps the metric of the deciding reward to its title.
     """
 
     def __init__(self, steps: int, *, done: int, deciding: Mapping[str, str]) -> None:
@@ -59,7 +59,7 @@ class ProgressLine(ExitStack):
 def summary(
     evaluations: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[str]:
-    """Lines for the end of a run: first and last evaluation, open findings, where all is."""
+    """Return a run's last lines: first and last evaluation, open findings, where its files are."""
     lines: list[str] = []
     if compared := Comparison.of_run(evaluations):
         columns = [f"step {each['step']}" for each in compared.ends]

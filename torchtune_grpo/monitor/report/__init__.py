@@ -1,6 +1,6 @@
 """A run as one page that can be mailed: data, curves, style and script in one file.
 
-The page runs no other script and fetches nothing. All data passes :func:`script_json` on its way.
+The page runs no other script and fetches nothing. All data passes through :func:`script_json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, r
 from torchtune_grpo.monitor.report.panels import MAX_POINTS, panels
 from torchtune_grpo.monitor.report.verdict import verdict
 
-_MAX_BYTES = 4_500_000  # of all groups: with bokeh (1.4 MB) and the curves, a page is below 8 MB
+_MAX_BYTES = 4_500_000  # for all groups: with bokeh (1.4 MB) and the curves, a page is below 8 MB
 _LONG_TEXT, _SHORT_TEXT = 4000, 600  # characters of a completion; of a column or an extra
 _NUM_GAPS = 20  # completions that count as the largest gaps
 _FILTERS = (
@@ -67,7 +67,7 @@ def write_page(folder: Path, path: Path | None = None) -> str:
         "verdict": found,
         "panels": panels(run),
         "resumes": [start["step"] for start in run.starts if start["step"] > 0],
-        "thinned": f"Drawn is every {every}th step." if every > 1 else "",
+        "thinned": f"One step in {every} is drawn." if every > 1 else "",
         **_completions(run),
         "setup": _setup(run),
     }
@@ -76,7 +76,7 @@ def write_page(folder: Path, path: Path | None = None) -> str:
 
 
 def script_json(value: object) -> str:
-    """JSON as it may stand in a script element: visible texts, without any "<", ">" or "&"."""
+    """Return JSON fit for a script element: with visible texts, and no "<", ">" or "&"."""
     text = json.dumps(_clean(value), ensure_ascii=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -84,7 +84,7 @@ def script_json(value: object) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """Texts without what is invisible, and numbers with five digits."""
+    """Make invisible characters in texts visible, and round numbers to five digits."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, float):
@@ -111,7 +111,7 @@ def _completions(run: RunRecord) -> dict[str, Any]:
 
 
 def _mark(groups: list[list[Record]], *, decider: str | None) -> None:
-    """Give each row ``is``, the names of the filters that find it."""
+    """Give each row ``is``, the names of the filters that match it."""
     rows = [row for group in groups for row in group]
     names = [*rows[0]["rewards"]] if rows else []
     form = next((name for name in names if "format" in name and name != decider), None)
@@ -139,7 +139,7 @@ def _gap(row: Record) -> float:
 
 
 def _fitting(groups: list[list[Record]]) -> list[Record]:
-    """All groups; or, if they are too many, one of each step, of every second step, and so on."""
+    """Return all groups, or, if they take too many bytes, one of each step, of every second, ..."""
     shown = [_for_page(group) for group in groups]
     sizes = {id(group): len(script_json(group).encode()) for group in shown}
     best = {group["step"]: group for group in shown}
@@ -178,7 +178,7 @@ def _texts(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _shortened(text: str, limit: int) -> str | list[str | int]:
-    """The text; of a longer one its beginning, how many characters are left out, its end."""
+    """Return a text; if too long, its beginning, how many characters are left out, and its end."""
     if len(text) <= limit:
         return text
     head, tail = limit * 2 // 3, limit // 3
@@ -197,7 +197,7 @@ def _as_text(value: object) -> str:
 
 
 def _setup(run: RunRecord) -> list[Table]:
-    """Tables: the last start, its versions, what differs between starts, the whole config."""
+    """Return tables of the last start, its versions, changes between starts, the whole config."""
     if not run.starts:
         return []
     last = run.starts[-1]
@@ -211,7 +211,7 @@ def _setup(run: RunRecord) -> list[Table]:
 
 
 def _changes(starts: Sequence[Record]) -> Table:
-    """Keys of the config that differ between starts."""
+    """Return a table of the config's keys that differ between starts."""
     configs = [dict(_by_key(start["config"])) for start in starts]
     keys = dict.fromkeys(chain(*configs))
     rows = [[key, *(each.get(key, "") for each in configs)] for key in keys]
@@ -243,7 +243,7 @@ def _write(path: Path, title: str, data: Record) -> None:
         "title": html.escape(visible(title)),
         "data": script_json({**data, "written": written}),
     }
-    # In one pass: what is put in is not looked at again.
+    # In one pass, so that inserted text is not searched again.
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], parts["page"])
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:

@@ -1,4 +1,4 @@
-"""The numbers of the page's curves; panels.toml says which there are and what they mean."""
+"""The numbers behind the page's curves; panels.toml lists the curves and says what they mean."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from torchtune_grpo.evaluation.statistics import scores_of, title_of
 from torchtune_grpo.monitor.record import Record, RunRecord
 
-MAX_POINTS = 1000  # of a curve; of a longer run, every k-th step is drawn
-_NUM_COLOURS = 7  # of page.css
+MAX_POINTS = 1000  # in a curve; of a longer run, every k-th step is drawn
+_NUM_COLOURS = 7  # in page.css
 _RIGHT = ("none right", "few: up to 1/3", "some: up to 2/3", "most", "all right")
 
 Line = dict[str, Any]  # label, colour, steps, values; low and high, if there is a band
@@ -22,7 +22,7 @@ Panel = dict[str, Any]  # title, what, axis, kind, lines
 
 
 def panels(run: RunRecord) -> list[Panel]:
-    """The curves of one run; those without any number are left out."""
+    """Return the curves of a run, leaving out those without any number."""
     steps, drawn = thinned(run.steps), []
     for panel in _panels():
         if panel["curves"] == "evaluations":
@@ -43,7 +43,7 @@ def panels(run: RunRecord) -> list[Panel]:
 
 
 def thinned(steps: list[Record]) -> list[Record]:
-    """At most ``MAX_POINTS`` steps, evenly; the last one stays."""
+    """Return at most ``MAX_POINTS`` steps, evenly spaced and with the last one."""
     every = -(-len(steps) // MAX_POINTS) or 1
     return steps[::-1][::every][::-1]
 
@@ -55,7 +55,7 @@ def _panels() -> list[Panel]:
 
 
 def _line(events: list[Record], name: str, label: str) -> Line:
-    """One metric over the steps."""
+    """Return one metric over the steps."""
     steps = [event["step"] for event in events]
     return {"label": label, "steps": steps, "values": [event.get(name) for event in events]}
 
@@ -100,7 +100,7 @@ def _add_band(lines: list[Line], steps: list[Record], panel: Panel) -> None:
 
 
 def _coloured(lines: list[Line], panel: Panel) -> list[Line]:
-    """The lines in the panel's colours; in a stack each on top of those before it."""
+    """Return the lines in the panel's colours, in a stack each on top of those before it."""
     first = panel.get("colour", 1)
     lines = [{**each, "colour": first + n % _NUM_COLOURS} for n, each in enumerate(lines)]
     if panel.get("kind") == "stack":

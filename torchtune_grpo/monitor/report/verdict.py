@@ -1,4 +1,4 @@
-"""What a run has come to, in plain sentences: did it help, is that sure, what was wrong with it."""
+"""What a run has achieved, in plain sentences: did it help, is that certain, what went wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verdict(run: RunRecord) -> dict[str, Any]:
 
 
 def _judge(compared: Comparison) -> tuple[str, list[str]]:
-    """Whether a run is good, bad or unsure, and why."""
+    """Say whether a run is good, bad or unsure, and why."""
     if compared.before is compared.after:
         return "unsure", ["The next evaluation will show whether training helps."]
     test = compared.changes.get("accuracy")
@@ -124,7 +124,7 @@ def _label(name: str, evaluation: Mapping[str, Any]) -> str:
 
 
 def findings(run: RunRecord) -> list[Record]:
-    """Those that are open first, each with the step at which it ended."""
+    """Return the findings, open ones first, each with the step at which it ended."""
     found: list[Record] = []
     for event in run.findings:
         name = event["name"].replace("_", " ")
@@ -145,7 +145,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
         "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
         "State": "finished" if total and run.steps_done >= total else _state(run),
         "Time": tqdm.format_interval(seconds),
-        "of it evaluating": tqdm.format_interval(evaluating),
+        "of which evaluating": tqdm.format_interval(evaluating),
     }
     if run.steps and run.steps[-1].get("num_tokens") is not None:
         facts["Tokens"] = f"{run.steps[-1]['num_tokens']:,.0f}"
@@ -153,7 +153,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _state(run: RunRecord) -> str:
-    """The state of a run that has not made all its steps."""
+    """Return the state of a run that has not done all its steps."""
     keys = run.config.get("evaluation", {})
     goals = {key: keys.get(key) for key in ("stop_at", "patience")}
     reason = should_stop(run.evaluations, metric=keys.get("keep_best"), **goals)
