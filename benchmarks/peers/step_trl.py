@@ -13,10 +13,10 @@ same: by default four prompts of 96 to 292 tokens, groups of eight, full-length 
 weights, LoRA r = 8 on all linear layers, the paper's loss with beta 0.04, one AdamW step
 over all rows, float32. The reward is a function of the sampled ids.
 
-Every way runs in a process of its own, and each of ``--rounds`` takes the ways in turn, so
-that a machine that is slow for some minutes slows all of them. Extra memory is the peak resident
-memory of a process's steps minus what was resident before the first, the largest of all rounds;
-time is the median of the ``--repeats`` steps after the ``--warm-up`` ones. Prints one JSON line.
+Every way runs in a process of its own, and each of ``--rounds`` takes the ways in turn, so that a
+machine that is slow for some minutes slows all of them. Extra memory is a process's peak resident
+memory minus what was resident before its first step, the largest of all rounds; time is the median
+of all rounds' ``--repeats`` steps after the ``--warm-up`` ones. Prints one JSON line.
 """
 
 import argparse

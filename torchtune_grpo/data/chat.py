@@ -82,9 +82,9 @@ class PromptEncoder:
     """Encodes prompts so that the next token is the first one of the response.
 
     In chat format a prompt becomes: system message, the prompt's messages (a text is one user
-    message), an open assistant turn, prefill. As plain text it becomes one string
-    after the beginning-of-sequence token, if the tokenizer has one: system prompt, an empty line,
-    prompt, prefill. White space in the prefill is kept.
+    message), an open assistant turn, prefill. As plain text it becomes one string after the
+    beginning-of-sequence token, if the tokenizer has one: system prompt, an empty line, prompt,
+    prefill. White space in the prefill is kept.
 
     The text of control tokens inside a prompt ("<|im_end|>") is cut in pieces and so encoded as
     ordinary text: data cannot end a turn. ``system_prompt`` and ``prefill`` come from the config

@@ -48,15 +48,15 @@ class RLDataset(Dataset[dict[str, Any]]):
     """Prompts to sample from, and the columns by which rewards judge the samples.
 
     An item is ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``:
-    its position, the prompt's tokens (prefill included), the prompt's text, which carries
-    the messages that it stands for, and the other columns. docs/data.md describes the arguments.
+    its position, the prompt's tokens (prefill included), the prompt's text, which carries the
+    messages that it stands for, and the other columns. docs/data.md describes the arguments.
 
     The first 50,000 rows are checked and tokenized when the data set is made: those that cannot be
     used are left out and reported in the log before training. Later rows are read when they are
     drawn; one that cannot be used is replaced by the next one.
 
     The attribute ``prefill`` is what graders see before the sampled text: the given prefill,
-    after the think block that the chat template opens, if it does.
+    after the think block, if any, that the chat template opens.
     """
 
     def __init__(

@@ -308,7 +308,7 @@ def number_dataset(
 def _different(
     drawn: Iterable[tuple[list[Any], dict[str, Any]]], *, task: str, split: Split, num_samples: int
 ) -> list[dict[str, Any]]:
-    """Take a split's first rows whose questions differ; what decides the split comes with a row."""
+    """Take a split's first rows whose questions differ; each comes with what decides its split."""
     rows: dict[str, dict[str, Any]] = {}
     for canonical, row in drawn:
         if _split_of(canonical) == split:

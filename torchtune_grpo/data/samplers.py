@@ -79,7 +79,7 @@ class ShuffledSampler:
 
 
 class WeightedSampler(ShuffledSampler, ABC):
-    """Base class for drawing rows by weight, in a step without replacement while there are rows.
+    """Base class that draws rows by weight; within a step, without replacement while rows last.
 
     Other samplers derive from it: they define :meth:`weights` and extend :meth:`learn`.
     """

@@ -61,7 +61,7 @@ class Reward:
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
 
     def takes_messages(self, prompt: str) -> bool:
-        """Whether it gets messages: by default if the row has them and it is not this package's."""
+        """Whether it gets messages: by default if the row has them, unless it is one of ours."""
         if self.chat is not None:
             return self.chat
         function = getattr(self.function, "func", self.function)
@@ -125,7 +125,7 @@ class Reward:
 
 
 def declares(**attributes: Any) -> Callable[[F], F]:
-    """Set attributes that :class:`Reward` reads on a function."""
+    """Decorate a function with attributes that :class:`Reward` reads."""
 
     def declare(function: F) -> F:
         vars(function).update(attributes)

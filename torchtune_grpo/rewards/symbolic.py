@@ -38,7 +38,7 @@ class SymbolicMathReward:
 
     Where the gold states one number, this is ``math_correctness_reward``. Otherwise math-verify
     compares the located answer with the gold in worker processes; an answer that times out is not
-    correct. Nor is a number too large to evaluate (``9^{9^{9}}``) unless the gold has one as well.
+    correct. Nor is a number too large to evaluate (e.g. ``9^{9^{9}}``) unless the gold has one too.
     """
 
     __name__ = "symbolic_math_reward"
@@ -70,7 +70,7 @@ class SymbolicMathReward:
 
     @staticmethod
     def check_row(*, answer: object) -> str | None:
-        """Say why no answer can equal a gold, as if it is words alone; math-verify is not asked."""
+        """Say why no answer can equal a gold (it is words alone), without asking math-verify."""
         fault = math_gold_fault(answer=answer)
         if fault is None or not isinstance(answer, str) or "#### " in answer:
             return fault

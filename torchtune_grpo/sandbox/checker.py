@@ -40,7 +40,7 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     """
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # closes its memory to other processes of its user
     calls, theirs = socket.socketpair()
-    candidate = fences.fork()  # before this memory holds anything that it should not find
+    candidate = fences.fork()  # before this process holds anything to hide from it
     if not candidate:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()  # or its signals to its group would reach this process as well

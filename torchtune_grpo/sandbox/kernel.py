@@ -96,7 +96,7 @@ def landlock_version() -> int:
 
 
 def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
-    """Open a path, with the rights to it; the kernel refuses a folder's rights for a file."""
+    """Return the opened path and its rights; the kernel refuses a folder's rights for a file."""
     rights &= -1 if os.path.isdir(path) else USE_FILE
     return os.open(path, os.O_PATH | os.O_CLOEXEC), rights
 
