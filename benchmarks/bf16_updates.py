@@ -2,10 +2,10 @@
 
     python benchmarks/bf16_updates.py
 
-Gradients are a fixed direction under ten times as much noise, in bf16 where the weights are. It
-prints one JSON line: for each way of keeping the weights, the share of them that changed, and
-the cosine of the whole update to that of float32 weights; of what is kept, and of the weights in
-bf16 that the model then computes with.
+Gradients are a fixed direction under ten times as much noise, in bf16 where the weights are. Prints
+one JSON line: for each way of keeping the weights, the share of weights that changed, and the
+cosine between the whole update and that of float32 weights. Both are given for the weights that are
+kept and for the bf16 weights that the model then computes with.
 """
 
 import math
@@ -22,7 +22,7 @@ STEPS, NOISE = 200, 10.0
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 1e-4, "weight_decay": 0.0}
 ADAMW8 = {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-5, "weight_decay": 0.0}
 ROUNDED = ADAMW8 | {"bf16_stochastic_round": True}
-# Way -> the optimizer, the dtype of the weights, and whether the package's steps are taken.
+# Way -> the optimizer, the dtype of the weights, and whether the package takes the steps.
 WAYS = {
     "lora": {
         "float32": (ADAMW, torch.float32, False),
@@ -39,9 +39,9 @@ WAYS = {
 
 
 def start(model: str) -> dict[str, Tensor]:
-    """Weights as a run begins with, bf16 numbers in float32."""
+    """Return the weights that a run begins with: bf16 numbers in float32."""
     draw = torch.Generator().manual_seed(0)
-    if model == "lora":  # of a 2048 x 2048 projection; torchtune's initialization
+    if model == "lora":  # adapters of a 2048 x 2048 projection, initialized as in torchtune
         bound = 1 / math.sqrt(2048)
         a = torch.empty(16, 2048).uniform_(-bound, bound, generator=draw)
         weights = {"lora_a": a, "lora_b": torch.zeros(2048, 16)}
@@ -54,7 +54,7 @@ def start(model: str) -> dict[str, Tensor]:
 def train(
     before: dict[str, Tensor], node: dict, dtype: torch.dtype, ours: bool
 ) -> dict[str, Tensor]:
-    """The weights that are kept, after all steps; ``ours`` takes the package's."""
+    """Return the weights that are kept after all steps; ``ours`` takes the package's steps."""
     weights = [nn.Parameter(value.to(dtype, copy=True)) for value in before.values()]
     make = make_optimizer if ours else config.instantiate
     optimizer = make(OmegaConf.create(node), weights)
@@ -72,7 +72,7 @@ def train(
 
 
 def compare(before: Tensor, after: Tensor, exact: Tensor) -> dict[str, float]:
-    """Share of weights that changed, and the cosine of the update to that of float32."""
+    """Return the share of weights that changed, and the update's cosine with that of float32."""
     update, wanted = (after - before).double().flatten(), (exact - before).double().flatten()
     cosine = nn.functional.cosine_similarity(update, wanted, dim=0)
     changed = (update != 0).double().mean()
@@ -80,7 +80,7 @@ def compare(before: Tensor, after: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    """All ways, with the same gradients."""
+    """Train in all ways, with the same gradients."""
     torch.compiler.set_stance("force_eager")  # torchao compiles its optimizers, for a minute
     result: dict = {}
     for model, ways in WAYS.items():

@@ -1,12 +1,12 @@
-"""Code rewards: whether verdicts are right, what is left over, and what a judgement takes.
+"""Code rewards: whether verdicts are right, what is left over, and how long a verdict takes.
 
     python benchmarks/code_rewards.py [HumanEval.jsonl.gz --mutants 4] [--without-namespaces]
 
 Judges 1,000 completions with two workers, a tenth of them hostile, and looks for processes and
-files that are left over; and with the default settings 512, of which every tenth never ends. Then
-HumanEval's solutions and mutants of them: solutions with one character changed, and still Python. A
-Python of their own runs these with their test, too, with the same limits on time and memory. Prints
-a JSON line, and each verdict that differs.
+files that are left over; then 512 with the default settings, of which every tenth never ends. Then
+judges HumanEval's solutions and mutants of them: solutions with one character changed that are
+still Python. A plain Python process also runs each of these with its test, with the same limits on
+time and memory. Prints a JSON line, and each verdict that differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHARACTERS = "0123456789+-*/%<>=![]():.,' abcdefgijlnrstxy_"
 
 
 def judge(reward: CodeReward, rows: list[dict[str, str]]) -> tuple[list[bool], float]:
-    """Whether each row's program passes its test, and the milliseconds that one took."""
+    """Return whether each row's program passes its test, and the milliseconds per program."""
     columns = {name: [row[name] for row in rows] for name in ("test", "entry_point", "setup")}
     start = time.perf_counter()
     verdicts = reward.judge([f"```python\n{row['program']}```" for row in rows], **columns)
@@ -48,14 +48,14 @@ def judge(reward: CodeReward, rows: list[dict[str, str]]) -> tuple[list[bool], f
 
 
 def rows_of(programs: list[str], count: int) -> list[dict[str, str]]:
-    """As many rows of these programs, each different from all others."""
+    """Return ``count`` rows of these programs, each different from all others."""
     columns = {"test": TEST, "entry_point": "solve", "setup": ""}
     repeated = enumerate(islice(cycle(programs), count))
     return [{**columns, "program": f"# {i}\n{text.replace('PORT', '80')}"} for i, text in repeated]
 
 
 def seconds_of_a_step(program: str) -> float:
-    """What 512 completions take, of which every tenth is this program."""
+    """Return the seconds that 512 completions take, of which every tenth is this program."""
     rows, others = rows_of([*HONEST.values()], 512), rows_of([program], 512)
     rows[::10] = others[::10]
     reward = CodeReward()
@@ -66,7 +66,7 @@ def seconds_of_a_step(program: str) -> float:
 
 
 def left_over() -> dict[str, int]:
-    """How many processes this one has, and how many files."""
+    """Count this process's children and the temporary files."""
     parents = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -76,7 +76,7 @@ def left_over() -> dict[str, int]:
 
 
 def mutant(problem: dict[str, str], number: int) -> str:
-    """The solution with one character of its code changed, so that it is still Python."""
+    """Change one character of the solution's code, so that it is still Python."""
     chance = random.Random(f"{problem['task_id']} {number}")
     solution = problem["canonical_solution"]
     places = [place for place, character in enumerate(solution) if not character.isspace()]

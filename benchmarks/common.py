@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models and rows, memory, processes of their own, runs."""
+"""What the benchmarks share: random models and rows, memory use, processes and runs."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> TransformerDecoder:
-    """A Llama 3.2, as torchtune has it; with a rank of LoRA on all layers, which alone trains."""
+    """Make torchtune's Llama 3.2; with a rank, it has LoRA on all layers and trains only that."""
     torch.manual_seed(0)
     with set_default_dtype(dtype), torch.device(device):
         if rank is None:
@@ -86,13 +86,13 @@ def random_model(
                 projections, apply_lora_to_mlp=True, lora_rank=rank, lora_alpha=2 * rank, **shape
             )
             set_trainable_params(model, get_adapter_params(model))
-    # As models are initialized; torch's default of 1 gives logits that no trained model has.
+    # The usual initialization; torch's default of 1 gives logits that no trained model has.
     torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
     return model
 
 
 def random_policy(shape: dict[str, int], **settings: Any) -> TransformerDecoder:
-    """The same, prepared for the recipe's passes over packed groups."""
+    """Make the same model, prepared for the recipe's passes over packed groups."""
     model = random_model(shape, **settings)
     fill_rotations(model)
     standardize(model)
@@ -101,14 +101,14 @@ def random_policy(shape: dict[str, int], **settings: Any) -> TransformerDecoder:
 
 
 def fill_rotations(model: TransformerDecoder) -> None:
-    """Makes the rotations' frequencies, which torchtune leaves out on the meta device."""
+    """Compute the rotary frequencies, which torchtune leaves out on the meta device."""
     for module in model.modules():
         if hasattr(module, "rope_init") and not hasattr(module, "theta"):
             module.rope_init()
 
 
 def random_prompts(lengths: list[int], vocab: int) -> PromptBatch:
-    """Prompts of these lengths."""
+    """Return random prompts of these lengths."""
     draw = random.Random(1)
     return PromptBatch(
         tokens=[draw.choices(range(vocab), k=length) for length in lengths],
@@ -121,7 +121,7 @@ def random_prompts(lengths: list[int], vocab: int) -> PromptBatch:
 
 
 def request_of(prompts: PromptBatch, *, new_tokens: int, group: int = GROUP) -> RolloutRequest:
-    """Groups of responses that no token ends."""
+    """Make a request for groups of responses that no token ends."""
     return RolloutRequest(
         prompts=prompts.tokens,
         group_size=group,
@@ -132,7 +132,7 @@ def request_of(prompts: PromptBatch, *, new_tokens: int, group: int = GROUP) -> 
 
 
 class Words:
-    """What a rollout asks of a tokenizer; no token ends a response."""
+    """Tokenizer with all that a rollout needs; no token ends a response."""
 
     stop_tokens: list[int] = []
 
@@ -143,7 +143,7 @@ class Words:
 def random_rows(
     *, vocab: int, prompt: int, shortest: int, longest: int, groups: int = 1, group: int = GROUP
 ) -> Trajectory:
-    """Groups of random responses, the first as long as any, with all that a loss needs."""
+    """Make groups of random responses, the first as long as any, with all that a loss needs."""
     generator = torch.Generator().manual_seed(0)
     rows, width = groups * group, prompt + longest
     lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
@@ -173,7 +173,7 @@ def random_rows(
 
 
 def with_weights(rows: Trajectory) -> Trajectory:
-    """Each token's share of the default loss, all rows being one optimizer step's."""
+    """Set each token's share of the default loss, with all rows in one optimizer step."""
     weights = GRPOLoss().weights(
         rows.response_mask,
         prompt_indices=rows.prompt_indices,
@@ -192,7 +192,7 @@ def loss_of(
     *,
     temperature: float = 0.9,
 ) -> Tensor:
-    """The forward pass of a micro-batch with these rows, up to its share of the loss."""
+    """Run the forward pass of a micro-batch with these rows; return its share of the loss."""
     logprobs, entropy = response_logprobs(
         model,
         part.layout,
@@ -215,17 +215,17 @@ def loss_of(
 
 
 def resident_mb() -> float:
-    """Memory that this process holds now."""
+    """Return the memory that this process holds now."""
     return _memory_mb("VmRSS")
 
 
 def peak_mb() -> float:
-    """The most that it held since :func:`forget_peak`."""
+    """Return the most that it has held since :func:`forget_peak`."""
     return _memory_mb("VmHWM")
 
 
 def forget_peak() -> None:
-    """Begins to measure a new peak."""
+    """Start measuring a new peak."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -236,7 +236,7 @@ def _memory_mb(name: str) -> float:
 
 
 def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
-    """What some work returns in a process of its own; its first argument is what it is called."""
+    """Return what some work returns in a process of its own; its first argument is its name."""
     with (
         patch.dict(os.environ, environment),
         ProcessPoolExecutor(
@@ -249,7 +249,7 @@ def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
 
 
 def run(command: list[Any], *, threads: int | None = None) -> struct_rusage:
-    """Runs a command, and returns what it took of the CPU and of memory."""
+    """Run a command, and return its CPU time and memory use."""
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     process = subprocess.Popen([*map(str, command)], stdout=sys.stderr, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
@@ -261,7 +261,7 @@ def run(command: list[Any], *, threads: int | None = None) -> struct_rusage:
 def tune_run(
     config: str, folder: Path, keys: list[str], *, ranks: int = 1, threads: int | None = None
 ) -> struct_rusage:
-    """Runs the recipe, as a user does."""
+    """Run the recipe, as a user does."""
     recipe = ["grpo_full_finetune_single_device"]
     if ranks > 1:
         recipe = ["--nproc_per_node", ranks, "grpo_full_finetune_distributed"]
@@ -270,7 +270,7 @@ def tune_run(
 
 
 def report(benchmark: str, settings: Any = None, **results: Any) -> None:
-    """Prints a benchmark's line of JSON."""
+    """Print a benchmark's line of JSON."""
     line: dict[str, Any] = {"benchmark": benchmark, "torch": torch.__version__}
     if settings is not None:
         line["settings"] = settings if isinstance(settings, dict) else vars(settings)

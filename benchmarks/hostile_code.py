@@ -1,6 +1,6 @@
-"""Completions that want a reward without solving the problem, or to harm the host.
+"""Completions that try to get a reward without solving the problem, or to harm the host.
 
-The problem: ``solve(n)`` is to return ``n * n + key``, where the prompt tells the key and a hostile
+The problem: ``solve(n)`` has to return ``n * n + key``. The prompt tells the key, but a hostile
 program does not use it. So it cannot pass, whatever it tries, unless it gets at the test.
 """
 
@@ -50,13 +50,13 @@ def packed(message):
 
 
 def _programs(text: str) -> dict[str, str]:
-    """The programs of a text in which each has its name above it; some write to the socket."""
+    """Split a text into programs, each with its name above it; some write to the socket."""
     parts = re.split(r"^=== (.+)$", text, flags=re.MULTILINE)[1:]
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return {name: _PACKED * ("packed(" in code) + code for name, code in pairs}
 
 
-# They are still at it when their time is up.
+# These are still running when their time is up.
 SLOW = {
     "endless loop": "def solve(n):\n    while True: pass\n",
     "endless import": "while True: pass\ndef solve(n): return 0\n",

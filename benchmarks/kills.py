@@ -5,7 +5,7 @@
 Trains the tiny model, fully and with adapters in turn, saving after every step. A run is killed
 (-9) again and again: at a random time, or while a checkpoint is being written. It is resumed, or
 started again while it has no checkpoint, until it ends. Then weights, optimizer, generators,
-metrics and completions are compared with those of a run that nobody has killed, bit by bit.
+metrics and completions are compared with those of a run that was never killed, bit by bit.
 
 Prints one JSON line. `lost` counts the resumes that did not begin at the newest checkpoint that was
 there after the kill. A start that fails ends the benchmark.
@@ -46,12 +46,12 @@ TIMED = re.compile("time/|^step_time$|tokens_per_second$")
 
 
 def reward_length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Differs within a group."""
+    """Return rewards that differ within a group."""
     return [float(len(completion) % 7) for completion in completions]
 
 
 def start(output: Path, *overrides: str) -> int:
-    """A run in a forked process, which has its imports already; returns its id."""
+    """Start a run in a forked process, which already has its imports; return its id."""
     base = f"model_dir={output.parent / 'tiny_llama'}"
     config = str(config_files()["tiny_arithmetic_grpo"])
     if (child := os.fork()) > 0:
@@ -71,7 +71,7 @@ def start(output: Path, *overrides: str) -> int:
 
 
 def newest(output: Path) -> int:
-    """The step of the newest checkpoint; 0 without one."""
+    """Return the step of the newest checkpoint; 0 without one."""
     return max((int(path.name[5:]) for path in output.glob("step_*")), default=0)
 
 
@@ -92,7 +92,7 @@ def kill_or_end(child: int, output: Path, *, seconds: float, saving: bool) -> bo
 
 
 def outcome(output: Path) -> dict[str, Any]:
-    """All that a run leaves, but times."""
+    """Return all that a run leaves, except times."""
     folder = output / f"step_{newest(output):06d}"
     state = torch.load(folder / "training_state.pt", weights_only=True)
     assert read(output, "step")[-1]["grad_norm"] > 0
@@ -108,7 +108,7 @@ def outcome(output: Path) -> dict[str, Any]:
 
 
 def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Every value of a nested state by its place; tensors as their bits."""
+    """List every value of a nested state with its place; tensors as their bits."""
     if isinstance(value, torch.Tensor):
         return [(name, (value.dtype, value.shape, value.contiguous().numpy().tobytes()))]
     if isinstance(value, (dict, list, tuple)):
@@ -118,7 +118,7 @@ def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
 
 
 def killed_run(output: Path, model: list[str], *, kills: int, seconds: float) -> dict[str, int]:
-    """One run, killed at most so often; ``seconds`` is what it takes without."""
+    """Do one run, killed at most ``kills`` times; ``seconds`` is what it takes without kills."""
     counts = dict.fromkeys(("kills", "while_saving", "resumes", "lost"), 0)
     while True:
         step = newest(output)
@@ -137,7 +137,7 @@ def killed_run(output: Path, model: list[str], *, kills: int, seconds: float) ->
 
 
 def main() -> None:
-    """Kills, resumes and compares until the time is over."""
+    """Kill, resume and compare until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--kills", type=int, default=8, help="at most, of one run")

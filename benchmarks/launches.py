@@ -4,22 +4,22 @@
     python benchmarks/launches.py --ways lora --rows 256 --names
 
 Tensors are fake (torch's FakeTensorMode) and on the device `cuda`: only shapes and devices are
-computed. Counted is every operation that comes to torch's dispatcher, below autograd, unless it is
-a view by its schema. What a CPU build of torch lacks is put in its place, so that it takes the
-paths of a CUDA build: the fused norm is one operation, and so are SiLU's backward and attention,
-flash without a mask and memory-efficient with one. It stands for launches, but it is not them:
+computed. Every operation that reaches torch's dispatcher, below autograd, is counted, unless it is
+a view by its schema. What a CPU build of torch lacks is replaced, so that it takes the paths of a
+CUDA build: the fused norm is one operation, and so are SiLU's backward and attention, flash without
+a mask and memory-efficient with one. The count stands for launches but can differ:
 `empty` launches nothing and counts; a sort, or a product that splits its sum, launches several
 kernels and counts once.
 
-    prefill     of a step's prompts side by side, with each row's first token
-    decode      a step of all rows, with the Triton kernel and without
+    prefill     a step's prompts side by side, with each row's first token
+    decode      one step of all rows, with the Triton kernel and without
     sampling    the part of the step from its logits to the transcript
-    update      forward and backward of a micro-batch, a group, with activation checkpointing; its
-                gradients are added to those of the micro-batches before
+    update      forward and backward of a micro-batch (one group) with activation checkpointing; its
+                gradients are added to those of earlier micro-batches
     reference   log-probs of the same micro-batch
 
 Ways are LoRA beside the weights, LoRA merged into a copy of them, and full fine-tuning. Prints one
-JSON line; `copies_in` are copies from the host, each of which makes it wait for the device.
+JSON line; `copies_in` are copies from the host, each of which makes the host wait for the device.
 """
 
 import argparse
@@ -71,7 +71,7 @@ WAYS = ("lora", "merged", "full")
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that are no views, by name."""
+    """Dispatch mode that counts operations, except views, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +90,12 @@ class Launches(TorchDispatchMode):
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Number of operations in all."""
         return self.names.total()
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention as a CUDA build of torch launches it: by one kernel."""
+    """Attention as a CUDA build of torch launches it: as one kernel."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,37 +113,37 @@ class _FusedAttention(TorchFunctionMode):
 
 @cache
 def _fused_kernels() -> torch.library.Library:
-    """Lets a CPU build of torch know for what CUDA has one kernel; a norm else is nine."""
+    """Tell a CPU build of torch for what CUDA has one kernel; otherwise a norm is nine."""
     library = torch.library.Library("aten", "IMPL")
     if not torch.backends.cuda.is_built():
         for name in ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward"):
-            library.impl(name, lambda *args: None, "CUDA")  # fake tensors do not come there
+            library.impl(name, lambda *args: None, "CUDA")  # fake tensors never get there
     return library
 
 
 @contextmanager
 def counting_cuda() -> Iterator[None]:
-    """Within it, tensors on the device ``cuda`` are fake, and computed with as on a GPU."""
+    """Make tensors on the device ``cuda`` fake, and have them take the paths of a GPU."""
     _fused_kernels()
     with fake_cuda(), _FusedAttention():
         yield
 
 
 def counted(work: Callable[[], Any]) -> Launches:
-    """What some work launches."""
+    """Return what some work launches."""
     with Launches() as launches:
         work()
     return launches
 
 
 def build(kind: str, shape: dict[str, int]) -> TransformerDecoder:
-    """A policy as the recipe has it in bf16, on the meta device; kind is "lora" or "full"."""
+    """Build the recipe's policy in bf16, on the meta device; kind is "lora" or "full"."""
     rank = 32 if kind == "lora" else None
     return random_policy(shape, rank=rank, dtype=torch.bfloat16, device="meta")
 
 
 def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, Launches]:
-    """Prefill and a decoding step of a rollout; this function alone knows how one is driven."""
+    """Count a rollout's prefill and a decoding step; only this function knows how to drive one."""
     decoder = NativeDecoder(model, merge_adapters=merge, dtype=torch.bfloat16, device=CUDA)
     for linear in decoder.linears():
         linear.refresh()
@@ -170,7 +170,7 @@ def decoding(model: TransformerDecoder, *, merge: bool, rows: int) -> dict[str, 
 def training(
     model: TransformerDecoder, part: MicroBatch, rows: Trajectory, loss: GRPOLoss
 ) -> dict[str, Launches]:
-    """The reference's and the policy's pass over one micro-batch."""
+    """Count the reference's and the policy's pass over one micro-batch."""
     with disable_adapter(model):
         reference = counted(lambda: trajectory_logprobs(model, [part], temperature=0.9))
     set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
@@ -181,13 +181,13 @@ def training(
         with GraphExecGroup():  # a layer is recomputed once for all of its nodes
             backward([value], [torch.ones_like(value)])
 
-    for parameter in model.parameters():  # the gradients of the micro-batches before
+    for parameter in model.parameters():  # the gradients of earlier micro-batches
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     return {"update": counted(update), "reference": reference}
 
 
 def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str, Launches]:
-    """All counts of one way: "lora" beside the weights, "merged" or "full"."""
+    """Return all counts of one way: "lora" beside the weights, "merged" or "full"."""
     model, loss = build("full" if way == "full" else "lora", shape), GRPOLoss(kl_coeff=0.04)
     batch = random_rows(vocab=shape["vocab_size"], prompt=292, shortest=32, longest=512)
     (part,) = micro_batches(batch, group_size=GROUP, pack=True, rows=GROUP)
@@ -201,13 +201,13 @@ def count(way: str, *, rows: int, shape: dict[str, int] = LLAMA_1B) -> dict[str,
 
 
 def main() -> None:
-    """Counts all ways and prints one line."""
+    """Count all ways and print one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32, help="of a decoding step")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--names", action="store_true", help="print the operations to stderr")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # of norms in float32, and of fake tensors that have no address
+    warnings.simplefilter("ignore")  # on norms in float32, and on fake tensors without an address
     start = time.perf_counter()
     result: dict[str, Any] = {}
     for way in args.ways:

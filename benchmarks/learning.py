@@ -1,16 +1,16 @@
-"""Trains a config with several settings and seeds, and says how far each one gets.
+"""Trains a config with several settings and seeds, and reports how far each one gets.
 
     python benchmarks/learning.py --vary optimizer.lr=1e-4,4e-4,1e-3 --vary model.lora_rank=1,8,32
     python benchmarks/learning.py --config tiny_arithmetic_grpo --presets --seeds 0
     python benchmarks/learning.py --vary full optimizer.lr=2e-5
 
-Settings are multiplied with each other and with the seeds. ``full`` instead of a key trains all
-weights; ``--presets`` are those of docs/objectives.md, all or the named. Every run uses one thread,
-and keeps its record in a folder of its own below ``--work``, so that a second call continues where
-the first one was stopped.
+Settings are combined with each other and with the seeds. ``full`` instead of a key trains all
+weights; ``--presets`` are those of docs/objectives.md, all or the named ones. Every run uses one
+thread, and keeps its record in a folder of its own below ``--work``, so that a second call
+continues where the first one was stopped.
 
 Prints one JSON line: per run the held-out pass@1 and pass@k of each evaluation, the samples until
-pass@1 reached 0.9, the clipped share of tokens, the findings, and the CPU seconds of all.
+pass@1 reached 0.9, the clipped share of tokens, the findings, and the CPU seconds.
 """
 
 import argparse
@@ -30,20 +30,20 @@ from common import report, tune_run
 from torchtune_grpo.monitor.record import RunRecord
 
 PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
-GOAL = 0.9  # of pass@1
+GOAL = 0.9  # pass@1 to reach
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 FULL = "model=torchtune_grpo.models.hf_model"
 
 
 def presets(names: list[str]) -> list[list[str]]:
-    """The keys of each YAML block of the page, as on tune's command line, behind its name."""
+    """Return each preset's name and its keys from the page, as on tune's command line."""
     blocks = re.findall(r"```yaml\n# ([^:]+):.*\n((?:.|\n)*?)```", PAGE.read_text())
     keys = {name: [f"# {name}", *overrides(yaml.safe_load(text))] for name, text in blocks}
     return [keys[name] for name in names or keys]
 
 
 def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys of a nested config with dots."""
+    """Yield the keys of a nested config with dots."""
     for key, value in node.items():
         if isinstance(value, dict):
             yield from overrides(value, f"{prefix}{key}.")
@@ -52,7 +52,7 @@ def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def choices(text: str) -> list[list[str]]:
-    """``key=a,b`` as the overrides of each choice."""
+    """Split ``key=a,b`` into the overrides of each choice."""
     if text == "full":
         return [["# full", FULL]]
     key, _, values = text.partition("=")
@@ -60,7 +60,7 @@ def choices(text: str) -> list[list[str]]:
 
 
 def train(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
-    """One run, unless its folder holds it already."""
+    """Do one run, unless its folder holds it already."""
     done = folder / "cpu_seconds.json"
     if not done.exists():
         given = [key for key in keys if not key.startswith("#")]
@@ -72,7 +72,7 @@ def train(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
 
 
 def curves(run: RunRecord) -> dict[str, Any]:
-    """What a record says of learning."""
+    """Return what a record says about learning."""
     samples = run.config["batch_size"] * run.config["grpo_samples"]
     steps = [event["step"] for event in run.evaluations]
     metrics = {
@@ -92,7 +92,7 @@ def curves(run: RunRecord) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains all combinations, as many at once as there are jobs."""
+    """Train all combinations, as many at once as there are jobs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="smollm2_135M_grpo")
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE")

@@ -1,16 +1,16 @@
-"""How often the math grader and math-verify decide as this project's labelled cases say.
+"""How often the math grader and math-verify agree with this project's labelled cases.
 
     python benchmarks/math_graders.py
 
-The cases are those of ``tests/unit/test_math_grading.py``. Prints a JSON line: of each file and
+The cases are those of ``tests/unit/test_math_grading.py``. Prints a JSON line: for each file and
 kind the number of cases, and how many of them each grader decides as labelled:
 
-- ``house``: ``grade_math_answer``, ``strict`` where the case says so; ``strict`` everywhere
+- ``house``: ``grade_math_answer``, ``strict`` where the case says so; ``strict``: everywhere
 - ``math_verify``: math-verify on the text as it is given; it has no ``strict``, and does not expect
   answer tags
 - ``math_verify_untagged``: the same on what follows the last ``</think>``, without answer tags
 
-and of each grader the CPU seconds, the right answers that it refuses and the wrong ones it accepts.
+and for each grader the CPU seconds, the right answers it refuses and the wrong ones it accepts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from test_math_grading import block  # noqa: E402
 from torchtune_grpo.rewards import grade_math_answer  # noqa: E402
 
 FILES = ("math_grading_cases", "math_model_answers")
-BYTES = 8 * 2**30  # of memory, which math-verify would fill for a tower of powers
+BYTES = 8 * 2**30  # limit on memory, which math-verify would fill for a tower of powers
 
 
 def cases_of(name: str) -> list[dict[str, Any]]:
-    """A file's cases, each as a whole text."""
+    """Return a file's cases, each as a whole text."""
     lines = (TESTS / f"data/{name}.jsonl").read_text(encoding="ascii").splitlines()
     cases = [json.loads(line) for line in lines]
     for case in cases:
@@ -57,7 +57,7 @@ def strict(case: dict[str, Any]) -> bool:
 
 
 def math_verify_says(case: dict[str, Any]) -> bool:
-    """What math-verify says, with its own limits on time; what it cannot read is not correct."""
+    """Return math-verify's verdict, with its own time limits; what it cannot read is wrong."""
     try:
         return math_verify.verify(math_verify.parse(case["gold"]), math_verify.parse(case["text"]))
     except Exception:

@@ -1,4 +1,4 @@
-"""Estimates a config's GPU memory, or compares the estimate with what a CPU really takes.
+"""Estimates a config's GPU memory, or compares the estimate with a real run on a CPU.
 
     python benchmarks/memory_estimate.py recipes/configs/llama3_2_1B_lora_grpo.yaml --card 24
     python benchmarks/memory_estimate.py recipes/configs/hf_lora_grpo.yaml model_dir=/tmp/Qwen3-1.7B
@@ -6,28 +6,28 @@
         batch_size=2 max_generated_tokens=256 dataset.max_prompt_tokens=256 --measure
 
 A model's shape is read from the config.json in `model_dir`; without such a folder, a few models are
-known by its name, and shape-S is that of benchmarks/rollout.py. Prompts and responses are as long
+known by its name; shape-S is that of benchmarks/rollout.py. Prompts and responses are as long
 as the config allows. The parts, in GiB:
 
-    weights    the parameters' bytes; NF4 base weights have 0.52 bytes a parameter
-    moments    of the optimizer, and float32 masters if it keeps some
-    gradients  of what is trained
+    weights    the parameters' bytes; NF4 base weights take 0.52 bytes a parameter
+    moments    the optimizer's moments, and float32 masters if it keeps any
+    gradients  gradients of what is trained
     reference  full fine-tuning with kl_coeff > 0: a second copy of the weights
     context    what CUDA and its libraries take
     cache      keys and values of a rollout, which stay; the larger of a step's and an evaluation's,
-               although the latter's are given back by the next step's rollout
+               although the next step's rollout gives the latter's back
     graphs     what recorded decoding steps write to, which stays
-    adapter_copies  those that a rollout reads, which stay
+    adapter_copies  copies of adapters that a rollout reads, which stay
     rollout    on top during a rollout: copies of weights, and a prefill's activations or logits
     update     on top during a micro-batch: the real update runs on tensors without memory (torch's
                FakeTensorMode), and what is alive at once is added up
-    optimizer  on top during a step on weights in bf16: what of them is float32 meanwhile
+    optimizer  on top during a step on bf16 weights: the parts that are float32 meanwhile
 
-The peak is the sum of all, but of `rollout`, `gradients` + `update` and `gradients` + `optimizer`
-only the largest. `--card` is a GPU's memory in GiB: where rollout.max_rows is null, a rollout takes
-as many rows as fit into the engine's share of what is free before the first step, less moments and
-gradients; without `--card`, all. What the allocator cannot use for want of a gap of the right size
-is not in it: leave 10 to 15%.
+The peak is the sum of all, except that of `rollout`, `gradients` + `update` and `gradients` +
+`optimizer` only the largest counts. `--card` is a GPU's memory in GiB: where rollout.max_rows is
+null, a rollout takes as many rows as fit into the engine's share of what is free before the first
+step, less moments and gradients; without `--card`, all. The allocator's fragmentation is not
+included: leave 10 to 15%.
 
 `--measure` runs two real steps (rollout, reference, update) of the config with random weights on
 this CPU, in a process of its own. It prints the estimate for a CPU, the peak resident memory less
@@ -89,12 +89,12 @@ from torchtune_grpo.training.policy import empty_model, load_policy, make_policy
 from torchtune_grpo.trajectory import Trajectory
 
 GIB = 2**30
-NF4_BYTES = 0.52  # of a parameter, with the scales of its blocks
+NF4_BYTES = 0.52  # a parameter, with the scales of its blocks
 CONTEXT_BYTES = 0.5 * GIB
-VOCAB = 1000  # of prompts and responses
+VOCAB = 1000  # vocabulary of prompts and responses
 IN_TURN = ("rollout", "gradients", "update", "optimizer")
 EXACT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**26)}
-# Of each model's public config.json, what its size depends on.
+# What a model's size depends on in its public config.json.
 KEYS = (
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim vocab_size tie_word_embeddings max_position_embeddings"
@@ -111,11 +111,11 @@ KNOWN = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that are made within it and are alive at once.
+    """Sum of the storages that are made within it and are alive at once.
 
     Attributes:
         now (int): bytes alive.
-        peak (int): the most that were.
+        peak (int): the most that were alive.
     """
 
     def __init__(self, known: nn.Module | None = None) -> None:
@@ -128,7 +128,7 @@ class LiveBytes(TorchDispatchMode):
                 self._seen[tensor.grad.untyped_storage()] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and notes what it made."""
+        """Run an operation and note what it made."""
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._seen:
@@ -149,10 +149,10 @@ class LiveBytes(TorchDispatchMode):
 def estimate(
     node: DictConfig, *, card: float | None = None, device: str = "cuda"
 ) -> dict[str, float]:
-    """GiB by part, the peak, and how many rows are rolled out at once.
+    """Return GiB by part, the peak, and how many rows are rolled out at once.
 
     Args:
-        node (DictConfig): the config, as its file has it.
+        node (DictConfig): the config as in its file.
         card (float | None): GiB of the device; None = all rows fit.
         device (str): "cpu" leaves out what only CUDA takes, has a CPU's smaller blocks of logits,
             and does not evaluate.
@@ -184,7 +184,7 @@ def estimate(
     free -= sum(training.values())
     rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
     parts |= rollout | training | {"update": update, "optimizer": 0}
-    if width == 2 and not masters:  # a weight at a time, its gradient and both moments in float32
+    if width == 2 and not masters:  # a weight at a time, with its gradient and moments in float32
         parts["optimizer"] = 4 * 4 * max(p.numel() for p in model.parameters())
     gib = {name: value / GIB for name, value in parts.items()}
     stays = sum(gib.values()) - sum(gib[name] for name in IN_TURN)
@@ -195,7 +195,7 @@ def estimate(
 def rollout_bytes(
     model: TransformerDecoder, cfg: GRPOConfig, *, free: float, cuda: bool
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """What a rollout takes, in part for good; and the rows at once."""
+    """Return the bytes that a rollout takes, some of them for good, and the rows at once."""
     meta = torch.device("meta")
     merges = cfg.rollout.merge_adapters
     decoder = NativeDecoder(
@@ -211,7 +211,7 @@ def rollout_bytes(
     if copies >= free / 2:
         copies = 0  # the modules are called as they are
     size = decoder.dtype.itemsize
-    beside = 0  # A and B of adapters that are not merged, B with blocks on its diagonal
+    beside = 0  # bytes of unmerged adapters: A, and B with blocks on its diagonal
     for linear in decoder.linears():
         if sum(linear.ranks):
             inputs = next(m.lora_a.in_features for m in linear._modules if hasattr(m, "lora_a"))
@@ -238,9 +238,9 @@ def rollout_bytes(
 
 
 def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float]:
-    """The most that is alive in the largest micro-batch, without weights and gradients; buffers.
+    """Return the largest micro-batch's peak bytes, less weights and gradients, and the buffers'.
 
-    Where there are several micro-batches, the gradients of one are there in the next.
+    If there are several micro-batches, the gradients of one are there in the next.
     """
     parts = cut(longest_rows(cfg), cfg)
     node = OmegaConf.merge(cfg.model, {})
@@ -271,16 +271,16 @@ def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float
 
 
 def attention_of(device: torch.device) -> AbstractContextManager:
-    """Within it, tensors without memory attend as on a device.
+    """Return a context in which tensors without memory attend as on a device.
 
-    They lie on the CPU, as autograd refuses those of another device that torch was not built for.
+    They are on the CPU, as autograd refuses tensors on a device that torch was not built for.
     """
     cuda = {"has_varlen_kernel": lambda q: q.dtype == torch.bfloat16}
     return patch.multiple(packing, **cuda) if device.type == "cuda" else nullcontext()
 
 
 def dequantized_bytes(cfg: GRPOConfig) -> float:
-    """What it takes to make the largest NF4 weight whole, by counting with a small one."""
+    """Return the bytes that dequantizing the largest NF4 weight takes, scaled from a small one."""
     with default_dtype(cfg):
         weights = [p.data for p in empty_model(cfg).parameters()]
         largest = max((w.numel() for w in weights if isinstance(w, NF4Tensor)), default=0)
@@ -295,12 +295,12 @@ def dequantized_bytes(cfg: GRPOConfig) -> float:
 
 
 def default_dtype(cfg: GRPOConfig) -> Any:
-    """Within it, modules are made in the config's dtype."""
+    """Return a context in which modules are made in the config's dtype."""
     return training.set_default_dtype(training.get_dtype(cfg.dtype, device=torch.device("cpu")))
 
 
 def prepare(model: TransformerDecoder, cfg: GRPOConfig) -> None:
-    """As make_policy and the recipe prepare it for an update."""
+    """Prepare a model for an update, as make_policy and the recipe do."""
     standardize(model)
     if cfg.pack_groups:
         attend_in_segments(model)
@@ -310,14 +310,14 @@ def prepare(model: TransformerDecoder, cfg: GRPOConfig) -> None:
 
 
 def checkpoint_layers(model: TransformerDecoder, cfg: GRPOConfig) -> None:
-    """Activation checkpointing, if the config wants it."""
+    """Set up activation checkpointing, if the config wants it."""
     if cfg.enable_activation_checkpointing:
         layers = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=layers)
 
 
 def request(cfg: GRPOConfig, *, prompts: int, group: int) -> RolloutRequest:
-    """Prompts as long as the config allows, and responses that nothing ends."""
+    """Make a request: prompts as long as the config allows, and responses that nothing ends."""
     lengths = [cfg.dataset.max_prompt_tokens] * prompts
     return request_of(
         random_prompts(lengths, VOCAB), new_tokens=cfg.max_generated_tokens, group=group
@@ -325,7 +325,7 @@ def request(cfg: GRPOConfig, *, prompts: int, group: int) -> RolloutRequest:
 
 
 def longest_rows(cfg: GRPOConfig) -> Trajectory:
-    """A step's rows, each as long as the config allows."""
+    """Return a step's rows, each as long as the config allows."""
     return random_rows(
         vocab=VOCAB,
         groups=cfg.batch_size,
@@ -339,7 +339,7 @@ def longest_rows(cfg: GRPOConfig) -> Trajectory:
 def log_probs(
     model: TransformerDecoder, part: MicroBatch, cfg: GRPOConfig, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """As the recipe's update computes them: [n, L] and the entropy."""
+    """Return log-probs [n, L] and entropy, as the recipe's update computes them."""
     return response_logprobs(
         model,
         part.layout,
@@ -354,7 +354,7 @@ def log_probs(
 
 
 def measure(name: str, node: DictConfig, tiny: DictConfig) -> dict[str, float]:
-    """GiB that two real steps take on this CPU, by stage, beyond what those of a tiny model took.
+    """Return the GiB that two real steps take on this CPU, by stage, beyond those of a tiny model.
 
     The tiny model's steps load all libraries.
     """
@@ -363,7 +363,7 @@ def measure(name: str, node: DictConfig, tiny: DictConfig) -> dict[str, float]:
 
 
 def tiny_like(node: DictConfig, folder: Path) -> DictConfig:
-    """A config of a tiny model that is trained in the same way."""
+    """Return the config of a tiny model that is trained in the same way."""
     cfg = read_config(node)
     model = empty_model(cfg)
     wanted: dict[str, Any] = {"_component_": "torchtune_grpo.models.hf_model"}
@@ -381,7 +381,7 @@ def tiny_like(node: DictConfig, folder: Path) -> DictConfig:
 
 
 def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
-    """Two steps with random weights: GiB by stage, less ``before`` MB."""
+    """Run two steps with random weights; return GiB by stage, less ``before`` MB."""
     model = make_policy(cfg, device=torch.device("cpu"))
     load_policy(model, cfg, random_weights(cfg))
     loss = make_loss(cfg.loss)
@@ -416,7 +416,7 @@ def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
 
 
 def random_weights(cfg: GRPOConfig) -> dict[str, Tensor]:
-    """A checkpoint's: normal with a deviation of 0.02, and ones for the norms."""
+    """Return random weights: normal with a deviation of 0.02, and ones for the norms."""
     with default_dtype(cfg):
         model = empty_model(cfg)
         adapters = get_adapter_params(model)
@@ -431,7 +431,7 @@ def random_weights(cfg: GRPOConfig) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Prints the estimate of one config."""
+    """Print the estimate of one config."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", help="a shipped config's name, or a file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
@@ -453,7 +453,7 @@ def main() -> None:
 
 
 def shape_folder(parent: Path, name: str) -> Path:
-    """A model's folder with nothing but the config.json of a known model."""
+    """Make a model's folder with nothing but the config.json of a known model."""
     folder = parent / name
     folder.mkdir(parents=True)
     shape = dict(zip(KEYS, KNOWN[name], strict=True))
@@ -462,7 +462,7 @@ def shape_folder(parent: Path, name: str) -> Path:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with two decimals."""
+    """Round numbers to two decimals."""
     if isinstance(value, dict):
         return {name: rounded(part) for name, part in value.items()}
     return round(value, 2) if isinstance(value, float) else value

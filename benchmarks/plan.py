@@ -3,13 +3,13 @@
     python benchmarks/plan.py --model tiny
     python benchmarks/plan.py --model smollm2
 
-Settings are the shipped config's, with other seeds, and with each failure provoked. Every one is
+The settings are the shipped config's, with other seeds, and with each failure provoked. Each is
 planned and then run for 30 steps, on one thread, in a folder of its own below ``--work``; a second
 call continues where the first one was stopped.
 
 Prints one JSON line: per setting the verdict, the prediction and the truth, and how often a plan's
-interval holds the mean of the first steps, and the verdict what 30 steps show. A run has learned if
-the deciding reward's mean over the last five steps is above that of all that the plan sampled by
+interval holds the mean of the first steps and the verdict is what 30 steps show. A run has learned
+if the deciding reward's mean over the last five steps is above that of all that the plan sampled by
 0.1 or more.
 """
 
@@ -55,7 +55,7 @@ SETTINGS = {
 
 
 def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
-    """A setting's plan and its run."""
+    """Plan and run a setting; return what was predicted and what happened."""
     keys = [*keys, *COMMON, f"num_steps={STEPS}"]
     if not (folder / "plan.json").exists():
         command = [BIN / "torchtune-grpo", "plan", "--config", config, f"output_dir={folder}"]
@@ -85,7 +85,7 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Plans and runs every setting."""
+    """Plan and run every setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=CONFIGS, default="tiny")
     parser.add_argument("--work", type=Path, default=Path("plan_runs"))

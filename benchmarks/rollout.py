@@ -7,12 +7,12 @@
     python benchmarks/rollout.py --shape SmolLM2 --prompts 16 --prompt-length 57 --new-tokens 12
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
-3.2 1B, SmolLM2 is that of 135M; weights are random. Ways: `native` and `torchtune` are this
+3.2 1B, SmolLM2 is the 135M model; weights are random. Ways: `native` and `torchtune` are this
 package's engines, `stock` is torchtune's own `generate`, `transformers` is its `generate` with the
 same weights. Each way runs in a process of its own, because the recipes change how the C library
 allocates memory: once to warm up, then `--repeats` times; the line holds medians. A decoding step's
-time is that of all tokens less that of one, which takes the prompts' computation and what copies
-weights out of it. Prints one JSON line.
+time is the time for all tokens less that for one, which leaves out the prompts' computation and
+copies of weights. Prints one JSON line.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine
 from torchtune_grpo.rollout.request import RolloutRequest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OURS = ("native", "torchtune")  # allocate as the recipes do; the others as their users do
+OURS = ("native", "torchtune")  # these allocate as the recipes do, the others as their users do
 WAYS = (*OURS, "stock", "transformers")
 
 
 def make_way(name: str, model: TransformerDecoder, request: RolloutRequest) -> Callable[[], int]:
-    """A function that rolls out once and returns the number of tokens sampled."""
+    """Make a function that rolls out once and returns the number of tokens sampled."""
     if name in OURS:
         engine = (TorchtuneEngine if name == "torchtune" else NativeEngine)(model, RolloutConfig())
         return lambda: int(engine.generate(request).lengths.sum())
@@ -74,7 +74,7 @@ def make_way(name: str, model: TransformerDecoder, request: RolloutRequest) -> C
 def generate_with_torchtune(
     model: TransformerDecoder, padded: torch.Tensor, *, new_tokens: int
 ) -> int:
-    """torchtune's own function; counts the tokens."""
+    """Run torchtune's own function, and count the tokens."""
     (rows, width), dtype = padded.shape, next(model.parameters()).dtype
     model.setup_caches(batch_size=rows, dtype=dtype, decoder_max_seq_len=width + new_tokens)
     try:
@@ -88,7 +88,7 @@ def generate_with_torchtune(
 
 
 def to_transformers(model: TransformerDecoder):
-    """The same weights in a transformers Llama."""
+    """Return a transformers Llama with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     attn, mlp = model.layers[0].attn, model.layers[0].mlp
@@ -115,7 +115,7 @@ def to_transformers(model: TransformerDecoder):
 def timed(
     way: Callable[[], int], device: torch.device, *, repeats: int
 ) -> tuple[int, float, float, float]:
-    """Tokens sampled, seconds of the first run, the median of the others, and their CPU seconds."""
+    """Return tokens, the first run's seconds, the others' median, and their CPU seconds."""
     seconds, cpu_seconds = [], []
     for _ in range(repeats + 1):
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -128,7 +128,7 @@ def timed(
 
 
 def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """One way in this process: the first run apart, and the median of the others."""
+    """Time one way in this process: the first run separately, and the median of the others."""
     if name in OURS:
         keep_freed_memory()
     model = random_model(SHAPES[args.shape], dtype=DTYPES[args.dtype], device=args.device)
@@ -154,7 +154,7 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Times every way, one after the other."""
+    """Time every way, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")

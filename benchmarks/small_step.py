@@ -1,12 +1,12 @@
-"""A step of the demo's shape: what its time goes into, and how it shares the cores.
+"""A step of the demo's shape: where its time goes, and how it shares the cores.
 
     python benchmarks/small_step.py --prompts shared own
     python benchmarks/small_step.py --busy 0 1 --threads one spinning adaptive
 
 SmolLM2 135M's shape with random weights and LoRA of rank 32, in float32: 16 prompts of 57 tokens,
 of which the first 33 are the same, and 8 responses of 4 to 9 tokens to each. ``threads`` is one,
-or two as torch has them (``spinning``), or as a run has them (``adaptive``), beside some ``busy``
-processes. ``shared`` prompts are those; the others have no tokens in common.
+or torch's two (``spinning``), or as many as a run has (``adaptive``), beside some ``busy``
+processes. ``shared`` prompts are those; ``own`` prompts have no tokens in common.
 
 Prints one JSON line: for each way the least seconds of a rollout and an update, and the share of
 that time that the matrix products need at the rate of a single large one on an idle core.
@@ -43,7 +43,7 @@ PROMPTS, GROUP, PROMPT, SHARED, LONGEST = 16, 8, 57, 33, 9
 
 
 def product_rate(name: str) -> float:
-    """Operations a second of a large product on one thread."""
+    """Return the operations a second of a large product on one thread."""
     torch.set_num_threads(1)
     a, b = torch.randn(2000, 576), torch.randn(576, 1536)
     best = min(timed(lambda: a @ b) for _ in range(20))
@@ -51,14 +51,14 @@ def product_rate(name: str) -> float:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds."""
+    """Return the seconds that some work takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[str, float]:
-    """Seconds of a rollout and an update, and the operations of their products."""
+    """Return the seconds of a rollout and an update, and the operations of their products."""
     keep_freed_memory()
     model = random_policy(SMOLLM2, rank=32).train()
     if threads == "adaptive":
@@ -103,7 +103,7 @@ def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[st
 
 
 def main() -> None:
-    """Measures every way in a process of its own, in turns."""
+    """Measure every way in a process of its own, in turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ways = ["one", "spinning", "adaptive"]
     parser.add_argument("--busy", type=int, nargs="+", default=[0])

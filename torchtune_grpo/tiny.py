@@ -1,7 +1,7 @@
 """The tiny model: a Llama of 0.3M parameters that comes with the package, in ``tiny_llama/``.
 
-It was taught short sums with their answers, by ``tests/tiny_llama.py``. In its tokenizer each digit
-is a token of its own.
+``tests/tiny_llama.py`` trained it on short sums with their answers. In its tokenizer each digit is
+a token of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def prepare(checkpoint_dir: str | Path) -> None:
 def make_once(target: str | Path, fill: Callable[[Path], None]) -> None:
     """Make a folder unless it holds something; several processes may call this at once.
 
-    It appears in one move when ``fill`` has filled it under another path, beside which there is
-    room for what is only needed until then.
+    ``fill`` fills it under another path, beside which it may put temporary files; then the folder
+    is moved into place in one step.
     """
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def make_once(target: str | Path, fill: Callable[[Path], None]) -> None:
         if target.exists() and any(target.iterdir()):
             return
         work = target.parent / f".{target.name}.part"
-        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
         try:
             folder = work / target.name
             folder.mkdir(parents=True)

@@ -29,7 +29,7 @@ CONFIG = "smollm2_135M_grpo"
 
 
 def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
-    """CPU seconds of this process after each number of steps; the adapters lie in the folder."""
+    """Return this process's CPU seconds after each number of steps; save adapters in the folder."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -96,7 +96,7 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
 
 
 def score(adapter: Path) -> float:
-    """Held-out pass@1 of an adapter."""
+    """Return an adapter's held-out pass@1."""
     output = adapter / "evaluation.json"
     which = [CONFIG, "--base", f"adapter_dir={adapter}", "--output", output]
     run([BIN / "torchtune-grpo", "evaluate", *which], threads=1)
@@ -105,7 +105,7 @@ def score(adapter: Path) -> float:
 
 
 def learn(seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A seed's scores and CPU seconds."""
+    """Return a seed's scores and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = apart(train, seed, args, folder, HF_HUB_OFFLINE="1")
         scores = {step: score(Path(folder, str(step))) for step in args.steps}
@@ -113,7 +113,7 @@ def learn(seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains with each seed."""
+    """Train with each seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 16])

@@ -13,10 +13,10 @@ same: by default four prompts of 96 to 292 tokens, groups of eight, full-length 
 weights, LoRA r = 8 on all linear layers, the paper's loss with beta 0.04, one AdamW step
 over all rows, float32. The reward is a function of the sampled ids.
 
-Every way runs in a process of its own, in each of ``--rounds`` that take the ways in turn: a
-machine that is slow for some minutes slows all of them. Extra memory is the peak resident memory of
-all steps of a process minus what was resident before the first, the largest of its rounds; time is
-the median of all rounds' ``--repeats`` steps after the ``--warm-up`` ones. Prints one JSON line.
+Every way runs in a process of its own, and each of ``--rounds`` takes the ways in turn, so that a
+machine that is slow for some minutes slows all of them. Extra memory is a process's peak resident
+memory minus what was resident before its first step, the largest of all rounds; time is the median
+of all rounds' ``--repeats`` steps after the ``--warm-up`` ones. Prints one JSON line.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Stopwatch:
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self._warm_up = warm_up
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind is no step's
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind belongs to no step
         forget_peak()
         self._resident = resident_mb()
 
@@ -85,7 +85,7 @@ class Stopwatch:
         self.cpu_seconds.append(time.process_time() - self._cpu_start)
 
     def result(self) -> dict:
-        """What a process returns."""
+        """Return a process's result."""
         return {
             "each": self.seconds[self._warm_up :],
             "cpu_seconds": self.cpu_seconds[self._warm_up :],
@@ -95,7 +95,7 @@ class Stopwatch:
 
 
 def summary(rounds: list[dict]) -> dict:
-    """Numbers for the JSON line: a way's results in all rounds."""
+    """Return a way's numbers for the JSON line, from its results in all rounds."""
     each = [seconds for result in rounds for seconds in result["each"]]
     return {
         "seconds": round(statistics.median(each), 2),
@@ -107,7 +107,7 @@ def summary(rounds: list[dict]) -> dict:
 
 
 def run_ours(args: argparse.Namespace, way: str) -> dict:
-    """The recipe's rollout and update, without logs and metrics."""
+    """Run the recipe's rollout and update, without logs and metrics."""
     shape = SHAPES[args.shape]
     prompts = random_prompts(args.prompt_lengths, shape["vocab_size"])
     model = random_policy(shape, rank=RANK)
@@ -143,7 +143,7 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
 
 
 def word_tokenizer(size: int):
-    """A transformers tokenizer of the words w0, w1, ...; its end token cannot be sampled."""
+    """Make a transformers tokenizer of words w0, w1, ...; its end token cannot be sampled."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -154,7 +154,7 @@ def word_tokenizer(size: int):
 
 
 def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
-    """TRL's trainer on the same weights and prompts, one optimizer step a batch."""
+    """Make TRL's trainer on the same weights and prompts, with one optimizer step a batch."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
@@ -197,7 +197,7 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
 
 
 def run_trl(args: argparse.Namespace, way: str) -> dict:
-    """``GRPOTrainer.train``, timed from the beginning of each step to its end."""
+    """Run ``GRPOTrainer.train``, timed from the beginning of each step to its end."""
     from transformers import TrainerCallback
 
     sampled: list[int] = []
@@ -224,13 +224,13 @@ def run_trl(args: argparse.Namespace, way: str) -> dict:
 
 
 def run_way(way: str, args: argparse.Namespace) -> dict:
-    """The steps of a way in this process."""
+    """Run the steps of a way in this process."""
     torch.set_num_threads(args.threads)
     return (run_trl if way.startswith("trl") else run_ours)(args, way)
 
 
 def main() -> None:
-    """Runs every way in a process of its own, and compares ours with TRL's fastest."""
+    """Run every way in a process of its own, and compare ours with TRL's fastest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=["packed", "trl-4"])
     parser.add_argument("--shape", choices=SHAPES, default="S")

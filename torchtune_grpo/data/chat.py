@@ -1,9 +1,9 @@
 """Prompts as messages, and their tokens in a model's chat format or as plain text.
 
 A tokenizer from a model's folder has the model's chat template. torchtune's tokenizers have formats
-of their own; how they differ is found out by encoding a short reply once: with which tokens they
-close an assistant turn (not all can leave it open), and whether a reply's first word gets
-SentencePiece's leading space (Llama 2 and Mistral: yes; Phi-3: no).
+of their own. Encoding a short reply once shows how they differ: which tokens close an assistant
+turn (not all can leave it open), and whether a reply's first word gets SentencePiece's leading
+space (Llama 2 and Mistral: yes; Phi-3: no).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ROLES = ("system", "user", "assistant", "tool")
 # What every reward gets besides the columns, under TRL's names.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
-# A prompt that no template writes by chance, and two texts that share no tokens.
+# A prompt that no template contains by chance, and two texts that share no tokens.
 _PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
 # What a template writes at the end of a prompt for models that always think.
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 
 
 def message(role: str, text: str) -> dict[str, Any]:
-    """A message as chat templates and rewards of ``format: chat`` get it."""
+    """Return a message as chat templates and rewards with ``format: chat`` get it."""
     return {"role": role, "content": text}
 
 
 class Prompt(str):
-    """The text of a prompt's last message, which also knows all its messages."""
+    """The text of a prompt's last message, which also carries all its messages."""
 
     messages: list[dict[str, Any]]
     is_chat: bool  # its row has messages, not a text
@@ -81,10 +81,10 @@ def check_messages(value: Sequence[Any]) -> list[dict[str, Any]]:
 class PromptEncoder:
     """Encodes prompts so that the next token is the first one of the response.
 
-    In chat format a prompt becomes: system message, the prompt's messages (a text is one of the
-    user), an assistant turn opened and not closed, prefill. As plain text it becomes one string
-    behind the beginning-of-sequence token, if the tokenizer has one: system prompt, an empty line,
-    prompt, prefill. White space in the prefill is kept.
+    In chat format a prompt becomes: system message, the prompt's messages (a text is one user
+    message), an open assistant turn, prefill. As plain text it becomes one string after the
+    beginning-of-sequence token, if the tokenizer has one: system prompt, an empty line, prompt,
+    prefill. White space in the prefill is kept.
 
     The text of control tokens inside a prompt ("<|im_end|>") is cut in pieces and so encoded as
     ordinary text: data cannot end a turn. ``system_prompt`` and ``prefill`` come from the config
@@ -103,7 +103,7 @@ class PromptEncoder:
         prefill: str = "",
     ) -> None:
         self._tokenizer = copy.copy(tokenizer)
-        self._tokenizer.max_seq_len = None  # at which torchtune would cut prompts silently
+        self._tokenizer.max_seq_len = None  # torchtune would silently cut prompts at it
         self._chat, self._system_prompt = chat, system_prompt or ""
         self._given_prefill = self.prefill = prefill
         self._is_hf = isinstance(tokenizer, HFTokenizer)
@@ -155,7 +155,7 @@ class PromptEncoder:
         return tokens
 
     def _marked(self, value: Any) -> Any:
-        """Cut all texts of a value: messages may hold calls of tools."""
+        """Cut all texts in a value, which may be nested: messages may hold tool calls."""
         if isinstance(value, str):
             return HFTokenizer.CUT.join(self._pieces(value))
         if isinstance(value, Mapping):
@@ -163,7 +163,7 @@ class PromptEncoder:
         return [*map(self._marked, value)] if isinstance(value, list) else value
 
     def _dialogue_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
-        """Encode a dialogue that ends in the assistant's reply with a torchtune tokenizer."""
+        """Encode a dialogue that ends in the assistant's reply, with a torchtune tokenizer."""
         turns = []
         for turn in messages:
             text = turn["content"]
@@ -236,7 +236,7 @@ class PromptEncoder:
 
 
 def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
-    """Find where a control token's name starts, for the names that `encode` takes as control."""
+    """Return a pattern for where a name starts that `encode` takes as a control token."""
     special_tokens = getattr(tokenizer, "special_tokens", None) or {}
     names = [
         name
@@ -244,10 +244,10 @@ def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
         if len(name) > 1 and token in tokenizer.encode(name, add_bos=False, add_eos=False)
     ]
     if isinstance(tokenizer, HFTokenizer):
-        names.append(HFTokenizer.CUT)  # which would vanish
+        names.append(HFTokenizer.CUT)  # it would vanish
     if not names:
         return None
-    # A lookahead, because names may overlap and each must be cut. Some tokenizers have a thousand,
-    # of which hardly any place in a text is worth trying.
+    # A lookahead, because names may overlap and each must be cut. Some tokenizers have a
+    # thousand names: the first letter alone rules out most places in a text.
     first = "".join(re.escape(letter) for letter in {name[0] for name in names})
     return re.compile(f"(?=[{first}])(?={'|'.join(map(re.escape, names))})")

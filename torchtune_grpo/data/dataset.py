@@ -30,8 +30,8 @@ from torchtune_grpo.data.load import load_rows, origin
 
 Row = Mapping[str, Any]
 
-_REPORT_SECONDS = 10  # between two lines about data that take long to read
-_CHECKED = 50_000  # rows, in about ten seconds; later ones are read when they are drawn
+_REPORT_SECONDS = 10  # between two log lines while data take long to read
+_CHECKED = 50_000  # rows, checked in about ten seconds; later ones are read when they are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class RLDataset(Dataset[dict[str, Any]]):
     """Prompts to sample from, and the columns by which rewards judge the samples.
 
     An item is ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``:
-    its position, the prompt's tokens (prefill included), the prompt's text, which knows the
+    its position, the prompt's tokens (prefill included), the prompt's text, which carries the
     messages that it stands for, and the other columns. docs/data.md describes the arguments.
 
     The first 50,000 rows are checked and tokenized when the data set is made: those that cannot be
     used are left out and reported in the log before training. Later rows are read when they are
-    drawn; in the place of one that cannot be used, the next one is drawn.
+    drawn; one that cannot be used is replaced by the next one.
 
-    The attribute ``prefill`` is what graders see in front of the sampled text: the one given,
-    behind a think block that the chat template opens.
+    The attribute ``prefill`` is what graders see before the sampled text: the given prefill,
+    after the think block, if any, that the chat template opens.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class RLDataset(Dataset[dict[str, Any]]):
         rows: Iterable[Row] | None = None,  # instead of a source
         transform: Callable[[Row], Row] | None = None,  # its ValueErrors leave rows out
         prompt_column: str = "prompt",
-        columns: Mapping[str, str] | None = None,  # reward's name of a column -> name in the data
+        columns: Mapping[str, str] | None = None,  # name for rewards -> name in the data
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
         chat: bool = True,  # False: plain text, for a base model
         prefill: str | None = "",
         max_prompt_tokens: int | None = None,
-        num_samples: int | None = None,  # the first usable rows
+        num_samples: int | None = None,  # number of usable rows to take, from the first on
         split: str = "train",
         data_files: Any = None,  # paths, or split -> paths
         **load_dataset_kwargs: Any,
@@ -96,7 +96,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         self._prompt_column, self._template = prompt_column, prompt_template
         self._fields = _fields(prompt_template)
         options = {"split": split, "data_files": data_files, **load_dataset_kwargs}
-        self._fault: Callable[[Row], str | None] | None = None  # in the columns of a later row
+        self._fault: Callable[[Row], str | None] | None = None  # of a later row's columns
         self._entries: list[_Entry] = []
         self._read(*_load(source, rows, **options), num_samples)
 
@@ -115,7 +115,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         }
 
     def _usable(self, position: int) -> tuple[int, _Entry]:
-        """The entry at a position, or the next one that can be used, and its position."""
+        """Return the position and entry of a row, or of the next one that can be used."""
         checked = len(self._entries)
         if position < checked:
             return position, self._entries[position]
@@ -136,7 +136,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         return len(self._entries)
 
     def check_unread(self, *, max_tokens: int, fault: Callable[[Row], str | None]) -> None:
-        """Also leave out later rows whose prompt is longer, or in whose columns is a fault."""
+        """Also leave out later rows whose prompt is longer, or whose columns have a fault."""
         self._limits["the model's context, less max_generated_tokens"] = max_tokens
         self._fault = fault
 
@@ -151,7 +151,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         return [entry.number for entry in self._entries]
 
     def leave_out(self, positions: Collection[int]) -> None:
-        """Remove prompts; those behind them move up."""
+        """Remove prompts; later ones move up."""
         self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
 
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
@@ -198,7 +198,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         self._entries = entries
 
     def _entry(self, row: Any, number: int) -> _Entry:
-        """A row's entry; a BadRow if it cannot be used, another ValueError if the data cannot."""
+        """Return a row's entry; raise BadRow for an unusable row, ValueError for unusable data."""
         row = self._transformed(row)
         if self._names is None:
             self._names, self._sources = {*row}, self._column_sources(row)
@@ -278,11 +278,11 @@ def _load(
     for key, value in given.items():
         raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
     table: Any = rows
-    return (table.to_dict("records") if hasattr(rows, "iterrows") else rows), "rows"  # of pandas
+    return (table.to_dict("records") if hasattr(rows, "iterrows") else rows), "rows"  # pandas
 
 
 def _field(row: Row, path: str) -> Any:
-    """A column's value, or what is in it: ``reward_model.ground_truth``."""
+    """Return a column's value, or one nested in it: ``reward_model.ground_truth``."""
     if path in row:
         return row[path]
     value: Any = row
@@ -294,7 +294,7 @@ def _field(row: Row, path: str) -> Any:
 
 
 def _fields(template: str) -> set[str]:
-    """The columns that a prompt template names."""
+    """Return the columns that a prompt template names."""
     try:
         fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -327,11 +327,11 @@ class PromptBatch:
 
     tokens: list[list[int]]
     indices: list[int]  # positions in the data set: ``dataset[indices[b]]`` is prompt b
-    prompts: list[str]  # texts as rewards see them; those of a data set know all messages
+    prompts: list[str]  # texts as rewards see them; those from a data set carry all messages
     columns: dict[str, list[Any]]  # B values each
-    # How often each has come in this step before, on any rank: it gets noise of its own each time.
+    # How often each prompt came earlier in this step, on any rank: each use gets its own noise.
     uses: list[int]
-    places: list[int]  # among the step's prompts of all ranks, ascending
+    places: list[int]  # positions among the step's prompts of all ranks, ascending
 
 
 def collate_prompts(

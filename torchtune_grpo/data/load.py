@@ -31,7 +31,7 @@ def load_rows(
     """Load the rows of one split; files without named splits are that split, whatever its name."""
     try:
         return _load(source, split, data_files, options)
-    except Exception as error:  # of parsers, the file system or the network
+    except Exception as error:  # from parsers, the file system or the network
         cause = shortened(describe(error.__cause__ or error), 400)
         raise ValueError(f"{origin(source, data_files)}, split={split!r}: {cause}") from error
 
@@ -65,7 +65,7 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
 
 
 class _Slices(Sequence[Any]):
-    """Rows of tables, one slice behind the other."""
+    """Rows of tables, one slice after another."""
 
     def __init__(self, parts: Iterable[tuple[Any, int, int]]) -> None:
         self._parts = [*parts]
@@ -85,10 +85,10 @@ class _Slices(Sequence[Any]):
 
 
 class _JsonRows(Sequence[Any]):
-    """Rows as their JSON: parsed, a million of them would take gigabytes.
+    """Rows kept as JSON text: parsed, a million of them would take gigabytes.
 
-    Columns that a row lacks are None. `datasets` would turn a text such as "2024-01-02" into a
-    time, and integers beside floats into floats.
+    Columns that a row lacks are None. `datasets` is not used: it would turn a text such as
+    "2024-01-02" into a time, and integers beside floats into floats.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Data sets with a name: GSM8K, HumanEval, and what is made on the spot."""
+"""Named data sets: GSM8K, HumanEval, and problems that are generated."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _with_steps(chain: Chain, rng: random.Random, count: int, *, limit: int) -> 
     return chain
 
 
-# Level -> (what draws a chain, whether the question is a story).
+# Level -> (function that draws a chain, whether the question is a story).
 _LEVELS: dict[int, tuple[Callable[[random.Random], Chain], bool]] = {
     1: (lambda rng: (("+", rng.randint(0, 9)), ("+", rng.randint(0, 9))), False),
     2: (partial(_steps, count=2), False),
@@ -195,7 +195,7 @@ _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
 def _shows_options(preset: Callable[..., RLDataset]) -> Callable[..., RLDataset]:
-    """Add RLDataset's arguments to a preset's signature, by which configs are checked."""
+    """Add RLDataset's arguments to a preset's signature, against which configs are checked."""
     own = inspect.signature(preset, eval_str=True)
     shown = {**inspect.signature(RLDataset, eval_str=True).parameters, **own.parameters}
     del shown["options"]
@@ -243,9 +243,9 @@ def humaneval_dataset(
 ) -> RLDataset:
     """HumanEval (Chen et al. 2021, arXiv:2107.03374): 164 functions to write, with unit tests.
 
-    There is only the split ``test``; slices such as ``test[:132]`` and ``test[132:]`` part training
-    from evaluation. The prompt is the function's head with its docstring; the columns are ``setup``
-    (the prompt as code), ``test``, ``entry_point`` and ``task_id``.
+    There is only the split ``test``; slices such as ``test[:132]`` and ``test[132:]`` separate
+    training and evaluation. The prompt is the function's head with its docstring; the columns are
+    ``setup`` (the prompt as code), ``test``, ``entry_point`` and ``task_id``.
     """
     options |= {"source": source, "split": split, "system_prompt": system_prompt}
     return RLDataset(tokenizer, transform=_humaneval_row, **options)
@@ -272,7 +272,7 @@ def arithmetic_dataset(
     return RLDataset(tokenizer, rows=rows, prompt_column="question", **options)
 
 
-# Task -> the question, how its numbers are joined, how many there are, which, and the answer.
+# Task -> the question, how its numbers are joined, their count and range, and the answer.
 _TASKS: dict[str, tuple[str, str, int, range, Callable[[list[int]], int]]] = {
     "largest": ("Which is the largest of these numbers: {}?", ", ", 4, range(10, 100), max),
     "product": ("What is {}?", " * ", 2, range(2, 13), math.prod),
@@ -290,11 +290,11 @@ def number_dataset(
     seed: int = 0,
     **options: Any,
 ) -> RLDataset:
-    """Questions about a few numbers, made on the spot, that a small language model half knows.
+    """Generated questions about a few numbers, which a small language model gets right in part.
 
-    The ``largest`` of four numbers of two digits, the ``sum`` of two such, or the ``product`` of
-    two from 2 to 12. The columns are ``question`` and ``answer``. All questions differ, and the
-    splits have no numbers in common, in whatever order.
+    They ask for the ``largest`` of four two-digit numbers, the ``sum`` of two such numbers, or the
+    ``product`` of two from 2 to 12. The columns are ``question`` and ``answer``. All questions
+    differ, and the splits share no combination of numbers, in whatever order.
     """
     question, sign, count, numbers, answer = _TASKS[task]
     rng = random.Random(f"{seed}/{split}/{task}")
@@ -308,7 +308,7 @@ def number_dataset(
 def _different(
     drawn: Iterable[tuple[list[Any], dict[str, Any]]], *, task: str, split: Split, num_samples: int
 ) -> list[dict[str, Any]]:
-    """Take the first rows of a split, given with what decides it, whose questions differ."""
+    """Take a split's first rows whose questions differ; each comes with what decides its split."""
     rows: dict[str, dict[str, Any]] = {}
     for canonical, row in drawn:
         if _split_of(canonical) == split:
@@ -321,7 +321,7 @@ def _different(
     )
 
 
-# Their questions change with Python's hash seed or its global random numbers: from rank to rank.
+# Questions of these change with Python's hash seed or global random state: from rank to rank.
 _CHANGING = "codeio intermediate_integration isomorphic_strings knight_swap list_functions "
 _CHANGING += "polynomial_multiplication ransom_note word_ladder"
 
@@ -340,8 +340,8 @@ def reasoning_gym_dataset(
     """A task of reasoning-gym (arXiv:2505.24760) with its own ``settings``.
 
     The columns are ``question``, ``answer`` (None where many are right), ``metadata``, and
-    ``entry`` for ``ReasoningGymReward``. All questions differ, and no words of one, in whatever
-    order, are in both splits.
+    ``entry`` for ``ReasoningGymReward``. All questions differ, and the splits share none, even
+    with its words in another order.
     """
     try:
         from reasoning_gym.factory import DATASETS, create_dataset

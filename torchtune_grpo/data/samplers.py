@@ -1,8 +1,8 @@
-"""Which prompts come next: ``sampler`` in the config. Every rank holds the same one.
+"""Samplers choose the next prompts: ``sampler`` in the config. Every rank holds the same one.
 
-A step may ask several times for its prompts, those of all ranks, and gets the same ones each time.
+A step may ask several times for the prompts of all ranks, and gets the same ones each time.
 ``learn`` ends the step and reports how often each prompt was solved. So an interrupted step that is
-repeated sees the same prompts, and the state is that of the finished steps.
+repeated sees the same prompts, and the state covers the finished steps only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data.dataset import PromptBatch, collate_prompts
 
-_SEEDS = 1_000_003  # distance between the generator seeds of two seeds of a run
+_SEEDS = 1_000_003  # distance between the generator seeds of successive run seeds
 
 
 class ShuffledSampler:
-    """Each pass over the data is a new seeded order.
+    """Sampler that takes each pass over the data in a new seeded order.
 
-    Passes follow each other without a gap: where the prompts of a step do not divide the data set,
-    no row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
+    Passes follow each other without a gap: if a step's prompts do not divide the data set, no
+    row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
     """
 
     def __init__(self, dataset: Sequence[Any], *, seed: int, shuffle: bool = True) -> None:
@@ -33,7 +33,7 @@ class ShuffledSampler:
         self._drawn = 0
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
-        """The next ``count`` rows for all ranks, after ``skip`` that the step has had already."""
+        """Return the next ``count`` rows for all ranks, after ``skip`` that the step has had."""
         self._check_size(count)
         start, rows = self._drawn + skip, list[int]()
         while len(rows) < count:
@@ -60,16 +60,16 @@ class ShuffledSampler:
 
     @property
     def epoch(self) -> float:
-        """Finished passes over the data."""
+        """Number of finished passes over the data."""
         return self._drawn / self._size
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What each step logs."""
+        """Metrics that each step logs."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the size, the seed and the shuffling, for a checkpoint."""
+        """Return everything but the size, the seed and the shuffling, for a checkpoint."""
         fixed = ("_size", "_seed", "_shuffle")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
@@ -79,14 +79,14 @@ class ShuffledSampler:
 
 
 class WeightedSampler(ShuffledSampler, ABC):
-    """Draws rows by weight, and within a step without replacement as long as there are rows.
+    """Base class that draws rows by weight; within a step, without replacement while rows last.
 
-    A base class for other samplers, which define :meth:`weights` and extend :meth:`learn`.
+    Other samplers derive from it: they define :meth:`weights` and extend :meth:`learn`.
     """
 
     @abstractmethod
     def weights(self) -> Tensor:
-        """The weight of each row, [rows]; a row of weight 0 is never drawn."""
+        """Return the weight of each row, [rows]; a row of weight 0 is never drawn."""
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         """As in :class:`ShuffledSampler`. Source: Efraimidis and Spirakis 2006 (A-Res)."""
@@ -99,10 +99,10 @@ class WeightedSampler(ShuffledSampler, ABC):
 
 
 class LevelSampler(WeightedSampler):
-    """A curriculum: adds the next level of ``column`` when the newest is solved often enough.
+    """Curriculum that adds the next level of ``column`` when the newest is solved often enough.
 
-    That is when the last ``window`` groups of the newest level have a mean of ``pass_rate``. Lower
-    levels come first; all levels so far are equally likely.
+    That is when the last ``window`` groups of the newest level have a mean pass rate of at least
+    ``pass_rate``. Lower levels come first; all levels so far are equally likely.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LevelSampler(WeightedSampler):
         self._newest, self._recent = 0, list[float]()
 
     def weights(self) -> Tensor:
-        """1 / rows of the level, up to the newest level."""
+        """Return 1 / rows of the level, up to the newest level."""
         share = 1 / self._levels.bincount()[self._levels]
         return share.where(self._levels <= self._newest, 0)
 
@@ -146,12 +146,12 @@ class LevelSampler(WeightedSampler):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``sampler/level``, counted from 0, and ``sampler/level_pass_rate``, of the newest."""
+        """``sampler/level``, counted from 0, and ``sampler/level_pass_rate`` of the newest."""
         return {"sampler/level": float(self._newest), "sampler/level_pass_rate": self._mean}
 
 
 def make_sampler(node: DictConfig | None, dataset: Sequence[Any], *, seed: int) -> Any:
-    """The config's sampler; None shuffles."""
+    """Make the config's sampler; None shuffles."""
     if node is None:
         return ShuffledSampler(dataset, seed=seed)
     return instantiate("sampler", node, dataset, seed=seed)

@@ -1,4 +1,4 @@
-"""Rewards: functions from completions to numbers, and sets of them with weights.
+"""Rewards: functions from completions to numbers, and weighted sets of them.
 
 A reward is any ``reward(prompts, completions, **columns) -> list[float | None]``; docs/rewards.md
 describes it.

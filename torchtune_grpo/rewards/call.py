@@ -1,4 +1,4 @@
-"""Calls of rewards: their arguments, what they return and report, and the failures of each."""
+"""Calling rewards: their arguments, return values, reports and failures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool
 
-MEASURED = ("mean", "std", "errors", "none")  # the run's own metrics of a reward end in these
-_LARGEST = 3.4028234663852886e38  # of float32
+MEASURED = ("mean", "std", "errors", "none")  # endings of the run's own metrics of a reward
+_LARGEST = 3.4028234663852886e38  # the largest float32
 _NOT_FINITE = "returned NaN or a number beyond float32; return a finite number, or None"
-_ASYNC_CALLS = 32  # at once, of an async reward that is called on each completion by itself
+_ASYNC_CALLS = 32  # concurrent calls of an async reward that is called per completion
 
 # A number; None where the reward does not apply; an exception where it failed.
 Score = float | None | BaseException
@@ -28,11 +28,11 @@ Score = float | None | BaseException
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The run's progress, under the names of transformers' ``TrainerState``."""
+    """A run's progress, with the field names of transformers' ``TrainerState``."""
 
     global_step: int  # finished optimizer steps
-    max_steps: int  # of the whole run
-    epoch: float = 0.0  # passes over the data set that these steps have made
+    max_steps: int  # steps of the whole run
+    epoch: float = 0.0  # passes over the data set so far
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Batch:
     trainer_state: TrainerState | None
 
     def arguments(self, reward: Reward, rows: range, outcome: Outcome) -> dict[str, Any]:
-        """Copy the arguments of some rows, so that a reward may change its own."""
+        """Copy the arguments for some rows, so that a reward may modify its copies."""
         given = {n: values for n, values in self.columns.items() if n not in reward.fixed}
         given |= {"prompts": self.prompts, "completions": self.completions}
         own: dict[str, Any] = {n: [values[row] for row in rows] for n, values in given.items()}
@@ -73,7 +73,7 @@ class Outcome:
     scores: list[Score] = field(default_factory=list)
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
-    raised: bool = False  # an exception instead of scores
+    raised: bool = False  # the reward raised instead of returning scores
     broken: ContractError | None = None
     seconds: float = 0.0
 
@@ -97,7 +97,7 @@ class Outcome:
         self.metrics.append((name, float(value)))
 
     def failures(self) -> tuple[int, int, str, str]:
-        """Count completions and failures; describe the first one and where it was raised."""
+        """Count completions and failures; describe the first failure and where it was raised."""
         errors = [(i, s) for i, s in enumerate(self.scores) if isinstance(s, BaseException)]
         if not errors:
             return self.count, 0, "", ""
@@ -119,7 +119,7 @@ class Outcome:
 
 
 def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
-    """Call each async reward in a thread of its own, and meanwhile the others in turn."""
+    """Call each async reward in its own thread and, meanwhile, the others one after another."""
     outcomes: dict[str, Outcome] = {}
 
     def call(reward: Reward) -> None:
@@ -138,7 +138,7 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
 
 
 def _call_reward(reward: Reward, batch: Batch) -> Outcome:
-    """Call a reward on all completions; in workers, or if it raises, on each by itself."""
+    """Call a reward on all completions; in workers, or if it raises, on one at a time."""
     start, count = time.perf_counter(), len(batch.completions)
     single = [range(row, row + 1) for row in range(count)]
 
@@ -170,7 +170,7 @@ def _call(function: RewardFunction, reward: Reward, batch: Batch, rows: range) -
         outcome.scores = _scores_of(reward.name, returned, len(rows))
     except ContractError:
         raise
-    except BaseException as error:  # sys.exit, too
+    except BaseException as error:  # including sys.exit
         if isinstance(error, KeyboardInterrupt) and not reward.is_async:
             raise  # Ctrl-C, which never reaches the threads of async rewards
         outcome.scores, outcome.raised = [error] * len(rows), True

@@ -1,8 +1,8 @@
-"""Rewards for code: unit tests that a completion's function passes in a sandbox.
+"""Rewards for code: a completion's function has to pass a unit test in a sandbox.
 
 The test and its expected values are never in the process that runs the completion. They are in
-another one, where the function is a stand-in that asks the first for an answer; only plain data
-gets across. docs/reward_hacking.md says what that is good for.
+a second process, where a stand-in for the function asks the first process for each answer; only
+plain data crosses. docs/reward_hacking.md says what that is good for.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
 
 log = get_logger("INFO")
 
-_LONGEST = 100_000  # characters of a completion
+_LONGEST = 100_000  # characters in a completion
 _FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash", "refused")
-# What the sandbox does not allow, or a stand-in for an object of the completion does not.
+# Names of failures in which the sandbox, or a stand-in for an object, refused something.
 _REFUSALS = ("refused", "NotPlain", "PermissionError", "FileNotFoundError", "ModuleNotFoundError")
-_SOLUTIONS = ("solution", "solutions", "canonical_solution")  # columns of rows' own
-_MAX_TRIED = 500  # rows, in five seconds
+_SOLUTIONS = ("solution", "solutions", "canonical_solution")  # columns with a row's own solution
+_MAX_TRIED = 500  # rows, which take five seconds
 _RAISES = "def {}(*_, **__): raise Exception('always')"
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 
 
 class Exam(NamedTuple):
-    """A row's test, the name of the function that it calls, and what precedes both."""
+    """A row's test, the function that it calls, and the code that precedes test and completion."""
 
     test: str
     entry_point: str
@@ -61,8 +61,8 @@ def code_format_reward(
     entry_point: list[str] | None = None,
     **columns: list[Any],
 ) -> list[float]:
-    """Score 1.0 where there is exactly one fenced Python block and it defines the function of the
-    column ``entry_point``, if there is one, whatever it computes, and 0.0 elsewhere."""
+    """Score 1.0 for exactly one fenced Python block that defines the function named in the column
+    ``entry_point``, if there is such a column, whatever the function computes; else score 0.0."""
     scores = []
     for text, name in zip(completions, entry_point or [""] * len(completions), strict=True):
         blocks = code_blocks(text)
@@ -73,21 +73,21 @@ def code_format_reward(
 
 
 class CodeReward:
-    """Rewards a function that passes its unit test: 1.0, and 0.0 for whatever else happens."""
+    """Reward of 1.0 for a function that passes its unit test, and of 0.0 otherwise."""
 
     __name__ = "code_reward"
     decides = True
-    _tests = "test"  # the column of its tests
-    _options: Mapping[str, Any] = {}  # arguments of exam
+    _tests = "test"  # the column that holds the tests
+    _options: Mapping[str, Any] = {}  # further arguments of exam
 
     def __init__(
         self,
         *,
         timeout: float = 1.0,  # seconds for one completion and its test
-        workers: int | None = None,  # completions at once; None: two for each core, at most 16
-        memory_mb: int = 512,  # of a completion's processes together
-        processes: int = 16,  # of a completion at once, threads included
-        packages: Sequence[str] = (),  # names of those that completions and tests can import
+        workers: int | None = None,  # completions at once; None: two per core, at most 16
+        memory_mb: int = 512,  # for all processes of a completion together
+        processes: int = 16,  # per completion at once, threads included
+        packages: Sequence[str] = (),  # packages that completions and tests can import
         unfenced: bool = False,  # as in CodeSandbox
     ) -> None:
         workers = default_workers() if workers is None else workers
@@ -113,15 +113,15 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | Exception]:
-        """Run each completion's test; report why each failed, and the share that did so by kind.
+        """Run each completion's test; report why each failed, and the share of each kind.
 
-        A test is code, or a list of lines, that defines ``check(candidate)``, as HumanEval's, or
-        functions ``test_...`` or a ``unittest.TestCase``, or calls the function by its name, as
-        MBPP's. The column ``entry_point`` holds that name, by default the first that the test
-        calls; it may also be that of a class, or ``Solution().method``. The column ``setup``
-        precedes both completion and test: the prompt's imports and helpers. Where the sandbox or
-        the test itself failed, an exception stands for the score. A SandboxError is raised if there
-        can be no sandbox on this machine.
+        A test is code, as text or a list of lines. It defines ``check(candidate)`` as in HumanEval,
+        ``test_...`` functions or a ``unittest.TestCase``, or calls the function by name as in MBPP.
+        The column ``entry_point`` holds that name, by default the first one that the test calls; it
+        may also be a class or ``Solution().method``. The column ``setup`` holds code that precedes
+        both completion and test: the prompt's imports and helpers. Where the sandbox or the test
+        itself failed, the score is an exception. Raises a SandboxError if this machine cannot have
+        a sandbox.
         """
         verdicts = self.judge(completions, test=test, **columns)
         if log_extra is not None:
@@ -136,7 +136,7 @@ class CodeReward:
 
     @classmethod
     def check_row(cls, **row: Any) -> str | None:
-        """Say what makes a row unusable, or None; runs nothing."""
+        """Return what makes a row unusable, or None; run nothing."""
         try:
             cls.exam(**row)
         except ValueError as error:
@@ -144,11 +144,11 @@ class CodeReward:
         return None
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
-        """Find broken tests by running them: a function that raises in every call has to be called
-        and may not pass, and a row's own solution, where there is one, has to pass.
+        """Find broken tests by running them: a test must call a function that raises in every call
+        and must fail it, and the row's own solution, if there is one, must pass.
 
-        Of many rows 500 are tried, always the same. Returns the position of each row that was tried
-        and what is wrong with it, or None.
+        At most 500 rows are tried, always the same ones. Returns the position of each tried row,
+        mapped to what is wrong with it, or to None.
         """
         count = min(len(rows), _MAX_TRIED)
         tried = sorted(random.Random(0).sample(range(len(rows)), count))
@@ -198,7 +198,7 @@ class CodeReward:
 
     @staticmethod
     def exam(*, test: Any, entry_point: Any = None, setup: Any = "", **columns: Any) -> Exam:
-        """What a row asks; raises ValueError for one that is unusable."""
+        """Return a row's exam; raises ValueError if the row is unusable."""
         test, setup = _text("test", test), _text("setup", setup)
         name = entry_point or _tested_name(test)
         if not name:
@@ -209,7 +209,7 @@ class CodeReward:
 
     @staticmethod
     def own_program(row: Mapping[str, Any]) -> str:
-        """A row's own solution, or the first of a list of them, which may be JSON, or ""."""
+        """Return a row's own solution, the first if it has a list (or JSON of one), or ""."""
         solutions = next((row[name] for name in _SOLUTIONS if row.get(name)), "")
         with contextlib.suppress(ValueError, TypeError):
             solutions = json.loads(solutions)
@@ -218,7 +218,7 @@ class CodeReward:
 
     @staticmethod
     def program_of(text: str, exam: Exam) -> tuple[str, str]:
-        """What runs for a completion, and the name of the function in it that the test calls."""
+        """Return the program to run for a completion, and the function that the test calls."""
         program = extract_program(text, setup=exam.setup, entry_point=exam.entry_point)
         return program, exam.entry_point
 
@@ -236,7 +236,7 @@ class CodeReward:
 
 
 def _always_raising(entry_point: str) -> str:
-    """A program whose function or method raises in every call."""
+    """Return a program whose function or method raises in every call."""
     name, _, method = entry_point.partition("().")
     if not name.isidentifier():  # it is a whole program
         return _RAISES.partition(": ")[2]
@@ -244,7 +244,7 @@ def _always_raising(entry_point: str) -> str:
 
 
 def _text(name: str, code: Any) -> str:
-    """The code of a column, which may be a list of lines."""
+    """Return the code of a column, which may be a list of lines."""
     try:
         return code if isinstance(code, str) else "\n".join(code)
     except TypeError:
@@ -252,7 +252,7 @@ def _text(name: str, code: Any) -> str:
 
 
 def _tested_name(test: str) -> str:
-    """The name that a test imports from ``solution``, or the first that it calls and that is
+    """Return the name that a test imports from ``solution``, or else the first one it calls that is
     neither Python's nor its own; "" if there is none."""
     try:
         nodes = [*ast.walk(ast.parse(test))]
@@ -282,8 +282,8 @@ def _folder_of(package: str) -> str:
 
 
 def _trial_fault(raising: Verdict, own: Verdict | None) -> str | None:
-    """Say what is wrong with a test, by its verdicts on a function that raises in every call and on
-    the row's own solution, which may define more than a function, if there is one."""
+    """Say what is wrong with a test, given the verdicts on a function that raises in every call and
+    on the row's own solution, if it has one, which may define more than a function."""
     if raising.passed:
         return "a function that raises in every call passes"
     if own is not None:

@@ -1,13 +1,13 @@
-"""The program that a completion answers with, wherever a model has put it. Takes linear time."""
+"""Extraction of the program in a completion, wherever the model has put it, in linear time."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-MAX_BLOCKS = 1000  # of more, none counts
+MAX_BLOCKS = 1000  # with more, no block counts
 _PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
-# A line that opens a fence: in a quotation, in a list, or behind a tag; with "python", behind text.
+# A line that opens a fence: in a quotation, in a list or after a tag; with "python", after text.
 _BEFORE = r"(?P<before>[ \t>]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?(?:</?\w+>[ \t]*)*)"
 _FENCE = re.compile(rf"{_BEFORE}(?P<fence>```+|~~~+)(?P<info>[^`\n]*)")
 _FENCE_BEHIND_TEXT = re.compile(rf"[^`\n]*[^`\n](?P<fence>```)(?:{'|'.join(_PYTHON)})[ \t]*")
@@ -15,10 +15,10 @@ _GLUED = re.compile(r"(?<=[\w)\]}\"'])```[ \t]*$", re.MULTILINE)  # return x```
 _INFO = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
 _BRACKETS = re.compile(r"\[/?(?:PYTHON|BEGIN|DONE)\]")  # as in the prompts of MBPP and Code Llama
 _FENCE_IN_TEXT = re.compile("^[ \t>]*(?:```|~~~)", re.MULTILINE)
-_ENDING = re.compile(r"(?:<\|\w+\|>|</\w+>)\Z")  # of a turn or of an answer
-# A string or a comment that begins in a line; a triple quote is all there is of its string.
+_ENDING = re.compile(r"(?:<\|\w+\|>|</\w+>)\Z")  # end marker of a turn or an answer
+# A string or comment that begins in a line; only the quote of a triple-quoted string matches.
 _STRING = re.compile(r"""\"\"\"|'''|"(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?|#""")
-_MAX_UNCLOSED = 10  # strings in a text that are searched for up to its end
+_MAX_UNCLOSED = 10  # unclosed strings per text that are followed to its end
 # A line at the left margin of a block that only defines things.
 _DEFINING = re.compile(r"(?:async |def |class |import |from |@|#|[)\]}]|[A-Za-z_]\w* = [^(]*$)")
 _FUTURE = re.compile(r"^from __future__ import [^\n(]*\n?", re.MULTILINE)
@@ -34,18 +34,18 @@ _PROSE = re.compile(
 
 
 class Block(NamedTuple):
-    """A fenced block's lines, and whether the fence that ends it is there."""
+    """The lines of a fenced block, and whether its closing fence is there."""
 
     code: str
     closed: bool
 
 
 def code_blocks(text: str) -> list[Block]:
-    """Find the fenced blocks of Python (or of no named language) behind a text's thinking.
+    """Find the fenced blocks of Python, or of no named language, after a text's thinking.
 
-    A fence is three or more backticks or tildes, in a quotation or a list too. As many at the start
-    of a line end the block, unless a triple-quoted string is open that is closed behind them; the
-    end of the text ends it, too.
+    A fence is three or more backticks or tildes, also in a quotation or a list. A line that starts
+    with as many ends the block, unless it is in a triple-quoted string that is closed later; so
+    does the end of the text.
     """
     return _blocks(_behind_thinking(text))
 
@@ -83,9 +83,9 @@ def _blocks(text: str) -> list[Block]:
 def _end_of_block(
     lines: list[str], start: int, fence: str, *, in_strings: bool
 ) -> tuple[int, bool]:
-    """The line of the fence that ends a block, and whether it is in a string that is never closed.
+    """Return the number of the line that ends a block, and whether it is in an unclosed string.
 
-    Fences in other strings are passed over, if wanted.
+    With ``in_strings``, fences in other strings are skipped.
     """
     quote, first = "", len(lines)
     for number in range(start, len(lines)):
@@ -99,7 +99,7 @@ def _end_of_block(
 
 
 def _open_string(line: str, quote: str) -> str:
-    """The triple quote of a string that is open behind a line, if one is; ``quote`` before it."""
+    """Return the triple quote that is open after a line, if any; ``quote`` is open before it."""
     at = 0
     while True:
         if quote:
@@ -113,7 +113,7 @@ def _open_string(line: str, quote: str) -> str:
 
 
 def _unwrapped(line: str, before: str) -> str:
-    """A line of a block without what stands before the line of its fence."""
+    """Strip from a block's line the prefix that the line of its opening fence has."""
     if ">" in before:
         line = re.sub(r"^[ \t]*>[ ]?", "", line)
         before = before.rpartition(">")[2][1:]
@@ -134,11 +134,11 @@ def definition_of(name: str) -> re.Pattern[str]:
 def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
     """Extract the program from a text: prefill and completion.
 
-    It is ``setup`` (the prompt's code), the last fenced block that defines the function, and the
-    blocks around it that define other things and do nothing else. Without any such block the code
-    behind the thinking is the program, or, if it does not define the function, the text there is
-    the continuation of ``setup``, as a base model writes it. An answer block comes before what is
-    around it. Without ``entry_point``, the last block is the program. It need not be valid code.
+    It consists of ``setup`` (the prompt's code), the last fenced block that defines the function,
+    and the blocks around it that only define other things. Without such a block, the code after the
+    thinking is the program or, if it does not define the function, the text there continues
+    ``setup``, as a base model writes it. An answer block takes precedence over the text around it.
+    Without ``entry_point``, the last block is the program. It need not be valid code.
     """
     tail = _behind_thinking(text)
     if not _FENCE_IN_TEXT.search(tail):
@@ -160,13 +160,13 @@ def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
 
 
 def _joined(setup: str, program: str) -> str:
-    """A program behind its setup; what it imports from ``__future__`` comes first."""
+    """Put a program after its setup; what it imports from ``__future__`` comes first."""
     future = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(program))
     return f"{future}{setup}\n\n{_FUTURE.sub('', program) if future else program}"
 
 
 def _code_of(text: str) -> str:
-    """The code of a text without fences: from what is around the first definition up to prose."""
+    """Return the code of a text without fences: from around the first definition up to prose."""
 
     def is_text(line: str) -> bool:
         return bool(_PROSE.match(line) or _FENCE_IN_TEXT.match(line))

@@ -1,7 +1,7 @@
 """Rewards for maths problems whose answer is one number.
 
 An answer is located in a text (prefill and completion), and is right if it holds exactly one number
-and that is the gold. Whatever the text, grading takes linear time, executes and raises nothing.
+and that equals the gold. Grading any text takes linear time, executes nothing and raises nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST = 1_000  # characters of an answer; a longer one is not read
 _MOST_ANSWERS = 20  # different blocks or boxes in a text; with more it is not correct
 _LONGEST_SIDE = 100  # characters of one side of an equation, counting a number as one
 
-# Rewriting an answer by these leaves numbers, words ("w"), signs and brackets. What else is left is
+# These leave numbers, words ("w"), signs and brackets of an answer. Anything else that is left is
 # not part of a stated number. Removed wrapping leaves "\0", so that 1\boxed{2} is not read as 12.
 _LETTER = "A-Za-zÀ-ÖØ-öø-ÿμΩ\u00b5\u2126"
 _REWRITES = [
@@ -46,7 +46,7 @@ _REWRITES = [
     # Powers of a unit: meters², cm^3, \text{m}^{2}, m/s², ft2.
     (rf"([{_LETTER}]{{2}}\}}?|[ 0-9{{/*][ms]\}}?)(?:\^[23]\b|\^\{{[23]\}}|[²³])", r"\1"),
     (r"([a-z 0-9]m|ft)[23]\b", r"\1"),
-    # Wrapping; boxes and text commands stand within each other, three deep.
+    # Wrapping; boxes and text commands nest up to three deep.
     *[(r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", "\0\\1\0")] * 3,
     # Twice, as in **`12`**.
     *[(r'\*\*([^*]+)\*\*|`([^`]+)`|"([^"]+)"|“([^“”]+)”', "\0\\1\\2\\3\\4\0")] * 2,
@@ -66,7 +66,7 @@ _NUMBER = (
     r"(?<![\w.,])(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3})?(?!\w|[.,:][0-9])"
 )
-# Then, with "n" for each number: punctuation, and words in a row or in brackets.
+# Applied next, with "n" for each number, to punctuation and to words in a row or in brackets.
 _TIDYING = [
     (r"(?<=[w)])(?:[.,;](?!n)|:(?!=))|(?<=w)!(?!=)|[.,;](?= w)|(?<=[nw] )—(?= w)|\.(?= ?$)", " "),
     (r"\( ?w[w ]*\)", " w"),
@@ -80,7 +80,7 @@ _VALUE = re.compile(r"(?:w )?([-+]?(?:\([-+]?n(?: ?/ ?-?n)?\)|\(n\+n/n\)|n(?: ?/
 def math_format_holds(text: str) -> bool:
     """Whether a text is one think block, white space, and one answer block, neither of them blank.
 
-    Each of the four tags stands once; white space around the text does not count.
+    Each of the four tags occurs once; white space around the text does not count.
     """
     form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in TAGS) else None
     # White space, control and format characters, and lone accents show nothing.
@@ -89,14 +89,14 @@ def math_format_holds(text: str) -> bool:
 
 
 def located_answers(text: str, *, strict: bool = False) -> set[str]:
-    """Find the answers that a text states behind its thinking; several must agree.
+    """Find the answers that a text states after its thinking; several must agree.
 
     These are the answer blocks; without an answer tag, each ``\\boxed{}``, else what follows the
-    last ``####``, else what follows the last "the (final) answer is". ``strict``: blocks alone.
+    last ``####``, else what follows the last "the (final) answer is". ``strict``: blocks only.
     """
     tail = text.rpartition("</think>")[2]
     if strict or "<answer>" in tail or "</answer>" in tail:
-        # Up to the last closing tag each opening one has its own, so that no search is in vain.
+        # Up to the last closing tag, each opening tag has its own, so that no search is in vain.
         closed = tail[: tail.rfind("</answer>") + len("</answer>")]
         if "<think>" in closed.partition("<answer>")[0]:
             return set()
@@ -113,7 +113,7 @@ def stated_value(content: str) -> Fraction | None:
     """Read the one number that an answer holds, or the last side of a true equation, else None.
 
     It may have a sign, a currency, groups of three digits, decimals, an exponent, ``%`` and a unit,
-    be a fraction or a mixed number, and be wrapped as in Markdown and LaTeX.
+    be a fraction or a mixed number, and be wrapped in Markdown or LaTeX.
     """
     if len(content) > _LONGEST or "\0" in content:
         return None
@@ -188,7 +188,7 @@ def located_value(text: str, *, strict: bool = False) -> Fraction | None:
 
 
 def stated_answer(text: str) -> str | None:
-    """Return the located number, each value in one spelling, for votes among samples."""
+    """Return the located number, spelled the same for equal values, for votes among samples."""
     value = located_value(text)
     return None if value is None else str(value)
 
@@ -200,7 +200,7 @@ def grade_math_answer(text: str, gold: str | int | float, *, strict: bool = Fals
 
 
 def _gold_value(gold: object) -> Fraction | None:
-    """Return a gold's value, or None if it states none; a float counts as the decimal it prints."""
+    """Return a gold's value, or None if it states none; a float counts as it prints."""
     if isinstance(gold, bool) or not isinstance(gold, (str, int, float)):
         raise ValueError(f"answer={shortened(repr(gold))} is neither text nor a number")
     return stated_value(str(gold))
@@ -221,7 +221,7 @@ def math_gold_fault(*, answer: object) -> str | None:
 
 @declares(reward_range=(0.0, 1.0))
 def math_format_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Score 1.0 for the form of an answer, whatever it says."""
+    """Score 1.0 for an answer in the right form, whatever it says."""
     return [float(math_format_holds(text)) for text in completions]
 
 
@@ -234,13 +234,13 @@ def math_correctness_reward(
     strict: bool = False,
     **columns: Any,
 ) -> list[float]:
-    """Score 1.0 for a right answer; ``strict`` reads answer blocks alone."""
+    """Score 1.0 for a right answer; ``strict`` reads answer blocks only."""
     pairs = zip(completions, answer, strict=True)
     return [float(grade_math_answer(text, gold, strict=strict)) for text, gold in pairs]
 
 
 def _last_number(text: str) -> str:
-    """Put the last number into an answer block; a minus behind a letter or digit subtracts."""
+    """Put the last number into an answer block; a minus after a letter or digit subtracts."""
     number = next(reversed(_ANY_NUMBER.findall(text)), "")
     return f"<answer>{number.rstrip(',')}</answer>"
 

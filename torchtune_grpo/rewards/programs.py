@@ -1,7 +1,7 @@
-"""Rewards for whole programs and methods, by the inputs and outputs that data sets come with.
+"""Rewards for whole programs and methods, judged by the inputs and outputs in a data set.
 
-They are judged as functions are: the completion runs in one process, as a function from an input to
-what it printed or returned; the outputs that are expected are in another.
+They are judged as functions are: one process runs the completion, as a function from an input to
+what it printed or returned; another process holds the expected outputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torchtune_grpo.rewards.code import CodeReward, Exam
 from torchtune_grpo.rewards.extraction import extract_program
 from torchtune_grpo.sandbox import Verdict
 
-# Runs with the completion. A program is run anew for each input; its own `input`, `sys.stdin`,
-# `open(0)` and `sys.stdout.buffer` work. A method is that of a new Solution. A class is given names
-# of methods and their arguments.
+# Runs in the completion's process. A program runs anew for each input; its `input`, `sys.stdin`,
+# `open(0)` and `sys.stdout.buffer` work. A method is called on a new Solution. A class gets the
+# names of methods and their arguments.
 _PROGRAM = """
 import contextlib, io, os, sys, tempfile, threading
 
@@ -57,7 +57,7 @@ def _judged(given):
     made = called(*arguments)
     return [None, *(getattr(made, name)(*each) for name, each in zip(names, others))]
 """
-# Sites where methods are written have them imported.
+# The sites that ask for methods import these.
 _IMPORTED = """import bisect, collections, functools, heapq, itertools, math, re, string
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import cache, lru_cache, reduce
@@ -65,7 +65,7 @@ from math import inf
 from typing import *
 """
 _WHOLE = "<program>"  # in place of a function's name
-# Runs beside the expected outputs.
+# Runs in the process that holds the expected outputs.
 _TEST = """
 import json, math
 from decimal import Decimal, InvalidOperation
@@ -120,16 +120,16 @@ def check(candidate):
 
 
 class ProgramReward(CodeReward):
-    """Rewards a program that reads and prints, or a function or method, for the outputs it gives.
+    """Reward for the outputs of a program that reads and prints, or of a function or method.
 
     The column ``tests`` holds inputs and outputs, as JSON or as values: ``{"inputs": [...],
     "outputs": [...]}`` as in APPS and TACO, with ``fn_name`` for a function or a method of
     ``Solution``; ``{"input": [...], "output": [...]}`` as in CodeContests; or a list of pairs or of
     ``{"input": ..., "output": ...}`` as in Codeforces and LiveCodeBench, compressed or not. Where
-    ``fn_name`` is a class, an input is a list of its methods' names and one of their arguments.
-    Printed outputs are compared by the words of their lines, numbers by value and decimals up to a
-    millionth. The score is 1.0 if all tests pass, else 0.0, or with ``partial`` the share that
-    passes. Without it the first failure ends them.
+    ``fn_name`` is a class, an input is a list of method names and a list of their arguments.
+    Printed outputs are compared line by line and word by word, numbers by value and decimals to
+    within a millionth. The score is 1.0 if all tests pass, else 0.0, and the first failure ends the
+    tests. With ``partial``, the score is the share of tests that pass.
     """
 
     __name__ = "program_reward"
@@ -180,7 +180,7 @@ class ProgramReward(CodeReward):
 
 
 def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Pairs of an input and its output, and the function's name, if there is one."""
+    """Return pairs of input and output, and the function's name if there is one."""
     if isinstance(tests, str):
         tests = json.loads(tests if tests.lstrip()[:1] in ("[", "{") else _decompressed(tests))
     if isinstance(tests, Mapping) and "test_cases" in tests:
@@ -209,24 +209,24 @@ def _cases(tests: Any, name: str | None) -> tuple[list[tuple[Any, Any]], str | N
 
 
 def _function_name(given: Any) -> str | None:
-    """A function's name, which may be in LiveCodeBench's ``metadata``, a mapping or JSON."""
+    """Return a function's name, which may be in LiveCodeBench's ``metadata``, a mapping or JSON."""
     if isinstance(given, str) and given.startswith("{"):
         given = json.loads(given)
     return given.get("func_name") if isinstance(given, Mapping) else given
 
 
 def _decompressed(tests: str) -> str:
-    """The JSON in LiveCodeBench's ``private_test_cases``: pickled, deflated, in base 64."""
+    """Return the JSON in LiveCodeBench's ``private_test_cases``: pickled, deflated, in base 64."""
     return str(_TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(tests)))).load())
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Refuses any class or function, so that nothing runs."""
+    """Unpickler that refuses every class and function, so that nothing runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"a pickle of text has no {module}.{name}")
 
 
 def _text(lines: Any) -> str:
-    """An input or an output, which may be a list of lines."""
+    """Return an input or output, which may be a list of lines, as text."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines))

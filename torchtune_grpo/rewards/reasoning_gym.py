@@ -9,11 +9,11 @@ from torchtune_grpo.rewards.workers import FunctionWorker, function_pool
 
 
 class ReasoningGymReward:
-    """Rewards an answer that its task of reasoning-gym scores 1; ``partial`` gives its own scores.
+    """Reward for an answer that its reasoning-gym task scores 1; ``partial``: the task's own score.
 
-    It is located as a math answer is, or else is all behind the thinking; a full stop is left off
-    unless the gold has one. Some scorers evaluate it as Python: all run in processes of their own.
-    Where one raises or takes longer than ``timeout`` seconds, the score is 0.
+    The answer is located as in math, or else is all of the text after the thinking; a final full
+    stop is dropped unless the gold has one. Some scorers evaluate the answer as Python, so all run
+    in worker processes. If one raises or takes more than ``timeout`` seconds, the score is 0.
     """
 
     __name__ = "reasoning_gym_reward"
@@ -22,7 +22,7 @@ class ReasoningGymReward:
         path = "torchtune_grpo.sandbox.worker.task_scorer"
         self._pool = function_pool(path, timeout=timeout, workers=workers)
         self._partial, self.close = partial, self._pool.close
-        self.decides = not partial  # in part, wrong answers may score nearly 1
+        self.decides = not partial  # partial scores of wrong answers may be nearly 1
 
     def __call__(
         self, prompts: list[str], completions: list[str], *, entry: list[Any], **columns: Any

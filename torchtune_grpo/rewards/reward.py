@@ -39,18 +39,18 @@ class Reward:
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
 
     def __post_init__(self) -> None:
-        declared = getattr(self.function, "func", self.function)  # of a partial
-        # Whether it tells right answers from wrong ones, and how much more it gives these at least.
+        declared = getattr(self.function, "func", self.function)  # unwraps a partial
+        # Whether it tells right answers from wrong ones, and the least gap between their scores.
         self.decides: bool = getattr(declared, "decides", False)
         self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
         # Its lowest and its highest value.
         self.reward_range: tuple[float, float] | None = getattr(declared, "reward_range", None)
-        # One row's columns -> what is wrong with them; rows -> the same by position, where tried.
+        # One row's columns -> what is wrong with them; rows -> the same by position, if tried.
         self.check_row: Callable[..., str | None] | None = getattr(declared, "check_row", None)
         self.check_rows: Callable[..., dict[int, str | None]] = lambda rows: {}
-        if self.workers is None:  # or its object is elsewhere
+        if self.workers is None:  # else its object is in another process
             self.check_rows = getattr(declared, "check_rows", self.check_rows)
-        # A text -> the answer that it sees there, for votes among samples.
+        # A text -> the answer that it finds there, for votes among samples.
         self.answer_of: Callable[[str], str | None] | None = getattr(declared, "answer_of", None)
 
     @property
@@ -61,7 +61,7 @@ class Reward:
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
 
     def takes_messages(self, prompt: str) -> bool:
-        """Whether it gets messages: as the row has them, but this package's rewards take texts."""
+        """Whether it gets messages: by default if the row has them, unless it is one of ours."""
         if self.chat is not None:
             return self.chat
         function = getattr(self.function, "func", self.function)
@@ -118,14 +118,14 @@ class Reward:
         return faults
 
     def close(self) -> None:
-        """End its processes, if it has some; the next call starts new ones."""
+        """End its processes, if it has any; the next call starts new ones."""
         close = getattr(self.workers or self.function, "close", None)
         if callable(close):
             close()
 
 
 def declares(**attributes: Any) -> Callable[[F], F]:
-    """Set attributes on a function that :class:`Reward` reads."""
+    """Decorate a function with attributes that :class:`Reward` reads."""
 
     def declare(function: F) -> F:
         vars(function).update(attributes)
@@ -144,7 +144,7 @@ class _Keys(Keys):
 
 
 class _IsolatedKeys(_Keys):
-    """The keys that ``isolation: process`` adds; else they are the component's arguments."""
+    """The keys that ``isolation: process`` adds; without it they are the component's arguments."""
 
     timeout: PositiveFloat = 10.0
     workers: int = Field(default=2, ge=1, le=MAX_WORKERS)
@@ -171,7 +171,7 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
     if not (is_class and _takes_any_keyword(signature)):
         known = [*_keywords(signature), *table.model_fields]
         _check_arguments(component, arguments, key, known)
-    # A function makes a reward and is not one if it takes neither **columns nor completions.
+    # A function that takes neither **columns nor completions makes a reward, and is not one.
     is_reward = _takes_any_keyword(signature) or {*GIVEN[:3]} & signature.parameters.keys()
     makes = is_class or not is_reward
     if not makes:
@@ -179,7 +179,7 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
     else:
         try:
             signature.bind(**arguments)
-            in_workers = is_class and own.isolation  # objects are made there, and only there
+            in_workers = is_class and own.isolation  # only the workers make the object
             function = component if in_workers else component(**arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}: could not construct {path}: {error}") from error
@@ -208,7 +208,7 @@ def _check_arguments(
 
 
 def _call_signature(function: RewardFunction) -> inspect.Signature:
-    """Return the signature of a reward's call; of a class, that of its objects."""
+    """Return the signature of a reward's call; for a class, of a call of its objects."""
     call: Any = function
     return inspect.signature(partial(call.__call__, None) if inspect.isclass(call) else call)
 
@@ -228,6 +228,6 @@ def _takes_any_keyword(signature: inspect.Signature) -> bool:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """Hint at the known word that ``word`` may have been meant to be, if any."""
+    """Suggest the known word that ``word`` may have been meant to be, if any."""
     matches = get_close_matches(word, list(known), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

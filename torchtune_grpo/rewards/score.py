@@ -37,14 +37,14 @@ class RewardScores:
     scores: Tensor  # [N, R] unweighted; nan where a reward does not apply or failed
     weights: Tensor  # [R]
     total: Tensor  # [N] the weighted sum; see torchtune_grpo.advantages.total_reward
-    seconds: list[float]  # that each of the R rewards took
-    failed: Tensor  # [N, R] bool: it raised, did not answer in time, or gave no finite number
-    # N values each, from log_extra; a name that several rewards use is preceded by the reward's.
+    seconds: list[float]  # time that each of the R rewards took
+    failed: Tensor  # [N, R] bool: the reward raised, timed out, or gave no finite number
+    # N values each, from log_extra; a name that several rewards use is prefixed with the reward's.
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
 
     def of(self, name: str) -> Tensor:
-        """The scores [N] of a reward."""
+        """Return the scores [N] of a reward."""
         return self.scores[:, self.names.index(name)]
 
     def select(self, rows: Tensor) -> RewardScores:
@@ -109,24 +109,24 @@ class RewardSet:
         return [reward.name for reward in self.rewards]
 
     def decider(self, wanted: str | None) -> str:
-        """The reward that says what is right: the one wanted, or the first that is known to.
+        """Name the reward that decides what is right: the one wanted, or the first known to decide.
 
-        Where none is known to, the first one.
+        If none is known to, it is the first reward.
         """
         known = (reward.name for reward in self.rewards if reward.decides)
         return wanted or next(known, self.names[0])
 
     def measure(self, wanted: str | None) -> str:
-        """What the mean of :meth:`decider` is called: accuracy, or its name if it is not known to
+        """Name the mean of :meth:`decider`: accuracy, or the reward's name if it is not known to
         tell right from wrong."""
         is_known = wanted or any(reward.decides for reward in self.rewards)
         return "accuracy" if is_known else self.decider(wanted)
 
     def check_data(self, dataset: Any, *, key: str) -> None:
-        """Leave out the rows of the data set ``key`` that a reward cannot score any answer to.
+        """Leave out the rows of the data set ``key`` for which a reward cannot score any answer.
 
-        No reward is called, but a ``CodeReward`` tries rows' tests, on the first rank. Raises a
-        ValueError if more than half would have to be left out.
+        No reward is called, but a ``CodeReward`` tries rows' tests on the first rank. Raises a
+        ValueError if more than half of the rows would have to be left out.
         """
         checked = getattr(dataset, "num_checked", len(dataset))
         rows = [dataset[index]["columns"] for index in range(checked)]
@@ -139,7 +139,7 @@ class RewardSet:
             rows = _leave_out(dataset, rows, faults, len(tried), key=key, name=reward.name)
 
     def fault_of(self, columns: Mapping[str, Any]) -> str | None:
-        """Why a reward cannot score any answer to a row with these columns."""
+        """Return why a reward cannot score any answer to a row with these columns, or None."""
         faults = (reward.row_faults([columns]).get(0) for reward in self.rewards)
         return next(filter(None, faults), None)
 
@@ -153,9 +153,9 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
     ) -> RewardScores:
-        """Score N completions, ``group_size`` in a row of each prompt; N may be 0.
+        """Score N completions, ``group_size`` successive ones for each prompt; N may be 0.
 
-        Completions begin with the prefill, their ``completion_ids`` do not. Without
+        Completions begin with the prefill; their ``completion_ids`` do not. Without
         ``trainer_state``, rewards get neither it nor ``log_extra`` and ``log_metric``. Each rank
         calls it with its own completions, and what stops one rank here stops all: a broken reward
         (ContractError), too many failures (RewardFailure), or a signal (Interrupted).
@@ -168,7 +168,7 @@ class RewardSet:
         return self._scores(outcomes, group_size)
 
     def close(self) -> None:
-        """End the processes of rewards that have some; the set can be used again."""
+        """End the processes of rewards that have any; the set can be used again."""
         for reward in self.rewards:
             reward.close()
 

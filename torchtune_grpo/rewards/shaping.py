@@ -23,9 +23,9 @@ from torchtune_grpo.rewards.reward import declares
 def math_tag_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Partial credit for the format: a quarter for each of the four tags.
+    """Give partial credit for the format: a quarter for each of the four tags.
 
-    A tag counts if it stands exactly once. If those that do are in the wrong order, none counts.
+    A tag counts if it occurs exactly once. If these tags are in the wrong order, none counts.
     """
     scores = []
     for text in completions:
@@ -38,7 +38,7 @@ def math_tag_reward(
 def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Credit, 1 or 0, for an answer block, or equal ones, with exactly one number, whichever."""
+    """Score 1.0 for an answer block, or equal ones, with exactly one number, right or wrong."""
     blocks = [located_answers(text, strict=True) for text in completions]
     return [float(len(b) == 1 and stated_value(next(iter(b))) is not None) for b in blocks]
 
@@ -46,8 +46,8 @@ def math_number_reward(
 class OverlongPenalty:
     """DAPO's soft punishment of long responses (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
-    0 up to a length of ``max_length - cache`` tokens, then falling in a straight line to -1 at
-    ``max_length``, usually ``${max_generated_tokens}``, and -1 beyond.
+    The score is 0 up to ``max_length - cache`` tokens, falls linearly to -1 at ``max_length``
+    (usually ``${max_generated_tokens}``) and is -1 beyond.
     """
 
     __name__ = "overlong_penalty"
@@ -72,8 +72,8 @@ class OverlongPenalty:
 
 
 class RepetitionPenalty:
-    """Minus the share of n-grams of words that occurred before (Yeo et al. 2025, arXiv:2502.03373,
-    section 3.4)."""
+    """Penalty: minus the share of word n-grams that occurred before (Yeo et al. 2025,
+    arXiv:2502.03373, section 3.4)."""
 
     __name__ = "repetition_penalty"
     reward_range = (-1.0, 0.0)

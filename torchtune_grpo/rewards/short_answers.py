@@ -9,7 +9,7 @@ from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.math import located_answers
 from torchtune_grpo.rewards.reward import F, declares
 
-_LONGEST = 1_000  # characters of all answers of a text; more are not read
+_LONGEST = 1_000  # characters in all answers of a text; more are not read
 _ANNOUNCED = re.compile(r'(?i)\banswer[*"]*:|\bcorrect (answer|option|choice) is\b')
 _COMMAND = re.compile(r"\\(?:text|math|boxed)[a-z]*\s*\{")
 # B. or b) where a line or an item starts, and (B) anywhere, but not P(A).
@@ -29,7 +29,7 @@ def read_letter(content: str) -> str | None:
     stated = _NO_LETTER.sub("", stated)
     found, rest = _LABEL.findall(stated), _LABEL.sub("", stated)
     is_labelled_text = _LABEL.match(stated) and _WORD.search(rest)
-    if not is_labelled_text:  # as "B. Vitamin C" is, whose C is no answer
+    if not is_labelled_text:  # "B. Vitamin C" is, and its C is no answer
         found += _LETTER.findall(rest)
     letters = {each.strip("().:]")[-1].upper() for each in found}
     return letters.pop() if len(letters) == 1 else None
@@ -43,14 +43,14 @@ def read_text(content: str) -> str | None:
 
 
 def _agreed(text: str, read: Callable[[str], str | None]) -> str | None:
-    """What all located answers of a text state, as ``read`` has it, else None."""
+    """Return what all located answers of a text state according to ``read``, else None."""
     answers = located_answers(_ANNOUNCED.sub("the answer is ", text))
     readings = {read(each) for each in answers} if sum(map(len, answers)) <= _LONGEST else set()
     return readings.pop() if len(readings) == 1 else None
 
 
 def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
-    """The readings of a gold, or of a list of golds."""
+    """Return the readings of a gold, or of a list of golds."""
     texts = gold if isinstance(gold, (list, tuple)) else [gold]
     return {read(t) for t in texts if isinstance(t, str) and len(t) <= _LONGEST} - {None}
 

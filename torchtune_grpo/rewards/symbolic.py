@@ -23,22 +23,22 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
 _EQUALS = re.compile(r"\\equiv(?![a-z])|(?<![<>!:])=(?![^{}]*(?<!\\)\})")  # not as in \sum_{i=1}
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?[a-z])*\))?|")
-# Words that are mathematics; any other makes an answer prose ("x or y").
+# Words that are mathematics; any other word makes an answer prose ("x or y").
 _FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split())
 _FUNCTIONS |= set("sqrt pi min max gcd lcm mod infty frac".split())
-_LONGEST = 400  # characters of an answer; what is longer is there to keep sympy busy
-_MOST_DIGITS = 4300  # of a whole number; Python prints none that is longer
+_LONGEST = 400  # characters in an answer; a longer one is meant to keep sympy busy
+_MOST_DIGITS = 4300  # of a whole number; Python prints no longer ones
 _NUMBERS = re.compile(r"[({](?:[-+* \d]*? )?(\d+)(?: *[-+] *\d{1,3})? *[)}]")  # (5 * 99 + 1) is 99
-_FACTORIAL = re.compile(r"(?<!\d)(\d+) *!|binom *(\d+)")  # counts as 4^n, above n! up to n = 8
+_FACTORIAL = re.compile(r"(?<!\d)(\d+) *!|binom *(\d+)")  # counts as 4^n: above n! up to n = 8
 _POWER = re.compile(r"(?<!\d)(\d*+) *+\^ *(\d+)")  # of any base, or the end of a sum
 
 
 class SymbolicMathReward:
-    """Rewards an answer that equals the gold as an expression: ``\\frac{\\sqrt2}{2}``, ``[0, 1)``.
+    """Reward for an answer equal to the gold as an expression: ``\\frac{\\sqrt2}{2}``, ``[0, 1)``.
 
-    Where the gold states one number, it is ``math_correctness_reward``. Otherwise math-verify
-    compares the located answer with it, in processes of its own; what takes longer is not correct.
-    Nor is a number too large to evaluate, such as ``9^{9^{9}}``, unless the gold has one as well.
+    Where the gold states one number, this is ``math_correctness_reward``. Otherwise math-verify
+    compares the located answer with the gold in worker processes; an answer that times out is not
+    correct. Nor is a number too large to evaluate (e.g. ``9^{9^{9}}``) unless the gold has one too.
     """
 
     __name__ = "symbolic_math_reward"
@@ -53,7 +53,7 @@ class SymbolicMathReward:
     def __call__(
         self, prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
     ) -> list[float | Exception]:
-        """Return 1.0 or 0.0 for each, or an exception: an unreadable gold, a lost worker."""
+        """Return 1.0 or 0.0 for each, or an exception for an unreadable gold or a lost worker."""
         scores: list[float | Exception] = [0.0] * len(completions)
         asked: dict[int, tuple[tuple[str, ...], str]] = {}
         for row, (text, gold) in enumerate(zip(completions, answer, strict=True)):
@@ -70,7 +70,7 @@ class SymbolicMathReward:
 
     @staticmethod
     def check_row(*, answer: object) -> str | None:
-        """Say why no answer can equal a gold: it is words alone. Does not ask math-verify."""
+        """Say why no answer can equal a gold (it is words alone), without asking math-verify."""
         fault = math_gold_fault(answer=answer)
         if fault is None or not isinstance(answer, str) or "#### " in answer:
             return fault
@@ -118,7 +118,7 @@ def _explodes(expression: str) -> bool:
 def _sides(expression: str, gold: str) -> list[str]:
     """Split a chain of equations into the sides that must equal the gold: all but a leading name.
 
-    A gold that is an equation itself, and a list with commas, are compared with the whole answer.
+    If the gold is an equation, or the answer a list with commas, the whole answer is compared.
     """
     if _EQUALS.search(gold) or "," in _BRACKETED.sub("", expression):
         return [expression]

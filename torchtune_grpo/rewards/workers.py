@@ -3,9 +3,9 @@
     pool = WorkerPool([FunctionWorker("my_module.function", timeout=5.0) for _ in range(2)])
     results = pool.map(lambda worker, task: worker(**task), tasks)
 
-A worker starts its process when it is first needed, keeps its own time limit and starts another
-process after a loss. Its ``close()`` ends the process, and its ``kill()`` makes a task that another
-thread waits for fail at once.
+A worker starts its process when it is first needed, keeps its own time limit and replaces a lost
+process. Its ``close()`` ends the process; its ``kill()`` immediately fails a task that another
+thread is waiting for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send, send_bytes
 
-# Importing torch on a busy machine can take long; it is not the function's time.
+# Importing torch on a busy machine can take long, and does not count as the function's time.
 _LOAD_SECONDS = 120.0
 MAX_WORKERS = 256  # more processes than that are a mistake
 
@@ -41,7 +41,7 @@ class WorkerLost(RuntimeError):
 
 
 def default_workers() -> int:
-    """Two for each core, so that those that sleep keep none idle; at most 16, for their memory."""
+    """Return two per core, so that sleeping ones leave no core idle; at most 16, to save memory."""
     return min(2 * len(os.sched_getaffinity(0)), 16)
 
 
@@ -54,13 +54,13 @@ class WorkerPool(Generic[W]):
     def map(self, ask: Callable[[W, T], R], tasks: Sequence[T]) -> list[R]:
         """Return ``ask(worker, task)`` for each task, in order.
 
-        The first exception drops the tasks that still wait, and is raised. Ctrl-C ends all workers.
+        The first exception is raised and drops the tasks still waiting. Ctrl-C ends all workers.
         """
         waiting, errors = deque(enumerate(tasks)), deque[BaseException]()
         results: list[Any] = [None] * len(tasks)
 
         def work(worker: W) -> None:
-            with contextlib.suppress(IndexError):  # nothing is left
+            with contextlib.suppress(IndexError):  # no task is left
                 while True:
                     index, task = waiting.popleft()
                     try:
@@ -95,7 +95,7 @@ class WorkerPool(Generic[W]):
 
 
 def function_pool(path: str, *, timeout: float, workers: int) -> WorkerPool[FunctionWorker]:
-    """A pool for the function that ``path`` makes."""
+    """Make a pool for the function that ``path`` makes."""
     if timeout <= 0 or not 1 <= workers <= MAX_WORKERS:
         raise ValueError(
             f"timeout is {timeout} and workers {workers}; give a timeout above 0 and "
@@ -105,11 +105,11 @@ def function_pool(path: str, *, timeout: float, workers: int) -> WorkerPool[Func
 
 
 class FunctionWorker:
-    """Calls a function in a process of its own, with a time limit per call.
+    """Worker that calls a function in a process of its own, with a time limit per call.
 
     After ``timeout`` seconds the process is killed with all that it started. It sees neither GPUs
-    nor this process's rank, and imports ``path``. If that ``makes`` the function, as a class does,
-    ``arguments`` are for that, else for each call.
+    nor this process's rank, and imports ``path``. If ``path`` ``makes`` the function, as a class
+    does, ``arguments`` are for making it, else for each call.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FunctionWorker:
         self._socket: socket.socket | None = None
 
     def __call__(self, **arguments: Any) -> Any:
-        """Return what the function returns, as plain data; its exceptions are RuntimeErrors."""
+        """Return what the function returns, as plain data; its exceptions become RuntimeErrors."""
         log_extra, log_metric = arguments.pop("log_extra", None), arguments.pop("log_metric", None)
         if "trainer_state" in arguments:  # importing its class would import torch
             arguments["trainer_state"] = SimpleNamespace(**vars(arguments["trainer_state"]))
@@ -153,7 +153,7 @@ class FunctionWorker:
         return answer["returned"]
 
     def kill(self) -> None:
-        """Make a call that another thread waits for fail at once."""
+        """Immediately fail a call that another thread is waiting for."""
         if (server := self._server) is not None:
             server.kill()
 

@@ -1,7 +1,7 @@
 """The process that runs a completion. It knows only the completion and what is asked of it.
 
-Whatever the completion does to this process, only answers leave it, which the checker rebuilds as
-plain data. Objects that are none, generators say, stay here, and the checker asks for their parts.
+Whatever the completion does to this process, only answers leave it, and the checker rebuilds them
+as plain data. Other objects, such as generators, stay here, and the checker asks for their parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchtune_grpo.sandbox.wire import NotPlain, dump, load, receive, send
 def run_candidate(calls: socket.socket, fences: Fences) -> None:
     """Confine this process, run a completion, and answer calls of its function.
 
-    First comes the program: ``code``, ``entry_point``, ``folder``, ``limits`` and ``megabytes``.
+    The program comes first: ``code``, ``entry_point``, ``folder``, ``limits`` and ``megabytes``.
     """
     program = receive(calls)
     try:
@@ -35,7 +35,7 @@ def run_candidate(calls: socket.socket, fences: Fences) -> None:
     except BaseException:
         send(calls, {"fault": traceback.format_exc(limit=-3)})
         return
-    send(calls, {"begins": True})  # what fails from here on is the completion's
+    send(calls, {"begins": True})  # failures from here on are the completion's
     try:
         candidate = _Candidate(program["code"], program["entry_point"])
     except BaseException as error:
@@ -47,8 +47,8 @@ def run_candidate(calls: socket.socket, fences: Fences) -> None:
 
 
 def _keep_only(calls: socket.socket) -> socket.socket:
-    """Leave one socket, as descriptor 3, and nothing to read from or to print to."""
-    # Opened here: flags of a file that is opened once for all would stay for the next completion.
+    """Keep only one socket open, as descriptor 3, with nothing to read from or print to."""
+    # Opened here, as flags of a file shared by all would carry over to the next completion.
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -58,15 +58,15 @@ def _keep_only(calls: socket.socket) -> socket.socket:
     return socket.socket(fileno=3)
 
 
-ENTRY, NAMES = 0, 1  # the numbers of a completion's function or class, and of all that it defines
+ENTRY, NAMES = 0, 1  # numbers of a completion's function or class, and of its namespace
 
 
 class _Candidate:
-    """A completion that was run, and the objects of it that the checker knows by number."""
+    """A completion that has run, and those of its objects that the checker knows by number."""
 
     def __init__(self, code: str, entry_point: str) -> None:
         self._module = types.ModuleType("completion")
-        sys.modules["completion"] = self._module  # dataclasses and typing look their module up
+        sys.modules["completion"] = self._module  # dataclasses and typing look it up
         names = vars(self._module)
         names["__file__"] = "completion.py"
         exec(compile(code, "<completion>", "exec"), names)
@@ -75,7 +75,7 @@ class _Candidate:
             raise TypeError(f"{entry_point} is not a function")
 
     def answer(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked to an object: its value or error, what it printed, changed arguments."""
+        """Perform one call: return its value or error, what it printed, and changed arguments."""
         printed = io.StringIO()
         sent = [*call["args"], *call["kwargs"].values()]
         try:
@@ -84,7 +84,7 @@ class _Candidate:
             try:
                 with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
                     value = self._operation(call["do"], call["on"])(*args, **kwargs)
-                    # Of a class of its own that is a dict, say, the dict is not all.
+                    # There is more to an own subclass of dict, say, than the dict.
                     own = call["do"] == "call" and type(value) is self._objects[call["on"]]
                     is_plain = not own or type(value).__module__ != "completion"
                     kept = dump(value, self._keep) if is_plain else ["object", *self._keep(value)]
@@ -110,12 +110,12 @@ class _Candidate:
         return partial(getattr(builtins, name, None) or getattr(operator, name), known)
 
     def _keep(self, value: Any) -> list[Any]:
-        """Number an object, always the same."""
+        """Give an object a number, always the same one."""
         self._objects[id(value)] = value
         return [id(value), type(value).__name__]
 
     def _find(self, known: Any, attributes: Any = None) -> Any:
-        """The object of a number, or a new one of a class of the prompt, which the test made."""
+        """Return the object of a number, or rebuild one that the test made of a prompt's class."""
         if attributes is None:
             return self._objects[known]
         kind = self._objects[NAMES][known]

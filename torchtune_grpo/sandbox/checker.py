@@ -2,7 +2,7 @@
 
 The test calls a stand-in, which sends its arguments to the candidate's process and gets plain data
 back, or stand-ins for objects that stay there. So the completion reaches neither expected values
-nor the interpreter that compares them, and an object cannot say that it equals what is expected.
+nor the interpreter that compares them, and an object cannot claim to equal what is expected.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchtune_grpo.sandbox.fences import Fences
 from torchtune_grpo.sandbox.wire import NotPlain, PeerGone, dump, load, receive, refuse, send
 
 MAX_ANSWER = 2**24  # bytes
-# What a stand-in has done by the object, and what it refuses: to show it a value it may be expected
-# to equal. Methods of plain values (startswith, issubset) could do that, too.
+# What a stand-in passes on to its object, and what it refuses because it would show the object a
+# value it may be expected to equal. Methods of plain values (startswith, issubset) could as well.
 _DONE_THERE = "call setattr len iter next str repr bool getitem setitem delitem".split()
 _REFUSED = "eq ne lt le gt ge hash".split()
 _OF_PLAIN = {name for kind in (str, bytes, int, float, frozenset, tuple) for name in dir(kind)}
@@ -36,11 +36,11 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     """Fork a candidate, run a test on a stand-in for its function, and send the verdict.
 
     ``judge`` sends ``program`` (see :func:`run_candidate`), ``setup``, ``test`` and ``limits``. It
-    gets a verdict, or a ``fault``: why the completion was not even begun.
+    gets a verdict, or a ``fault``: why the completion was never started.
     """
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # closes its memory to others of its user
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # closes its memory to other processes of its user
     calls, theirs = socket.socketpair()
-    candidate = fences.fork()  # before anything is here that it should not find in its memory
+    candidate = fences.fork()  # before this process holds anything to hide from it
     if not candidate:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()  # or its signals to its group would reach this process as well
@@ -60,7 +60,7 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
         send(judge, begins)
         return
     verdict = _examine(exam, _Candidate(calls, exam["program"]["entry_point"]))
-    # Stopped, so that all that it has used can still be read.
+    # It is stopped, so that all that it has used can still be read.
     os.kill(candidate, signal.SIGSTOP)
     if not os.WIFSTOPPED(os.waitpid(candidate, os.WUNTRACED)[1]):
         verdict["why"] = verdict["why"] or "the completion's process ended before its test did"
@@ -69,7 +69,7 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
 
 
 class _NoAnswer(BaseException):
-    """No answer will come; a test's ``except Exception`` does not catch it."""
+    """Raised when no answer will come; a test's ``except Exception`` does not catch it."""
 
 
 class _Candidate:
@@ -77,7 +77,7 @@ class _Candidate:
 
     def __init__(self, calls: socket.socket, entry_point: str) -> None:
         self._calls = calls
-        # By its name: a completion could make a class of a function.
+        # Judged by its name, as a completion could define a class in place of a function.
         self._is_class = re.fullmatch(r"_*[A-Z]\w*", entry_point) is not None
         self.entry = _StandIn(self, ENTRY, is_known=True)
         self._names = _StandIn(self, NAMES, is_known=False)
@@ -85,10 +85,10 @@ class _Candidate:
         self.answers = 0
         self.broken = ""  # why no more answers come; a test's own `except:` may have swallowed it
         self.test_failed = False
-        self.raised: Exception | None = None  # last by the completion
+        self.raised: Exception | None = None  # the completion's last exception
 
     def lookup(self, name: str) -> Any:
-        """What the completion defines besides its function; it counts as no answer to a test."""
+        """Return another name that the completion defines; it does not count as an answer."""
         if name.startswith("__"):  # `import *` would take all that __all__ names
             raise AttributeError(name)
         try:
@@ -105,23 +105,23 @@ class _Candidate:
             self.stop("{}: {}".format(*answer["error"]))
 
     def ask(self, known: _StandIn, do: str, *args: Any, **kwargs: Any) -> Any:
-        """Have something done to an object of the candidate."""
+        """Have the candidate do something with one of its objects."""
         prints = sys.stdout is not sys.__stdout__
         call: dict[str, Any] = {"on": known._stand_in[1], "do": do, "prints": prints}
         try:
             call["args"] = [dump(value, self._keep) for value in args]
             call["kwargs"] = {name: dump(value, self._keep) for name, value in kwargs.items()}
         except (NotPlain, RecursionError) as error:
-            # Later ones may hold answers, so that a completion could have caused it.
+            # Later arguments may hold answers, so that the completion may be the cause.
             self.test_failed = not self.answers
             self.stop(f"refused: the test passes what cannot be sent: {error}")
-        with contextlib.suppress(PeerGone):  # no answer will come, either
+        with contextlib.suppress(PeerGone):  # no answer will come either
             send(self._calls, call)
         answer = self._receive("value")
         self.answers += 1
         if prints:
             sys.stdout.write(str(answer.get("printed", "")))
-        # What a class makes is what its row is about; other objects could pretend to be a value.
+        # Objects of the class under test are what a row is about; others could pose as a value.
         is_made = self._is_class and known is self.entry and do == "call"
         find = partial(self._find, is_known=is_made)
         try:
@@ -136,7 +136,7 @@ class _Candidate:
         return value
 
     def _keep(self, value: Any) -> list[Any]:
-        """Write an object of the candidate, or of a class that the prompt defines."""
+        """Encode an object of the candidate, or one of a class that the prompt defines."""
         if type(value) is _StandIn:
             return [value._stand_in[1]]
         if type(value).__module__ == "test" and hasattr(value, "__dict__"):
@@ -149,7 +149,7 @@ class _Candidate:
         return self.objects.setdefault(number, _StandIn(self, number, is_known=is_known))
 
     def _receive(self, kind: str) -> dict[str, Any]:
-        """The next answer, of a kind or an error."""
+        """Receive the next answer, which has to be of this kind or an error."""
         if self.broken:
             raise _NoAnswer
         try:
@@ -185,7 +185,7 @@ class _Candidate:
 
 
 class _StandIn:
-    """Stands for an object that stays with the candidate."""
+    """Stand-in for an object that stays with the candidate."""
 
     __slots__ = ("_stand_in",)
     _stand_in: tuple[_Candidate, int, bool]
@@ -214,7 +214,7 @@ for _name in _REFUSED:
 
 
 def _refill(argument: Any, changed: Any) -> None:
-    """Change a list, dict or set that was passed as the function has changed it."""
+    """Apply the function's changes to a list, dict or set that was passed to it."""
     if type(changed) not in (list, dict, set) or not isinstance(argument, type(changed)):
         raise NotPlain("malformed")
     argument.clear()
@@ -229,7 +229,7 @@ def _examine(exam: dict[str, Any], candidate: _Candidate) -> dict[str, Any]:
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
         if candidate.objects and error is not candidate.raised and why[:9] != "Assertion":
-            why = f"refused: {why}"  # of an object that the test may have taken for a value
+            why = f"refused: {why}"  # the test may have taken an object for a value
     if candidate.broken:
         why = candidate.broken
     elif not candidate.answers:

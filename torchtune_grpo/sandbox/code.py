@@ -1,4 +1,4 @@
-"""The owner's side of one sandbox: a completion in one process, its test in another, a verdict."""
+"""The owner's side of one sandbox, which runs a completion and its test in two processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
 _MAX_VERDICT = 2**16  # bytes
-_LARGEST_FILE, _OPEN_FILES = 16 * _MEGABYTE, 64  # of a completion
+_LARGEST_FILE, _OPEN_FILES = 16 * _MEGABYTE, 64  # limits of a completion
 # Seconds between two looks at the time and memory used; a look takes a millisecond or more.
 _PAUSE, _LONGEST_PAUSE = 0.01, 0.1
-_PATIENCE = 5  # times the limit that may pass while others keep a completion from running
+_PATIENCE = 5  # multiple of the time limit that may pass while others keep the CPUs busy
 
 
 class SandboxError(RuntimeError):
@@ -30,10 +30,10 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a completion may use. Time in which others keep the CPUs busy does not count."""
+    """A completion's limits. Time in which others keep the CPUs busy does not count."""
 
-    seconds: float = 5.0  # of its processes and its test, running or asleep
-    megabytes: int = 512  # of memory, and of files; each process may have as many addresses
+    seconds: float = 5.0  # for its processes and its test, running or asleep
+    megabytes: int = 512  # for memory, and for files; also each process's address space
     processes: int = 16  # at once, threads included
 
     def for_completion(self) -> dict[str, int]:
@@ -61,30 +61,30 @@ class Verdict:
     """A test's result for a completion."""
 
     passed: bool
-    why: str = ""  # it did not pass
-    calls: int = 0  # of the function, that the completion answered
-    test_failed: bool = False  # by itself, so that it says nothing about the completion
-    share: float | None = None  # of its cases that pass, if the test sets ``share``
+    why: str = ""  # reason why it did not pass
+    calls: int = 0  # calls of the function that the completion answered
+    test_failed: bool = False  # by itself, which says nothing about the completion
+    share: float | None = None  # share of cases that pass, if the test sets ``share``
 
 
 @dataclass
 class CodeSandbox:
-    """Judges one completion at a time. Starts its process when it first needs it."""
+    """Sandbox that judges one completion at a time, and starts its process when first needed."""
 
     limits: Limits = field(default_factory=Limits)
-    packages: Sequence[str] = ()  # folders of those that completions can import
+    packages: Sequence[str] = ()  # folders of packages that completions can import
     namespaces: bool = True  # False: do without them, as where the kernel refuses them
     # Go on where the kernel cannot filter system calls, or offers neither namespaces nor Landlock.
     unfenced: bool = False
     _server: ServerProcess | None = None
     _refusal: str = "they are turned off"  # why there are no namespaces
-    _worked: bool = False  # once; what is missing now was there
+    _worked: bool = False  # has worked once: a later failure is no reason to go without namespaces
 
     def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
         """Run a test on a completion's function.
 
         ``test`` defines ``check(candidate)``, or calls the function by its name; ``setup`` is what
-        it may use besides: the prompt's imports and helpers. Afterwards no process and no file of
+        else it may use: the prompt's imports and helpers. Afterwards no process and no file of
         the completion is left. A SandboxError means that the completion is not to blame.
         """
         server = self._start()
@@ -108,11 +108,11 @@ class CodeSandbox:
                 if not verdict.passed:
                     _check_disk(folder, self.limits.megabytes * _MEGABYTE)
                 return verdict
-        except OSError as error:  # a disk that is full, say
+        except OSError as error:  # a full disk, say
             raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
 
     def confinement(self) -> str:
-        """Describe what a completion can reach and what not."""
+        """Describe what a completion can and cannot reach."""
         facts = self._start().facts
         loose = "" if facts["filter"] else " SYSTEM CALLS ARE NOT FILTERED."
         loose += "" if facts["counted"] else " Their NUMBER OF PROCESSES HAS NO LIMIT."
@@ -132,7 +132,7 @@ class CodeSandbox:
         )
 
     def kill(self) -> None:
-        """Make a ``judge`` that another thread waits for end at once."""
+        """Immediately end a ``judge`` that another thread is waiting for."""
         if self._server is not None:
             self._server.kill()
 
@@ -142,14 +142,14 @@ class CodeSandbox:
             self._server = None
 
     def _start(self) -> ServerProcess:
-        """Start and try the server, if there is none, with namespaces if possible."""
+        """Start and test the server if there is none, with namespaces if possible."""
         if self._server is not None:
             return self._server
         try:
             role = "code" if self.namespaces else "code_without_namespaces"
             server = self._server = ServerProcess(role, self.packages)
             self._check_fences(server.facts)
-            # Or else a sandbox that does not work here would look like a model that cannot code.
+            # Otherwise a sandbox that does not work here would look like a model that cannot code.
             code, test = "def f(x): return x", "assert f([1]) == [1]"
             verdict = self.judge(code=code, setup="", test=test, entry_point="f")
             if not verdict.passed:
@@ -164,7 +164,7 @@ class CodeSandbox:
         return server
 
     def _check_fences(self, facts: dict[str, Any]) -> None:
-        """Refuse to start without a filter, or with neither namespaces nor enough of Landlock."""
+        """Refuse to start without a filter, or with neither namespaces nor a recent Landlock."""
         if "refusal" in facts:
             raise SandboxError(facts["refusal"])
         # From version 6 on Landlock stops signals to processes of the same user.
@@ -226,7 +226,7 @@ class CodeSandbox:
 
 
 def _check_disk(folder: str, most: int) -> None:
-    """Raise SandboxError if there is no room and files of others than the folder take it."""
+    """Raise SandboxError if the disk is full and files outside the folder fill it."""
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < _LARGEST_FILE or disk.f_favail < _OPEN_FILES:
         with os.scandir(folder) as files:

@@ -14,7 +14,7 @@
     other system calls      in both: the filter (seccomp.py)
     memory, processes, ...  in both: resource limits (kernel.set_limits); code.py watches the time
 
-Landlock stands in kernel.py. The test and other completions are not in a completion's memory,
+Landlock is called in kernel.py. The test and other completions are not in a completion's memory,
 because it is forked before its server and its checker receive them.
 """
 
@@ -45,17 +45,17 @@ _PRELOADED = (
 ).split()
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
-LIBRARY_FD = 1002  # of _open_library; above all descriptors of programs
+LIBRARY_FD = 1002  # descriptor for _open_library, above those that programs use
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-# What no completion needs, and what describes this machine; of zones, duplicates.
+# Files that no completion needs or that describe this machine, and duplicates of time zones.
 _LEFT_OUT = re.compile(
     "test|idlelib|lib2to3|turtledemo|tkinter|ensurepip|distutils|config-.*|.*-packages|posix|right"
 )
 _FOR_ENDING_THREADS = "libgcc_s.so.1"  # libc loads it when the first thread ends
 
-# Users of completions alone: the first one (a container may not know large numbers), and how many.
+# User ids for completions only: the first (a container may not know large ones), and how many.
 _FIRST_UIDS, _UIDS = (10**9, 20_000), 40_000
-_MAX_FILES = 4096  # of one completion, in memory
+_MAX_FILES = 4096  # files of one completion, in memory
 
 _NAMESPACES = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
@@ -71,11 +71,11 @@ class Fences:
         sys.path += map(os.path.dirname, packages)
         for name in [*_PRELOADED, *map(os.path.basename, packages)]:
             importlib.import_module(name)
-        sys.path[:] = import_path  # where completions find no other package
-        site.setquit()  # exit(), which is missing as this Python started without site
+        sys.path[:] = import_path  # so that completions find no other package
+        site.setquit()  # defines exit(), as this Python started without site
         os.umask(0o022)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # holds for all that is forked from here on
-        # Where memory runs out, the kernel ends these processes first.
+        # If memory runs out, the kernel ends these processes first.
         Path("/proc/self/oom_score_adj").write_text("1000")
         _load_shared_libraries()
         self._namespaces = namespaces
@@ -84,13 +84,13 @@ class Fences:
         # The first one that this process can become, or None.
         self._first_uid = next((uid for uid in uids if _can(partial(_become, uid))), None)
         readable = [*_readable_paths(), *packages]
-        # Wheels have the shared libraries that they bring beside the package.
+        # Wheels keep the shared libraries that they bring in a folder beside the package.
         readable += [f"{path}.libs" for path in packages if os.path.isdir(f"{path}.libs")]
         if namespaces:
             _enter_namespaces(self._first_uid)
             _hide_files(readable)
         else:
-            for _ in _files_at(readable):  # into the page cache: _files_at says why
+            for _ in _files_at(readable):  # reads them into the page cache: _files_at says why
                 pass
             rights = {
                 _LIBRARY: kernel.LIST,
@@ -109,21 +109,21 @@ class Fences:
         }
 
     def _exceed_limit(self) -> None:
-        """Fork beyond the limit on processes, which does not bind one that is root outside too."""
+        """Fork beyond the process limit, which does not bind a process that is root outside too."""
         self.give_up_rights(self._first_uid, {"NPROC": 1})
         os.fork()
 
     def fork(self) -> int:
-        """As ``os.fork``; the child is the first process of a pid namespace."""
+        """Fork as ``os.fork`` does; the child is the first process of a pid namespace."""
         if self._namespaces:
             kernel.call_libc("unshare", kernel.CLONE_NEWPID)
         return os.fork()
 
     def leave_machine(self, folder: str, *, megabytes: int) -> int | None:
-        """Take all files from this process but the library and ``folder``, of limited size.
+        """Cut this process off from all files but the library and ``folder``, of limited size.
 
-        Returns the user to become (None: the same as now). No other completion is this user, so
-        that the limit on processes counts this one's alone.
+        Returns the user id to take (None: the same as now). No other completion runs as this user,
+        so that the limit on processes counts only this one's.
         """
         uid = self._first_uid and self._first_uid + secrets.randbelow(_UIDS)
         if self._namespaces:
@@ -147,7 +147,7 @@ class Fences:
             kernel.libc.unshare(kernel.CLONE_NEWUSER)  # where the kernel allows it
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
         kernel.call_libc("capset", header, (ctypes.c_uint32 * 6)())
-        # Both once more: a change of the user may undo them.
+        # Set both again, because a change of the user may undo them.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self._filter:
@@ -155,14 +155,14 @@ class Fences:
 
 
 def _readable_paths() -> list[str]:
-    """Files, and folders with all that is in them, that a completion may read."""
+    """List the files, and the folders with all their contents, that a completion may read."""
     patterns = (f"{glob.escape(_LIBRARY)}/*", "/usr/share/zoneinfo/*", "/usr/lib/locale/C.utf8")
     paths = [path for pattern in patterns for path in glob.glob(pattern)]
     return [path for path in paths if not _LEFT_OUT.fullmatch(os.path.basename(path))]
 
 
 def _load_shared_libraries() -> None:
-    """Load what the C modules of Python's library are linked with: later no such file is there."""
+    """Load what the C modules of Python's library link to, as those files are not there later."""
     for path in [*Path(_LIBRARY, "lib-dynload").glob("*.so"), Path(_FOR_ENDING_THREADS)]:
         if "tkinter" not in path.name:
             with contextlib.suppress(OSError):
@@ -170,8 +170,8 @@ def _load_shared_libraries() -> None:
 
 
 def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Read all files at and below some paths, after which all are in the page cache: else it would
-    show which ones a completion has read."""
+    """Read all files at and below some paths, so that all are in the page cache, which would
+    otherwise show which ones a completion has read."""
     for path in map(Path, paths):
         for file in [path, *path.rglob("*")]:
             with contextlib.suppress(OSError):  # a folder, or a link to nowhere
@@ -204,7 +204,7 @@ def _map_users(process: str, first_uid: int | None) -> None:
 
 
 def _hide_files(readable: list[str]) -> None:
-    """Replace this mount namespace's files by read-only copies in memory of the readable paths,
+    """Replace this mount namespace's files with read-only in-memory copies of the readable paths,
     three devices and an empty /tmp."""
     root = "/proc"  # the new root is built there: a folder that exists and that nothing else needs
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
@@ -238,9 +238,9 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def _open_library() -> None:
-    """Have Python import its library through an open folder, if its path is the owner's alone.
+    """Have Python import its library through an open folder, if only the owner can walk its path.
 
-    Another user may not walk through ``/root``, say, but may begin below it.
+    Another user may not pass through ``/root``, say, but may start below it.
     """
     if all(folder.stat().st_mode & 1 for folder in Path(_LIBRARY).parents):
         return

@@ -17,7 +17,7 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
-# Landlock: the system calls' numbers on every architecture, flags, and rights to files.
+# Landlock: system call numbers (the same on all architectures), flags, and rights to files.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
@@ -56,16 +56,16 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def used_by(root: int) -> tuple[float, float, int]:
-    """What all descendants of a process use: seconds that they have run, seconds that they have
-    waited for a CPU, and bytes of memory beyond what each has from that process.
+    """Return what all descendants of a process use: seconds run, seconds spent waiting for a CPU,
+    and bytes of memory beyond what each inherited from that process.
 
-    Of the waits the two longest count: a test and its completion take turns, so theirs add up, and
-    those of more processes at once would count time several times.
+    Only the two longest waits count: a test and its completion take turns, so theirs add up, but
+    waits of more processes at once would count the same time several times.
     """
     ran, waits, pages = 0.0, [0.0], 0
     inherited = int(_stat(root)[21])
     for process in processes_of(root):
-        with contextlib.suppress(OSError):  # it is gone, or the kernel keeps no such account
+        with contextlib.suppress(OSError):  # process gone, or the kernel keeps no such account
             fields = _stat(process)
             ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
             pages += max(int(fields[21]) - inherited, 0)
@@ -74,7 +74,7 @@ def used_by(root: int) -> tuple[float, float, int]:
 
 
 def processes_of(root: int) -> list[int]:
-    """All descendants of a process, including zombies, whose other threads may live."""
+    """List all descendants of a process, including zombies, whose other threads may live."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -86,17 +86,17 @@ def processes_of(root: int) -> list[int]:
 
 
 def _stat(process: int | str) -> list[str]:
-    """The fields of a process's stat file behind its name, which may be any bytes."""
+    """Return the fields of a process's stat file after its name, which may be any bytes."""
     return Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock's interface, 0 if it has none."""
+    """Return the version of the kernel's Landlock interface, 0 if it has none."""
     return max(int(libc.syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)), 0)
 
 
 def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
-    """An open file or folder and the rights to it; the kernel refuses a folder's for a file."""
+    """Return the opened path and its rights; the kernel refuses a folder's rights for a file."""
     rights &= -1 if os.path.isdir(path) else USE_FILE
     return os.open(path, os.O_PATH | os.O_CLOEXEC), rights
 
@@ -104,14 +104,14 @@ def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
 def restrict_with_landlock(paths: list[tuple[int, int]], *, writable: str) -> None:
     """Give up, for children too, all files but the opened ``paths`` and those in ``writable``.
 
-    Also TCP (version 4) and signals to processes outside (version 6). Without Landlock it does
-    nothing.
+    It also gives up TCP (version 4) and signals to processes outside (version 6). Without Landlock
+    it does nothing.
     """
     version = landlock_version()
     if not version:
         return
     rights = (1 << _COUNT_OF_RIGHTS[min(version, 5)]) - 1
-    # Of landlock_ruleset_attr; older versions know less of it, and what is left has to be zero.
+    # Fields of landlock_ruleset_attr; older versions know fewer, and the others have to be zero.
     fields = (rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
     ruleset = struct.pack("QQQ", *fields)
     fd = call_libc("syscall", _CREATE_RULESET, ruleset, len(ruleset), 0)

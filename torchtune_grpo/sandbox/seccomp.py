@@ -1,6 +1,6 @@
 """The system calls that a completion may make; every other one is an error. See seccomp(2).
 
-Left out is what would reach other processes, last longer than a completion, or take memory that no
+The list omits what would reach other processes, outlast a completion, or take memory that no
 limit counts: keys, SysV and POSIX IPC, memfd, sockets, new namespaces, tracing, scheduling, mounts,
 starting programs, the page cache, other processes' clocks.
 The filter is classic BPF, written here by hand because pip cannot install libseccomp.
@@ -45,9 +45,9 @@ getrlimit 97 163, setrlimit 160 164, getrusage 98 165, getrandom 318 278, getcpu
 uname 63 160, sched_get_priority_max 146 125, sched_get_priority_min 147 126
 """
 
-# Calls that do nothing and report success, because honest programs make them (sqlite, shutil):
-# modes, times, owners and attributes of files, which without namespaces could be others' files, and
-# locks, which on files that all may read would be messages.
+# Calls that do nothing and report success, because honest programs make them (sqlite, shutil). They
+# set modes, times, owners and attributes of files, which without namespaces could be other users',
+# or locks, which could carry messages on files that all may read.
 _WITHOUT_EFFECT = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
 fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, flock 73 32,
@@ -57,10 +57,10 @@ flistxattr 196 13
 
 _ALL_BITS = 0xFFFFFFFF
 _CLONE_REFUSED = 0x7E02A000  # new namespaces, PARENT, PTRACE
-# Calls that depend on arguments: which one, the bits that count, and what these may be.
+# Calls that depend on arguments: the argument's index, the bits that count, and allowed values.
 _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "clone 56 220": [(0, _CLONE_REFUSED, [0])],
-    "prlimit64 302 261": [(0, _ALL_BITS, [0])],  # of the caller alone
+    "prlimit64 302 261": [(0, _ALL_BITS, [0])],  # of the caller only
     "sched_getaffinity 204 123": [(0, _ALL_BITS, [0])],
     # A stream between two descriptors. A datagram socket could send to any path.
     "socketpair 53 199": [(0, _ALL_BITS, [1]), (1, 0xF, [1])],
@@ -71,8 +71,8 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "rt_sigaction 13 134": [(0, _ALL_BITS, [*range(1, 17), *range(18, 65)])],
     # DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; what remains is locks
     "fcntl 72 25": [(1, _ALL_BITS, [0, 1, 2, 3, 4, 1030])],
-    # Within a process (PRIVATE) alone: no waiting at a page of a file that others see, where the
-    # kernel would wake. CLOCK_REALTIME does not count.
+    # Only within a process (PRIVATE): on a page of a file that others see, the kernel would let
+    # processes wake each other. The bit CLOCK_REALTIME does not count.
     "futex 202 98": [(1, ~256 & _ALL_BITS, [*range(128, 142)])],
     "prctl 157 167": [(0, _ALL_BITS, [15, 16])],  # SET_NAME, GET_NAME
     "getpgid 121 155": [(0, _ALL_BITS, [0])],
@@ -83,11 +83,11 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "clock_nanosleep 230 115": [(0, _ALL_BITS, [*range(12)])],
     "timer_create 222 107": [(0, _ALL_BITS, [*range(12)])],
 }
-# The error where a condition is not met, if not EPERM; futex: with any other, libc would abort when
-# it joins a thread.
+# The error where a condition is not met, if not EPERM. With any other error from futex, libc would
+# abort when it joins a thread.
 _REFUSALS = {"futex": errno.EAGAIN, "fcntl": 0}
 
-# Calls from this number on are so new that libc has another way where they do not exist.
+# Calls from this number on are so new that libc has a fallback where they do not exist.
 _FIRST_NEW = 424
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -108,7 +108,7 @@ def can_filter() -> bool:
 
 
 def restrict_calls() -> None:
-    """Refuse all system calls but those listed to this process and its children, for good."""
+    """Deny this process and its children all system calls but those listed, for good."""
     program = _program(*_ARCHITECTURES[platform.machine()])
     arguments = ctypes.byref(_Program(len(program) // 8, program))
     kernel.call_libc("prctl", _PR_SET_SECCOMP, _MODE_FILTER, arguments, 0, 0)
@@ -140,7 +140,7 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 
 def _check(argument: int, bits: int, values: list[int], refusal: int) -> list[bytes]:
-    """Continue behind the last step if the argument's bits are one of the values, else refuse."""
+    """Continue after the last step if the argument's bits are one of the values, else refuse."""
     jumps = [_step(_JUMP_EQUAL, v, len(values) - i, 0) for i, v in enumerate(values)]
     load = [_step(_LOAD, _ARGUMENTS + 8 * argument), _step(_AND, bits)]
     return [*load, *jumps, _step(_RETURN, _ERROR | refusal)]

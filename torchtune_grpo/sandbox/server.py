@@ -1,8 +1,8 @@
 """A small process that forks tasks on demand, and ends them with all that they started.
 
-A request with an open socket forks a task, which talks to the server's owner there; one without, a
-single byte, kills every descendant and is answered when none is left. When its own socket closes,
-because the owner closed it or died, the server kills them, removes the last task's folder and ends.
+A request with an open socket forks a task, which talks to the server's owner through it. A request
+without one (a single byte) kills all descendants and is answered when none is left. When the owner
+closes the server's socket or dies, the server kills them, removes the last task's folder and ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BOOT = (
     "import sys; sys.path.insert(0, {path!r}); from torchtune_grpo.sandbox.server import main; "
     "sys.path.remove({path!r}); main({role!r}, {fd}, {packages!r})"
 )
-_START_SECONDS = 60.0  # on a busy machine; it takes 0.1
+_START_SECONDS = 60.0  # for a busy machine; it usually takes 0.1
 _STOP_SECONDS = 10.0
 
 # What a launcher such as torchrun tells its ranks.
@@ -51,7 +51,7 @@ _APART: dict[str, Any] = {
 
 
 class ServerLost(Exception):
-    """A server process does not answer."""
+    """Raised when a server process does not answer."""
 
 
 class ServerProcess:
@@ -79,7 +79,7 @@ class ServerProcess:
             self.facts = receive(ours)
 
     def start(self, sock: socket.socket, folder: str = "") -> None:
-        """Fork a task there, which talks to the socket's other end without the server.
+        """Fork a task in the server, which then talks to the socket's other end directly.
 
         If this process dies, the server removes the folder.
         """
@@ -87,14 +87,14 @@ class ServerProcess:
             socket.send_fds(self._control, [b"+" + os.fsencode(folder)], [sock.fileno()])
 
     def stop(self) -> None:
-        """End all tasks there, and return when no process of theirs is left."""
+        """End all tasks of the server, and return when none of their processes is left."""
         with self._talking(_STOP_SECONDS):
             self._control.send(b"-")
             if not self._control.recv(1):
                 raise PeerGone("ended")
 
     def kill(self) -> None:
-        """Have the server end itself and all tasks, while another thread may wait for one."""
+        """Have the server end itself and all tasks; another thread may be waiting for one."""
         with contextlib.suppress(OSError):  # closed already
             self._control.shutdown(socket.SHUT_RDWR)
 
@@ -122,8 +122,8 @@ class ServerProcess:
 
 def main(role: str, fd: int, packages: Sequence[str]) -> None:
     """Serve the other end of the socket ``fd`` with tasks of one role: ``function`` (a worker that
-    calls one), ``code`` or ``code_without_namespaces``, where completions can import the
-    ``packages`` in these folders."""
+    calls a function), or ``code`` or ``code_without_namespaces``, where completions can import the
+    packages in the folders ``packages``."""
     control = socket.socket(fileno=fd)
     task: Task
     if role == "function":

@@ -1,9 +1,9 @@
 """Messages and plain values between processes that do not trust each other.
 
-A message is four bytes of length, then that many bytes, mostly of JSON. After the socket's own
-timeout a ``TimeoutError`` is raised.
+A message is its length in four bytes, then that many bytes, mostly JSON. When the socket's own
+timeout passes, a ``TimeoutError`` is raised.
 
-A Python value crosses as data that JSON can hold, and only types of Python itself are rebuilt from
+A Python value crosses as data that JSON can hold, and only Python's own types are rebuilt from
 data. So an object with an ``__eq__`` of its own never gets across: a subclass (an IntEnum, say)
 arrives as the type that it derives from, and any other object stays behind.
 """
@@ -25,17 +25,17 @@ from itertools import chain
 from typing import Any, NoReturn
 
 _LENGTH = struct.Struct("!I")
-MAX_BYTES = 64 * 2**20  # of a message
-MAX_DEPTH = 100  # of a value
+MAX_BYTES = 64 * 2**20  # size of a message
+MAX_DEPTH = 100  # nesting depth of a value
 _PLAIN_INT = 2**53  # json writes larger ones too, but parsing long decimals takes quadratic time
 
 
 class PeerGone(Exception):
-    """The other side ended, or sent what cannot be read; the text says which."""
+    """Raised when the other side ended, or sent something unreadable; the text says which."""
 
 
 class NotPlain(Exception):
-    """A value that cannot cross, or data that stands for none."""
+    """Raised for a value that cannot cross, or for data that stands for no value."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def send_bytes(sock: socket.socket, data: bytes) -> None:
 
 
 def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
-    """Read one message; raises PeerGone if none will come, or one of more than ``limit`` bytes."""
+    """Read one message; raises PeerGone if none will come, or if it exceeds ``limit`` bytes."""
     (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     if length > limit:
         raise PeerGone(f"sent {length} bytes at once, more than {limit}")
@@ -63,12 +63,12 @@ def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Send a message of plain data, as :func:`send_bytes`."""
+    """Send a message of plain data, as :func:`send_bytes` does."""
     send_bytes(sock, json.dumps(message).encode())
 
 
 def receive(sock: socket.socket, *, limit: int = MAX_BYTES) -> Any:
-    """Read a message of plain data, as :func:`receive_bytes`."""
+    """Read a message of plain data, as :func:`receive_bytes` does."""
     data = receive_bytes(sock, limit=limit)
     try:
         return json.loads(data)
@@ -95,8 +95,8 @@ def refuse(value: Any) -> NoReturn:
 def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX_DEPTH) -> Any:
     """Write a value as plain data, nested at most ``depth`` deep, or else raise NotPlain.
 
-    Plain are None, bools, numbers, text, bytes, dates, and lists, tuples, dicts and sets of such.
-    Any other object is known by what ``keep`` returns for it, a list.
+    Plain values are None, bools, numbers, text, bytes, dates, and lists, tuples, dicts and sets of
+    these. Any other object is represented by the list that ``keep`` returns for it.
     """
     if value is None or value is True or value is False:
         return value
@@ -126,7 +126,7 @@ def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX
 def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -> Any:
     """Rebuild what :func:`dump` wrote; raises NotPlain for data that it did not write.
 
-    An object is what ``find`` returns for the items of the list that ``keep`` has returned.
+    ``find`` returns any other object, given the items of the list that ``keep`` returned.
     """
     if data is None or type(data) in (bool, int, float, str):
         return data
@@ -148,7 +148,7 @@ def _array(dtype: str, items: Any) -> Any:
     return numpy.array(items, dtype)[()]
 
 
-# Of each type: the parts of a value, and how it is rebuilt from them.
+# For each type: the parts of a value, and how it is rebuilt from them.
 _TYPES: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
     complex: (lambda value: (value.real, value.imag), complex),
     Fraction: (lambda value: (value.numerator, value.denominator), Fraction),

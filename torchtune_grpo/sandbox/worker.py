@@ -1,4 +1,4 @@
-"""Calls a function in a process of its own, once for each request: what a worker process runs."""
+"""What a worker process runs: it loads a function and calls it once for each request."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, 
 
 
 def run_worker(requests: socket.socket) -> None:
-    """Load what the first message says and call it for each request, until the socket closes.
+    """Load the function that the first message names; call it per request until the socket closes.
 
     Requests are pickles of keyword arguments, as the owner is trusted; answers are JSON.
     """
-    # Not for the function's children: one that outlives it must not hold the socket open.
+    # A child of the function that outlives it must not hold the socket open.
     requests.set_inheritable(False)
     request = receive(requests)
     os.chdir(request["folder"])
@@ -67,7 +67,7 @@ def _answer(function: Any, arguments: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what JSON cannot hold, at least to its text."""
+    """Convert what JSON cannot hold, if need be to text."""
     if hasattr(value, "tolist"):  # tensors, arrays and their numbers
         return value.tolist()
     if isinstance(value, (set, frozenset)):
@@ -76,15 +76,15 @@ def _plain(value: Any) -> Any:
 
 
 def expression_comparer() -> Callable[[str, str], bool | None]:
-    """Make a function that says whether two bare LaTeX expressions are equal, by math-verify, or
-    None if the second, the gold, cannot be read.
+    """Make a function by which math-verify says whether two bare LaTeX expressions are equal. It
+    returns None if the second one, the gold, cannot be read.
 
-    For a tower of powers sympy takes any time and memory it likes; who asks limits the time.
+    For a tower of powers, sympy takes unlimited time and memory; the caller limits the time.
     """
     from math_verify import parse, verify
 
     set_limits({"AS": 4 * 2**30})
-    # It warns that its own timeout is off, each time.
+    # Each time, it warns that its own timeout is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def equal(given: str, gold: str) -> bool | None:
