@@ -137,9 +137,9 @@ class GRPOLoss:
     kl_coeff: Annotated[Float, Field(ge=0)] = 0.04
     """Weight of the KL penalty (beta); 0 trains without a reference."""
     epsilon_low: Share | None = None
-    """Lower clipping distance; null = that of the ratio's source."""
+    """Lower clipping distance; null = as in the ratio's source."""
     epsilon_high: Annotated[Float, Field(ge=0)] | None = None
-    """Upper clipping distance; null = that of the ratio's source."""
+    """Upper clipping distance; null = as in the ratio's source."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """One ratio per token, or per sequence (GSPO)."""
     surrogate: Literal["clipped", "cispo", "dppo"] = "clipped"

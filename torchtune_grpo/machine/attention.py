@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # A mask's rows begin at multiples of this: memory-efficient attention needs 16-byte addresses.
 _MASK_ALIGNMENT = 16
-_LARGEST_HEAD = 256  # head size in flash attention
+_LARGEST_HEAD = 256  # largest head size that flash attention takes
 _PART = 1024  # rows of a weight that are converted at once
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

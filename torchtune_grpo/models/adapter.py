@@ -123,7 +123,7 @@ def check_adapter(folder: str | Path, model: nn.Module) -> None:
 
 
 def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read an adapter's weights under torchtune's names; ``hf_config`` is the base's config."""
+    """Read an adapter's weights with torchtune's names; ``hf_config`` is the base's config.json."""
     tensors = _read_tensors(folder)
     is_torchtunes = adapter_files(folder)[1].name == _TORCHTUNES
     if is_torchtunes and hf_config.get("model_type") not in ("qwen2", "phi3"):

@@ -148,7 +148,7 @@ class NormFirstAttention(MultiHeadAttention):
 
 
 class FusedLoRALinear(LoRALinear):
-    """torchtune's LoRA in fewer steps, where only the adapter is trained and without dropout."""
+    """torchtune's LoRA in fewer steps, if only the adapter is trained and there is no dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to [..., out]."""

@@ -67,7 +67,7 @@ class HFTokenizer:
             )
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Encode text; a control token's text becomes that token, and BOS is as in transformers."""
+        """Encode text, where a control token's text is that token; BOS is as in transformers."""
         ids = self._hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
         bos = [self.bos_id] if add_bos and self._adds_bos else []
         eos = [self.eos_id] if add_eos and self.eos_id is not None else []
@@ -129,7 +129,7 @@ class HFTokenizer:
                 )
 
     def _control_tokens(self) -> dict[str, int]:
-        """Return the special tokens, and others that mark turns in the template (as DeepSeek's).
+        """Return the special tokens, and others that mark turns in the template, as in DeepSeek's.
 
         The thinking tags are not among them: they end no turn, and templates look for them in
         messages.

@@ -302,7 +302,7 @@ class Transcript:
         """
         strings = self._stop_strings
         width = min(unseen + (strings.window if strings else 0), max(counts))
-        columns = torch.tensor([max(count - width, 0) for count in counts])  # of the first token
+        columns = torch.tensor([max(count - width, 0) for count in counts])  # first one to read
         columns = (columns[:, None] + torch.arange(width)).clamp_(max=self.tokens.shape[1] - 1)
         read = self.tokens[rows[:, None], columns.to(rows.device)].tolist()
         ends = []

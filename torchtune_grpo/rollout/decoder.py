@@ -144,7 +144,7 @@ class NativeDecoder:
         return logits + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that a decoding step reads."""
+        """Yield all tensors that a decoding step reads."""
         for linear in self.linears():
             yield from linear.tensors()
         for rotation in self._rotations.values():
@@ -233,7 +233,7 @@ class Rotation:
         self._table: Tensor | None = None  # [T, 2, 1, hd], by position
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a decoding step reads."""
+        """Return all tensors that a decoding step reads."""
         return [] if self._table is None else [self._table]
 
     def reserve(self, positions: int, *, device: torch.device) -> None:

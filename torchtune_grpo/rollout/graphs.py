@@ -1,4 +1,4 @@
-"""Decoding steps recorded once per shape and replayed, which spares the host their launches.
+"""Decoding steps recorded once per shape and replayed, which saves the host their launches.
 
 A CUDA graph repeats its kernels on the recorded step's memory, with the recorded step's numbers
 from the host. So all that a step reads or writes lies in :class:`Buffers`, at the same addresses in

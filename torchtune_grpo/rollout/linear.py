@@ -86,7 +86,7 @@ class RolloutLinear:
         return self._weight_of(module) if self._weight is None else self._weight[: self.sizes[0]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that a decoding step reads."""
+        """Yield all tensors that a decoding step reads."""
         for held in (self._weight, self._a, self._b, self._bias):
             if held is not None:
                 yield held
@@ -161,7 +161,7 @@ class RolloutLinear:
         return y if self._b is None else _add_product(y, a, self._b)
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
-        """Add the layer's output for x [K, in] to h [K, out]; on CUDA in h's memory."""
+        """Return h [K, out] plus the layer's output for x [K, in]; on CUDA in h's memory."""
         if self._bias is not None:
             return h + self(x)
         h = _add_product(h, x, self._single_weight)
@@ -170,7 +170,7 @@ class RolloutLinear:
         return _add_product(h, _product(x, self._a), self._b)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Map x [K, in] to [K, out] in float32, unrounded where the device can do so."""
+        """Map x [K, in] to [K, out] in float32, unrounded where the device can do that."""
         y = float32_product(x, self._single_weight)
         if self._a is not None and self._b is not None:
             y += float32_product(_product(x, self._a), self._b)

@@ -110,10 +110,10 @@ class Sampler:
         ``params.changes_logits``; ``seen`` [N, V] bool marks the tokens of prompt and response so
         far, needed by the repetition penalty.
 
-        Returns tokens [N]; the sampler's log-probs [N], under the plain ``softmax(logits /
-        temperature)`` (temperature 1 when greedy), which the trainer recomputes; and the
-        behaviour's log-probs [N], under the distribution that the tokens were drawn from, with
-        penalties and filters (0 when greedy). Both are float32.
+        Returns tokens [N]; the sampler's log-probs [N], which the trainer recomputes, under the
+        plain ``softmax(logits / temperature)`` (temperature 1 when greedy); and the behaviour's
+        log-probs [N], under the distribution that the tokens were drawn from, with penalties and
+        filters (0 when greedy). Both are float32.
         """
         params = self._params
         plain = logits.float()

@@ -1,6 +1,6 @@
 """Rows to per-token log-probs, and weights for the gap between sampler and trainer.
 
-Log-probs of given tokens come from hidden states without ever holding ``[tokens, vocab]`` logits.
+Log-probs of given tokens are computed from hidden states, never holding ``[tokens, vocab]`` logits.
 
 Where the output projection is a plain matrix W, the logits of all tokens are made for one block of
 the vocabulary at a time, and a running maximum and sum make the softmax exact, as in flash

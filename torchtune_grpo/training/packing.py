@@ -143,7 +143,7 @@ def response_inputs(batch: Trajectory) -> Tensor:
 
 
 def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make the mask [b, S, S] of segments [b, S], 0 or -inf; layers would each convert a bool."""
+    """Make the mask [b, S, S] of segments [b, S], 0 or -inf; layers would convert a bool one."""
     query, key = segments[:, :, None], segments[:, None, :]
     hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
     b, width = segments.shape

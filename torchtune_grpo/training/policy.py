@@ -198,7 +198,7 @@ def check_model(cfg: GRPOConfig) -> None:
 
 
 def _check_optimizer(cfg: GRPOConfig) -> None:
-    """Make the optimizer and its schedule, and take a step on the run's device, if it is here."""
+    """Make the optimizer and its schedule, and take a step on the run's device, if present."""
     has_card = cfg.device != "cpu" and torch.cuda.is_available()
     weight = nn.Parameter(torch.zeros(2, 2, device=cfg.device if has_card else "cpu"))
     optimizer = instantiate("optimizer", cfg.optimizer, [weight])
