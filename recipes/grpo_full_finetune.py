@@ -9,9 +9,9 @@
 Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), algorithm 1. Departures: the reference is
 the initial policy throughout (one outer iteration).
 
-On one device or, under torchrun, on many: every rank then rolls out, scores and trains on its own
-prompts. The loss's denominator is that of all ranks, so the same prompts give the same step on any
-number of them.
+It runs on one device or, under torchrun, on many, where every rank rolls out, scores and trains on
+its own prompts. The loss's denominator covers all ranks, so the same prompts give the same step on
+any number of ranks.
 
 Shapes: B prompts of this rank, G samples in a group, N = B*G rows, T prompt + response, L response.
 """
@@ -41,12 +41,12 @@ from torchtune_grpo.trajectory import Trajectory
 class GRPOFullFinetuneRecipe(FTRecipeInterface):
     """GRPO for LoRA, QLoRA, DoRA and full fine-tuning, on one device or under torchrun.
 
-    With adapters the reference policy is the model with its adapters switched off, or as
-    ``adapter_dir`` has them. Full fine-tuning keeps a copy; ``loss.kl_coeff: 0`` needs none.
+    With adapters, the reference policy is the model with its adapters switched off, or with those
+    in ``adapter_dir``. Full fine-tuning keeps a copy; ``loss.kl_coeff: 0`` needs none.
 
     On several ranks, ``distributed.sharding`` says whether each holds the whole model (only
     gradients cross the wire) or a part of it (FSDP2). ``batch_size`` and ``forward_batch_size`` are
-    those of one rank.
+    per rank.
     """
 
     def __init__(self, cfg: DictConfig, run: Run | None = None) -> None:
@@ -54,7 +54,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = self.run.cfg
 
     def setup(self, cfg: DictConfig) -> None:
-        """Build everything; what can be wrong with the config fails before weights are read."""
+        """Build everything; mistakes in the config are reported before weights are read."""
         run = self.run
         checkpoint = run.start()
         self.loss = run.loss
@@ -67,7 +67,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         run.begin(self.model, self.optimizer, state)
 
     def train(self) -> None:
-        """The paper's loop. Ctrl-C or SIGTERM ends it between two steps, or drops a rollout."""
+        """Run the paper's loop. Ctrl-C or SIGTERM ends it between steps, or drops a rollout."""
         with self.run.session(stop=self._stop):
             for step in self.run.steps(evaluate=self._evaluate, save=self.save_checkpoint):
                 rows = self.rollout(step)  # [B*G], scored and compared; forks may drop some
@@ -78,7 +78,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def rollout(self, step: StepMetrics) -> Trajectory:
         """Roll out a group for each prompt, score it, and turn rewards into advantages.
 
-        With dynamic sampling in rounds, and only the groups that pass its filter are returned.
+        Dynamic sampling does so in rounds, and returns only the groups that pass its filter.
         """
         self.model.eval()
         rounds = self.run.rounds()
@@ -113,7 +113,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         )
 
     def score(self, rows: Trajectory) -> RewardScores:
-        """What the rewards give for each row."""
+        """Score each row with the rewards."""
         return self.run.rewards(
             prompts=rows.prompts,
             completions=rows.completions,
@@ -181,7 +181,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def loss_of(
         self, part: Trajectory, *, logprobs: Tensor, old: Tensor | None, entropy: Tensor
     ) -> LossOutput:
-        """The share of a micro-batch's n rows in the step's loss; the tensors are [n, L]."""
+        """Compute the share of a micro-batch's n rows in the step's loss; tensors are [n, L]."""
         return self.loss(
             logprobs=logprobs,
             old_logprobs=old,
@@ -208,7 +208,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.run.save(self.model, self.optimizer)
 
     def _stop(self) -> None:
-        """After a signal: saves what is done, and says how to go on."""
+        """After a signal, save what is done and say how to resume."""
         if self.run.step != self.run.checkpoints.last_step:
             self.save_checkpoint()
         self.run.say_how_to_resume()

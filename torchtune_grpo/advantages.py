@@ -4,9 +4,9 @@
     batch           c / (std of all raw rewards + 1e-4) Lite PPO: Liu et al. 2025, arXiv:2508.08221
     none            c                                   Dr. GRPO: Liu et al. 2025, arXiv:2503.20783
     leave_one_out   r - mean of the others              RLOO: Ahmadian et al. 2024, arXiv:2402.14740
-    max_rl          c / mean of the group, 0 if that is MaxRL: Tajwar et al. 2026, arXiv:2602.02710
+    max_rl          c / mean of the group; 0 if it is 0 MaxRL: Tajwar et al. 2026, arXiv:2602.02710
 
-with c = r - mean of the group, and every std with ddof=1. MaxRL takes no negative reward.
+with c = r - mean of the group, and every std with ddof=1. MaxRL accepts no negative rewards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STD_EPSILON = 1e-4  # keeps the quotient finite where all rewards are (nearly) e
 
 
 def fill_with_group_means(scores: Tensor, missing: Tensor, *, group_size: int) -> Tensor:
-    """Fill the ``missing`` [N, R] among the scores [N, R] with their group's mean; 0 if all are.
+    """Fill the ``missing`` [N, R] of the scores [N, R] with their group's mean; 0 if all are.
 
     A score that does not exist is NaN. A group of equal scores is filled with exactly that score.
     """
@@ -33,9 +33,9 @@ def fill_with_group_means(scores: Tensor, missing: Tensor, *, group_size: int) -
 
 
 def total_reward(scores: Tensor, failed: Tensor, weights: Tensor, *, group_size: int) -> Tensor:
-    """The weighted sum [N] of R rewards [N, R], in float64: their order does not matter.
+    """Return the weighted sum [N] of R rewards [N, R]; in float64, their order does not matter.
 
-    Scores are NaN where a reward does not apply, which counts as 0, or ``failed`` [N, R], which
+    A score is NaN where a reward does not apply, which counts as 0, or has ``failed`` [N, R], which
     counts as the mean of its group and so favours no row.
     """
     filled = fill_with_group_means(scores, failed, group_size=group_size)
@@ -52,7 +52,7 @@ def group_advantages(
     """Compare each reward [N] with the others of its group; equal rewards give zeros.
 
     ``filled`` [N] bool marks rewards that were missing and are their group's mean; the group's std
-    is that of the others. ``max_rl`` raises on every rank if one has a negative reward.
+    leaves them out. ``max_rl`` raises on every rank if any rank has a negative reward.
     """
     groups = rewards.view(-1, group_size)  # [B, G]
     # Subtracting one of the rewards first makes equal rewards exactly zero, whatever they are.
@@ -96,10 +96,10 @@ def reward_advantages(
     ``sum_then_normalize`` normalizes the weighted sum (GRPO). ``normalize_then_sum`` normalizes
     each reward by itself, sums the results with the weights, and divides by the sums' std over the
     batch, so that a reward with a small spread is not drowned by one with a large spread, and the
-    number of rewards does not scale the step (GDPO, arXiv:2601.05242; the sums' mean, which it
-    subtracts, is 0, as that of each group is). A NaN then counts as the mean of its group, and not
-    in the group's std. Groups that are not ``kept`` [N] bool are not part of the batch, and their
-    advantages are 0; None keeps all.
+    number of rewards does not scale the step (GDPO, arXiv:2601.05242; the sums' mean, which GDPO
+    subtracts, is 0, as each group's mean is). A NaN then counts as the mean of its group, and is
+    left out of the group's std. Groups that are not ``kept`` [N] bool are not part of the batch,
+    and their advantages are 0; None keeps all.
     """
     advantages = torch.zeros_like(total)
     rows = torch.ones_like(total, dtype=torch.bool) if kept is None else kept
@@ -119,19 +119,19 @@ def reward_advantages(
 class OutcomeGate:
     """Lets other rewards train a group only if the deciding one differs within it.
 
-    Where all answers are wrong, a length penalty would train alone, and shorten them until none is
-    right again. Only before the deciding reward has told any two answers apart in this run, all
-    groups train, so that a form can be learned without which nothing is right.
+    Where all answers are wrong, a length penalty would train alone, and shorten the answers until
+    none is right any more. All groups train only until the deciding reward has first told two
+    answers apart in this run, so that a format that right answers need can be learned.
     """
 
     def __init__(self, reward: str) -> None:
-        self.reward = reward  # the deciding one's name
+        self.reward = reward  # name of the deciding reward
         self.is_shut = False  # saved with the run
 
     def __call__(self, outcomes: Tensor, *, group_size: int) -> Tensor:
         """Mark the rows that may train: [N] outcomes, NaN where there is none -> [N] bool.
 
-        A group without any outcome is for the other rewards to judge.
+        A group without any outcome is left to the other rewards.
         """
         groups = outcomes.view(-1, group_size)  # [B, G]
         low = groups.nan_to_num(nan=math.inf).amin(dim=1)  # [B]
@@ -142,6 +142,6 @@ class OutcomeGate:
 
 
 def _std_over_ranks(values: Tensor) -> Tensor:
-    """The std of all ranks' values; 0 where no group is left."""
+    """Return the std of all ranks' values; 0 if no group is left."""
     everyone = torch.cat(gather_over_ranks(values))
     return everyone.std() if len(everyone) else everyone.new_zeros(())

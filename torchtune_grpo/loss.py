@@ -1,9 +1,9 @@
-"""What a loss is, and the GRPO family: a surrogate, a KL penalty, an entropy bonus, aggregated.
+"""The loss protocol, and the GRPO family: surrogate, KL penalty and entropy bonus, aggregated.
 
     per token    l = surrogate(new - old, A) + kl_coeff * KL(ref - new) - entropy_coeff * entropy
     whole step   loss = sum over all tokens of l * weight
 
-The weights carry the denominator of a whole optimizer step. Micro-batches and ranks then only add
+The weights carry the denominator of a whole optimizer step. Micro-batches and ranks are then summed
 up, so that the result does not depend on how the step is split.
 """
 
@@ -37,15 +37,15 @@ class Loss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads ``ref_logprobs``; False spares the reference."""
+        """Whether the loss reads ``ref_logprobs``; if False, there is no reference."""
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the loss differentiates ``entropy``; False spares its backward pass."""
+        """Whether the loss differentiates ``entropy``; False skips its backward pass."""
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether rows whose advantage is 0 have a gradient; False spares them their passes."""
+        """Whether rows whose advantage is 0 have a gradient; False skips their passes."""
 
     def weights(
         self,
@@ -56,7 +56,7 @@ class Loss(Protocol):
         num_tokens: int,
         max_generated_tokens: int,
     ) -> Tensor:
-        """Each token's share [N, L] of the whole step's loss; see :func:`loss_weights`."""
+        """Return each token's share [N, L] of the whole step's loss; see :func:`loss_weights`."""
 
     def __call__(
         self,
@@ -72,7 +72,7 @@ class Loss(Protocol):
     ) -> LossOutput:
         """Compute a micro-batch's share of the step's loss.
 
-        All are [n, L] but the advantages [n]. ``logprobs`` are the current policy's, with gradient,
+        All are [n, L], except advantages [n]. ``logprobs`` are the current policy's, with gradient,
         and so is ``entropy`` if ``needs_entropy_gradient``. ``old_logprobs`` are the sampling
         policy's, None if that is the current one (ratio 1); ``ref_logprobs`` are None unless
         ``needs_reference``. Masked values must never contribute, NaN included. ``corrections`` are
@@ -100,7 +100,7 @@ def make_loss(node: DictConfig) -> Loss:
 
 
 def _try(loss: Loss) -> Any:
-    """What a loss returns for two responses of three tokens; None if it wants others."""
+    """Return what a loss returns for two responses of three tokens; None if it fails on them."""
     values, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
     given: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": values.detach()}
     given |= {"entropy": values, "advantages": torch.tensor([1.0, -1.0]), "corrections": None}
@@ -110,12 +110,12 @@ def _try(loss: Loss) -> Any:
         return None
 
 
-# The lower and the upper clipping distance of each kind of ratio, as its source has them.
+# The lower and the upper clipping distance of each kind of ratio, from its source.
 EPSILONS = {
     "token": (0.2, 0.2),  # Schulman et al. 2017, arXiv:1707.06347, and GRPO
     "sequence": (3e-4, 4e-4),  # GSPO, arXiv:2507.18071, section 5.1
-    "cispo": (1.0, 4.0),  # no lower one; the upper bound is 5: ScaleRL, arXiv:2510.13786
-    "dppo": (0.15, 0.15),  # of probabilities: DPPO, arXiv:2602.04879
+    "cispo": (1.0, 4.0),  # no lower bound; the upper one is 5: ScaleRL, arXiv:2510.13786
+    "dppo": (0.15, 0.15),  # in probability: DPPO, arXiv:2602.04879
 }
 # The keys that a surrogate does not use, and why.
 _FOREIGN = {
@@ -137,20 +137,20 @@ class GRPOLoss:
     kl_coeff: Annotated[Float, Field(ge=0)] = 0.04
     """Weight of the KL penalty (beta); 0 trains without a reference."""
     epsilon_low: Share | None = None
-    """Lower clipping distance; null = that of the ratio's source."""
+    """Lower clipping distance; null = as in the ratio's source."""
     epsilon_high: Annotated[Float, Field(ge=0)] | None = None
-    """Upper clipping distance; null = that of the ratio's source."""
+    """Upper clipping distance; null = as in the ratio's source."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """One ratio per token, or per sequence (GSPO)."""
     surrogate: Literal["clipped", "cispo", "dppo"] = "clipped"
-    """PPO's; CISPO's, which clips the weight and keeps every token's gradient; or DPPO's, which
-    leaves out tokens whose probability has moved too far."""
+    """PPO's surrogate; CISPO's, which clips the weight and keeps every token's gradient; or DPPO's,
+    which leaves out tokens whose probability has moved too far."""
     dual_clip: Annotated[Float, Field(gt=1)] | None = None
     """Bound of the clipped surrogate where the advantage is negative; null = none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """See `kl_penalty`."""
     kl_on_uninformative: bool = True
-    """Whether rows whose advantage is 0 have a KL penalty, too; false spares them their passes."""
+    """Whether rows whose advantage is 0 have a KL penalty, too; false skips their passes."""
     aggregation: Literal["grpo", "dapo", "dr_grpo", "prompt"] = "grpo"
     """See `loss_weights`."""
     entropy_coeff: Annotated[Float, Field(ge=0)] = 0.0
@@ -213,7 +213,7 @@ class GRPOLoss:
         low, high = self.epsilons
         bounds = {"epsilon_low": low, "epsilon_high": high}
         own = logprobs.where(response_mask, 0)
-        change = log_ratio.detach().expm1()  # of what is bounded
+        change = log_ratio.detach().expm1()  # in what is bounded
         if self.surrogate == "cispo":
             per_token = cispo_surrogate(log_ratio, own, advantage, epsilon_high=high)
         elif self.surrogate == "dppo":
@@ -258,16 +258,16 @@ def loss_weights(
     num_tokens: int,
     max_generated_tokens: int,
 ) -> Tensor:
-    """Each token's share [N, L] of the loss; denominators are of the whole optimizer step.
+    """Return each token's share [N, L] of the loss, with the whole step's denominators.
 
         grpo       1 / (num_rows * tokens of the row)        Shao et al. 2024, equation 3
         dapo       1 / num_tokens                            Yu et al. 2025, arXiv:2503.14476, eq. 8
         dr_grpo    1 / (num_rows * max_generated_tokens)     Liu et al. 2025, arXiv:2503.20783
         prompt     1 / (prompts * tokens of the prompt)      Khatri et al. 2025, arXiv:2510.13786
 
-    ``num_rows`` and ``num_tokens`` (trained on) are of all ranks and micro-batches. ``prompt`` sums
+    ``num_rows`` and ``num_tokens`` (trained on) cover all ranks and micro-batches. ``prompt`` sums
     the tokens of a prompt's rows over the ranks, so every rank has to call it. A fully masked row
-    counts as 0 in ``grpo``, a fully masked prompt in ``prompt``.
+    counts as 0 in ``grpo``, as does a fully masked prompt in ``prompt``.
     """
     if aggregation == "grpo":
         tokens = response_mask.sum(dim=1, keepdim=True).clamp(min=1)  # [N, 1]
@@ -280,7 +280,7 @@ def loss_weights(
 
 
 def _prompt_tokens(response_mask: Tensor, prompt_indices: Tensor) -> tuple[Tensor, int]:
-    """The trained tokens [N, 1] of each row's prompt, and the number of prompts, over all ranks."""
+    """Count the trained tokens [N, 1] of each row's prompt, and the prompts, over all ranks."""
     prompts, tokens = prompt_indices.tolist(), response_mask.sum(dim=1).tolist()
     total: Counter[int] = Counter()
     for rows in gather_over_ranks(list(zip(prompts, tokens, strict=True))):
@@ -291,7 +291,7 @@ def _prompt_tokens(response_mask: Tensor, prompt_indices: Tensor) -> tuple[Tenso
 
 
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
-    """GSPO's one ratio per row [n, 1]: the mean over its tokens of new - old.
+    """Compute GSPO's one ratio per row [n, 1]: the mean over its tokens of new - old.
 
     ``log_ratio`` [n, L] is 0 where the mask [n, L] is False. Source: Zheng et al. 2025
     (arXiv:2507.18071), equation 7.
@@ -327,7 +327,7 @@ def cispo_surrogate(
 ) -> Tensor:
     """``-stopgrad(min(r, 1 + high)) A new`` [n, L]: every token keeps a gradient.
 
-    ``logprobs`` [n, L] are the new ones, and the other arguments those of
+    ``logprobs`` [n, L] are the new ones; the other arguments are those of
     :func:`clipped_surrogate`. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5, with no
     lower bound, as in its experiments.
     """
@@ -356,7 +356,7 @@ def dppo_surrogate(
 
         M = 0   if A > 0 and change > high, or A < 0 and change < -low;   else 1
 
-    with ``change`` [n, L] from :func:`probability_change`, and the other arguments those of
+    with ``change`` [n, L] from :func:`probability_change`; the other arguments are those of
     :func:`clipped_surrogate`. Unlike a ratio, it bounds likely tokens more than rare ones.
     Source: Qi et al. 2026 (arXiv:2602.04879), equations 11 to 13 (binary total variation).
     """
@@ -367,7 +367,7 @@ def dppo_surrogate(
 
 
 def kl_penalty(d: Tensor, *, estimator: str) -> Tensor:
-    """Per-token estimates [n, L] of KL(policy || reference) with ``d = ref - new`` log-prob [n, L].
+    """Estimate KL(policy || reference) per token [n, L], from ``d = ref - new`` log-prob [n, L].
 
         k1  -d;   k2  d * d / 2;   k3  exp(d) - d - 1, unbiased and never negative (the paper's)
 

@@ -3,7 +3,7 @@
 B prompts, G samples in a group, N = B*G rows (prompt-major: row ``b*G + g``), T the longest
 prompt + response, L the longest response.
 
-A response token has up to four log-probs, all [N, L]; all but behaviour's are under
+A response token has up to four log-probs, each [N, L]; all except the behaviour's are under
 ``softmax(logits / temperature)``:
 
     sampler      as the engine reported it
@@ -35,7 +35,7 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 class Samples:
     """What an engine returns for a batch of prompts: the sampled responses, right-padded."""
 
-    responses: Tensor  # [N, L] token ids, undefined behind a response's end
+    responses: Tensor  # [N, L] token ids, undefined after a response's end
     lengths: Tensor  # [N] tokens of each response, its stop token included
     truncated: Tensor  # [N] bool, True where no stop token came in time
     sampler_logprobs: Tensor  # [N, L]
@@ -48,10 +48,10 @@ class Trajectory:
 
     tokens: Tensor  # [N, T] token ids: each row its prompt, then its response, then padding
     prompt_indices: Tensor  # [N] the prompts' positions in the data set
-    places: Tensor  # [N] their places among the step's prompts of all ranks; a repeated one has two
+    places: Tensor  # [N] their places in the step's prompts on all ranks; a repeated prompt has two
     prompt_lengths: Tensor  # [N]
     response_lengths: Tensor  # [N]
-    # [N, L] bool, True = trained on: not behind the response's end, nor a tool's output within it.
+    # [N, L] bool, True = trained on: neither past the response's end nor a tool's output within it.
     response_mask: Tensor
     truncated: Tensor  # [N] bool, True where no stop token came in time
     sampler_logprobs: Tensor  # [N, L]
@@ -81,7 +81,7 @@ class Trajectory:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def select(self, rows: Tensor, *, numbers: Sequence[int] | None = None) -> Trajectory:
-        """Select the rows with these numbers [n], in this order, or those that are True [N] bool.
+        """Select the rows with these numbers [n], in this order, or those where [N] bool is True.
 
         ``numbers`` are the same on the host, for texts and columns; None asks the device and waits.
         """
@@ -127,7 +127,7 @@ class Trajectory:
 
 
 def join_rows(prompts: Sequence[Sequence[int]], samples: Samples) -> tuple[Tensor, Tensor]:
-    """Put each response right behind its prompt: tokens [N, T], and prompt lengths by row [N].
+    """Put each response right after its prompt: tokens [N, T], and prompt lengths by row [N].
 
     With all padding (zeros) on the right, plain causal attention with default positions is exact,
     so that training needs neither a mask nor position ids.

@@ -1,4 +1,4 @@
-"""Attention over parts of sequences, and float32 products: CUDA's own kernels, and the others."""
+"""Attention over parts of sequences, and float32 products, with CUDA's own kernels or without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # A mask's rows begin at multiples of this: memory-efficient attention needs 16-byte addresses.
 _MASK_ALIGNMENT = 16
-_LARGEST_HEAD = 256  # of flash attention
+_LARGEST_HEAD = 256  # largest head size that flash attention takes
 _PART = 1024  # rows of a weight that are converted at once
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -27,9 +27,9 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 class Segments:
     """Parts of a row of tokens, each of which sees itself, causally, and other parts.
 
-    They form a tree: what several prompts begin with, the rest of each prompt, and its responses.
-    With a dense mask most scores would be hidden ones: of G responses of n tokens to a prompt of P
-    tokens, (P + G * n)^2 instead of G * n * (P + n).
+    They form a tree: the beginning that prompts share, the rest of each prompt, and its responses.
+    With a dense mask most scores would be hidden: G responses of n tokens to a prompt of P tokens
+    would take (P + G * n)^2 instead of G * n * (P + n).
     """
 
     queries: tuple[int, ...]  # [parts] how many tokens each part has
@@ -40,9 +40,9 @@ class Segments:
 
     @classmethod
     def of(cls, parts: Iterable[Sequence[range]], *, device: torch.device) -> Segments:
-        """Build them once for all layers and passes, from the ranges that each part sees.
+        """Build segments, once for all layers and passes, from the ranges that each part sees.
 
-        A part's own range is its last one; the parts lie one after another. Empty ones are allowed.
+        A part's own range is its last one; the parts lie one after another, and may be empty.
         """
         parts = [part for part in parts if part[-1]]
         queries = tuple(len(part[-1]) for part in parts)
@@ -56,7 +56,7 @@ class Segments:
 
 
 def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
-    """Number of tokens that all prompts begin with, and that are the last of none."""
+    """Return the length of the prompts' common beginning, short of any prompt's last token."""
     if len(prompts) < 2:
         return 0
     return len(os.path.commonprefix([list(prompt[:-1]) for prompt in prompts]))
@@ -67,8 +67,8 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention of each segment; its last query sees all of its keys.
 
-    q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. Since Ampere, CUDA has one
-    kernel for all segments in bf16 or fp16. Elsewhere, and with dropout, each is a call.
+    q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. On GPUs since Ampere one
+    kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, each takes a call.
     """
     k, v = (x.index_select(0, segments.seen) for x in (k, v))
     if dropout == 0 and has_varlen_kernel(q):
@@ -95,16 +95,16 @@ def has_varlen_kernel(q: Tensor) -> bool:
 
 @cache
 def is_since_ampere(device: torch.device) -> bool:
-    """Whether a CUDA device is an NVIDIA GPU of that generation or a later one."""
+    """Whether a CUDA device is an NVIDIA GPU of the Ampere generation or a later one."""
     if torch.version.hip is not None:
         return False
-    # Without a GPU it is a test's fake tensor, and the kernel is under test.
+    # Without a GPU the tensor is a test's fake one, and the kernel is under test.
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
 def _varlen_attn() -> tuple[Any, bool]:
-    """torch's function, whose import takes a second, and whether it supports grouped queries."""
+    """Import torch's function, which takes a second, and check if it supports grouped queries."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -112,7 +112,7 @@ def _varlen_attn() -> tuple[Any, bool]:
 
 def _part_by_part(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float) -> Tensor:
     out = []
-    # cuDNN plans each new shape for up to a second, and here nearly all are new.
+    # cuDNN takes up to a second to plan each new shape, and here nearly all are new.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
         parts = (_split(q, segments.queries), *(_split(x, segments.keys) for x in (k, v)))
         for q_i, k_i, v_i in zip(*parts, strict=True):
@@ -138,14 +138,14 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
 
 
 def aligned(width: int) -> int:
-    """The number of columns to allocate for a mask of this width, to be sliced off again."""
+    """Return the number of columns to allocate for a mask, which is then cut to ``width``."""
     return -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
 
 
 def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``x weight^T`` [K, V] without gradient, of x [K, D] and weight [V, D].
+    """Compute ``x weight^T`` [K, V] without gradient, for x [K, D] and weight [V, D].
 
-    It is float32 and not rounded to bf16 first where the factors are bf16.
+    It is float32, and not rounded to bf16 first if the factors are bf16.
     """
     x, weight = x.detach(), weight.detach()
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):

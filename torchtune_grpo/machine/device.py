@@ -24,12 +24,12 @@ from tqdm.auto import tqdm
 
 from torchtune_grpo.machine.parallel import rank
 
-_NF4_BITS = 4.5  # with the scales of its blocks
+_NF4_BITS = 4.5  # bits of a weight, including its block's scales
 # Below this many parameters a second thread gains next to nothing.
 MANY_PARAMETERS = 1_000_000
-_OPENMP_GRAIN = 2**15  # elements, from which on torch takes one more thread
+_OPENMP_GRAIN = 2**15  # number of elements for which torch takes one more thread
 _LOOK_SECONDS = 0.5
-_BUSY_SHARE = 0.2  # of one CPU that others take
+_BUSY_SHARE = 0.2  # share of one CPU that other processes take
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
@@ -37,16 +37,16 @@ _DEFAULT_PAD = 128 * 2**10
 HEAP_BYTES = 448 * 2**20
 MAPPED_BYTES = 2**20
 
-# tqdm.auto takes this one where ipywidgets are installed; without them there are lines.
+# tqdm.auto is the notebook's bar where ipywidgets is installed; without it there are lines.
 _IN_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
-# At 80 columns there is room for all of it in a run of 1,000 steps.
+# In a run of 1,000 steps all of it fits into 80 columns.
 BAR_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 
 
 def find_device(name: str) -> torch.device:
-    """torchtune's ``get_device``, but without a GPU ``cuda`` is an error and not the CPU.
+    """Call torchtune's ``get_device``; ``cuda`` without a GPU is an error and not the CPU.
 
-    Under torchrun, ``cuda`` is the GPU of this rank's number on its machine.
+    Under torchrun, ``cuda`` is the GPU whose number is this rank's number on its machine.
     """
     device = torch.device(name)
     if device.type == "cuda":
@@ -62,7 +62,7 @@ def find_device(name: str) -> torch.device:
                 f"device={name}: torch finds {count} GPUs, numbered from 0, and this rank needs "
                 f"number {number}; give another number, or lower --nproc_per_node."
             )
-        # cuDNN plans each new shape for 0.05 to 1 s, and each step has new ones.
+        # cuDNN takes 0.05 to 1 s to plan each new shape, and each step has new ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return utils.get_device(device=name)
 
@@ -92,10 +92,10 @@ def only_warnings() -> Iterator[None]:
 
 
 def choose_threads(model: nn.Module) -> None:
-    """Let torch use one CPU thread for a small model, or all as long as others leave them the CPUs.
+    """Let torch use one CPU thread for a small model; let more spin only while CPUs are idle.
 
     The model may be on the meta device. ``OMP_NUM_THREADS``, which torchrun sets for several ranks,
-    and ``MKL_NUM_THREADS`` decide instead.
+    and ``MKL_NUM_THREADS`` override the number.
     """
     if "OMP_NUM_THREADS" not in os.environ and "MKL_NUM_THREADS" not in os.environ:
         if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
@@ -106,11 +106,11 @@ def choose_threads(model: nn.Module) -> None:
 
 @cache
 def _spin_only_alone() -> None:
-    """Make OpenMP's threads sleep when they wait for each other beside busy processes.
+    """Make OpenMP's waiting threads sleep while other processes are busy.
 
-    By default they spin, which is fastest on idle CPUs; but beside another busy process they take
-    from each other the CPU that the last thread of an operation needs, and a step takes twice as
-    long or more. The number of threads stays the same, as results depend on it.
+    By default they spin, which is fastest on idle CPUs; but next to another busy process they take
+    away the CPU that the last thread of an operation needs, and a step takes twice as long or more.
+    The number of threads stays the same, as results depend on it.
     """
     Thread(target=_watch_others, args=(torch.get_num_threads(),), daemon=True).start()
 
@@ -134,13 +134,13 @@ def _watch_others(threads: int) -> None:
 
 
 def _sleeping_team(threads: int, wake: Event) -> None:
-    """With more threads than CPUs, libgomp's hardly spin: so here are some that do nothing."""
+    """Add threads that do nothing: with more threads than CPUs, libgomp's hardly spin."""
     torch.zeros(threads * _OPENMP_GRAIN).add_(1)
     wake.wait()
 
 
 def _busy_seconds(cpus: Container[int]) -> float:
-    """What all processes have had of some CPUs; 0 where the system does not say."""
+    """Return the seconds of some CPUs that all processes have used; 0 if the system is silent."""
     ticks = 0
     with suppress(OSError, ValueError), open("/proc/stat") as file:
         for line in file:
@@ -151,7 +151,7 @@ def _busy_seconds(cpus: Container[int]) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, or on a CPU a rank's share of the system's available memory.
+    """Return a CUDA device's free memory or, on a CPU, a rank's share of the available memory.
 
     What torch's allocator keeps for reuse counts as free. A system without /proc has no limit.
     """
@@ -168,7 +168,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Size of a model's parameters, which may be on the meta device."""
+    """Return the size of a model's parameters, which may be on the meta device."""
     bits = (
         p.numel() * (_NF4_BITS if isinstance(p.data, NF4Tensor) else 8 * p.itemsize)
         for p in model.parameters()
@@ -177,13 +177,13 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Give glibc a lasting heap of 448 MiB, outside of which each large tensor is mapped alone.
+    """Give glibc a permanent heap of 448 MiB; outside it, each large tensor is mapped separately.
 
     By default glibc keeps returning freed memory to the system, and each decoded token maps and
     zeroes it again, page by page. A heap that only grows has another fault: in training,
     short-lived tensors lie between those that autograd keeps, and the holes that they leave are too
-    small for torch's aligned memory, so that it gets about twice as large as its contents. So
-    tensors of 1 MiB and more do not make it grow (a lower limit costs page faults, a higher one
+    small for torch's aligned memory, so that the heap becomes about twice as large as its contents.
+    So tensors of 1 MiB and more do not make it grow (a lower limit costs page faults, a higher one
     leaves holes). Pages that were never written take no memory. Without glibc nothing happens.
     """
     try:
@@ -202,7 +202,7 @@ def keep_freed_memory() -> None:
 
 
 def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
-    """Make a bar on the first rank's terminal or in a notebook; elsewhere it shows nothing."""
+    """Make a progress bar, shown only on the first rank's terminal or in a notebook."""
     return tqdm(
         desc=title and f"{title} ",
         total=total,

@@ -1,9 +1,9 @@
 """Signals end a run soon and with a checkpoint, on all ranks at the same point.
 
-Ctrl-C, SIGTERM and SIGHUP (the terminal is closed) set a flag. A rollout checks it between two
-tokens and stops; a reward, which may hang, is broken off by the signal itself. The ranks then agree
-whether to end. A resumed run repeats what was dropped, with the same samples. Updates and saves are
-never broken off. Outside of a run, a signal simply kills the process.
+Ctrl-C, SIGTERM and SIGHUP (the terminal was closed) set a flag. A rollout checks it between two
+tokens and stops; a reward, which may hang, is interrupted by the signal itself. The ranks then
+agree on whether to end. A resumed run repeats what was dropped, with the same samples. Updates and
+saves are never interrupted. Outside a run, a signal kills the process.
 
 torchrun passes a signal on to all of its ranks. If only one rank gets it, all end together, but a
 reward that hangs on another rank delays them.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0  # torchrun and a scheduler may both pass on the same signal
 
-_active: Interrupts | None = None  # of the process, as signal handlers are
+_active: Interrupts | None = None  # one per process, as signal handlers are
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def check() -> None:
 
 
 def breakable(function: Callable[[], T]) -> T:
-    """Call a function that a signal may break off, then :func:`check`.
+    """Call a function that a signal may interrupt, then :func:`check`.
 
     The function must not communicate with other ranks.
     """
@@ -74,7 +74,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
-        # On a second Ctrl-C
+        # Called on a second Ctrl-C
         self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: os._exit(128 + n)
         self._since = 0.0
         self._ended = False
@@ -108,7 +108,7 @@ class Interrupts:
                 _say(f"{name}: ends soon, with a checkpoint. Ctrl-C again: at once, without one.")
         elif time.monotonic() - self._since > ECHO_SECONDS:
             # torchrun passes a second Ctrl-C on as SIGTERM; a scheduler may repeat its SIGTERM, and
-            # who has pressed Ctrl-C may close the terminal.
+            # a user who has pressed Ctrl-C may close the terminal.
             if signal.SIGINT in (number, self.signal) and number != signal.SIGHUP:
                 _say("")
                 self.leave(number, frame)
@@ -118,7 +118,7 @@ class Interrupts:
 
 
 def _install(handler: Any) -> dict[int, Any]:
-    """Set the signals' handler and return those that it replaces; only the main thread can.
+    """Set the signals' handler and return the old handlers; only the main thread can do so.
 
     Ignored signals stay ignored: a shell's background jobs ignore Ctrl-C.
     """

@@ -13,7 +13,7 @@ from typing import IO
 
 _log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 _LOCK_FILE = ".lock"
-_claimed: dict[Path, IO[str]] = {}  # the system frees a lock when its process ends, however it does
+_claimed: dict[Path, IO[str]] = {}  # the system frees a lock when its process ends, however it ends
 
 
 class LostFolderError(RuntimeError):
@@ -21,7 +21,7 @@ class LostFolderError(RuntimeError):
 
 
 def claim(folder: Path) -> None:
-    """Lock a folder until this process ends; a ValueError names the process that has it locked."""
+    """Lock a folder until this process ends; a ValueError names the process that holds the lock."""
     folder = folder.resolve()
     if folder in _claimed:
         return
@@ -56,7 +56,7 @@ def release(folder: Path) -> None:
 
 
 def held() -> list[Path]:
-    """The folders that this process has claimed and not lost."""
+    """Return the folders that this process has claimed and not lost."""
     return [folder for folder in _claimed if not is_lost(folder)]
 
 
@@ -72,7 +72,7 @@ def is_lost(folder: Path) -> bool:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raise a LostFolderError before the block, or for its own error, if the folder is lost."""
+    """Raise a LostFolderError, before the block or instead of its error, if the folder is lost."""
     _check(folder)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Communication between ranks, and sharding; with a single rank nothing here does anything.
+"""Communication between ranks, and sharding; with a single rank all of this does nothing.
 
 A model is either *replicated*: every rank holds all of it, and gradients are summed once a step; or
 *sharded* (FSDP2): every rank holds a part of every layer, gathered while the layer is computed.
@@ -37,13 +37,13 @@ from torchtune_grpo.config.text import FirstRankFailed
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 cannot divide it
+_NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 cannot split them
 
 
 def init_process_group(device: torch.device) -> None:
     """Join the ranks that torchrun has started, if any; ``device`` is this rank's.
 
-    On Linux the kernel kills a rank whose torchrun is gone, which nothing else would end.
+    On Linux the kernel kills a rank whose torchrun is gone, because nothing else would end it.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         launcher = os.getppid()
@@ -91,7 +91,7 @@ def on_first_rank(function: Callable[..., T], *args: Any) -> T:
 
 
 def gather_over_ranks(value: T) -> list[T]:
-    """Every rank's value, in the order of the ranks, on every rank."""
+    """Return every rank's value, in the order of the ranks, on every rank."""
     if not _is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -100,7 +100,7 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def sum_over_ranks(value: int) -> int:
-    """The sum of every rank's integer."""
+    """Return the sum of all ranks' integers, on every rank."""
     return sum(gather_over_ranks(value))
 
 
@@ -115,7 +115,7 @@ def broadcast_trained_parameters(model: nn.Module) -> None:
 def reduce_gradients(model: nn.Module) -> None:
     """Sum every rank's gradients in place; the loss's weights hold the denominator of all ranks.
 
-    Replicated ones are sent as one buffer; sharded ones FSDP2 has averaged in the backward pass.
+    Replicated gradients are sent as one buffer; FSDP2 averaged sharded ones in the backward pass.
     """
     if not _is_distributed():
         return
@@ -139,7 +139,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def load_once(model: nn.Module, load: Callable[[], None]) -> None:
-    """Call what loads a model's weights; on the first rank alone if the others have it on meta."""
+    """Call ``load`` for a model's weights, on the first rank only if others have it on meta."""
     if any(gather_over_ranks(next(model.parameters()).is_meta)):
         on_first_rank(load)
     else:
@@ -147,7 +147,7 @@ def load_once(model: nn.Module, load: Callable[[], None]) -> None:
 
 
 def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: torch.device) -> None:
-    """Shard a model layer by layer with FSDP2; the first rank has its weights, others need none."""
+    """Shard a model layer by layer with FSDP2; only the first rank needs to have its weights."""
     if settings.cpu_offload and device.type == "cpu":
         raise ValueError("distributed.cpu_offload=True: works with device=cuda; set it to false.")
     nf4 = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
@@ -174,7 +174,7 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
 def _hand_out(module: nn.Module, device: torch.device) -> None:
     """Move a module to every rank's device, with the first rank's values.
 
-    FSDP2 itself would move frozen NF4 weights to parameters that require a gradient, and fail.
+    FSDP2 itself would turn frozen NF4 weights into parameters that require a gradient, and fail.
     """
     if rank() == 0:
         module.to(device)
@@ -187,7 +187,7 @@ def _hand_out(module: nn.Module, device: torch.device) -> None:
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """``torch.empty_like``, which would leave parts of NF4 weights on meta."""
+    """Make an empty tensor; ``torch.empty_like`` would leave parts of NF4 weights on meta."""
     if not isinstance(tensor, NF4Tensor):
         return torch.empty_like(tensor, device=device)
     names, form = tensor.__tensor_flatten__()
@@ -198,7 +198,7 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within it, every rank holds a sharded model whole."""
+    """Let every rank hold a whole sharded model within the block."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -216,7 +216,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Shard a tensor, which the first rank has whole, if the parameter is sharded."""
+    """Shard a tensor, which the first rank holds whole, if the parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

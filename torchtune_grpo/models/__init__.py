@@ -1,4 +1,4 @@
-"""Models from a folder, as the hub has them: builders, weights, adapters and tokenizers."""
+"""Models from a folder in the hub's format: builders, weights, adapters and tokenizers."""
 
 from torchtune_grpo.models.build import hf_model, lora_hf_model
 from torchtune_grpo.models.tokenizer import hf_tokenizer

@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters: read as PEFT or torchtune's recipes left them, merged, saved for PEFT."""
+"""LoRA and DoRA adapters: read from PEFT's or torchtune's files, merged, and saved for PEFT."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "output_proj"), {"w1", "w2", "
 
 
 def adapter_files(folder: str | Path) -> tuple[Path, Path]:
-    """The settings and the weights of the adapter in a folder, or in ``adapter`` there."""
+    """Find the settings and weights files of the adapter in a folder or its ``adapter`` folder."""
     for place in (Path(folder), Path(folder) / "adapter"):
         weights = [place / name for name in _WEIGHT_FILES if (place / name).is_file()]
         if (place / CONFIG_FILE).is_file() and weights:
@@ -70,7 +70,7 @@ def adapter_files(folder: str | Path) -> tuple[Path, Path]:
 def adapter_settings(
     folder: str | Path, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """The arguments of torchtune's builders that fit an adapter, whose tensors may be read already.
+    """Return the arguments of torchtune's builders for an adapter; ``tensors`` if already read.
 
     Raises a ValueError if torchtune's modules cannot compute it.
     """
@@ -123,7 +123,7 @@ def check_adapter(folder: str | Path, model: nn.Module) -> None:
 
 
 def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """An adapter's weights in torchtune's names; ``hf_config`` is the base's config.json."""
+    """Read an adapter's weights with torchtune's names; ``hf_config`` is the base's config.json."""
     tensors = _read_tensors(folder)
     is_torchtunes = adapter_files(folder)[1].name == _TORCHTUNES
     if is_torchtunes and hf_config.get("model_type") not in ("qwen2", "phi3"):
@@ -132,7 +132,7 @@ def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[st
 
 
 def merge_adapter(state: Mapping[str, Any], *, rank: int, alpha: float) -> dict[str, Any]:
-    """A state dict with its adapters merged into the weights, in the weights' dtype."""
+    """Return a state dict with its adapters merged into the weights, in the weights' dtype."""
     names = {f"{name}.weight" for name in _modules(state)}
     # torchtune adds in place, which on a CPU would change the live model.
     copied = {name: value.clone() if name in names else value for name, value in state.items()}
@@ -146,7 +146,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """Names of a model's adapter parameters in its state; empty without adapters."""
+    """Return the names of a model's adapter parameters in its state; empty without adapters."""
     return {_plain(name) for name in get_adapter_params(model)}
 
 
@@ -158,7 +158,7 @@ def adapted_modules(model: nn.Module) -> dict[str, Any]:
 def save_adapter(
     folder: Path, model: nn.Module, adapter: Mapping[str, Tensor], *, base_model: str
 ) -> None:
-    """Write a model's adapter parameters as PEFT loads them."""
+    """Write a model's adapter parameters in the form that PEFT loads."""
     tensors = {}
     for name, value in adapter.items():
         match = re.fullmatch(r"(layers\.\d+\.)?(.+?)\.(lora_[ab]\.weight|magnitude)", name)
@@ -182,7 +182,7 @@ def save_adapter(
 
 
 def _model_settings(model: nn.Module) -> dict[str, Any]:
-    """Rank, alpha and kind of a model's adapters, which torchtune's builders give to all alike."""
+    """Return rank, alpha and kind of a model's adapters: torchtune's builders make all alike."""
     first = next(iter(adapted_modules(model).values()))
     rank, use_dora = first.lora_a.weight.shape[0], hasattr(first, "magnitude")
     alpha = first.scaling * rank if use_dora else first.alpha
@@ -205,7 +205,7 @@ def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """An adapter's weights in torchtune's names and the file's order of rows."""
+    """Read an adapter's weights under torchtune's names, in the file's order of rows."""
     _, file = adapter_files(folder)
     if file.suffix == ".safetensors":
         tensors = load_file(file)
@@ -230,20 +230,20 @@ def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
 
 
 def _modules(names: Mapping[str, Any]) -> set[str]:
-    """The adapted modules, by names of an adapter's weights."""
+    """Return the adapted modules, given the names of an adapter's weights."""
     return {name.removesuffix(".lora_a.weight") for name in names if "lora_a" in name}
 
 
 def _targets(modules: set[str]) -> dict[str, Any]:
-    """The builders' arguments that say which modules are adapted."""
+    """Return the builders' arguments that say which modules are adapted."""
     leaves = {name.rpartition(".")[2] for name in modules}
     return {
         "lora_attn_modules": [name for name in _ATTENTION if name in leaves],
-        "apply_lora_to_mlp": bool(leaves & _MLP),  # what the adapter lacks begins at 0
+        "apply_lora_to_mlp": bool(leaves & _MLP),  # what the adapter lacks starts at 0
         "apply_lora_to_output": "output" in leaves,
     }
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what activation checkpointing inserts."""
+    """Return a parameter's name without the part that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")

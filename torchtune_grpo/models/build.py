@@ -2,7 +2,7 @@
 
 Parameters have torchtune's names and Hugging Face's order of rows. A key that changes the
 computation and is not implemented here is refused by name. Keys that transformers' implementation
-of the model does not read are ignored, as there.
+of the model does not read are ignored here, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Linear = Callable[[str, int, int, bool], nn.Module]
 
 
 def hf_model(model_dir: str) -> TransformerDecoder:
-    """A model for full fine-tuning, as ``config.json`` in ``model_dir`` says."""
+    """Build a model for full fine-tuning from ``config.json`` in ``model_dir``."""
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=bias)
@@ -80,11 +80,11 @@ def lora_hf_model(
     quantize_base: bool = False,
     adapter_dir: str | None = None,
 ) -> TransformerDecoder:
-    """The same with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
+    """Build such a model with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
 
-    None is the setting of the adapter in ``adapter_dir``; without one, LoRA of rank 32 and alpha 64
-    on all linear layers but the output projection. The adapter's weights are loaded by the config's
-    key ``adapter_dir``. ``quantize_base`` keeps all but embeddings and output projection in NF4.
+    None takes the setting of the adapter in ``adapter_dir`` or, without one, LoRA of rank 32 and
+    alpha 64 on all linear layers but the output projection. The config's key ``adapter_dir`` loads
+    the adapter's weights. ``quantize_base`` keeps all but embeddings and output projection in NF4.
     """
     given = {
         "lora_attn_modules": lora_attn_modules,
@@ -194,7 +194,7 @@ def _attention(
     size, heads = head_dim(hf), hf.num_attention_heads
     kv_heads = hf.num_key_value_heads or heads
     return NormFirstAttention(
-        embed_dim=heads * size,  # which is only checked to be a multiple of num_heads
+        embed_dim=heads * size,  # only checked to be a multiple of num_heads
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size,
@@ -213,7 +213,7 @@ def _attention(
 
 
 def read_config(model_dir: str | Path) -> Any:
-    """transformers' config of a model's folder, whose defaults hold for keys it leaves out.
+    """Read a folder's config with transformers, whose defaults hold for keys it leaves out.
 
     Raises a ValueError that names the key if the model cannot be computed exactly.
     """
@@ -254,13 +254,13 @@ def has_qk_norm(hf: Any) -> bool:
 
 
 def has_bias(hf: Any, name: str) -> bool:
-    """Whether a linear layer has a bias, by torchtune's name of it."""
+    """Whether the linear layer that torchtune calls ``name`` has a bias."""
     match hf.model_type, name:
         case _, "output":
             return False
         case kind, "w1" | "w2" | "w3":
             return kind == "llama" and bool(hf.mlp_bias)
-        case "qwen2", _:  # it and Mistral ignore attention_bias
+        case "qwen2", _:  # Qwen2 and Mistral ignore attention_bias
             return name != "output_proj"
         case "mistral", _:
             return False
@@ -272,14 +272,14 @@ def head_dim(hf: Any) -> int:
 
 
 def context_length(hf: Any) -> int:
-    """The model's context, or its sliding window, within which all layers see everything."""
+    """Return the model's context, or its sliding window, in which all layers see everything."""
     if "sliding_attention" in _layer_kinds(hf):
         return min(hf.max_position_embeddings, hf.sliding_window)
     return hf.max_position_embeddings
 
 
 def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, str]]:
-    """Keys whose effect is not implemented: name, value and remedy."""
+    """Yield the keys whose effect is not implemented: name, value and remedy."""
     for name in hf.architectures or ():
         if not name.endswith("ForCausalLM"):
             yield "architectures", name, "only a causal language model can be trained"
@@ -303,7 +303,7 @@ def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, 
 
 
 def _layer_kinds(hf: Any) -> list[str]:
-    """``full_attention`` or ``sliding_attention`` for each layer."""
+    """Return ``full_attention`` or ``sliding_attention`` for each layer."""
     layers = hf.num_hidden_layers
     if getattr(hf, "layer_types", None):
         return list(hf.layer_types)
@@ -314,7 +314,7 @@ def _layer_kinds(hf: Any) -> list[str]:
 
 
 def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
-    """``rope_type``, ``rope_theta`` and so on of a kind of layer."""
+    """Return ``rope_type``, ``rope_theta`` and so on for a kind of layer."""
     parameters = getattr(hf, "rope_parameters", None)
     if parameters is None:  # before transformers 5
         parameters = dict(getattr(hf, "rope_scaling", None) or {})
@@ -327,7 +327,7 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
 
 
 def _rotation(hf: Any, kind: str) -> tuple[Tensor, float]:
-    """A kind of layer's frequencies [head_dim / 2], float32, and scale of cosines and sines."""
+    """Return frequencies [head_dim / 2] float32 and scale of cos and sin for a kind of layer."""
     parameters = _rope_parameters(hf, kind)
     with torch.device("cpu"):
         if parameters["rope_type"] == "default":

@@ -1,9 +1,9 @@
-"""One form of layers for a model of any builder, and the order of rows that goes with it.
+"""Uniform layers for models of any builder, and the order of rows that goes with them.
 
 Queries and keys have their rows in Hugging Face's order: the pairs that are rotated together are
 (x[0], x[hd/2]), (x[1], x[hd/2 + 1]), ... of each head. torchtune's Llama has them side by side,
-(x[0], x[1]), (x[2], x[3]), ..., and so have the weights that its checkpointers and recipes read
-and write; they are reordered on the way in and out.
+(x[0], x[1]), (x[2], x[3]), ..., and so do the weights that its checkpointers and recipes read and
+write; they are reordered on the way in and out.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositiona
 def standardize(model: nn.Module) -> None:
     """Give a model of any builder this module's layers and float32 adapters, in place.
 
-    In bf16 a weight of 0.02 takes no step below 6e-5, which is more than most of a run's are; so
+    In bf16 a weight of 0.02 takes no step below 6e-5, and most of a run's steps are smaller; so
     adapters are kept in float32, and computed in bf16 as before.
     """
     rotations: dict[nn.Module, HalfRotation] = {}  # layers share one
     for module in list(model.modules()):
         rope = getattr(module, "pos_embeddings", None)
         if isinstance(rope, _ROTATIONS):
-            # Llama 3's has no frequencies on meta.
+            # Llama 3's rotation has no frequencies on meta.
             theta = getattr(rope, "theta", torch.empty(rope.dim // 2, device="meta").float())
             rotations.setdefault(rope, HalfRotation(theta))
             module.pos_embeddings = rotations[rope]
@@ -62,7 +62,7 @@ def standardize(model: nn.Module) -> None:
 
 
 class FusedNorm(RMSNorm):
-    """torchtune's norm, which widens bf16 by itself; torch's kernel does that inside."""
+    """torchtune's norm with torch's kernel, which widens bf16 inside, not in a separate step."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., D] in float32, whatever its dtype."""
@@ -73,7 +73,7 @@ class HalfRotation(nn.Module):
     """Rotates the first half of each head against the second, as Hugging Face's models do.
 
     Angles are float32; cosines and sines take the heads' dtype. They are not tabulated, since a
-    table for 131,072 tokens would take 128 MiB, but kept for the positions that came last: layers
+    table for 131,072 tokens would take 128 MiB, but kept for the latest positions, since layers
     share a rotation.
     """
 
@@ -83,10 +83,10 @@ class HalfRotation(nn.Module):
         frequencies = frequencies.to(torch.get_default_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.scale = scale  # of cosines and sines
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and what turns to them
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None  # positions, cosines, sines
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [b, s, 1, hd] for positions [b, s], the first half's sines negated."""
+        """Compute cos and sin [b, s, 1, hd] for positions [b, s], the first half's sin negated."""
         angles = positions[..., None, None].float() * self.frequencies  # [b, s, 1, hd / 2]
         cos, sin = ((f(angles) * self.scale).to(dtype) for f in (torch.cos, torch.sin))
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -107,9 +107,9 @@ class HalfRotation(nn.Module):
 class NormFirstAttention(MultiHeadAttention):
     """torchtune's attention, but queries and keys are normalized before they are rotated.
 
-    torchtune 0.6.1 does it the other way round, which is another function: the norms' weights
+    torchtune 0.6.1 does it the other way round, which is a different function: the norms' weights
     differ within the pairs that are rotated. (Yang et al. 2025, Qwen3, arXiv:2505.09388.) Without
-    norms it is the same. For :class:`Segments` keys and values are not repeated for each head.
+    norms the two agree. With :class:`Segments`, keys and values are not repeated for each head.
     """
 
     def forward(
@@ -148,10 +148,10 @@ class NormFirstAttention(MultiHeadAttention):
 
 
 class FusedLoRALinear(LoRALinear):
-    """torchtune's LoRA in fewer steps, if only the adapter is trained, and without dropout."""
+    """torchtune's LoRA in fewer steps, if only the adapter is trained and there is no dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Map x [..., in] to [..., out]."""
         if self.weight.requires_grad or not isinstance(self.dropout, nn.Identity):
             return super().forward(x)
         rows = x.flatten(0, -2)
@@ -164,10 +164,10 @@ class FusedLoRALinear(LoRALinear):
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """x W^T + bias + scale (x A^T) B^T of x [K, in], with gradients of x, A and B.
+    """x W^T + bias + scale (x A^T) B^T for x [K, in], with gradients for x, A and B.
 
-    Autograd would scale and add tensors of the result's size, and those of x's, by themselves; here
-    products do that.
+    Autograd would scale and add tensors of the result's size and of x's size in separate steps;
+    here the products do that.
     """
 
     @staticmethod
@@ -184,7 +184,7 @@ class _AdaptedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, h = ctx.saved_tensors
-        grad_h = grad.mm(b)  # but for the scale
+        grad_h = grad.mm(b)  # without the scale
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad.mm(weight.to(grad.dtype)).addmm_(grad_h, a, alpha=ctx.scale)
@@ -195,14 +195,14 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 class PeftDoRALinear(DoRALinear):
-    """DoRA as PEFT computes it: the magnitude scales the weight, and the bias is added behind.
+    """DoRA as PEFT computes it: the magnitude scales the weight, and the bias is added afterwards.
 
-    torchtune's multiplies the bias by it, too. Without a bias both are the same function.
+    torchtune's DoRA scales the bias, too. Without a bias the two are the same function.
     (Liu et al. 2024, arXiv:2402.09353.)
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], in x's dtype; the scale has the adapter's."""
+        """Map x [..., in] to [..., out] in x's dtype; the scale has the adapter's dtype."""
         weight = self.weight
         out = linear_nf4(input=x, weight=weight) if self._quantize_base else F.linear(x, weight)
         if not self.disabled:
@@ -219,7 +219,7 @@ class AdapterLinear(nn.Linear):
     """A part of an adapter in float32 that computes in its input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Map x [..., in] to [..., out]."""
         return F.linear(x, self.weight.to(x.dtype))
 
 

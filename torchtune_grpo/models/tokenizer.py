@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template from its folder, with the interface of torchtune's."""
+"""A model's tokenizer and chat template from its folder, with torchtune's tokenizer interface."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class HFTokenizer:
 
     ``chat_template_kwargs`` are variables of the template, such as ``{enable_thinking: false}``.
     Where a template writes today's date, it is always 26 July 2024, so that prompts are the same
-    in each run; Llama 3's takes another as ``date_string``. Prompts longer than ``max_seq_len``
-    tokens are refused.
+    in each run; Llama 3's template takes another date as ``date_string``. Prompts longer than
+    ``max_seq_len`` tokens are refused.
     """
 
     # Marks a place in a text that no token may span; it is encoded as nothing.
@@ -67,14 +67,14 @@ class HFTokenizer:
             )
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Encode text, in which a control token's text is that token; BOS as transformers does."""
+        """Encode text, where a control token's text is that token; BOS is as in transformers."""
         ids = self._hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
         bos = [self.bos_id] if add_bos and self._adds_bos else []
         eos = [self.eos_id] if add_eos and self.eos_id is not None else []
         return [*bos, *(token for token in ids if token != self._cut_id), *eos]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode ids to text; raises a ValueError for one beyond the vocabulary."""
+        """Decode ids to text; raises a ValueError for an id beyond the vocabulary."""
         ids = list(token_ids)
         if ids and max(ids) >= self._cut_id:
             raise ValueError(f"{self._where}: has no token {max(ids)}.")
@@ -105,7 +105,7 @@ class HFTokenizer:
         return str(text)
 
     def _dateless_template(self) -> str | None:
-        """The template, in which today's date is a constant."""
+        """Return the template with today's date as a constant."""
         names = {k: v for k, v in self._template_kwargs.items() if k in ("chat_template", "tools")}
         if self._hf.chat_template is None and "chat_template" not in names:
             return None
@@ -129,13 +129,13 @@ class HFTokenizer:
                 )
 
     def _control_tokens(self) -> dict[str, int]:
-        """The special tokens, and others with which the template marks turns (as DeepSeek's do).
+        """Return the special tokens, and others that mark turns in the template, as in DeepSeek's.
 
-        The tags of thinking are not among them: they end no turn, and templates look for them in
+        The thinking tags are not among them: they end no turn, and templates look for them in
         messages.
         """
         turns = ""
-        for roles in (("user", "assistant", "user"), ("user",)):  # some take single questions
+        for roles in (("user", "assistant", "user"), ("user",)):  # some take only one question
             with suppress(ValueError):
                 messages = [{"role": role, "content": "a"} for role in roles]
                 turns = self.chat_text(messages, add_generation_prompt=False)
@@ -149,10 +149,10 @@ class HFTokenizer:
         }
 
     def _turn_end(self) -> int | None:
-        """The control token with which the template closes an assistant's turn, if there is one."""
+        """Return the control token with which the template ends an assistant's turn, if any."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self.CUT}]
         behind = ""
-        with suppress(ValueError):  # some take single questions
+        with suppress(ValueError):  # some take only one question
             behind = self.chat_text(turns, add_generation_prompt=False).partition(self.CUT)[2]
         first = self.encode(behind, add_bos=False, add_eos=False)[:1]
         return next((token for token in first if token in self.special_tokens.values()), None)
@@ -162,7 +162,7 @@ hf_tokenizer = HFTokenizer  # as configs name it
 
 
 def _load(model_dir: str) -> Any:
-    """transformers' fast tokenizer of a folder."""
+    """Load transformers' fast tokenizer from a folder."""
     folder = Path(model_dir)
     if not folder.is_dir():
         raise ValueError(
@@ -197,7 +197,7 @@ def _load(model_dir: str) -> Any:
 
 
 def _end_ids(model_dir: str) -> list[int]:
-    """The ids that end a text, of generation_config.json or else config.json."""
+    """Return the ids that end a text, from generation_config.json or else config.json."""
     for name in ("generation_config.json", "config.json"):
         if Path(model_dir, name).is_file():
             ids = read_json(model_dir, name, key="model_dir").get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Weights, read from and written to a folder, in torchtune's names and Hugging Face's."""
+"""Weights read from and written to a folder, under torchtune's and Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "out
 
 
 def load_weights(checkpointer: Any, node: Any) -> dict[str, Any]:
-    """A checkpointer's weights in torchtune's names and Hugging Face's order of rows.
+    """Load a checkpointer's weights under torchtune's names, in Hugging Face's order of rows.
 
-    ``node`` is the checkpointer's in the config.
+    ``node`` is the checkpointer's node in the config.
     """
     weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
     return reorder(weights, hf_config_of(node), to="halves") if _reorders(node) else weights
 
 
 def save_weights(checkpointer: Any, node: Any, weights: dict[str, Any], *, epoch: int) -> None:
-    """Reverse :func:`load_weights`, into ``epoch_<n>`` of the checkpointer's output folder."""
+    """Reverse :func:`load_weights`: write to ``epoch_<n>`` in the checkpointer's output folder."""
     weights = reorder(weights, hf_config_of(node), to="pairs") if _reorders(node) else weights
     checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=epoch)
 
@@ -58,18 +58,18 @@ def _reorders(node: Any) -> bool:
 
 
 def hf_config_of(node: Any) -> dict[str, Any]:
-    """The ``config.json`` of the folder that a checkpointer's node names."""
+    """Read ``config.json`` from the folder that a checkpointer's node names."""
     return read_json(node["checkpoint_dir"], "config.json", key="checkpointer.checkpoint_dir")
 
 
 def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
-    """A state dict of a folder's model in Hugging Face's names, given torchtune's."""
+    """Rename a state dict of a folder's model from torchtune's names to Hugging Face's."""
     names = _hf_names(state_dict, model_dir)
     return {names[name]: value.contiguous() for name, value in state_dict.items()}
 
 
 def _hf_names(names: Iterable[str], model_dir: str | Path) -> dict[str, str]:
-    """torchtune's names of a folder's model -> Hugging Face's."""
+    """Map torchtune's names of a folder's model to Hugging Face's."""
     modules = _GEMMA_NAMES if is_gemma(read_config(model_dir)) else _LAYER_NAMES
     result = {}
     for name in names:
@@ -86,8 +86,8 @@ def _hf_names(names: Iterable[str], model_dir: str | Path) -> dict[str, str]:
 class HFCheckpointer:
     """Reads and writes a model's folder; has the methods of torchtune's checkpointers.
 
-    The folder ``checkpoint_dir`` holds ``config.json`` and the weights, ``checkpoint_files``; None
-    finds them. Files written have at most ``max_shard_size``, in bytes or as in "5GB".
+    ``checkpoint_dir`` holds ``config.json`` and the weights in ``checkpoint_files``; None finds
+    them. Written files have at most ``max_shard_size``, in bytes or as in "5GB".
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HFCheckpointer:
             )
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """All weights in torchtune's names, under ``training.MODEL_KEY``."""
+        """Return ``{training.MODEL_KEY: weights}``, with all weights under torchtune's names."""
         with torch.device("meta"):
             expected = hf_model(str(self._checkpoint_dir)).state_dict()
         names = {theirs: name for name, theirs in _hf_names(expected, self._checkpoint_dir).items()}
@@ -154,7 +154,7 @@ class HFCheckpointer:
             yield from tensors.items()
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int) -> None:
-        """Write weights, given in torchtune's names, and ``config.json`` to ``epoch_<n>``."""
+        """Write weights, given under torchtune's names, and ``config.json`` to ``epoch_<n>``."""
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
         weights = hf_state(state_dict[training.MODEL_KEY], self._checkpoint_dir)

@@ -1,8 +1,8 @@
 """The rollout's attention: prompts side by side, and one new token for every live row.
 
-Decoding has two ways. Where it can, CUDA takes one kernel a layer, which reads each row's own
-length and so launches the same for all lengths; elsewhere, scores over a prompt are one product
-for all of its rows, which a CPU computes faster.
+Decoding attention has two implementations. On CUDA, where possible, one kernel per layer reads each
+row's own length, so that its launch is the same for all lengths. Elsewhere, one product computes
+the scores over a prompt for all of its rows, which is faster on a CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = utils.get_logger("INFO")
 class PromptAttention:
     """Causal attention within prompts that lie side by side; caches their keys and values.
 
-    What all prompts begin with comes once, before the rest of each. ``slots`` are their places in
-    the cache.
+    The beginning that all prompts share comes once, before the rest of each. ``slots`` are the
+    prompts' places in the cache.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PromptAttention:
         """[S, q heads + 2 kv heads, hd] of all prompts -> [S, q heads * hd]."""
         q, new = _split(heads, self._cache.shape.kv_heads)
         cached = self._cache.prompts[layer]
-        cached.index_fill_(1, self._fresh, 0)  # what is masked has to be finite as well
+        cached.index_fill_(1, self._fresh, 0)  # masked values have to be finite, too
         cached[:, self._slots, :, self._places] = new[self._of]
         return varlen_attention(q, new[:, 0], new[:, 1], self._segments).flatten(1)
 
@@ -64,7 +64,7 @@ class GridAttention:
     """Attention of one new token per row over its prompt and its own response.
 
     Scores over the prompt are computed for all rows of a prompt in one product, on a grid of
-    [prompts, width] cells of which some may be empty; the softmax runs over both parts. ``width``
+    [prompts, width] cells, some of which may be empty; the softmax runs over both parts. ``width``
     columns of the responses are read.
     """
 
@@ -99,7 +99,7 @@ class GridAttention:
         scores[..., width:] = torch.bmm(of_rows, keys.mT)  # with out=, a strided result is slow
         by_row = scores.unflatten(0, (n, kv))
         torch.add(self._bias, by_row, alpha=q.shape[-1] ** -0.5, out=by_row)
-        probs = scores.softmax(dim=-1)  # in float32, whatever the scores are
+        probs = scores.softmax(dim=-1)  # in float32, whatever the scores' dtype
         shared = probs.unflatten(0, (n, kv))[..., :width][grid.gather_cells]  # [cells, r, P]
         shared = torch.bmm(shared.view(slots * kv, -1, width), prompt_values)
         shared = shared.view(grid.cells, -1, q.shape[-1])
@@ -111,9 +111,9 @@ class KernelAttention:
     """Attention of one new token per row as one operator, which a Triton kernel computes.
 
     The operator takes the token's ``heads`` [n, q heads + 2 kv heads, hd], a layer's cache of
-    ``prompts`` and ``rows``, and of each row its prompt's slot, its prompt's length, and which
-    token of its response the new one is. It caches the token's key and value, attends to the
-    prompt, the response so far and the token itself, and returns [n, q heads * hd].
+    ``prompts`` and ``rows``, and for each row its prompt's slot, its prompt's length, and the index
+    of the new token in its response. It caches the token's key and value, attends to the prompt,
+    the response so far and the token itself, and returns [n, q heads * hd].
     """
 
     def __init__(self, at: RowLayout, cache: GroupCache) -> None:
@@ -147,9 +147,9 @@ def _result(heads: Tensor, prompts: Tensor, rows: Tensor, *layout: Tensor) -> Te
 
 
 def kernel_runs(shape: CacheShape, *, heads: int) -> bool:
-    """Whether KernelAttention runs here: on CUDA since Ampere, where it is tried.
+    """Whether KernelAttention works here: on GPUs since Ampere, a trial run decides.
 
-    Triton may be missing, or the C compiler that it calls.
+    Triton, or the C compiler that it calls, may be missing.
     """
     device = shape.device
     if device.type != "cuda" or not is_since_ampere(device):
@@ -160,7 +160,7 @@ def kernel_runs(shape: CacheShape, *, heads: int) -> bool:
     zero = torch.zeros(1, dtype=torch.long, device=device)
     try:
         _decode_attention(new, cache, cache.clone(), zero, zero, zero)
-    except Exception as error:  # Triton has many of its own
+    except Exception as error:  # Triton raises many types of its own
         first = next(iter(str(error).splitlines()), type(error).__name__)
         log.warning(
             f"Rolling out without the Triton kernel and CUDA graphs, which is slower: {first}. "

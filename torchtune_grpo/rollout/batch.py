@@ -1,7 +1,7 @@
 """The native engine's rollout: continuous batching over groups that share their prompt.
 
-At most ``max_rows`` responses are worked on at once. A row that ends leaves at once, and the next
-waiting one takes its place; a prompt's keys and values stay as long as one of its rows is missing.
+At most ``max_rows`` responses are sampled at once. A row leaves as soon as it has ended, and the
+next waiting row takes its place; a prompt's keys and values stay until all of its rows have ended.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torchtune_grpo.rollout.request import Progress, RolloutRequest, StopStrings
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
 from torchtune_grpo.trajectory import Samples
 
-# Most tokens of prompts that are prefilled side by side; a longer prompt is prefilled alone.
+# The most prompt tokens that are prefilled side by side; a longer prompt is prefilled alone.
 PREFILL_TOKENS = 4096
 
-# Steps between two checks of which rows have ended. A check makes the host wait for the device: on
-# CUDA it is better that a row samples a few tokens in vain.
+# Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
+# cheaper to let a row sample a few tokens in vain.
 POLL_STEPS = {"cpu": 1, "cuda": 16}
 
 REPORT_SECONDS = 1.0
@@ -44,7 +44,7 @@ REPORT_SECONDS = 1.0
 class GroupRollout:
     """One rollout: the waiting rows, the live ones with their places, and their progress.
 
-    ``graphs``, if given, record decoding steps and replay them, which takes the decoder's kernel.
+    ``graphs``, if given, record decoding steps and replay them, which needs the decoder's kernel.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GroupRollout:
         self.transcript = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
 
     def run(self, must_stop: Callable[[], bool]) -> Samples:
-        """Sample all rows, or as many as it can until it must stop."""
+        """Sample all rows, or as much of them as possible until ``must_stop()``."""
         if self._graphs is not None:  # recorded steps are valid while no tensor moves
             held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
             self._graphs.drop_unless_at(chain.from_iterable(held))
@@ -114,7 +114,7 @@ class GroupRollout:
                 self.live[places.pop(0)] = row
             else:
                 self.live.append(row)
-        for place in reversed(places):  # no row waits: the last one moves up
+        for place in reversed(places):  # no row is waiting: the last live row moves up
             row = self.live.pop()
             if place < len(self.live):
                 source = len(self.live)
@@ -154,7 +154,7 @@ class GroupRollout:
     def _next_rows(self, room: int) -> list[Row]:
         """Take waiting rows, and prefill prompts that are not in the cache yet."""
         rows: list[Row] = []
-        parts: list[list[Prompt]] = []  # of prompts that are prefilled side by side
+        parts: list[list[Prompt]] = []  # prompts that are prefilled side by side
         tokens_left = 0
         while self._waiting and len(rows) < room:
             prompt = self._waiting[0].prompt
@@ -176,7 +176,7 @@ class GroupRollout:
         return rows
 
     def _start(self, new: list[Row]) -> None:
-        """Sample the first token of new rows from what their prompts predict."""
+        """Sample the first token of new rows from their prompts' logits."""
         places = [self.live.index(row) for row in new]
         logits = torch.stack([row.prompt.logits for row in new])
         self.transcript.begin([row.prompt.tokens for row in new], places=places)
@@ -202,7 +202,7 @@ class GroupRollout:
             row.count += 1
 
     def _attention(self, *, width: int) -> GridAttention | KernelAttention:
-        """That of a step whose longest response has ``width`` tokens."""
+        """Return the attention of a step whose longest response has ``width`` tokens."""
         at, cache, grid = self.layout, self._cache, self._grid
         if grid is None:
             return KernelAttention(at, cache)
@@ -220,19 +220,19 @@ class GroupRollout:
 
 
 def prompt_slots(request: RolloutRequest, *, max_rows: int) -> int:
-    """Number of prompts in the cache at once.
+    """Return the number of prompts in the cache at once.
 
-    Twice what ``max_rows`` rows of whole groups need, so that new groups begin while the last rows
-    of others go on; groups of one row need no spare.
+    It is twice what ``max_rows`` rows of whole groups need, so that new groups can start while the
+    last rows of others are still running; groups of one row need no spare slots.
     """
     spare = 2 if request.group_size > 1 else 1
     return min(len(request.prompts), spare * -(-max_rows // request.group_size))
 
 
 class Transcript:
-    """Samples tokens and keeps them on the device: N rows, and one for all padding rows.
+    """Samples tokens and keeps them on the device: N rows, and one that all padding rows share.
 
-    ``places`` is the most rows of a step; ``tokens`` is [N + 1, max_generated_tokens].
+    ``places`` is the largest number of rows in a step; ``tokens`` is [N + 1, max_generated_tokens].
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Transcript:
             self._stop_strings = StopStrings(params.stop_strings, decode=request.decode)
         self._noise = buffers.put("noise", uniforms(torch.cat([keys, keys[:1]]), shape[1]))
         self.tokens = buffers.take("tokens", shape, dtype=torch.long)
-        # The sampler's and, where it differs, the behaviour policy's.
+        # Log-probs of the sampler and, where they differ, of the behaviour policy.
         kinds = 2 if params.filters or params.changes_logits or params.temperature == 0 else 1
         self._logprobs = [
             buffers.take(f"log-probs {kind}", shape, dtype=torch.float32).zero_()
@@ -275,8 +275,8 @@ class Transcript:
     ) -> None:
         """Sample the next token of n rows from logits [n, V], without waiting for the device.
 
-        ``rows`` [n] are their numbers, ``last`` [n] the place of each one's last token, None before
-        the first, and ``places`` where they are among the rows of a step.
+        ``rows`` [n] are the row numbers, ``last`` [n] the index of each row's last token (None
+        before the first), and ``places`` the rows' places in a step.
         """
         if last is None:
             at, ahead, counts = (rows, torch.zeros_like(rows)), 0, torch.zeros_like(rows)
@@ -296,13 +296,13 @@ class Transcript:
             self._seen[place, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
     def ends(self, rows: Tensor, *, counts: Sequence[int], unseen: int) -> list[int]:
-        """The lengths at which rows [n] have ended, 0 for those that have not.
+        """Return the lengths at which rows [n] have ended, 0 for those that have not.
 
-        ``counts`` are their numbers of sampled tokens; the last ``unseen`` are yet to be checked.
+        ``counts`` are the rows' numbers of sampled tokens, the last ``unseen`` still unchecked.
         """
         strings = self._stop_strings
         width = min(unseen + (strings.window if strings else 0), max(counts))
-        columns = torch.tensor([max(count - width, 0) for count in counts])  # of the first token
+        columns = torch.tensor([max(count - width, 0) for count in counts])  # first one to read
         columns = (columns[:, None] + torch.arange(width)).clamp_(max=self.tokens.shape[1] - 1)
         read = self.tokens[rows[:, None], columns.to(rows.device)].tolist()
         ends = []
@@ -320,14 +320,14 @@ class Transcript:
         return ends
 
     def non_finite(self, rows: Sequence[int]) -> list[bool]:
-        """Which rows have a log-prob that is not finite."""
-        if not rows:  # mostly so: no wait for the device
+        """Return for each row whether it has a log-prob that is not finite."""
+        if not rows:  # the usual case: do not wait for the device
             return []
         index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
         return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()
 
     def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
-        """All rows, cut to their lengths."""
+        """Return all rows, cut to their lengths."""
         sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
         logprobs = [kept[sampled].clone() for kept in self._logprobs]
         return Samples(

@@ -16,7 +16,7 @@ from torchtune_grpo.trajectory import length_mask
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What decides the size of the cache, besides the rows."""
+    """The model's properties that decide the size of the cache, besides the rows."""
 
     layers: int
     kv_heads: int
@@ -31,11 +31,11 @@ class CacheShape:
 
 
 class GroupCache:
-    """Keys and values by layer: of prompts [2, prompts, kv_heads, P, hd], of rows [2, rows, ...].
+    """Keys and values by layer: prompts [2, prompts, kv_heads, P, hd] and rows [2, rows, ...].
 
-    Responses grow by blocks, one layer at a time, so that growing never holds two caches. What is
-    allocated stays for the next rollout, unless that has less than half as many prompts or rows: an
-    evaluation's memory is the next update's.
+    Responses grow by blocks, one layer at a time, so that there are never two whole caches. Memory
+    is kept for the next rollout, unless that has less than half as many prompts or rows: what an
+    evaluation has allocated is free again for the next update.
     """
 
     BLOCK = 64
@@ -47,7 +47,7 @@ class GroupCache:
 
     @classmethod
     def rounded(cls, width: int) -> int:
-        """A width in whole blocks."""
+        """Round a width up to whole blocks."""
         return -(-width // cls.BLOCK) * cls.BLOCK
 
     @property
@@ -55,12 +55,12 @@ class GroupCache:
         return self.prompts[0].shape[3]
 
     def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
-        """Reserve room; what is large enough, and not more than twice that, is kept."""
+        """Reserve room; tensors that are large enough, but not more than twice that, are kept."""
         _grow(self.prompts, prompts, prompt_width, self.shape, keep=False)
         _grow(self.rows, rows, self.rounded(width), self.shape, keep=False)
 
     def grow(self, width: int) -> None:
-        """Make room for ``width`` response tokens, to the next whole block."""
+        """Make room for ``width`` response tokens, rounded up to whole blocks."""
         if width > self.rows[0].shape[3]:
             rows = self.rows[0].shape[1]
             _grow(self.rows, rows, self.rounded(width), self.shape, keep=True)
@@ -74,7 +74,7 @@ class GroupCache:
             cached[:, target, :, :length] = cached[:, source, :, :length]
 
     def clear_row(self, place: int) -> None:
-        """Zero a row: what is masked still has to be finite, since 0 * nan is nan."""
+        """Zero a row: masked values have to be finite, too, since 0 * nan is nan."""
         for cached in self.rows:
             cached[:, place] = 0
 
@@ -100,8 +100,8 @@ def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, ke
 class Prompt:
     """A prompt of a rollout.
 
-    It has a ``slot`` in the cache from its first row's beginning to its last row's end, and
-    ``logits`` [V] of the token behind it until its last row has begun.
+    It has a ``slot`` in the cache from the start of its first row to the end of its last one, and
+    the ``logits`` [V] of the token after it until its last row has started.
     """
 
     tokens: Sequence[int]
@@ -112,7 +112,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class Row:
-    """A response of a rollout; what is not ended when the rollout is, is truncated."""
+    """A response of a rollout; it is truncated if the rollout ends before it does."""
 
     number: int
     prompt: Prompt
@@ -123,7 +123,7 @@ class Row:
 def padded_rows(rows: int) -> int:
     """Number of rows in a decoding step, including padding rows.
 
-    Matrix libraries waste what is missing to a multiple of eight. With many rows the steps are
+    Matrix libraries waste the difference to a multiple of eight. With many rows the multiple is
     larger, so that few shapes occur.
     """
     if rows <= FEW_ROWS:
@@ -135,26 +135,26 @@ def padded_rows(rows: int) -> int:
 class RowLayout:
     """The live rows and some padding rows, n in all, as tensors that a decoding step reads.
 
-    ``places`` is the most rows; ``padding_row`` is the number that all padding rows have. ``grid``,
-    if given, is kept up to date.
+    ``places`` is the largest n; ``padding_row`` is the row number of all padding rows. ``grid``, if
+    given, is kept up to date.
     """
 
     rows: Tensor  # [n] numbers
     last: Tensor  # [n] index of each row's last token among its sampled ones
     positions: Tensor  # [n] position of that token, prompt included
     places: Tensor  # [n] 0, 1, ..., n - 1
-    slots: Tensor  # [n] those of their prompts; 0 of padding rows, as are all that follow
+    slots: Tensor  # [n] slots of the rows' prompts; 0 for padding rows, as in all that follow
     prompt_lengths: Tensor  # [n]
 
     def __init__(
         self, buffers: Buffers, *, places: int, padding_row: int, grid: PromptGrid | None
     ) -> None:
         self._buffers, self._padding_row, self._grid = buffers, padding_row, grid
-        # Room for the most rows, so that nothing moves during the rollout.
+        # Room for the largest number of rows, so that nothing moves during the rollout.
         buffers.take("rows", (7 * places,), dtype=torch.long)
 
     def update(self, live: Sequence[Row]) -> None:
-        """Describe other live rows, in the order of their places in the cache."""
+        """Describe a new set of live rows, in the order of their places in the cache."""
         n = padded_rows(len(live))
         padding = [0] * (n - len(live))
         slots = [row.prompt.slot for row in live]
@@ -178,7 +178,7 @@ class RowLayout:
             self._grid.update(slots, rows=n)
 
     def advance(self, places: Tensor | None = None) -> None:
-        """Count one more token of the live rows, or of those in some places."""
+        """Count one more token of all live rows, or of those in ``places``."""
         if places is None:
             self._moving += self._is_live
         else:
@@ -186,15 +186,15 @@ class RowLayout:
 
 
 class PromptGrid:
-    """Where rows are on a grid of [slots, kv_heads, width] cells, some empty, and what they see.
+    """Places of rows on a grid of [slots, kv_heads, width] cells, some empty, and what they see.
 
-    It is for attention over a prompt as one product for all of its rows.
+    With it, attention over a prompt is one product for all of its rows.
     """
 
-    slots: int  # that are used
+    slots: int  # in use
     cells: int
     gather: tuple[Tensor, Tensor]  # row and kv head of each cell, then of each row [n, kv_heads]
-    gather_cells: tuple[Tensor, Tensor]  # of the cells alone
+    gather_cells: tuple[Tensor, Tensor]  # the same for the cells alone
     scatter: Tensor  # [n * kv_heads] the cell of each row's heads
     bias: Tensor  # [n, 1, 1, prompt_width + C] 0 or -inf: the prompt, then the response
 
@@ -208,8 +208,8 @@ class PromptGrid:
         return self._widths[0]
 
     def update(self, slots: Sequence[int], *, rows: int) -> None:
-        """Lay it out for the live rows' slots, in the order of their places, and padding rows."""
-        columns: list[int] = []  # of each row among those of its slot
+        """Lay out the live rows, given their slots in the order of places, and padding rows."""
+        columns: list[int] = []  # each row's index among the rows of its slot
         rows_of = dict.fromkeys(slots, 0)
         for slot in slots:
             columns.append(rows_of[slot])
@@ -230,10 +230,10 @@ class PromptGrid:
         self.gather_cells = (index[0, : self.cells], index[1, : self.cells])
         cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
         self.scatter = cell.flatten().to(device)
-        self._widths = (0, 0)  # another bias
+        self._widths = (0, 0)  # the bias is out of date
 
     def show(self, at: RowLayout, *, prompt_width: int, width: int) -> None:
-        """Write the bias for other widths; :meth:`show_last` brings it up to date."""
+        """Write the bias if the widths have changed; :meth:`show_last` brings it up to date."""
         if (prompt_width, width) == self._widths:
             return
         self._widths = (prompt_width, width)

@@ -38,7 +38,7 @@ Rotate = Callable[[Tensor], None]  # heads [K, H, hd], in place
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
-    """What the native engine does not recognise in a model; None if it can run it."""
+    """Return what the native engine does not recognise in a model; None if it can run the model."""
     if type(model) is not TransformerDecoder:
         return f"the model is a {type(model).__name__}"
     if model.num_output_chunks or model.output_hidden_states:
@@ -73,7 +73,7 @@ class _Layer:
 class NativeDecoder:
     """Runs a model that :func:`unsupported_reason` accepts, on ``device`` in ``dtype``.
 
-    The weights of q, k, v and of gate and up may move side by side, with the same values; see
+    The weights of q, k and v, and of gate and up, may move side by side, with the same values; see
     :class:`RolloutLinear`, also for ``merge_adapters``, ``copy`` and ``move``.
     """
 
@@ -99,7 +99,7 @@ class NativeDecoder:
         self._embed = model.tok_embeddings
         self._norm = model.norm
         self._output = linear(model.output)
-        self._rotations: dict[int, Rotation] = {}  # layers mostly share one
+        self._rotations: dict[int, Rotation] = {}  # layers usually share one
         for layer in model.layers:
             module = layer.attn.pos_embeddings
             self._rotations.setdefault(id(module), Rotation(module, dtype=dtype))
@@ -138,13 +138,13 @@ class NativeDecoder:
             rotation.reserve(positions, device=self.device)
 
     def step_bytes(self, tokens: int, params: SamplingParams) -> int:
-        """Memory of a decoding step for a row of so many tokens, prompt included."""
+        """Return the bytes of a decoding step for a row of ``tokens`` tokens, prompt included."""
         hidden = 3 * max(sum(layer.gate_up.sizes) for layer in self._layers)
         logits = bytes_per_logit(params) * self.vocab
         return logits + (2 * self.heads * tokens + hidden) * self.dtype.itemsize
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that a decoding step reads."""
+        """Yield all tensors that a decoding step reads."""
         for linear in self.linears():
             yield from linear.tensors()
         for rotation in self._rotations.values():
@@ -158,8 +158,8 @@ class NativeDecoder:
     ) -> Tensor:
         """Run prompts side by side, without padding, and cache their keys and values in slots.
 
-        What all of them begin with is computed once.
-        Returns [prompts, V], the logits of the token behind each prompt, in float32.
+        The beginning that all of them share is computed once.
+        Returns [prompts, V], the logits of the token after each prompt, in float32.
         """
         attention = PromptAttention(prompts, slots, cache)
         h = self._run_layers(attention.tokens, attention)
@@ -189,7 +189,7 @@ class NativeDecoder:
 def _run_layer(
     layer: _Layer, h: Tensor, *, rotate: Rotate, attend: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
+    """Run TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
 
     ``attend`` takes queries, keys and values [K, heads + 2 kv heads, hd], and returns
     [K, heads * hd].
@@ -218,7 +218,7 @@ def _run_layer(
 
 
 def _add(scale: nn.Module, linear: RolloutLinear, h: Tensor, x: Tensor) -> Tensor:
-    """h + scale(linear(x)); mostly the scale does nothing."""
+    """Return h + scale(linear(x)); usually the scale does nothing."""
     return linear.add_to(h, x) if type(scale) is nn.Identity else h + scale(linear(x))
 
 
@@ -233,11 +233,11 @@ class Rotation:
         self._table: Tensor | None = None  # [T, 2, 1, hd], by position
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a decoding step reads."""
+        """Return all tensors that a decoding step reads."""
         return [] if self._table is None else [self._table]
 
     def reserve(self, positions: int, *, device: torch.device) -> None:
-        """Make the table for positions 0 to ``positions - 1``, unless there is one."""
+        """Make the table for positions 0 to ``positions - 1``, unless it is there already."""
         if type(self._module) is not HalfRotation:
             return
         if self._table is not None and len(self._table) >= positions:
@@ -246,7 +246,7 @@ class Rotation:
         self._table = torch.stack(turns, dim=2)[0]
 
     def at(self, positions: Tensor) -> Rotate:
-        """A function that rotates heads [K, H, hd] to ``positions`` [K], in place."""
+        """Return a function that rotates heads [K, H, hd] to ``positions`` [K], in place."""
         if self._module is None:
             return lambda heads: None
         if self._table is None:

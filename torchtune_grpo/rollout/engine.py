@@ -1,4 +1,4 @@
-"""The native engine (its weights and its memory), torchtune's, and the choice between them."""
+"""The native engine (weights and memory), torchtune's engine, and the choice between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
 
-MEMORY_SHARE = 0.4  # of the free memory, for a rollout; the update's activations need the rest
+MEMORY_SHARE = 0.4  # share of free memory for a rollout; the update's activations need the rest
 
 
 def make_engine(
@@ -37,11 +37,11 @@ def make_engine(
     device: torch.device | None = None,
     bytes_to_come: Callable[[], int] = lambda: 0,
 ) -> RolloutEngine:
-    """The engine that the config asks for, or torchtune's for a model that ours does not support.
+    """Make the config's engine, or torchtune's engine for a model that ours does not support.
 
-    It reads the model's current weights at every call. The model is not yet compiled or sharded;
-    ``is_sharded`` says that it will be. ``device`` is where to compute; None = where the model is.
-    ``bytes_to_come`` says how much of its free memory training is going to take.
+    It reads the model's current weights at every call. The model must not be compiled or sharded
+    yet; ``is_sharded`` says that it will be sharded. ``device`` is where to compute; None = where
+    the model is. ``bytes_to_come`` returns how much of its free memory training is going to take.
     """
     if settings.engine == "native":
         reason = unsupported_reason(model)
@@ -81,10 +81,10 @@ class NativeEngine:
         self._cache: GroupCache | None = None
 
     def rows_at_once(self, request: RolloutRequest) -> int:
-        """The number of rows of a request that are sampled at once.
+        """Return the number of rows of a request that are sampled at once.
 
-        Without ``max_rows``, as many as fit into a share of the memory that was free at the first
-        call, and not to come, so that all rollouts of a run are divided in the same way.
+        Without ``max_rows`` it is what fits into a share of the memory that was free at the first
+        call, less what training will take, so that all rollouts of a run are split the same way.
         """
         rows = request.num_rows
         if self._settings.max_rows is not None:
@@ -100,7 +100,7 @@ class NativeEngine:
         return free_bytes(self._device) - self._bytes_to_come()
 
     def cache_bytes(self, request: RolloutRequest, *, rows: int) -> int:
-        """The most memory that a rollout keeps: its cache, and a step's, which graphs keep."""
+        """Return the most bytes a rollout keeps: its cache, and a step's memory, held by graphs."""
         decoder, _ = self._ready()
         longest = request.params.max_generated_tokens
         prompt_width = GroupCache.rounded(max(map(len, request.prompts)))
@@ -126,7 +126,7 @@ class NativeEngine:
 
     @contextmanager
     def current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
-        """The decoder with the model's current weights, gathered if they are sharded."""
+        """Yield decoder and cache, with the model's current weights, gathered if sharded."""
         with gathered(self._model):
             decoder, cache = self._ready()
             for linear in decoder.linears():
@@ -179,7 +179,7 @@ def _has_fast_bf16() -> bool:
 
 
 class TorchtuneEngine:
-    """Generation with the model's own forward: slower, for any torchtune decoder.
+    """Generation with the model's own forward: slower, but for any torchtune decoder.
 
     It samples one group at a time, or ``max_rows`` of its rows: the prompt is prefilled once into
     torchtune's KV cache, and its keys and values are then repeated for the rows.
@@ -221,7 +221,7 @@ class TorchtuneEngine:
         prompt: Sequence[int],
         must_stop: Callable[[], bool],
     ) -> tuple[list[int], int]:
-        """Sample rows [n] of one prompt of P tokens until all have ended, or it must stop.
+        """Sample rows [n] of one prompt of P tokens until all have ended or ``must_stop()``.
 
         Returns the lengths at which they ended, 0 for those that did not, and the number of tokens
         sampled for each.
@@ -234,7 +234,7 @@ class TorchtuneEngine:
             return model.output(model.norm(h[:, -1]))  # [b, V]
 
         def forward(tokens: Tensor, at: Tensor) -> Tensor:
-            """tokens [b, s] at positions [s] -> logits [b, V] of the token behind them."""
+            """Map tokens [b, s] at positions [s] to the logits [b, V] of the token after them."""
             mask = (position <= at[:, None]).expand(len(tokens), -1, -1)  # [b, s, P + limit]
             return model(tokens, mask=mask, input_pos=at.expand(len(tokens), -1))
 

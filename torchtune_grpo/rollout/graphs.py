@@ -1,8 +1,8 @@
-"""Decoding steps recorded once per shape and replayed, which spares the host their launches.
+"""Decoding steps recorded once per shape and replayed, which saves the host their launches.
 
-A CUDA graph repeats its kernels on the memory and with the host's numbers of the recorded step.
-So all that a step reads or writes lies in :class:`Buffers`, at the same addresses in all rollouts,
-and its shape is its number of rows alone.
+A CUDA graph repeats its kernels on the recorded step's memory, with the recorded step's numbers
+from the host. So all that a step reads or writes lies in :class:`Buffers`, at the same addresses in
+all rollouts, and a step's shape is its number of rows alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Buffers:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """The beginning of a buffer in some shape, with whatever was left in it; zeros if new."""
+        """Return the beginning of a buffer in ``shape``, with its old contents; zeros if new."""
         size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != dtype:
@@ -48,12 +48,12 @@ class Buffers:
 class StepGraphs:
     """Runs steps of a few shapes many times over, in all rollouts of a run.
 
-    The first steps of a shape, ``EAGER`` of them, run as they are; the next one is recorded, and
-    replayed from then on. A recording is taken to cost what it saves in so many steps: where
-    weights move at each rollout, which drops it, shorter-lived shapes are never recorded. Only what
-    lies in tensors may differ between steps of one shape. A step that cannot be recorded runs as it
-    is, and so do all others from then on.
-    ``record`` runs a step's host code and returns what replays its kernels.
+    The first ``EAGER`` steps of a shape run eagerly; the next one is recorded, and replayed from
+    then on. A recording is assumed to cost what it saves in ``EAGER`` steps: where weights move at
+    each rollout, which drops all recordings, shorter-lived shapes are never recorded. Only the
+    contents of tensors may differ between steps of one shape. If a step cannot be recorded, it and
+    all later ones run eagerly.
+    ``record`` runs a step's host code and returns a function that replays its kernels.
     """
 
     EAGER = 32  # steps
@@ -62,12 +62,12 @@ class StepGraphs:
     def __init__(self, record: Callable[[Step], Step]) -> None:
         self._record = record
         self._replays: dict[Hashable, Step] = {}
-        self._eager: Counter[Hashable] = Counter()  # steps of each shape that ran as they are
+        self._eager: Counter[Hashable] = Counter()  # steps of each shape that ran eagerly
         self._places: list[Any] = []
         self._fails = False
 
     def drop_unless_at(self, tensors: Iterable[Tensor]) -> None:
-        """Drop what was recorded if it would read or write elsewhere than in these tensors."""
+        """Drop all recordings unless these tensors are still the memory they read and write."""
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
         if places != self._places:
             self._drop()
@@ -78,7 +78,7 @@ class StepGraphs:
         self._eager.clear()
 
     def run(self, step: Step, *, shape: Hashable) -> None:
-        """Run a step, or what was recorded of another one of its shape."""
+        """Run a step, or replay the recording of another step of its shape."""
         if self._eager[shape] == self.EAGER and shape not in self._replays and not self._fails:
             self._try_to_record(step, shape)
         if shape in self._replays:
@@ -102,22 +102,22 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Captures steps in CUDA graphs that share a pool of memory, as no two run at once."""
+    """Captures steps in CUDA graphs, which share a pool of memory because no two run at once."""
 
     def __init__(self) -> None:
-        self._graphs: WeakSet[Any] = WeakSet()  # of the pool
+        self._graphs: WeakSet[Any] = WeakSet()  # the pool's users
         self._pool: Any = None
         self._stream: Any = None
 
     def __call__(self, step: Step) -> Step:
-        """Capture a step, which does not run it."""
+        """Capture a step without running it."""
         if not self._graphs:  # torch refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         self._stream = self._stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         # A capture that fails neither leaves its stream nor ends the stream's use of the pool.
         with torch.cuda.stream(self._stream):
-            # Calls of other threads, those of NCCL's watchdog say, do not belong to the capture.
+            # Calls from other threads, such as NCCL's watchdog, do not belong to the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE_BYTES = 16384  # of keys; with the values, and the next of both, it fits any card since Ampere
+_TILE_BYTES = 16384  # of keys; with values and the next tiles of both, fits any card since Ampere
 
 
 def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *layout: Tensor) -> Tensor:
@@ -24,8 +24,8 @@ def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *layout: Tensor) -> Ten
 
 
 def constants(kv_heads: int, *, group: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """What the kernel is compiled for."""
-    padded_dim = max(16, triton.next_power_of_2(head_dim))  # a matrix unit takes no fewer
+    """Return the constants that the kernel is compiled for."""
+    padded_dim = max(16, triton.next_power_of_2(head_dim))  # matrix units need at least 16
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -80,8 +80,8 @@ def _kernel(
     tl.store(new, new_key, mask=in_head)
     tl.store(new + rows_stride, new_value, mask=in_head)
 
-    # The softmax is computed on line, and begins with the new token: ``peak`` is the largest score
-    # so far, ``total`` the sum of exp(score - peak), ``mean`` that of the values so weighted.
+    # An online softmax, which begins with the new token: ``peak`` is the largest score so far,
+    # ``total`` the sum of exp(score - peak), ``mean`` the sum of the values with these weights.
     peak = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
     total = tl.full([PADDED_GROUP], 1.0, tl.float32)
     mean = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32) + new_value.to(tl.float32)

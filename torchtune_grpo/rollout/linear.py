@@ -18,25 +18,25 @@ from torchtune_grpo.models.layers import FusedLoRALinear, PeftDoRALinear
 
 KINDS = (nn.Linear, LoRALinear, FusedLoRALinear, PeftDoRALinear, FrozenNF4Linear, TiedLinear)
 
-# Products of so many rows, or of multiples of eight, waste nothing in a matrix library's kernels.
+# Products of this many rows, or of a multiple of eight, waste nothing in matrix libraries' kernels.
 FEW_ROWS = 4
 
 
 class RolloutLinear:
-    """Linear layers of the same input, computed as one; often just one layer.
+    """Linear layers with the same input, computed as one; often just one layer.
 
     With W their stacked weights, and A and B the LoRA adapters that are not merged,
 
         y = W x + B (A x)
 
-    where [W; A] is one matrix and B another, scaled and block-diagonal: two products, however many
-    layers. Weights in another dtype, quantized or merged ones are copied; :meth:`refresh` updates
-    the copies and :meth:`release` frees them. Several layers that need no copy move their weights
-    into the common matrix, and their parameters become views of it. With ``move=False`` (FSDP owns
-    a sharded model's memory) each layer is a product of its own.
+    where [W; A] is one matrix and B another, scaled and block-diagonal: two products for any number
+    of layers. Weights that have another dtype, are quantized or are merged are copied;
+    :meth:`refresh` updates the copies and :meth:`release` frees them. Several layers that need no
+    copy move their weights into the common matrix, and their parameters become views of it. With
+    ``move=False`` (FSDP owns a sharded model's memory) each layer is a product of its own.
 
     ``merge`` adds LoRA to the weights; DoRA, which scales them, is always merged. ``copy=False``
-    computes copies anew for every product, which is slow and needs no memory.
+    computes copies anew for every product, which is slow but needs no memory.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class RolloutLinear:
         self._copies = copy and any(self._needs_copy(module) for module in modules)
         self._moves = move and copy and len(modules) > 1 and not self._copies
         self._weight: Tensor | None = None  # [out + ranks, in], or [out, in] of a single layer
-        self._a: Tensor | None = None  # [ranks, in], the end of the weight or by itself
+        self._a: Tensor | None = None  # [ranks, in], the last rows of _weight or by itself
         self._b: Tensor | None = None  # [out, ranks]
-        self._bias: Tensor | None = None  # [out], for the end of the weight 0
+        self._bias: Tensor | None = None  # [out], then 0 for A's rows in _weight
 
     def _needs_copy(self, module: Any) -> bool:
         weight = _base_weight(module)
@@ -75,7 +75,7 @@ class RolloutLinear:
         return numel * self._dtype.itemsize if self._copies else 0
 
     def _weight_of(self, module: Any) -> Tensor:
-        """[out, in] of a layer whose weight is not in the common matrix."""
+        """Return the weight [out, in] of a layer that is not in the common matrix."""
         if not self._needs_copy(module):
             return _base_weight(module)
         return _whole_weight(module, merge=self._merge).to(self._dtype)
@@ -86,7 +86,7 @@ class RolloutLinear:
         return self._weight_of(module) if self._weight is None else self._weight[: self.sizes[0]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that a decoding step reads."""
+        """Yield all tensors that a decoding step reads."""
         for held in (self._weight, self._a, self._b, self._bias):
             if held is not None:
                 yield held
@@ -103,7 +103,7 @@ class RolloutLinear:
             self._refresh_bias()
 
     def _kept(self, old: Tensor | None, *shape: int) -> Tensor:
-        """The memory of earlier, whose address CUDA graphs have recorded; zeros at first."""
+        """Return the old memory, whose address CUDA graphs have recorded; zeros the first time."""
         device = _base_weight(self._modules[0]).device
         return torch.zeros(shape, dtype=self._dtype, device=device) if old is None else old
 
@@ -149,7 +149,7 @@ class RolloutLinear:
             self._weight = self._a = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [K, in] -> [K, out] of all layers beside each other; it may be a transposed view."""
+        """Map x [K, in] to [K, out] of all layers side by side, which may be a transposed view."""
         out = sum(self.sizes)
         if self._weight is not None:
             y = _product(x, self._weight, self._bias)
@@ -161,7 +161,7 @@ class RolloutLinear:
         return y if self._b is None else _add_product(y, a, self._b)
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
-        """h [K, out] + the layer of x [K, in]; on CUDA in h's memory."""
+        """Return h [K, out] plus the layer's output for x [K, in]; on CUDA in h's memory."""
         if self._bias is not None:
             return h + self(x)
         h = _add_product(h, x, self._single_weight)
@@ -170,7 +170,7 @@ class RolloutLinear:
         return _add_product(h, _product(x, self._a), self._b)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [K, in] -> [K, out] in float32, unrounded where the device can."""
+        """Map x [K, in] to [K, out] in float32, unrounded where the device can do that."""
         y = float32_product(x, self._single_weight)
         if self._a is not None and self._b is not None:
             y += float32_product(_product(x, self._a), self._b)
@@ -178,7 +178,7 @@ class RolloutLinear:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T; on a CPU as (W x^T)^T, which MKL computes up to twice as fast for few rows."""
+    """Compute x W^T; on a CPU as (W x^T)^T, up to twice as fast in MKL for few rows."""
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = len(x)
@@ -189,19 +189,19 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """y + x W^T; on CUDA into y's memory."""
+    """Compute y + x W^T; on CUDA in y's memory."""
     if x.device.type != "cpu":
         return y.addmm_(x, weight.t())
     return y + _product(x, weight)  # y comes first: sums take its layout
 
 
 def _base_weight(module: Any) -> Tensor:
-    """[out, in] the module's own parameter, without adapters."""
+    """Return the module's own weight [out, in], without adapters."""
     return module.tied_module.weight if isinstance(module, TiedLinear) else module.weight
 
 
 def _whole_weight(module: Any, *, merge: bool) -> Tensor:
-    """[out, in] with what is merged, in float32 at least: a sum is rounded once."""
+    """Return the weight [out, in]; a merged one is float32 at least, so that it is rounded once."""
     if isinstance(module, DoRALinear):
         adapted = _adapted_weight(module)
         return adapted * (module.magnitude / adapted.norm(dim=1))[:, None]
@@ -214,7 +214,7 @@ def _plain(module: Any) -> Tensor:
 
 
 def _adapted_weight(module: LoRALinear | DoRALinear) -> Tensor:
-    """weight + scaling B A, in float32 at least."""
+    """Return weight + scaling B A, in float32 at least."""
     weight = _plain(module)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (part.weight.to(dtype) for part in (module.lora_a, module.lora_b))

@@ -26,7 +26,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rollout is: tokens sampled so far, and its rows."""
+    """The progress of a rollout: tokens sampled so far, and its rows."""
 
     tokens: int
     finished: int
@@ -39,11 +39,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """A group of responses for each prompt: N = B*G rows, prompt-major.
+    """A request for a group of responses to each prompt: N = B*G rows, prompt-major.
 
-    ``keys`` [N] int64 are those of the noise, see :func:`row_keys`: a response depends on its
-    prompt, its key and the policy, and on nothing else. ``decode`` turns token ids to text, and is
-    needed for ``params.stop_strings``. ``report`` is called with the progress now and then.
+    ``keys`` [N] int64 seed the rows' noise, see :func:`row_keys`: a response depends on its prompt,
+    its key and the policy, and on nothing else. ``decode`` turns token ids into text, and is needed
+    for ``params.stop_strings``. ``report`` is called with the progress now and then.
     """
 
     prompts: Sequence[Sequence[int]]  # none of them empty
@@ -69,7 +69,7 @@ class RolloutEngine(Protocol):
 
 
 def must_stop(deadline: float | None) -> Callable[[], bool]:
-    """A function that says, between two tokens, whether a deadline or an interrupt ends a rollout.
+    """Return a function that tells between tokens if a deadline or an interrupt ends a rollout.
 
     ``deadline`` is in seconds from now.
     """
@@ -142,7 +142,7 @@ def _repeat(values: list[Any], times: int) -> list[Any]:
 def decode_responses(
     tokenizer: Any, samples: Samples, *, stop_tokens: Sequence[int], prefill: str = ""
 ) -> list[str]:
-    """Texts of sampled responses as rewards see them: the prefill, then what was sampled.
+    """Decode sampled responses as rewards see them: the prefill, then the sampled text.
 
     A final stop token is not part of the text.
     """
@@ -154,10 +154,10 @@ def decode_responses(
 
 
 def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Decode ids to text, special tokens included; an id that stands for nothing becomes U+FFFD.
+    """Decode ids to text, special tokens included; an unknown id becomes U+FFFD.
 
     Models often have more output rows than their tokenizer has tokens, so that a policy can sample
-    an id that no tokenizer can decode. The ids around one are then decoded in pieces.
+    an id that its tokenizer cannot decode. The ids around it are then decoded in pieces.
     """
     options = _decode_options(tokenizer.decode)
     try:
@@ -169,28 +169,28 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
         return decode_tokens(tokenizer, tokens[:half]) + decode_tokens(tokenizer, tokens[half:])
 
 
-@lru_cache(maxsize=8)  # asked for every token that may end a stop string
+@lru_cache(maxsize=8)  # called for every token that may end a stop string
 def _decode_options(decode: Callable[..., str]) -> dict[str, bool]:
-    """The arguments with which a tokenizer's ``decode`` leaves nothing out."""
+    """Return the arguments with which a tokenizer's ``decode`` leaves nothing out."""
     parameters = inspect.signature(decode).parameters
     return {n: False for n in ("skip_special_tokens", "truncate_at_eos") if n in parameters}
 
 
 class StopStrings:
-    """Finds the token that completes a stop string, wherever the token borders lie."""
+    """Finds the token that completes a stop string, wherever the token boundaries lie."""
 
-    # Tokens in front of the longest stop string, so that cutting a text at a token border (half a
-    # character, a swallowed leading space) cannot change what the string itself is decoded to.
+    # Extra tokens before the longest stop string, so that cutting a text at a token boundary (half
+    # a character, a swallowed leading space) cannot change how the string itself is decoded.
     _MARGIN = 4
 
     def __init__(self, strings: Sequence[str], *, decode: Decode) -> None:
         self._strings = tuple(strings)
         self._decode = decode
-        # Tokens that are looked at; each stands for at least one byte.
+        # The number of tokens to look at; each stands for at least one byte.
         self.window = max(len(s.encode()) for s in strings) + self._MARGIN
 
     def end(self, tokens: Sequence[int], *, start: int) -> int | None:
-        """The first length above ``start`` at which the last token completes a string."""
+        """Return the first length above ``start`` at which the last token completes a string."""
         for length in range(start + 1, len(tokens) + 1):
             window = tokens[max(0, length - self.window) : length]
             text = self._decode(window)

@@ -22,13 +22,13 @@ def filter_logits(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Tensor:
-    """Set every logit [N, V], divided by the temperature, that a filter leaves out to -inf.
+    """Set the logits that a filter leaves out to -inf: [N, V], divided by the temperature.
 
-    top_k keeps the k largest; ties with the k-th are kept too. top_p keeps the smallest set of
-    largest tokens whose probabilities sum to at least top_p (Holtzman et al. 2020,
+    top_k keeps the k largest; ties with the k-th are kept too. top_p keeps the smallest set of the
+    likeliest tokens whose probabilities sum to at least top_p (Holtzman et al. 2020,
     arXiv:1904.09751, section 3.1), among those that top_k leaves. min_p keeps tokens at least min_p
-    times as likely as the likeliest one (Nguyen et al. 2024, arXiv:2407.01082). Without filters it
-    is the same tensor.
+    times as likely as the likeliest one (Nguyen et al. 2024, arXiv:2407.01082). Without filters the
+    same tensor is returned.
     """
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -45,12 +45,12 @@ def filter_logits(
 
 
 def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw with one uniform number per row, exactly for every filter.
+    """Draw tokens with one uniform number per row, exactly under every filter.
 
     The cumulative sum runs over blocks of the vocabulary and then within the block that was hit, so
-    that the vocabulary itself is only read to sum it. Probabilities [N, V] are float32 and sum to
-    about 1; 0 is never drawn. Uniforms [N] are float64 in [0, 1). Returns tokens [N] and their
-    log-probs [N] in float64.
+    that the whole vocabulary is read only to sum it. Probabilities [N, V] are float32 and sum to
+    about 1; a token of probability 0 is never drawn. Uniforms [N] are float64 in [0, 1). Returns
+    tokens [N] and their log-probs [N] in float64.
     """
     vocab = probs.shape[-1]
     if vocab % _BLOCK:
@@ -58,14 +58,14 @@ def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
     # Written as a sum over rows of the transpose, this is fast in either layout of the logits.
     sums = probs.t().unflatten(0, (-1, _BLOCK)).sum(dim=1).t()
     cdf = sums.cumsum(dim=-1, dtype=torch.float64)  # [N, blocks]
-    target = cdf[:, -1:] * uniforms[:, None]  # below the last sum, also when it is rounded
-    # The first sum above the target; that of a NaN is behind the end.
+    target = cdf[:, -1:] * uniforms[:, None]  # below the last sum, even when rounded
+    # The block of the first sum above the target; with NaN it is past the end.
     block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)  # [N, 1]
     before = F.pad(cdf, (1, 0)).gather(-1, block)
     of_block = block[..., None].expand(-1, -1, _BLOCK)
     entries = probs.unflatten(-1, (-1, _BLOCK)).gather(1, of_block)[:, 0]  # [N, _BLOCK]
     within = entries.cumsum(dim=-1, dtype=torch.float64)
-    # Its own sum may be rounded to less than that of the block.
+    # The last of these sums may be rounded to less than the block's sum.
     target = torch.minimum(target - before, within[:, -1:] * (1 - 2**-53))
     offset = torch.searchsorted(within, target, right=True)
     tokens = torch.add(offset, block, alpha=_BLOCK).clamp_(max=vocab - 1)
@@ -74,17 +74,17 @@ def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
 
 
 def bytes_per_logit(params: SamplingParams) -> int:
-    """The most memory of a row's logits and of what :class:`Sampler` makes of them, per entry."""
+    """Return the most bytes per entry of a row's logits and what :class:`Sampler` makes of them."""
     logits = 4 if params.temperature in (0, 1) else 8
     changed = 4 * params.changes_logits
-    drawn = 4 * params.filters + 2 * 4  # filtered; probabilities, and padded to whole blocks
+    drawn = 4 * params.filters + 2 * 4  # filtered; probabilities, and a copy padded to whole blocks
     if params.top_p is not None:
-        drawn = 4 + 4 + 8 + 3 * 4  # of top-k; sorted, with indices; probabilities and two sums
+        drawn = 4 + 4 + 8 + 3 * 4  # after top-k; sorted, with indices; probabilities and two sums
     return logits + max(4 * changed, changed + drawn) + (params.repetition_penalty != 1)
 
 
 class Sampler:
-    """Samples one token per row; stop tokens not before ``min_new_tokens``."""
+    """Samples one token per row; no stop token before ``min_new_tokens``."""
 
     def __init__(
         self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), buffers: Buffers
@@ -106,14 +106,14 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sample from logits [N, V] with uniforms [N], float64 in [0, 1).
 
-        ``counts`` [N] are the tokens that each response has so far, needed if
+        ``counts`` [N] are the numbers of tokens that the responses have so far, needed if
         ``params.changes_logits``; ``seen`` [N, V] bool marks the tokens of prompt and response so
         far, needed by the repetition penalty.
 
-        Returns tokens [N]; their log-probs [N] under the plain ``softmax(logits / temperature)``
-        (temperature 1 when greedy), which the trainer recomputes: the sampler's; and under the
-        distribution that they were drawn from, with penalties and filters (0 when greedy): the
-        behaviour's. Both float32.
+        Returns tokens [N]; the sampler's log-probs [N], which the trainer recomputes, under the
+        plain ``softmax(logits / temperature)`` (temperature 1 when greedy); and the behaviour's
+        log-probs [N], under the distribution that the tokens were drawn from, with penalties and
+        filters (0 when greedy). Both are float32.
         """
         params = self._params
         plain = logits.float()
@@ -138,7 +138,7 @@ class Sampler:
         return tokens, sampler_logprobs, behaviour_logprobs
 
     def _adjust(self, logits: Tensor, *, seen: Tensor | None, counts: Tensor) -> Tensor:
-        """The repetition penalty (it commutes with the temperature), and what is forbidden."""
+        """Apply the repetition penalty (it commutes with temperature) and bar forbidden tokens."""
         params = self._params
         if params.repetition_penalty != 1:
             assert seen is not None, "the engines keep track of it where it is needed"
@@ -186,10 +186,10 @@ def row_keys(
     group_size: int,
     uses: Sequence[int] | None = None,
 ) -> Tensor:
-    """The keys [B*G] int64 of the rows' noise, prompt-major.
+    """Return the keys [B*G] int64 of the rows' noise, prompt-major.
 
     ``prompt_indices`` are the B prompts' positions in the data set. Steps count from 0; evaluation
-    uses -1. A prompt's samples of earlier rounds of the step (``uses`` groups) are counted on.
+    uses -1. Numbering continues after a prompt's samples of earlier rounds (``uses`` groups).
     """
     key = torch.zeros((), dtype=torch.int64)
     prompts = torch.tensor(prompt_indices)[:, None]
@@ -202,7 +202,7 @@ def row_keys(
 
 
 def uniforms(keys: Tensor, count: int) -> Tensor:
-    """The first ``count`` numbers of each row: keys [N] -> [N, count] float64 in [0, 1)."""
+    """Return each row's first ``count`` numbers: keys [N] -> [N, count] float64 in [0, 1)."""
     counter = torch.arange(1, count + 1, device=keys.device)
     bits = _mix(keys[:, None] + counter * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53

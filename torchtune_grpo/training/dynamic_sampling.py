@@ -2,7 +2,7 @@
 
 Source: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2). A step rolls out and scores its
 prompts, then as many further ones as groups failed the filter, and so on, until no group is missing
-or ``max_resamples`` rounds were added. The prompts are the same on any number of ranks.
+or ``max_resamples`` rounds have been added. The prompts are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def passes_filter(
 ) -> Tensor:
     """Whether each group's rewards differ, and their mean is within the bounds: [B] bool.
 
-    A row's reward is the one named ``settings.reward`` or else ``gate``, NaN left out, or the
-    weighted sum.
+    A row's reward is the one named by ``settings.reward`` or else ``gate``, ignoring NaN, or else
+    the weighted sum.
     """
     values = scores.total.view(-1, group_size)
     if (name := settings.reward or gate) is not None:
@@ -51,7 +51,7 @@ class Rounds:
     """The rounds of one step's rollout: iterate over the prompts, and :meth:`add` their results.
 
     Without dynamic sampling there is one round, and all of its groups are kept. Every rank takes
-    part in all rounds; one without a prompt gets one whose rows are not kept.
+    part in all rounds; a rank without a prompt gets one whose rows are not kept.
     ``next_rows(count, skip=n)`` gives rows of the data set, after the step's first n.
     """
 
@@ -92,13 +92,13 @@ class Rounds:
         self.missing -= sum_over_ranks(int(kept.sum()))
 
     def result(self) -> tuple[Trajectory, RewardScores, Tensor]:
-        """All N rows that were sampled, their scores, and whether each is kept, [N] bool."""
+        """Return all N sampled rows, their scores, and whether each is kept, [N] bool."""
         trajectories, scores, kept = zip(*self._parts, strict=True)
         mask = torch.cat(kept).repeat_interleave(self._cfg.grpo_samples)
         return Trajectory.join(trajectories), RewardScores.join(scores), mask
 
     def metrics(self) -> dict[str, float]:
-        """The number of added rounds, the share of groups kept, and the groups still missing."""
+        """Return the numbers of added rounds and missing groups, and the share of groups kept."""
         if not self._cfg.dynamic_sampling.max_resamples:
             return {}
         full = self._cfg.batch_size * world_size()

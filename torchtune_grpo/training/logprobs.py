@@ -1,19 +1,19 @@
 """Rows to per-token log-probs, and weights for the gap between sampler and trainer.
 
-Hidden states -> log-probs of given tokens, never holding ``[tokens, vocab]`` logits.
+Log-probs of given tokens are computed from hidden states, never holding ``[tokens, vocab]`` logits.
 
 Where the output projection is a plain matrix W, the logits of all tokens are made for one block of
 the vocabulary at a time, and a running maximum and sum make the softmax exact, as in flash
 attention. W is read once, and its gradient is written block by block, each block one product over
 all tokens. If W is frozen (LoRA), the forward pass also accumulates ``softmax(logits) W``, which is
-all that the backward pass needs; if W is trained, the backward pass makes each block again. Logits
-are float32 also where W is bf16: rounded to that, one of 16 would be off by up to 1/16, and the
-log-prob of its token as much. Sums over the vocabulary are float32, too: in a likely token's
+all that the backward pass needs; if W is trained, the backward pass recomputes each block. Logits
+are float32 even where W is bf16: rounded to bf16, a logit of 16 would be off by up to 1/16, and so
+would the log-prob of its token. Sums over the vocabulary are float32, too: in a likely token's
 gradient they nearly cancel the target's row of W.
 
 Any other projection (LoRA on the output, a bias, quantized weights) is called on a chunk of tokens
-at a time, and again in the backward pass. Its logits have the dtype that it gives them: in a bf16
-model they are rounded to bf16, and only what follows is float32.
+at a time, and again in the backward pass. Its logits have the dtype that it returns: in a bf16
+model they are rounded to bf16, and only later computations are float32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchtune_grpo.machine.attention import float32_product
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch, dense_mask
 
-# Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last cache, and
-# blocks that the allocator reuses; on a GPU enough for products that fill it.
+# Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last-level cache
+# and in blocks that the allocator reuses; on a GPU enough for products that fill it.
 _CPU_CHUNK_BYTES = 8 * 2**20
 _GPU_CHUNK_BYTES = 128 * 2**20
 _LEAST_COLUMNS = 1024  # narrower blocks cost more in sums over blocks than they save
@@ -48,7 +48,7 @@ def response_logprobs(
     entropy_gradient: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy [n, L] of the response tokens of n rows, float32; 0 where masked.
+    """Compute float32 log-probs and entropy [n, L] of n rows' response tokens; 0 where masked.
 
     For ``chunk_bytes`` see :func:`projection_logprobs`.
     """
@@ -66,7 +66,7 @@ def response_logprobs(
         return torch.stack([logprobs, entropy])  # [2, K]
 
     attention = layout.attention
-    if isinstance(attention, Tensor):  # the mask [b, S, S] is large, and so made when needed
+    if isinstance(attention, Tensor):  # the mask [b, S, S] is large, so it is made late
         attention = dense_mask(attention, model.tok_embeddings.weight.dtype)
     with unembed_with(model, unembed, width=layout.tokens.shape[1]):
         values = model(layout.tokens, mask=attention, input_pos=layout.positions)  # [2, K]
@@ -80,7 +80,7 @@ def response_logprobs(
 def trajectory_logprobs(
     model: TransformerDecoder, micro_batches: Sequence[MicroBatch], *, temperature: float
 ) -> Tensor:
-    """Log-probs [N, L] of a trajectory's rows, in its order, without gradient."""
+    """Compute the log-probs [N, L] of a trajectory's rows, in its order, without gradient."""
     parts = [
         response_logprobs(model, part.layout, temperature=temperature)[0] for part in micro_batches
     ]
@@ -101,7 +101,7 @@ def importance_weights(
     mode: str | None,
     cap: float,
 ) -> Tensor | None:
-    """Weights [n, L] of the policy term, without gradient, 0 where masked; None = unweighted.
+    """Compute the policy term's weights [n, L], no gradient, 0 where masked; None = unweighted.
 
         token_*      w = exp(trainer - behaviour) of each token
         sequence_*   w = exp(sum over the row's tokens of trainer - behaviour)
@@ -128,13 +128,13 @@ def importance_weights(
 
 
 def default_chunk_bytes(device: torch.device, *, tokens: int) -> int:
-    """The default number of bytes of float32 logits that exist at once."""
+    """Return the default number of bytes of float32 logits that exist at once."""
     bytes_at_once = _CPU_CHUNK_BYTES if device.type == "cpu" else _GPU_CHUNK_BYTES
     return max(bytes_at_once, 4 * tokens * _LEAST_COLUMNS)
 
 
 def plain_weight(output: nn.Module) -> Tensor | None:
-    """The output projection [V, D], if it is a plain matrix without bias; else None."""
+    """Return the output projection [V, D] if it is a plain matrix without bias; else None."""
     if isinstance(output, TiedLinear):
         output = output.tied_module
     if type(output) not in (nn.Linear, nn.Embedding) or getattr(output, "bias", None) is not None:
@@ -155,7 +155,7 @@ def projection_logprobs(
     entropy_gradient: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropy in nats under ``softmax(output(h) / temperature)``.
+    """Compute targets' log-probs and entropy (nats) under ``softmax(output(h) / temperature)``.
 
     h is [K, D] and normed; the targets and both results, float32, are [K]. Without ``with_entropy``
     the entropy is 0. ``chunk_bytes`` of float32 logits exist at once; None = the device's default.
@@ -196,7 +196,7 @@ def token_logprobs(
     with_entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`projection_logprobs`, from logits [K, V] of any floating dtype."""
+    """Do the same as :func:`projection_logprobs` from logits [K, V] of any floating dtype."""
     log_p = (logits.float() / temperature).log_softmax(dim=-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     if not with_entropy:
@@ -265,7 +265,7 @@ class _BlockedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """grads: those of the log-probs [K] and the entropy [K]."""
+        """Backpropagate ``grads``, the gradients of the log-probs [K] and the entropy [K]."""
         nothing = (None,) * 5
         if ctx.keep_slope:
             (slope,) = ctx.saved_tensors
@@ -295,9 +295,9 @@ class _BlockedLogprobs(torch.autograd.Function):
 def _blocks(
     weight: Tensor, targets: Tensor, block: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Rows of W [V, D] in blocks of about the same size, at most ``block``, each with its start.
+    """Yield W's rows [V, D] in blocks of about the same size, at most ``block``, after their start.
 
-    And whether each target [K] lies in it [K, 1], and its column there (any if not) [K, 1].
+    Each comes with whether it holds each target, [K, 1], and the target's column or any, [K, 1].
     """
     size = -(-len(weight) // -(-len(weight) // block))
     number, column = targets[:, None] // size, targets[:, None] % size
@@ -306,7 +306,7 @@ def _blocks(
 
 
 def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
-    """The start of a flat buffer as [K, len(w)]; the last block is narrower than the others."""
+    """View the start of a flat buffer as [K, len(w)]; the last block may be narrower."""
     return buffer[: len(h) * len(w)].view(len(h), len(w))
 
 
@@ -317,7 +317,7 @@ def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> T
 
 
 def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
-    """``total += left w`` in float32: the products of a token's blocks nearly cancel."""
+    """Add ``left w`` to ``total`` in float32: the products of a token's blocks nearly cancel."""
     if w.is_cuda and w.dtype != total.dtype:
         total += float32_product(left.to(w.dtype), w.t())
     else:

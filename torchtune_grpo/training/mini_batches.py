@@ -35,7 +35,7 @@ class MiniBatch:
 
     trajectory: Trajectory  # the rows that get a pass, with weights
     parts: list[MicroBatch]
-    num_tokens: int  # trained on, over all ranks, rows without a pass included
+    num_tokens: int  # tokens trained on, over all ranks, including rows without a pass
     old_logprobs: Tensor | None = None  # [N, L]; None: the policy is the one that sampled
 
 
@@ -54,8 +54,8 @@ def mini_batches(
         for batch in batches:
             batch.old_logprobs = batch.trajectory.sampler_logprobs
     else:
-        # The first update's own pass yields its old log-probs. With dropout they would be those of
-        # another policy than the one that sampled, and of another one in each epoch.
+        # The first update's own pass yields its old log-probs. With dropout these would come from a
+        # policy other than the one that sampled, and from a different one in each epoch.
         has_dropout = any(
             isinstance(module, nn.Dropout) or getattr(module, "attn_dropout", 0) > 0
             for module in policy.modules()
@@ -71,7 +71,7 @@ def mini_batches(
 
 
 def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
-    """Deal the groups to the optimizer steps in turn, alike on any number of ranks.
+    """Deal the groups to the optimizer steps in turn, the same way on any number of ranks.
 
     The sampler's order is random already. A step may get no rows on a rank.
     """
@@ -97,7 +97,7 @@ def _mini_batch(
         max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
-    if not loss.needs_all_rows:  # those left out only count in the denominators
+    if not loss.needs_all_rows:  # rows left out only count in the denominators
         assert trajectory.advantages is not None
         trajectory = trajectory.select(trajectory.advantages != 0)
     parts = cut(trajectory, cfg)
@@ -134,7 +134,7 @@ def micro_batches(
     that do not fit are split, and rows of similar length share a pass. ``pack`` lays out rows with
     the same prompt as one, with a dense mask if ``dense``.
 
-    All ranks get equally many, at least one, as a sharded model requires; some may be empty. The
+    All ranks get the same number, at least one, as a sharded model requires; some may be empty. The
     largest comes first: its memory can be reused for the others.
     """
     if token_budget is None:
@@ -189,7 +189,7 @@ def _within_rows(trajectory: Trajectory, *, most: int, rows: int) -> list[list[l
 
 
 def _within_budget(trajectory: Trajectory, *, most: int, budget: int) -> list[list[list[int]]]:
-    """Pack each group into as few rows as fit, then similar ones into micro-batches."""
+    """Pack each group into as few rows as possible, then similar rows into micro-batches."""
     prompts = trajectory.prompt_lengths.tolist()
     inputs = response_inputs(trajectory).tolist()
     packs: list[list[int]] = []

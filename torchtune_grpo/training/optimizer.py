@@ -1,10 +1,10 @@
 """Optimizer steps: in float32 whatever the weights' dtype, at the scheduled rate, if finite.
 
-Near a weight of 0.02 the numbers of bf16 are 1.2e-4 apart, so that every step of 1e-5 would be
-rounded away. Weights in bf16 therefore either have float32 masters, which take the steps and are
-saved in checkpoints, or are rounded at random, up or down with the probability that keeps the mean
-(Zamirai et al. 2020, arXiv:2010.06192), which takes no memory. With masters, gradients are summed
-over micro-batches in float32, too, and otherwise in bf16.
+Near a weight of 0.02, bf16 numbers are 1.2e-4 apart, so that every step of 1e-5 would be rounded
+away. Weights in bf16 therefore either have float32 masters, which take the steps and are saved in
+checkpoints, or are rounded at random, up or down with the probabilities that keep the mean (Zamirai
+et al. 2020, arXiv:2010.06192), which takes no memory. With masters, gradients are also summed over
+micro-batches in float32; otherwise in bf16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchtune_grpo.trajectory import Trajectory
 log = utils.get_logger("INFO")
 
 MASTER = "master"  # in a parameter's state: its value in float32
-_ROUNDED_STEPS = "rounded_steps"  # in the first group, if it rounds: how many steps drew noise
+_ROUNDED_STEPS = "rounded_steps"  # in the first group, if it rounds: number of steps with noise
 MAX_IN_A_ROW = 3  # skipped optimizer steps that stop the run
 
 
@@ -46,8 +46,8 @@ class PolicyOptimizer:
     ) -> dict[str, Any]:
         """Sum the ranks' gradients, clip them, and take the step if they and the loss are finite.
 
-        If they are not, the trajectory that gave them is written to a file. Without a token that
-        was trained on, on any rank, the weights stay as they are. Returns metrics.
+        If they are not, the trajectory that caused it is written to a file. If no rank has a token
+        to train on, the weights stay as they are. Returns metrics.
         """
         parameters = [*self._policy.parameters()]
         reduce_gradients(self._policy)
@@ -65,7 +65,7 @@ class PolicyOptimizer:
         return {"grad_norm": norm, "learning_rate": rate, "nonfinite_steps": self.guard.skipped}
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """What this rank's steps need of a device: for gradients, and for states not yet there."""
+        """Return the bytes of a device that steps will take: gradients, and states not yet made."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         parts = [_local(p) for p in trained if p.device.type == device.type]
         masters = has_masters(self.optimizer)
@@ -74,13 +74,13 @@ class PolicyOptimizer:
 
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the config's optimizer of the trained parameters; step it with :func:`optimizer_step`.
+    """Build the config's optimizer for the trained parameters; :func:`optimizer_step` steps it.
 
     For weights in bf16, ``bf16_stochastic_round: true`` chooses random rounding instead of masters.
-    torchao's own rounding neither works for sharded weights nor is it the same on all ranks.
+    torchao's own rounding does not work for sharded weights and differs between ranks.
     """
-    # A user cannot change what these warn of: a first step with nothing to train on, where only the
-    # schedule moves, and the first step of torchao's 8-bit optimizers.
+    # A user can do nothing about these warnings: a first step with nothing to train on, where only
+    # the schedule moves, and the first step of torchao's 8-bit optimizers.
     warnings.filterwarnings("ignore", message=r"Detected call of .lr_scheduler\.step")
     warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -106,7 +106,7 @@ def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torc
 
 
 def _widen_gradient(parameter: Tensor) -> None:
-    """Make a first micro-batch's gradient float32, so that the others are added to that."""
+    """Make the first micro-batch's gradient float32, so that the others are added in float32."""
     assert parameter.grad is not None
     parameter.grad = parameter.grad.float()
 
@@ -119,7 +119,7 @@ def has_masters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """About the size that its state of some parameters has once it has made a step."""
+    """Estimate the bytes of the optimizer's state for some parameters after its first step."""
     settings, masters = optimizer.defaults, has_masters(optimizer)
     numbers = masters + (len(settings.get("betas", ())) or bool(settings.get("momentum")))
     return sum(numbers * p.numel() * (4 if masters else p.itemsize) for p in parameters)
@@ -127,13 +127,13 @@ def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
 
 @torch.no_grad()
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()``, in float32 where weights are bf16."""
+    """Run ``optimizer.step()``, in float32 where weights are bf16."""
     first = optimizer.param_groups[0]
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if has_masters(optimizer):
         _step_on_copies(optimizer, trained)
     elif _ROUNDED_STEPS in first:
-        # Seeded by the step's number: ranks round alike, and a resumed run repeats it.
+        # Seeded by the step's number: ranks round alike, and a resumed run repeats the noise.
         first[_ROUNDED_STEPS] += 1
         noise = torch.Generator(first["params"][0].device).manual_seed(first[_ROUNDED_STEPS])
         for parameter in trained:  # one at a time: the copies are large
@@ -145,7 +145,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def _step_on_copies(
     optimizer: torch.optim.Optimizer, parameters: list[Tensor], noise: torch.Generator | None = None
 ) -> None:
-    """Step some parameters alone, on float32 copies: masters, or with noise temporary ones."""
+    """Step only some parameters, on float32 copies: masters or, with noise, temporary copies."""
     groups = [group["params"] for group in optimizer.param_groups]
     copies = {p: _float32_copy(optimizer, p) for p in parameters}
     try:
@@ -165,7 +165,7 @@ def _step_on_copies(
 
 
 def _float32_copy(optimizer: torch.optim.Optimizer, p: Tensor) -> nn.Parameter:
-    """A parameter's master, or a new copy, with its gradient and the optimizer's state."""
+    """Return a parameter's master, or a new copy, with its gradient and the optimizer's state."""
     state = optimizer.state.pop(p, {})
     master = state.pop(MASTER, None)
     wide = nn.Parameter(p.detach().float() if master is None else master)
@@ -208,15 +208,15 @@ class NonFiniteError(RuntimeError):
 
 
 def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients, a scalar; infinite or NaN if any of them is."""
+    """Return the norm of all gradients, a scalar; infinite or NaN if any of them is."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class NonFiniteGuard:
-    """Allows or skips each optimizer step, alike on all ranks, and saves batches that were skipped.
+    """Allows or skips each optimizer step, the same on all ranks, and saves skipped batches.
 
-    A batch goes to ``nonfinite/step_<n>.pt`` in ``output_dir``, one file a rank.
+    A batch goes to ``nonfinite/step_<n>.pt`` in ``output_dir``, one file per rank.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -225,7 +225,7 @@ class NonFiniteGuard:
         self.skipped = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The counts: a run that keeps failing also ends when it is restarted."""
+        """Return the counts, so that a run that keeps failing also ends if it is restarted."""
         return {"skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -243,7 +243,7 @@ class NonFiniteGuard:
     ) -> bool:
         """Whether loss and gradient norm are finite on all ranks; if not, save the batch.
 
-        The third time in a row raises a NonFiniteError.
+        Raises a NonFiniteError the third time in a row.
         """
         # The one place in an optimizer step that waits for the GPU.
         finite = bool(loss.isfinite().all() & grad_norm.isfinite().all())
@@ -277,7 +277,7 @@ class NonFiniteGuard:
                 name
                 for name, p in model.named_parameters()
                 if p.grad is not None and not bool(_local(p.grad).isfinite().all())
-            ],  # whose gradients are not finite
+            ],  # those with gradients that are not finite
             "prompts": [*map(str, trajectory.prompts)],
             "completions": trajectory.completions,
             "columns": trajectory.columns,

@@ -1,10 +1,10 @@
 """Layouts of rows for a forward pass: one row each, or groups packed in one.
 
 Packed as ``[beginning, rest of prompt 1, its responses 1 to G, rest of prompt 2, ...]``, a prompt
-is computed once instead of G times, what all prompts begin with (a system prompt) once, and there
-is no padding. A prompt attends to the beginning and itself, a response to its whole prompt and
-itself, causally. On CUDA that is one kernel. Compiled layers, which would be compiled anew for each
-step's lengths, take each group as a row, padded, and a dense mask.
+is computed once instead of G times, a beginning that all prompts share (a system prompt) only once,
+and there is no padding. A prompt attends to the beginning and itself, a response to its whole
+prompt and itself, causally. On CUDA one kernel does this. Compiled layers would be recompiled for
+each step's lengths, so they take each group as a padded row, with a dense mask.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Layout:
     column: Tensor  # [K] at which position
     targets: Tensor  # [K] the response tokens, in the order of response_mask
     response_mask: Tensor  # [n, L] bool
-    # [K] each response token's index in the flat mask [n * L]: finding it in a pass would make the
-    # host wait for the GPU.
+    # [K] each response token's index in the flat mask [n * L]: finding it during a pass would make
+    # the host wait for the GPU.
     place: Tensor
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass, of which there may be none."""
+    """The rows of one forward pass; there may be none."""
 
     numbers: tuple[int, ...]  # [n] the trajectory's rows, on the host
-    rows: Tensor  # [n] and on the device
+    rows: Tensor  # [n] the same on the device
     layout: Layout
 
 
@@ -60,7 +60,7 @@ def row_layout(batch: Trajectory) -> Layout:
     """Lay out each row by itself; with all padding on the right, causal attention is exact."""
     longest = int((batch.prompt_lengths + response_inputs(batch)).max())
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
-    column = batch.prompt_lengths[row] - 1 + offset  # the token before predicts
+    column = batch.prompt_lengths[row] - 1 + offset  # where the token is predicted
     targets = batch.tokens[row, column + 1]
     mask = batch.response_mask
     place = row * mask.shape[1] + offset
@@ -68,9 +68,9 @@ def row_layout(batch: Trajectory) -> Layout:
 
 
 def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
-    """Put rows with the same prompt behind one copy of it; ``packs`` [n], 0, ..., 0, 1, ...
+    """Put rows with the same prompt after one copy of it; ``packs`` [n] is 0, ..., 0, 1, ...
 
-    All packs lie in one row, what all prompts begin with first; ``dense`` ones in a row each.
+    All packs lie in one row after the beginning they share; with ``dense`` each has its own row.
     """
     device = batch.tokens.device
     prompts, inputs = batch.prompt_lengths.tolist(), response_inputs(batch).tolist()
@@ -82,11 +82,11 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
         shared = shared_beginning([tokens[: prompts[row]] for row, tokens in tokens_of])
 
     beginning = range(shared)
-    # The row, its position there, the segment's number and the ranges that it sees.
+    # Each part's row, position in that row, segment number and the ranges that it sees.
     parts: list[tuple[int, int, int, tuple[range, ...]]] = [(heads[0], 0, 0, (beginning,))]
-    starts: list[int] = []  # [b] of each pack in the row
-    predicts: list[int] = []  # [n] the token that predicts each response's first one
-    begins: list[int] = []  # [n] of each response
+    starts: list[int] = []  # [b] start of each pack in the row
+    predicts: list[int] = []  # [n] place of the token that predicts each response's first one
+    begins: list[int] = []  # [n] start of each response
     end = shared
     for head, rows in zip(heads, groups, strict=True):
         starts.append(end)
@@ -128,22 +128,22 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
 
 
 def empty_layout(batch: Trajectory, *, dense: bool) -> Layout:
-    """A pass over two padding tokens, for a rank that only has to take part."""
+    """Lay out two padding tokens, for a rank without rows that has to take part in a pass."""
     nothing = batch.tokens.new_empty(0)
-    tokens = batch.tokens.new_zeros(1, 2)  # of one token, compiled layers would be another graph
+    tokens = batch.tokens.new_zeros(1, 2)  # one token would make compiled layers compile again
     segments = tokens if dense else None
     mask = batch.response_mask[:0]
     return Layout(tokens, segments, segments, nothing, nothing, nothing, mask, nothing)
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
-    """[n] input tokens of each response: those before the last one that is trained on."""
+    """Count each response's input tokens [n]: those before the last one that is trained on."""
     number = torch.arange(batch.response_mask.shape[1], device=batch.tokens.device)
     return (batch.response_mask * number).amax(dim=1)
 
 
 def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask [b, S, S] of segments [b, S], 0 or -inf: every layer would convert a bool one."""
+    """Make the mask [b, S, S] of segments [b, S], 0 or -inf; layers would convert a bool one."""
     query, key = segments[:, :, None], segments[:, None, :]
     hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
     b, width = segments.shape
@@ -195,12 +195,12 @@ def _attend(
     """q, k and v [b, heads, S, hd] -> [b, heads, S, hd]; heads may share keys and values.
 
     Without the kernel, each response needs a copy of the prompt's keys and values; the backward
-    pass makes them again.
+    pass makes these copies again.
     """
     if not isinstance(mask, Segments):
         return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
     attend = partial(segment_attention, segments=mask, dropout=dropout_p)
-    k, v = (x[:, :: x.shape[1] // kv_heads] for x in (k, v))  # torchtune's own repeats them
+    k, v = (x[:, :: x.shape[1] // kv_heads] for x in (k, v))  # torchtune's attention repeats them
     if not torch.is_grad_enabled() or (dropout_p == 0 and has_varlen_kernel(q)):
         return attend(q, k, v)
     return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
@@ -209,6 +209,6 @@ def _attend(
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, dropout: float = 0.0
 ) -> Tensor:
-    """:func:`varlen_attention` of q [1, heads, S, hd] to k and v [1, kv_heads, S, hd]."""
+    """Run :func:`varlen_attention` on q [1, heads, S, hd], k and v [1, kv_heads, S, hd]."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
     return varlen_attention(q, k, v, segments, dropout=dropout).transpose(0, 1)[None]

@@ -46,7 +46,7 @@ log = utils.get_logger("INFO")
 
 
 def should_shard(cfg: GRPOConfig, *, device: torch.device) -> bool:
-    """Whether the model is spread over the ranks, alike on all of them; allocates nothing.
+    """Whether the model is sharded over the ranks, the same on all of them; allocates nothing.
 
     ``distributed.sharding: auto`` shards a model whose weights are all trained, and a frozen base
     with adapters where it would take more than half of a rank's free memory.
@@ -73,11 +73,11 @@ def empty_model(cfg: GRPOConfig) -> TransformerDecoder:
 
 
 def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
-    """Make ``cfg.model`` in ``cfg.dtype``; adapters, if it has any, are float32 and trained alone.
+    """Make ``cfg.model`` in ``cfg.dtype``; only adapters, if any, are trained, and in float32.
 
     The device may be meta.
     """
-    computes = torch.device("cpu") if device.type == "meta" else device  # in bf16, if need be
+    computes = torch.device("cpu") if device.type == "meta" else device  # asked for bf16 support
     dtype = training.get_dtype(cfg.dtype, device=computes)
     with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
@@ -90,9 +90,9 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
 
 
 def load_policy(model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[str, Any]) -> None:
-    """Load a checkpoint's full weights into what :func:`make_policy` made.
+    """Load a checkpoint's full weights into a model from :func:`make_policy`.
 
-    ``cfg.adapter_dir`` is loaded into adapters, or merged into a model without.
+    ``cfg.adapter_dir`` is loaded into the model's adapters, or merged into a model without any.
     """
     adapters = get_adapter_params(model)
     start: dict[str, Tensor] = {}
@@ -118,7 +118,7 @@ def load_policy(model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[
 
 
 class AdapterReference:
-    """The policy without adapters, or with the present ones: no second copy of the weights."""
+    """The policy without adapters, or with its initial ones: no second copy of the weights."""
 
     def __init__(self, policy: TransformerDecoder, *, keep_start: bool = False) -> None:
         self._policy = policy
@@ -198,12 +198,12 @@ def check_model(cfg: GRPOConfig) -> None:
 
 
 def _check_optimizer(cfg: GRPOConfig) -> None:
-    """Make the optimizer and its schedule, and take a step on the run's device, if it is there."""
+    """Make the optimizer and its schedule, and take a step on the run's device, if present."""
     has_card = cfg.device != "cpu" and torch.cuda.is_available()
     weight = nn.Parameter(torch.zeros(2, 2, device=cfg.device if has_card else "cpu"))
     optimizer = instantiate("optimizer", cfg.optimizer, [weight])
     make_lr_scheduler(cfg, optimizer)
-    # torchao compiles a step for each shape, which takes long.
+    # torchao compiles a step for each shape, which is slow.
     if (has_card or cfg.device == "cpu") and not type(optimizer).__module__.startswith("torchao"):
         weight.grad = torch.zeros_like(weight)
         try:
@@ -298,7 +298,7 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
 
 
 def longest_prompt(cfg: GRPOConfig, *, model: Any) -> int:
-    """The most tokens of a prompt that leave room for a response."""
+    """Return the most tokens that a prompt may have if a response is to fit after it."""
     rooms = [model.max_seq_len, (cfg.forward_token_budget or model.max_seq_len) + 1]
     return int(min(rooms)) - cfg.max_generated_tokens
 
@@ -308,8 +308,8 @@ def check_prompts(
 ) -> None:
     """Check that prompts and responses fit the model's context and vocabulary, and the budget.
 
-    ``prompts`` are the tokens of those of the data set with that key. The model may be on the meta
-    device.
+    ``prompts`` are the tokenized prompts of the data set under ``key``. The model may be on the
+    meta device.
     """
     longest, highest_token = max(map(len, prompts)), max(max(each, default=0) for each in prompts)
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
