@@ -15,9 +15,15 @@ def decode_attention(
     slots: Tensor,
     prompt_lengths: Tensor,
     last: Tensor,
+    positions: Tensor,
+    table: Tensor | None,
 ) -> Tensor:
-    """Attention over each row's prompt, response and new token, which it caches."""
-    n, kv = len(heads), rows.shape[2]
+    """Attention over each row's prompt, response and new token, which it rotates and caches."""
+    n, kv, half = len(heads), rows.shape[2], heads.shape[2] // 2
+    if table is not None:
+        cos, sin = table[positions].unbind(dim=1)  # [n, 1, hd] each
+        turned = heads * cos + heads.roll(half, dims=-1) * sin
+        heads = torch.cat([turned[:, :-kv], heads[:, -kv:]], dim=1)
     q, new = heads.tensor_split((heads.shape[1] - 2 * kv,), dim=1)
     rows[:, torch.arange(n), :, last] = new.unflatten(1, (2, kv))
     keys, values = torch.cat([prompts[:, slots], rows[:, :n]], dim=3)  # [n, kv, P + C, hd]

@@ -191,7 +191,7 @@ def test_merged_and_recorded_steps_run_on_the_gpu(merge, small_gpu):
 
 
 @pytest.mark.parametrize(
-    ("way", "decode", "update", "reference"), [("lora", 317, 3268, 567), ("full", 221, 2170, 679)]
+    ("way", "decode", "update", "reference"), [("lora", 268, 3268, 567), ("full", 172, 2170, 679)]
 )
 def test_steps_of_llama_1b_launch_few_operations(
     way: str, decode: int, update: int, reference: int
@@ -199,7 +199,7 @@ def test_steps_of_llama_1b_launch_few_operations(
     with counting_cuda():
         assert counted(lambda: torch.tensor([1, 2], device="cuda")).copies_in == 1
     counts = count(way, rows=32)
-    most = {"decode": decode, "decode_without_kernel": decode + 178, "sampling": 24}
+    most = {"decode": decode, "decode_without_kernel": decode + 227, "sampling": 24}
     for name, at_most in (most | {"update": update, "reference": reference}).items():
         assert at_most / 2 < counts[name].count <= at_most, (name, counts[name].names.most_common())
         assert counts[name].copies_in == 0

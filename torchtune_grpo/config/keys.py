@@ -251,7 +251,7 @@ class GRPOConfig(Keys):
     device: Device = "cuda"
     """cuda, cpu, ..."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of weights and activations; trained weights keep float32 (docs/dtype.md)."""
+    """Dtype of weights and activations; trained weights keep more precision (docs/dtype.md)."""
     distributed: DistributedConfig = DistributedConfig()
     """How several ranks share the work."""
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -8,6 +8,7 @@ the scores over a prompt for all of its rows, which is faster on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,36 +114,38 @@ class KernelAttention:
     The operator takes the token's ``heads`` [n, q heads + 2 kv heads, hd], a layer's cache of
     ``prompts`` and ``rows``, and for each row its prompt's slot, its prompt's length, and the index
     of the new token in its response. It caches the token's key and value, attends to the prompt,
-    the response so far and the token itself, and returns [n, q heads * hd].
+    the response so far and the token itself, and returns [n, q heads * hd]. With a ``table``
+    [T, 2, 1, hd] of rotations it first rotates queries and keys to the token's position.
     """
 
     def __init__(self, at: RowLayout, cache: GroupCache) -> None:
         self.positions = at.positions
-        self._layout, self._cache = (at.slots, at.prompt_lengths, at.last), cache
+        self._layout, self._cache = (at.slots, at.prompt_lengths, at.last, at.positions), cache
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, *, table: Tensor | None = None) -> Tensor:
         """[n, q heads + 2 kv heads, hd] of the new tokens -> [n, q heads * hd]."""
-        cache = self._cache
-        return _decode_attention(heads, cache.prompts[layer], cache.rows[layer], *self._layout)
+        of_layer = self._cache.prompts[layer], self._cache.rows[layer]
+        return _decode_attention(heads, *of_layer, *self._layout, table)
 
 
 OPERATOR = "torchtune_grpo::decode_attention"
 _ARGUMENTS = (
-    "Tensor heads, Tensor prompts, Tensor(a!) rows, Tensor slots, Tensor lengths, Tensor last"
+    "Tensor heads, Tensor prompts, Tensor(a!) rows, Tensor slots, Tensor lengths, Tensor last, "
+    "Tensor positions, Tensor? table"
 )
 torch.library.define(OPERATOR, f"({_ARGUMENTS}) -> Tensor")
 _decode_attention = torch.ops.torchtune_grpo.decode_attention.default
 
 
 @torch.library.impl(OPERATOR, "cuda")
-def _launch(*args: Tensor) -> Tensor:
+def _launch(*args: Any) -> Tensor:
     from torchtune_grpo.rollout.kernel import launch
 
     return launch(*args)
 
 
 @torch.library.register_fake(OPERATOR)
-def _result(heads: Tensor, prompts: Tensor, rows: Tensor, *layout: Tensor) -> Tensor:
+def _result(heads: Tensor, prompts: Tensor, rows: Tensor, *others: Any) -> Tensor:
     return heads.new_empty(len(heads), (heads.shape[1] - 2 * rows.shape[2]) * heads.shape[2])
 
 
@@ -158,8 +161,9 @@ def kernel_runs(shape: CacheShape, *, heads: int) -> bool:
     cache = torch.zeros(size, dtype=shape.dtype, device=device)
     new = cache.new_zeros(1, heads + 2 * shape.kv_heads, shape.head_dim)
     zero = torch.zeros(1, dtype=torch.long, device=device)
+    table = cache.new_zeros(1, 2, 1, shape.head_dim)
     try:
-        _decode_attention(new, cache, cache.clone(), zero, zero, zero)
+        _decode_attention(new, cache, cache.clone(), zero, zero, zero, zero, table)
     except Exception as error:  # Triton raises many types of its own
         first = next(iter(str(error).splitlines()), type(error).__name__)
         log.warning(

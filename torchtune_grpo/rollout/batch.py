@@ -327,7 +327,7 @@ class Transcript:
         return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()
 
     def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
-        """Return all rows, cut to their lengths."""
+        """Return all rows, cut to the longest."""
         sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
         logprobs = [kept[sampled].clone() for kept in self._logprobs]
         return Samples(

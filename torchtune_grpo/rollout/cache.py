@@ -201,11 +201,7 @@ class PromptGrid:
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
         self._zero = torch.zeros((), dtype=shape.dtype, device=shape.device)
-        self._widths = (0, 0)
-
-    @property
-    def prompt_width(self) -> int:
-        return self._widths[0]
+        self.prompt_width = self._width = 0
 
     def update(self, slots: Sequence[int], *, rows: int) -> None:
         """Lay out the live rows, given their slots in the order of places, and padding rows."""
@@ -230,13 +226,13 @@ class PromptGrid:
         self.gather_cells = (index[0, : self.cells], index[1, : self.cells])
         cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
         self.scatter = cell.flatten().to(device)
-        self._widths = (0, 0)  # the bias is out of date
+        self.prompt_width = self._width = 0  # the bias is out of date
 
     def show(self, at: RowLayout, *, prompt_width: int, width: int) -> None:
         """Write the bias if the widths have changed; :meth:`show_last` brings it up to date."""
-        if (prompt_width, width) == self._widths:
+        if (prompt_width, width) == (self.prompt_width, self._width):
             return
-        self._widths = (prompt_width, width)
+        self.prompt_width, self._width = prompt_width, width
         of_prompt = length_mask(at.prompt_lengths, prompt_width)
         of_response = length_mask(at.last + 1, width)
         visible = torch.cat([of_prompt, of_response], dim=1)  # [n, P + C]

@@ -68,6 +68,7 @@ class _Layer:
     out: RolloutLinear
     gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
+    rotates_last: bool  # after the norms of queries and keys, if there are any
 
 
 class NativeDecoder:
@@ -111,6 +112,7 @@ class NativeDecoder:
                 out=linear(layer.attn.output_proj),
                 gate_up=linear(layer.mlp.w1, layer.mlp.w3),
                 down=linear(layer.mlp.w2),
+                rotates_last=layer.attn.q_norm is None or type(layer.attn) is NormFirstAttention,
             )
             for layer in model.layers
         ]
@@ -177,34 +179,38 @@ class NativeDecoder:
     ) -> Tensor:
         """tokens [K] -> hidden states [K, D], before the last norm."""
         h = self._embed(tokens).to(self.dtype)
-        rotations = {
-            id(rotation): rotation.at(attention.positions) for rotation in self._rotations.values()
-        }
+        rotations: dict[int, Rotate] = {}
         for index, layer in enumerate(self._layers):
-            rotate = rotations[id(layer.rotation)]
-            h = _run_layer(layer, h, rotate=rotate, attend=partial(attention, index))
+            rotation, attend = layer.rotation, partial(attention, index)
+            table = rotation.table if layer.rotates_last else None
+            if isinstance(attention, KernelAttention) and table is not None:
+                attend = partial(attend, table=table)
+                h = _run_layer(layer, h, rotate=None, attend=attend)
+                continue
+            if id(rotation) not in rotations:
+                rotations[id(rotation)] = rotation.at(attention.positions)
+            h = _run_layer(layer, h, rotate=rotations[id(rotation)], attend=attend)
         return h
 
 
 def _run_layer(
-    layer: _Layer, h: Tensor, *, rotate: Rotate, attend: Callable[[Tensor], Tensor]
+    layer: _Layer, h: Tensor, *, rotate: Rotate | None, attend: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Run TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
 
     ``attend`` takes queries, keys and values [K, heads + 2 kv heads, hd], and returns
-    [K, heads * hd].
+    [K, heads * hd]. Without ``rotate``, it also rotates.
     """
     module, attn = layer.module, layer.module.attn
     y = layer.qkv(module.sa_norm(h))
     heads = (y.contiguous() if y.stride(-1) != 1 else y).unflatten(-1, (-1, attn.head_dim))
     q, k, _ = heads.split([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], dim=1)
-    norm_first = type(attn) is NormFirstAttention
-    if not norm_first:
+    if rotate and not layer.rotates_last:
         rotate(heads[:, : -attn.num_kv_heads])
     if attn.q_norm is not None:
         q.copy_(attn.q_norm(q))
         k.copy_(attn.k_norm(k))
-    if norm_first:
+    if rotate and layer.rotates_last:
         rotate(heads[:, : -attn.num_kv_heads])
     h = _add(module.sa_scale, layer.out, h, attend(heads))
     x = module.mlp_norm(h)
@@ -230,28 +236,28 @@ class Rotation:
 
     def __init__(self, module: nn.Module | None, *, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
-        self._table: Tensor | None = None  # [T, 2, 1, hd], by position
+        self.table: Tensor | None = None  # [T, 2, 1, hd], by position
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that a decoding step reads."""
-        return [] if self._table is None else [self._table]
+        return [] if self.table is None else [self.table]
 
     def reserve(self, positions: int, *, device: torch.device) -> None:
         """Make the table for positions 0 to ``positions - 1``, unless it is there already."""
         if type(self._module) is not HalfRotation:
             return
-        if self._table is not None and len(self._table) >= positions:
+        if self.table is not None and len(self.table) >= positions:
             return
         turns = self._module.turns(torch.arange(positions, device=device)[None], self._dtype)
-        self._table = torch.stack(turns, dim=2)[0]
+        self.table = torch.stack(turns, dim=2)[0]
 
     def at(self, positions: Tensor) -> Rotate:
         """Return a function that rotates heads [K, H, hd] to ``positions`` [K], in place."""
         if self._module is None:
             return lambda heads: None
-        if self._table is None:
+        if self.table is None:
             return partial(_turn_by, self._module, positions=positions)
-        cos, sin = self._table[positions].unbind(dim=1)
+        cos, sin = self.table[positions].unbind(dim=1)
         return partial(_turn_halves, cos=cos, sin=sin)
 
 

@@ -1,8 +1,8 @@
 """Decoding steps recorded once per shape and replayed, which saves the host their launches.
 
 A CUDA graph repeats its kernels on the recorded step's memory, with the recorded step's numbers
-from the host. So all that a step reads or writes lies in :class:`Buffers`, at the same addresses in
-all rollouts, and a step's shape is its number of rows alone.
+from the host. So all that a step reads or writes, besides weights and caches, lies in
+:class:`Buffers`, at the same addresses in all rollouts, and its shape is its number of rows alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class StepGraphs:
     """
 
     EAGER = 32  # steps
-    MOST = 64  # shapes; when there are more, all are dropped
 
     def __init__(self, record: Callable[[Step], Step]) -> None:
         self._record = record
@@ -88,8 +87,6 @@ class StepGraphs:
             step()
 
     def _try_to_record(self, step: Step, shape: Hashable) -> None:
-        if len(self._replays) == self.MOST:
-            self._drop()
         try:
             self._replays[shape] = self._record(step)
         except RuntimeError as error:

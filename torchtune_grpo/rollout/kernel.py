@@ -3,6 +3,8 @@
 Triton comes with torch's CUDA builds; nothing else imports this module.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 _TILE_BYTES = 16384  # of keys; with values and the next tiles of both, fits any card since Ampere
 
 
-def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *layout: Tensor) -> Tensor:
+def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *others: Any) -> Tensor:
     """Run one program for each row and head of keys and values."""
     kv_heads, width, head_dim = rows.shape[2:]
     group = heads.shape[1] // kv_heads - 2
@@ -19,7 +21,7 @@ def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *layout: Tensor) -> Ten
     sizes = prompts.shape[3], width, head_dim**-0.5
     options = constants(kv_heads, group=group, head_dim=head_dim, itemsize=heads.element_size())
     grid = len(heads), kv_heads
-    _kernel[grid](out, heads, prompts, rows, *layout, *strides, *sizes, **options, num_stages=2)
+    _kernel[grid](out, heads, prompts, rows, *others, *strides, *sizes, **options, num_stages=2)
     return out
 
 
@@ -45,6 +47,8 @@ def _kernel(
     slots,
     prompt_lengths,
     last,
+    token_positions,
+    table,
     token_stride,
     prompts_stride,  # from keys to values
     rows_stride,
@@ -64,13 +68,21 @@ def _kernel(
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
     in_group = (query_heads < GROUP)[:, None] & in_head
-    of_queries = (kv_head * GROUP + query_heads)[:, None] * HEAD_DIM + dims
 
-    token = heads + row * token_stride
-    q = tl.load(token + of_queries, mask=in_group, other=0.0)
-    token += KV_HEADS * GROUP * HEAD_DIM + dims
-    new_key = tl.load(token + kv_head * HEAD_DIM, mask=in_head, other=0.0)
-    new_value = tl.load(token + (KV_HEADS + kv_head) * HEAD_DIM, mask=in_head, other=0.0)
+    queries = heads + row * token_stride + (kv_head * GROUP + query_heads)[:, None] * HEAD_DIM
+    key = heads + row * token_stride + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+    q = tl.load(queries + dims, mask=in_group, other=0.0)
+    new_key = tl.load(key + dims, mask=in_head, other=0.0)
+    new_value = tl.load(key + KV_HEADS * HEAD_DIM + dims, mask=in_head, other=0.0)
+    if table is not None:
+        turn = table + tl.load(token_positions + row) * 2 * HEAD_DIM + dims
+        cos = tl.load(turn, mask=in_head, other=0.0).to(tl.float32)
+        sin = tl.load(turn + HEAD_DIM, mask=in_head, other=0.0).to(tl.float32)
+        partners = (dims + HEAD_DIM // 2) % HEAD_DIM
+        q_partners = tl.load(queries + partners, mask=in_group, other=0.0)
+        key_partners = tl.load(key + partners, mask=in_head, other=0.0)
+        q = (q * cos + q_partners * sin).to(q.dtype)
+        new_key = (new_key * cos + key_partners * sin).to(new_key.dtype)
 
     slot = tl.load(slots + row)
     own = rows + (row * KV_HEADS + kv_head) * width * HEAD_DIM
@@ -107,5 +119,5 @@ def _kernel(
             mean += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             peak = new_peak
     mean /= total[:, None]
-    out += row * KV_HEADS * GROUP * HEAD_DIM
-    tl.store(out + of_queries, mean.to(out.dtype.element_ty), mask=in_group)
+    out += (row * KV_HEADS * GROUP + (kv_head * GROUP + query_heads)[:, None]) * HEAD_DIM
+    tl.store(out + dims, mean.to(out.dtype.element_ty), mask=in_group)

@@ -216,7 +216,7 @@ def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 class NonFiniteGuard:
     """Allows or skips each optimizer step, the same on all ranks, and saves skipped batches.
 
-    A batch goes to ``nonfinite/step_<n>.pt`` in ``output_dir``, one file per rank.
+    Each rank writes its part of a batch to a file in ``output_dir/nonfinite``.
     """
 
     def __init__(self, output_dir: Path) -> None:
