@@ -59,9 +59,9 @@ def test_every_gold_of_gsm8k(llama3_tokenizer, split, num_rows):
     start = time.process_time()
     RewardSet.from_config(MATH).check_data(items, key="dataset")
     assert time.process_time() - start < 5  # 0.6 s by itself, for three rewards and all rows
-    given = [{"index": index, "columns": row} for index, row in enumerate(raw)]
+    given = [{"index": index, "columns": row} for index, row in enumerate(raw[:1000])]
     for node in MATH:  # the worked answers as they stand in the file are refused
-        with pytest.raises(ValueError, match=f"{num_rows} of {num_rows} rows"):
+        with pytest.raises(ValueError, match="1000 of 1000 rows"):
             RewardSet.from_config([node]).check_data(given, key="dataset")
 
 
