@@ -19,7 +19,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 	@echo "Installed. The commands are in $(BIN): \`. $(BIN)/activate\`, then \`tune ls\`."
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal
 
 # Its tests are skipped where it cannot be built.
 $(VENV)/.reasoning-gym: $(STAMP)

@@ -2,8 +2,12 @@
 
 import gc
 import logging
+import os
 
 import pytest
+
+# One thread for each of pytest's workers; forked ranks would hang where torch has started threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A reward under test may close its event loop; what is left there is told of when it is collected,
 # in the middle of some other test.

@@ -124,6 +124,7 @@ def check_stands_alone(folder, *, files):
     assert find_damage(folder) is None
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: ") and "of the base" not in card
+    assert re.search(r"after (1 step|\d+ steps) of GRPO\n", card) and "after 1 steps" not in card
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("3 + 4").input_ids) == "3 + 4"
     modes = {oct(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}

@@ -3,7 +3,10 @@
 import re
 
 import pytest
+from omegaconf import OmegaConf
 from runs import NO_EVALUATION, RECIPE, run, run_tiny, tiny_overrides, tune
+
+from torchtune_grpo.config.command_line import load_config
 
 CONFIG = "llama3_2_1B_lora_grpo"
 SHORT = ["num_steps=1", *NO_EVALUATION]
@@ -76,6 +79,11 @@ def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     done = check(*overrides, "device=cuda", cwd=tmp_path)
     assert done.out.startswith("Note: device=cuda: torch")
     assert done.out.splitlines()[-1] == f"{CONFIG}: no mistake found."
+    folder = tmp_path / "run"  # a run's folder is a config, too
+    folder.mkdir()
+    OmegaConf.save(load_config(CONFIG, overrides), folder / "torchtune_config.yaml")
+    done = run("-m", "torchtune_grpo", "config", "run", cwd=tmp_path)
+    assert done.out.splitlines()[-1] == "run: no mistake found."
 
 
 def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):

@@ -4,9 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from ranks import on_two_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 from torchtune.training import set_default_dtype
 from trajectories import make_groups
@@ -111,6 +115,23 @@ def test_with_masters_gradients_are_summed_in_float32(tmp_path, sharded, node, e
     dtype = torch.float32 if node is ADAMW else torch.bfloat16
     expected = (dtype, [each * (2.0 if sharded else 1.0)])
     assert on_two_ranks(summed, folder=tmp_path) == [expected, expected]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW"])
+def test_what_torch_cannot_fuse_for_sharded_weights_is_named(name):
+    node = OmegaConf.create({"_component_": f"torch.optim.{name}", "lr": 0.1, "fused": True})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, src_data_rank=None))
+        if name == "AdamW":
+            weight.grad = torch.ones_like(weight)
+            make_optimizer(node, [weight]).step()
+            return
+        with pytest.raises(ValueError, match=f"optimizer.fused=True: .* {name} .*fused=false"):
+            make_optimizer(node, [weight])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_weights_in_float32_have_the_optimizer_of_the_config():

@@ -25,7 +25,7 @@ pipeline_tag: text-generation
 - torchtune-grpo
 ---
 
-# {title} after {step} steps of GRPO
+# {title} after {steps} of GRPO
 
 Trained by reinforcement learning from verifiable rewards
 ([GRPO](https://arxiv.org/abs/2402.03300)), with torchtune-grpo on torchtune. Base model: `{base}`.
@@ -88,7 +88,7 @@ def model_card(
         base_model="" if base.startswith("/") else f"base_model: {base}\n",  # the hub takes no path
         title=base.rpartition("/")[2],
         base=base,
-        step=step,
+        steps="1 step" if step == 1 else f"{step} steps",
         start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
         accuracy=compared.headline if compared else "",
         code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base),

@@ -26,13 +26,18 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_config(args: argparse.Namespace) -> DictConfig:
-    """Return the config that the arguments name, without keys that only a custom recipe reads."""
+def named_config(args: argparse.Namespace) -> DictConfig:
+    """Return the config that the arguments name."""
     name, overrides = args.run, list(args.overrides)
     if Path(name).is_dir():
         name, overrides = str(Path(name, CONFIG_FILE)), [f"output_dir={name}", *overrides]
-    cfg = load_config(name, overrides)
-    given = {text.lstrip("~").split("=")[0].split(".")[0] for text in overrides}
+    return load_config(name, overrides)
+
+
+def run_config(args: argparse.Namespace) -> DictConfig:
+    """Return the config that the arguments name, without keys that only a custom recipe reads."""
+    cfg = named_config(args)
+    given = {text.lstrip("~").split("=")[0].split(".")[0] for text in args.overrides}
     own = sorted(map(str, set(cfg) - {*GRPOConfig.model_fields} - given))
     for key in own:
         del cfg[key]
@@ -47,7 +52,9 @@ def config() -> None:
         prog="torchtune-grpo config",
         description="Checks a config as the recipe would, or prints the table of all keys.",
     )
-    parser.add_argument("run", nargs="?", help="name of a shipped config, or a file")
+    parser.add_argument(
+        "run", nargs="?", help="name of a shipped config, a file, or a run's folder"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
     args = parser.parse_intermixed_args()
@@ -57,7 +64,7 @@ def config() -> None:
         if args.run is None:
             print(markdown_tables(table))
             return
-        run = Run(load_config(args.run, args.overrides), table)
+        run = Run(named_config(args), table)
         problems, remarks = run.check()
         run.close()
         for remark in remarks:

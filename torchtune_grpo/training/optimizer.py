@@ -85,6 +85,12 @@ def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torc
     warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = config.instantiate(node, trained)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
+    if is_sharded and node.get("fused") and not isinstance(optimizer, torch.optim.Adam):
+        raise ValueError(
+            f"optimizer.fused=True: torch has no fused {type(optimizer).__name__} for sharded "
+            "weights; set optimizer.fused=false."
+        )
     narrow = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
     if narrow and node.get("bf16_stochastic_round"):
         optimizer.param_groups[0][_ROUNDED_STEPS] = 0
