@@ -29,6 +29,7 @@ log = utils.get_logger("INFO")
 
 MASTER = "master"  # in a parameter's state: its value in float32
 _ROUNDED_STEPS = "rounded_steps"  # in the first group, if it rounds: number of steps with noise
+_MOMENT_BITS = {"8bit": 8.125, "4bit": 4.25, "Fp8": 8.125}  # with the scales of their blocks
 MAX_IN_A_ROW = 3  # skipped optimizer steps that stop the run
 
 
@@ -127,8 +128,14 @@ def has_masters(optimizer: torch.optim.Optimizer) -> bool:
 def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
     """Estimate the bytes of the optimizer's state for some parameters after its first step."""
     settings, masters = optimizer.defaults, has_masters(optimizer)
-    numbers = masters + (len(settings.get("betas", ())) or bool(settings.get("momentum")))
-    return sum(numbers * p.numel() * (4 if masters else p.itemsize) for p in parameters)
+    moments = len(settings.get("betas", ())) or bool(settings.get("momentum"))
+    name = type(optimizer).__name__  # torchao's are named after what a moment takes
+    bits = next((bits for end, bits in _MOMENT_BITS.items() if name.endswith(end)), None)
+    total = 0.0
+    for p in parameters:
+        size = 4 if masters else p.itemsize
+        total += p.numel() * (4 * masters + moments * (size if bits is None else bits / 8))
+    return round(total)
 
 
 @torch.no_grad()
