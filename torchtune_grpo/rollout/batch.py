@@ -191,12 +191,11 @@ class GroupRollout:
     def decode(self) -> None:
         longest = max(row.count for row in self.live)
         self._cache.grow(longest)
+        step, request = partial(self._step, width=longest), self._request
         if self._graphs is None:
-            self._step(width=longest)
+            step()
         else:
-            request = self._request
             constants = (len(request.keys), request.params, tuple(request.stop_tokens))
-            step = partial(self._step, width=longest)
             self._graphs.run(step, shape=(len(self.layout.rows), *constants))
         for row in self.live:
             row.count += 1

@@ -140,11 +140,11 @@ class RowLayout:
     """
 
     rows: Tensor  # [n] numbers
-    last: Tensor  # [n] index of each row's last token among its sampled ones
-    positions: Tensor  # [n] position of that token, prompt included
     places: Tensor  # [n] 0, 1, ..., n - 1
     slots: Tensor  # [n] slots of the rows' prompts; 0 for padding rows, as in all that follow
     prompt_lengths: Tensor  # [n]
+    last: Tensor  # [n] index of each row's last token among its sampled ones
+    positions: Tensor  # [n] position of that token, prompt included
 
     def __init__(
         self, buffers: Buffers, *, places: int, padding_row: int, grid: PromptGrid | None
