@@ -33,7 +33,7 @@ from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer
 CONFIG = "smollm2_135M_grpo"
 QUESTION = "Which is the largest of these numbers: 71, 12, 90, 33?"
 SMALL = """
-batch_size=4 grpo_samples=4 max_generated_tokens=6 dataset.num_samples=16 optimizer.lr=1e-3
+batch_size=2 grpo_samples=4 max_generated_tokens=6 dataset.num_samples=16 optimizer.lr=1e-3
 eval_dataset=null evaluation.every_n_steps=null
 """.split()
 FULL = """
@@ -118,7 +118,7 @@ def test_full_fine_tuning_is_the_same_on_two_ranks_and_in_transformers(folder, t
     (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
     common, own = [f"model_dir={folder}", *SMALL, *FULL, OF_LENGTH], {"PYTHONPATH": str(tmp_path)}
     tune("run", RECIPE, "--config", CONFIG, "output_dir=one", *common, cwd=tmp_path, **own)
-    two = [*common, "output_dir=two", "batch_size=2"]
+    two = [*common, "output_dir=two", "batch_size=1"]
     run_ranks("--config", CONFIG, *two, ranks=2, cwd=tmp_path, **own)
     one, two = (tmp_path / name / "step_000001" for name in ("one", "two"))
     assert weights(two).keys() == weights(folder).keys()
