@@ -102,6 +102,7 @@ def test_all_lengths_are_one_graph_and_single_rows_another(monkeypatch):
     for prompts, responses in (
         ([4, 2], [5, 1, 3, 2, 6, 4]),
         ([9, 3], [2, 2, 7, 9, 1, 1]),
+        ([8, 3], [2, 2, 7, 9, 1, 1]),  # 16 columns, which need no others for alignment
         ([3, 30], [25, 3, 3, 1, 1, 2]),
         ([5], [4, 3, 2]),
         ([8], [1, 6, 2]),
