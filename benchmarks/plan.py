@@ -7,10 +7,10 @@ The settings are the shipped config's, with other seeds, and with each failure p
 planned and then run for 30 steps, on one thread, in a folder of its own below ``--work``; a second
 call continues where the first one was stopped.
 
-Prints one JSON line: per setting the verdict, the prediction and the truth, and how often a plan's
-interval holds the mean of the first steps and the verdict is what 30 steps show. A run has learned
-if the deciding reward's mean over the last five steps is above that of all that the plan sampled by
-0.1 or more.
+Prints one JSON line: per setting the verdict, the prediction and the truth; how many runs of each
+verdict learned; and how many ranges hold the mean of the first ten steps. A run has learned if the
+deciding reward's mean over the last five steps is above that of all that the plan sampled by 0.1 or
+more.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -84,6 +85,19 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
     return found
 
 
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count the runs that learned by verdict, and the ranges that hold what came."""
+    verdicts: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for found in results:
+        learned = found["last"] - found["right"] >= 0.1
+        verdicts[f"{found['verdict']}: {'learned' if learned else 'did not'}"] += 1
+        for name in ("informative", "cut_off"):
+            low, high = found[f"{name}_soon"]
+            held[name] += low <= found[f"{name}/10"] <= high
+    return {"runs": len(results), "verdicts": dict(verdicts), "ranges_that_hold": dict(held)}
+
+
 def main() -> None:
     """Plan and run every setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,7 +109,7 @@ def main() -> None:
     for keys in SETTINGS[args.model]:
         results.append(compare(config, keys, args.work / "_".join([args.model, *keys])))
         print(results[-1], flush=True)
-    report("plan", args, results=results)
+    report("plan", args, results=results, **summary(results))
 
 
 if __name__ == "__main__":
