@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -179,17 +179,15 @@ class NativeDecoder:
     ) -> Tensor:
         """tokens [K] -> hidden states [K, D], before the last norm."""
         h = self._embed(tokens).to(self.dtype)
-        rotations: dict[int, Rotate] = {}
+        rotation_of = cache(lambda rotation: rotation.at(attention.positions))
         for index, layer in enumerate(self._layers):
-            rotation, attend = layer.rotation, partial(attention, index)
-            table = rotation.table if layer.rotates_last else None
+            rotate, attend = None, partial(attention, index)
+            table = layer.rotation.table if layer.rotates_last else None
             if isinstance(attention, KernelAttention) and table is not None:
                 attend = partial(attend, table=table)
-                h = _run_layer(layer, h, rotate=None, attend=attend)
-                continue
-            if id(rotation) not in rotations:
-                rotations[id(rotation)] = rotation.at(attention.positions)
-            h = _run_layer(layer, h, rotate=rotations[id(rotation)], attend=attend)
+            else:
+                rotate = rotation_of(layer.rotation)
+            h = _run_layer(layer, h, rotate=rotate, attend=attend)
         return h
 
 
