@@ -94,9 +94,11 @@ TOKENS_A_SECOND_AT_256_ROWS = 12_627  # vLLM 0.10.2 on an A800, this model
 LOGPROB_GAP = 0.02  # sampler's and trainer's in bf16, on average
 LEAST_SECONDS, MOST_SECONDS = 15, 180  # of a piece
 SMALL_CARD = 23.0  # GiB of a card of 24 GB that a process can have
-# Mean rewards of ten steps each of the same demo on a CPU (two cores, torch 2.13).
+# Mean rewards of ten steps each of the same demo on two cores (2026-11-25, commit 649b1c7):
+# tune run grpo_full_finetune_single_device --config smollm2_135M_grpo num_steps=100 output_dir=OUT
 DEMO_ON_A_CPU = (0.692, 0.948, 0.977, 0.997, 0.994, 0.992, 1.0, 0.998, 0.966, 0.995)
-TESTS = ("unit/test_cuda.py", "unit/test_kernel.py", "unit/test_rollout.py", "recipes/test_gpu.py")
+TESTS = [f"unit/test_{name}.py" for name in ("cuda", "kernel", "rollout")]
+TESTS += [f"recipes/test_{name}.py" for name in ("gpu", "distributed")]
 
 
 @dataclass(frozen=True)
@@ -259,9 +261,9 @@ def decode(
         figures["share_of_bandwidth"] = round(read / step / bandwidth / 1e9, 3)
     if way != "graphs" and rows == bench.sizes.rows[0]:
         figures["kernels"] = kernels_a_step(bench, generate)
-    if (rows, way) == (64, "graphs"):
+    if bench.sizes is REAL and (rows, way) == (64, "graphs"):  # not SmolLM2's
         figures |= target("share_of_bandwidth", figures, at_least=SHARE_AT_64_ROWS)
-    if (rows, way) == (256, "graphs"):
+    if bench.sizes is REAL and (rows, way) == (256, "graphs"):
         figures |= target("tokens_s", figures, at_least=TOKENS_A_SECOND_AT_256_ROWS)
     return figures
 
