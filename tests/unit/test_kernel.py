@@ -27,7 +27,7 @@ GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 HEADS = [(1, 1, 8), (2, 4, 64), (3, 3, 64), (1, 20, 96), (2, 2, 128)]  # kv heads, group, size
-ATOL = {torch.float32: 1e-6, torch.float16: 4e-3}  # of results up to 4
+ATOL = {torch.float32: 1e-6, torch.float16: 1e-3}  # half a unit of results up to 4
 # The last row is for padding: it has no prompt. Some lengths are whole blocks of the kernel.
 PROMPT_LENGTHS, LAST, SLOTS = [300, 17, 17, 128, 0], [0, 149, 64, 1, 100], [0, 2, 2, 1, 0]
 POSITIONS = [300, 166, 81, 129, 100]
