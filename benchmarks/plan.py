@@ -86,7 +86,7 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the runs that learned by verdict, and the ranges that hold what came."""
+    """Count the runs of each verdict that learned, and the ranges that hold the actual mean."""
     verdicts: Counter[str] = Counter()
     held: Counter[str] = Counter()
     for found in results:

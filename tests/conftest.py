@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-# One thread for each of pytest's workers; forked ranks would hang where torch has started threads.
+# One thread per pytest worker: forked ranks hang if torch has already started others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A reward under test may close its event loop; what is left there is told of when it is collected,

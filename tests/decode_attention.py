@@ -1,4 +1,4 @@
-"""What the decoding kernel has to compute, in torch's operators; importing this lets CPUs do it."""
+"""Reference for the decoding kernel, in torch operators; importing it registers it for CPUs."""
 
 import torch
 from torch import Tensor

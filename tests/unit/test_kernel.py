@@ -44,7 +44,7 @@ torch.save({name: (launch(*args), args[2]) for name, args in cases.items()}, sys
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory) -> dict:
-    """The kernel's result, and the cache that it leaves, of all cases."""
+    """The result of each case, and the rows' cache after it, by Triton's interpreter."""
     file = tmp_path_factory.mktemp("interpreted") / "cases.pt"
     cases = product(HEADS, ATOL, (False, True))
     torch.save({(h, d, t): given(*h, dtype=d, turns=t) for h, d, t in cases}, file)
@@ -57,7 +57,7 @@ def interpreted(tmp_path_factory) -> dict:
 def given(
     kv_heads: int, group: int, size: int, *, dtype: torch.dtype, turns: bool, device: str = "cpu"
 ) -> list:
-    """Arguments; what is behind a length is NaN, and the heads are part of a wider product."""
+    """Arguments with NaN after each cached length; the heads are a slice of a wider tensor."""
     generator = torch.Generator().manual_seed(0)
     n, heads = len(LAST), group + 2
 
@@ -80,7 +80,7 @@ def given(
 
 
 def assert_right(out, rows, args, *, atol: float) -> None:
-    """Beside the definition in float64, in what comes out and in what is cached."""
+    """Compare the output and the cache with the reference in float64."""
     tensors = [x if x is None else x.cpu() for x in args]
     wide = [
         x.double().nan_to_num() if x is not None and x.is_floating_point() else x for x in tensors

@@ -169,7 +169,7 @@ OPTIONS = {
 
 
 def record_with(engine: NativeEngine, record) -> None:
-    """Records its steps of each shape from the second one on, which takes attention as one call."""
+    """Records each shape from its second step on, with decoding attention as one operator."""
     decoder, _ = engine._ready()
     decoder.has_kernel, engine._graphs = True, StepGraphs(record)
     engine._graphs.EAGER = 1

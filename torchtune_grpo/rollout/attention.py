@@ -128,7 +128,7 @@ class KernelAttention:
         return _decode_attention(heads, *of_layer, *self._layout, table)
 
 
-# An operator of torch's: profilers and fake tensors see one operation, as a GPU does.
+# A torch operator, so that profilers and fake tensors count one operation, as a GPU does.
 OPERATOR = "torchtune_grpo::decode_attention"
 _ARGUMENTS = (
     "Tensor heads, Tensor prompts, Tensor(a!) rows, Tensor slots, Tensor lengths, Tensor last, "

@@ -72,7 +72,7 @@ class GroupRollout:
 
         places = padded_rows(max_rows)
         prompt_width = cache.rounded(max(len(prompt.tokens) for prompt in prompts))
-        width = 1 if graphs is None else self._longest  # nothing that was recorded may move
+        width = 1 if graphs is None else self._longest  # recorded memory must not move
         cache.reserve(prompts=slots, prompt_width=prompt_width, rows=places, width=width)
         decoder.reserve(cache.rounded(prompt_width + self._longest))
         self._grid = None if decoder.has_kernel else PromptGrid(cache.shape)

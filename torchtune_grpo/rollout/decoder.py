@@ -197,7 +197,7 @@ def _run_layer(
     """Run TransformerSelfAttentionLayer.forward on h [K, D] with another attention.
 
     ``attend`` takes queries, keys and values [K, heads + 2 kv heads, hd], and returns
-    [K, heads * hd]. Without ``rotate``, it also rotates.
+    [K, heads * hd]. If ``rotate`` is None, it also rotates.
     """
     module, attn = layer.module, layer.module.attn
     y = layer.qkv(module.sa_norm(h))

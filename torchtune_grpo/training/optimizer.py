@@ -29,7 +29,7 @@ log = utils.get_logger("INFO")
 
 MASTER = "master"  # in a parameter's state: its value in float32
 _ROUNDED_STEPS = "rounded_steps"  # in the first group, if it rounds: number of steps with noise
-_MOMENT_BITS = {"8bit": 8.125, "4bit": 4.25, "Fp8": 8.125}  # with the scales of their blocks
+_MOMENT_BITS = {"8bit": 8.125, "4bit": 4.25, "Fp8": 8.125}  # per value, with block scales
 MAX_IN_A_ROW = 3  # skipped optimizer steps that stop the run
 
 
@@ -129,7 +129,7 @@ def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
     """Estimate the bytes of the optimizer's state for some parameters after its first step."""
     settings, masters = optimizer.defaults, has_masters(optimizer)
     moments = len(settings.get("betas", ())) or bool(settings.get("momentum"))
-    name = type(optimizer).__name__  # torchao's are named after what a moment takes
+    name = type(optimizer).__name__  # torchao's names end in the width of a moment
     bits = next((bits for end, bits in _MOMENT_BITS.items() if name.endswith(end)), None)
     total = 0.0
     for p in parameters:

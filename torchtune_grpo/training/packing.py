@@ -147,7 +147,7 @@ def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     query, key = segments[:, :, None], segments[:, None, :]
     hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
     b, width = segments.shape
-    columns = aligned(width + 1)  # if they could equal the width, that would be another graph
+    columns = aligned(width + 1)  # never the width: an equal stride is another graph
     mask = torch.zeros(b, width, columns, dtype=dtype, device=segments.device)
     return mask[:, :, :width].masked_fill_(hidden, -torch.inf)
 
