@@ -25,16 +25,18 @@ from torch import Tensor
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchtune_grpo.advantages import reward_advantages
+from torchtune_grpo.cli.entry import parse
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.loss import LossOutput
 from torchtune_grpo.machine.parallel import world_size
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rewards import RewardScores
-from torchtune_grpo.rollout import roll_out
-from torchtune_grpo.run import Run, parse
+from torchtune_grpo.rollout import sample_groups
+from torchtune_grpo.run import Run
+from torchtune_grpo.steps import Steps
 from torchtune_grpo.training import importance_weights, in_order, response_logprobs
 from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
-from torchtune_grpo.training.optimizer import PolicyOptimizer
+from torchtune_grpo.training.teacher import token_advantages
 from torchtune_grpo.trajectory import Trajectory
 
 
@@ -56,24 +58,33 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def setup(self, cfg: DictConfig) -> None:
         """Build everything; mistakes in the config are reported before weights are read."""
         run = self.run
-        checkpoint = run.start()
+        checkpoint = run.prepare_training()
         self.loss = run.loss
         self.model = run.build_policy()
         self.reference = run.build_reference(self.model)
+        self.teacher = run.build_teacher(self.model, self.reference)
         state = run.checkpoints.restore(self.model, checkpoint) if checkpoint else None
         self.engine = run.make_engine(self.model)
         run.prepare_passes(self.model, self.reference)
-        self.optimizer = PolicyOptimizer(self.cfg, self.model)
-        run.begin(self.model, self.optimizer, state)
+        self.optimizer = run.make_optimizer(self.model)
+        self.steps = Steps(run, self.model, self.optimizer, state)
 
     def train(self) -> None:
         """Run the paper's loop. Ctrl-C or SIGTERM ends it between steps, or drops a rollout."""
-        with self.run.session(stop=self._stop):
-            for step in self.run.steps(evaluate=self._evaluate, save=self.save_checkpoint):
+        steps = self.steps
+        with steps.running(save=self.save_checkpoint):
+            if steps.is_evaluation_due:  # of the policy before training
+                self.evaluate()
+            for step in steps:
                 rows = self.rollout(step)  # [B*G], scored and compared; forks may drop some
                 for batch in self.mini_batches(rows, step) * self.cfg.ppo_epochs:
                     with step.timer("time/update"):
                         self.update(batch, step)
+                steps.finish(step)
+                if steps.is_evaluation_due:
+                    self.evaluate()
+                if steps.is_checkpoint_due:
+                    self.save_checkpoint()
 
     def rollout(self, step: StepMetrics) -> Trajectory:
         """Roll out a group for each prompt, score it, and turn rewards into advantages.
@@ -84,7 +95,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         rounds = self.run.rounds()
         for prompts in rounds:
             with step.timer("time/rollout"):
-                rows = self.roll_out(prompts)
+                rows = self.sample(prompts)
             with step.timer("time/reward"):
                 rounds.add(rows, self.score(rows))
         rows, scores, kept = rounds.result()
@@ -93,14 +104,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.objective.mask_truncated_completions:
             mask = mask & ~rows.truncated[:, None]
         rows = replace(rows, advantages=advantages, response_mask=mask)
+        if self.teacher is not None:
+            rows = self.teacher.choose(rows, scores, kept)
         step.add_rollout(rows, scores, group_size=self.cfg.grpo_samples)
         step.add_numbers(rounds.metrics())
         self.run.recorder.groups.rollout(rows, scores)
         return rows.select(kept.nonzero()[:, 0])
 
-    def roll_out(self, prompts: PromptBatch) -> Trajectory:
+    def sample(self, prompts: PromptBatch) -> Trajectory:
         """Sample a group of responses for each prompt: [B*G] rows."""
-        return roll_out(
+        return sample_groups(
             self.engine,
             prompts,
             tokenizer=self.run.tokenizer,
@@ -108,7 +121,8 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             params=self.cfg.sampling_params,
             prefill=self.run.dataset.prefill,
             seed=self.cfg.seed,
-            step=self.run.step,
+            step=self.steps.done,
+            environment=self.run.environment,
             report=self.run.recorder.progress,
         )
 
@@ -120,7 +134,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             columns=rows.columns,
             group_size=self.cfg.grpo_samples,
             completion_ids=rows.completion_ids,
-            trainer_state=self.run.trainer_state,
+            trainer_state=self.steps.trainer_state,
         )
 
     def advantages(self, scores: RewardScores, kept: Tensor) -> Tensor:
@@ -142,7 +156,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         """Deal out the groups to an epoch's optimizer steps, with all log-probs that they need."""
         with step.timer("time/logprobs"):
             return mini_batches(
-                rows, self.cfg, loss=self.loss, policy=self.model, reference=self.reference
+                rows,
+                self.cfg,
+                loss=self.loss,
+                policy=self.model,
+                reference=self.reference,
+                teacher=self.teacher,
             )
 
     def update(self, batch: MiniBatch, step: StepMetrics) -> None:
@@ -150,7 +169,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.model.train()
         loss, seen = torch.zeros((), device=self.run.device), []
         for micro_batch in batch.parts:
-            part = batch.trajectory.select(micro_batch.rows, numbers=micro_batch.numbers)
+            part = batch.trajectory.select(micro_batch.rows, on_host=micro_batch.rows_on_host)
             logprobs, entropy = response_logprobs(
                 self.model,
                 micro_batch.layout,
@@ -166,7 +185,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             loss += output.loss.detach()
             seen.append(logprobs.detach())
         taken = self.optimizer.step(
-            loss, batch.trajectory, num_tokens=batch.num_tokens, step=self.run.step + 1
+            loss, batch.trajectory, num_tokens=batch.num_tokens, step=self.steps.done + 1
         )
         step.add_sum("loss", loss, 1 / world_size())
         step.add_numbers(taken)
@@ -182,16 +201,18 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self, part: Trajectory, *, logprobs: Tensor, old: Tensor | None, entropy: Tensor
     ) -> LossOutput:
         """Compute the share of a micro-batch's n rows in the step's loss; tensors are [n, L]."""
+        assert part.weights is not None  # mini_batches() sets them
+        sampled_with = logprobs if old is None else old  # under the policy that sampled
         return self.loss(
             logprobs=logprobs,
             old_logprobs=old,
             ref_logprobs=part.ref_logprobs,
-            advantages=part.advantages,
+            advantages=token_advantages(part, sampled_with),
             weights=part.weights,
             response_mask=part.response_mask,
             entropy=entropy,
             corrections=importance_weights(
-                trainer_logprobs=logprobs if old is None else old,
+                trainer_logprobs=sampled_with,
                 behaviour_logprobs=part.behaviour_logprobs,
                 response_mask=part.response_mask,
                 mode=self.cfg.objective.sampling_correction,
@@ -199,19 +220,14 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             ),
         )
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Measure the policy on the held-out prompts."""
         self.model.eval()
-        self.run.evaluate(self.engine)
+        self.steps.evaluate(self.engine)
 
     def save_checkpoint(self) -> None:
         """Write the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
-        self.run.save(self.model, self.optimizer)
-
-    def _stop(self) -> None:
-        """After a signal, save what is done and say how to resume."""
-        if self.run.step != self.run.checkpoints.last_step:
-            self.save_checkpoint()
-        self.run.say_how_to_resume()
+        self.steps.save(self.model, self.optimizer)
 
     def cleanup(self) -> None:
         """End what runs beside the recipe: reward processes, loggers, the process group."""

@@ -1,7 +1,7 @@
 """Reinforcement learning with verifiable rewards (GRPO) as a plugin for torchtune."""
 
 # Nothing is imported here: `import torch` loads this module through the plugin hook.
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 TYPE_CHECKING = False  # typing's own would need an import; type checkers know the name
 if TYPE_CHECKING:
     from torchtune_grpo.api import GRPO as GRPO

@@ -1,21 +1,36 @@
 """The command ``torchtune-grpo``, or ``python -m torchtune_grpo``.
 
-``config``, ``evaluate``, ``plan``, ``sample`` and ``report`` are its own; ``ls``, ``cp``, ``cat``,
-``run`` and ``validate`` go to torchtune's command, even where the hook in ``import torch`` is off.
+Words that are not its own go to torchtune's command, even if the hook in ``import torch`` is off.
 """
 
 import importlib
+import platform
 import sys
 
-from torchtune_grpo.config.text import end_on_ctrl_c
+from torchtune_grpo.config.text import end_on_ctrl_c, errors_in_one_line
 
 COMMANDS = {  # name -> its function, and what it does
     "config": ("cli.commands:config", "check a config, or print the table of all keys"),
     "evaluate": ("cli.evaluate:main", "compare held-out answers before and after training"),
     "plan": ("plan:main", "say what a run is going to be like, before its first step"),
     "sample": ("cli.commands:sample", "print what a policy answers"),
+    "push": ("checkpoint.push:main", "upload a run's model to the Hugging Face hub"),
     "report": ("monitor.report:main", "write a run's page"),
 }
+
+
+def print_versions() -> None:
+    """Print the versions on which a bug may depend."""
+    import torch
+
+    from torchtune_grpo.monitor.record import versions
+
+    for name, version in versions().items():
+        print(name.replace("_", "-"), version)
+    print(platform.platform())
+    if torch.version.cuda:  # what torch was built for; a driver may be too old for it
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU found"
+        print(f"CUDA {torch.version.cuda}, {gpu}")
 
 
 def main() -> None:
@@ -23,18 +38,25 @@ def main() -> None:
     end_on_ctrl_c()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
-        del sys.argv[1]
+        sys.argv[:2] = [f"torchtune-grpo {name}"]
         module, _, function = COMMANDS[name][0].partition(":")
-        getattr(importlib.import_module(f"torchtune_grpo.{module}"), function)()
+        with errors_in_one_line():
+            getattr(importlib.import_module(f"torchtune_grpo.{module}"), function)()
         return
     if name in ("-h", "--help"):
         lines = (f"  {command:10}{doc}" for command, (_, doc) in COMMANDS.items())
         print("usage: torchtune-grpo COMMAND ...", "", *lines, sep="\n")
-        print("  ls, cp, cat, run, validate: as `tune` does")
+        print(f"  {'train':10}train a config on one device, with key=value after its name")
+        print("  ls, cp, cat, run, validate: as `tune` does\n  --version: what a bug report needs")
         return
-    from torchtune_grpo.cli.tune import register
+    if name == "--version":
+        print_versions()
+        return
+    from torchtune_grpo.cli.tune import RECIPES, register
 
     register()
+    if name == "train":
+        sys.argv[1:2] = ["run", next(iter(RECIPES)), "--config"]
 
     from torchtune._cli.tune import main as tune
 

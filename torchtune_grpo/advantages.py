@@ -35,11 +35,30 @@ def fill_with_group_means(scores: Tensor, missing: Tensor, *, group_size: int) -
 def total_reward(scores: Tensor, failed: Tensor, weights: Tensor, *, group_size: int) -> Tensor:
     """Return the weighted sum [N] of R rewards [N, R]; in float64, their order does not matter.
 
-    A score is NaN where a reward does not apply, which counts as 0, or has ``failed`` [N, R], which
-    counts as the mean of its group and so favours no row.
+    A score is NaN where a reward does not apply, which adds nothing, or has ``failed`` [N, R],
+    which counts as the mean of its group and so favours no row. The sum is NaN for a row to which
+    no reward with a weight applies: it is not compared with the others.
     """
     filled = fill_with_group_means(scores, failed, group_size=group_size)
-    return (filled.nan_to_num(nan=0.0).double() * weights).sum(dim=1).float()
+    total = (filled.nan_to_num(nan=0.0).double() * weights).sum(dim=1)
+    applies = (~scores.isnan() | failed) & (weights != 0)
+    return total.where(applies.any(dim=1) | (weights == 0).all(), math.nan).float()
+
+
+def group_stds(rewards: Tensor, *, group_size: int) -> Tensor:
+    """Return the std of each group's rewards [N]: [B], 0 if they are equal; NaN is left out."""
+    groups, count = _filled_groups(rewards, group_size)
+    # A row with the mean of the others adds nothing to the sum of squares, but one to its divisor.
+    widened = ((group_size - 1) / (count[:, 0] - 1).clamp(min=1)).sqrt()
+    return (groups - groups[:, :1]).std(dim=1) * widened
+
+
+def _filled_groups(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return rewards [N] as [B, G], NaN filled with its group's mean, and counts of the others."""
+    missing = rewards.isnan()
+    filled = fill_with_group_means(rewards[:, None], missing[:, None], group_size=group_size)
+    count = (~missing).view(-1, group_size).sum(dim=1, keepdim=True)  # [B, 1]
+    return filled.view(-1, group_size), count
 
 
 def group_advantages(
@@ -47,29 +66,24 @@ def group_advantages(
     *,
     group_size: int,
     normalization: str = "group",
-    filled: Tensor | None = None,
 ) -> Tensor:
     """Compare each reward [N] with the others of its group; equal rewards give zeros.
 
-    ``filled`` [N] bool marks rewards that were missing and are their group's mean; the group's std
-    leaves them out. ``max_rl`` raises on every rank if any rank has a negative reward.
+    A row whose reward is NaN is left out: its advantage is 0, and it is not in the group's mean and
+    spread. ``max_rl`` raises on every rank if any rank has a negative reward.
     """
-    groups = rewards.view(-1, group_size)  # [B, G]
+    groups, count = _filled_groups(rewards, group_size)
     # Subtracting one of the rewards first makes equal rewards exactly zero, whatever they are.
     shifted = groups - groups[:, :1]
     centred = shifted - shifted.mean(dim=1, keepdim=True)
     if normalization == "group" and len(groups):
-        std = shifted.std(dim=1, keepdim=True)
-        if filled is not None:
-            others = group_size - filled.view_as(groups).sum(dim=1, keepdim=True)
-            std = std * ((group_size - 1) / (others - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + STD_EPSILON)
+        centred = centred / (group_stds(rewards, group_size=group_size)[:, None] + STD_EPSILON)
     elif normalization == "batch":
-        centred = centred / (_std_over_ranks(rewards) + STD_EPSILON)
-    elif normalization == "leave_one_out":  # r - (sum - r) / (G - 1) = c G / (G - 1)
-        centred = centred * group_size / (group_size - 1)
+        centred = centred / (_std_over_ranks(rewards[~rewards.isnan()]) + STD_EPSILON)
+    elif normalization == "leave_one_out":  # r - (sum - r) / (n - 1) = c n / (n - 1)
+        centred = centred * count / (count - 1).clamp(min=1)
     elif normalization == "max_rl":
-        lowest = min(gather_over_ranks(min(rewards.tolist(), default=0.0)))
+        lowest = min(gather_over_ranks(min(groups.flatten().tolist(), default=0.0)))
         if lowest < 0:
             raise ValueError(
                 f"objective.advantage=max_rl: a completion has the reward {lowest:g}, and means "
@@ -97,9 +111,8 @@ def reward_advantages(
     each reward by itself, sums the results with the weights, and divides by the sums' std over the
     batch, so that a reward with a small spread is not drowned by one with a large spread, and the
     number of rewards does not scale the step (GDPO, arXiv:2601.05242; the sums' mean, which GDPO
-    subtracts, is 0, as each group's mean is). A NaN then counts as the mean of its group, and is
-    left out of the group's std. Groups that are not ``kept`` [N] bool are not part of the batch,
-    and their advantages are 0; None keeps all.
+    subtracts, is 0, as each group's mean is). A NaN is left out of its group. Groups that are not
+    ``kept`` [N] bool are not part of the batch, and their advantages are 0; None keeps all.
     """
     advantages = torch.zeros_like(total)
     rows = torch.ones_like(total, dtype=torch.bool) if kept is None else kept
@@ -107,13 +120,21 @@ def reward_advantages(
     if aggregation == "sum_then_normalize":
         advantages[rows] = normalize(total[rows])
         return advantages
-    missing = scores[rows].isnan()
-    filled = fill_with_group_means(scores[rows], missing, group_size=group_size)
-    columns = zip(filled.unbind(1), missing.unbind(1), strict=True)
-    normalized = [normalize(column, filled=gaps) for column, gaps in columns]
+    normalized = [normalize(column) for column in scores[rows].unbind(1)]
     combined = (torch.stack(normalized, dim=1) * weights).sum(dim=1)
-    advantages[rows] = combined / (_std_over_ranks(combined) + STD_EPSILON)
+    counted = combined[~total[rows].isnan()]
+    advantages[rows] = combined / (_std_over_ranks(counted) + STD_EPSILON)
     return advantages
+
+
+def all_wrong(outcomes: Tensor, *, group_size: int) -> Tensor:
+    """Mark the rows [N] of groups without an outcome [N] above 0; NaN means that there is none.
+
+    A group of which no outcome is known is not marked.
+    """
+    groups = outcomes.view(-1, group_size)  # [B, G]
+    marked = (groups <= 0).any(dim=1) & ~(groups > 0).any(dim=1)
+    return marked.repeat_interleave(group_size)
 
 
 class OutcomeGate:
@@ -142,6 +163,6 @@ class OutcomeGate:
 
 
 def _std_over_ranks(values: Tensor) -> Tensor:
-    """Return the std of all ranks' values; 0 if no group is left."""
+    """Return the std of all ranks' values; 0 if no group, or only one value, is left."""
     everyone = torch.cat(gather_over_ranks(values))
-    return everyone.std() if len(everyone) else everyone.new_zeros(())
+    return everyone.std() if len(everyone) > 1 else everyone.new_zeros(())

@@ -10,6 +10,7 @@ import re
 import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from torchtune import utils
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
 from torchtune_grpo.config import aliases
+from torchtune_grpo.config.check import unknown_key
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.schema import unknown_key
-from torchtune_grpo.config.text import ConfigError, Problems, shortened
+from torchtune_grpo.config.text import ConfigError, noted, shortened
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import read_metrics
@@ -46,8 +47,10 @@ class GRPO:
             evaluation during the run.
         rewards: functions, classes, ``(function, weight)`` pairs, dotpaths, or nodes of a config.
             None: the config's.
+        environment: a class, a node ``{"_component_": Class, "max_turns": 4}``, or several by name.
+        tools: functions that the policy may call; docs/environments.md.
         **keys: keys of the config: ``num_steps=100``; below a node ``loss_kl_coeff=0.0`` or
-            ``loss={"kl_coeff": 0.0}``; a class or function for a component.
+            ``loss={"kl_coeff": 0.0}``; a class or function for a component; ``algorithm="dapo"``.
 
     Raises:
         ConfigError: with all mistakes.
@@ -62,25 +65,28 @@ class GRPO:
         data: Any = None,
         eval_data: Any = None,
         rewards: Sequence[Any] | None = None,
+        environment: Any = None,
+        tools: Sequence[Any] | None = None,
         **keys: Any,
     ) -> None:
-        self.config = load_config(str(config))
+        algorithm = keys.pop("algorithm", None)
+        self.config = load_config(str(config), [f"algorithm={algorithm}"] if algorithm else [])
         self._rows: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}  # data sets, loaded by the first check
+        self._run: Run | None = None  # that of the recipe, if there is one
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
         if data is not None:
             self._set_data("dataset", data)
             self.config.eval_dataset = None  # it is of another task
-        self._foreign = []  # sentences about keys that cannot be set
+        problems = []
         for name, value in keys.items():
             hint = aliases.meaning(name)
             if name in _ARGUMENTS and not isinstance(value, (Mapping, str, type(None))):  # rows
-                hint = None if callable(value) else f"Did you mean {name}?"
+                hint = None if callable(value) else f" Did you mean {name}?"
             if hint is None:
                 _set_key(self.config, name, value)
             else:
-                self._foreign.append(unknown_key(name, value, f"{hint} "))
+                problems.append(unknown_key(name, value, hint))
         if eval_data is not None:
             of_rows = ("source", "split", "data_files", "num_samples")
             form = {k: v for k, v in self.config.dataset.items() if k not in of_rows}
@@ -89,10 +95,16 @@ class GRPO:
         self._rewards: dict[int, Reward] = {}  # rewards that no config can name, by place
         if rewards is not None:
             self._set_rewards(rewards)
+        self._objects: dict[str, Any] = {}  # environments and tools that no config can name, by key
+        if environment is not None:
+            self._set_environment(environment)
+        if tools is not None:
+            paths = [self._path(f"tools.{number}", tool) for number, tool in enumerate(tools)]
+            self.config.tools = paths
         folder = Path(str(self.config.get("output_dir") or ""))
         self._folder = folder.expanduser().resolve()
         self.config.output_dir = str(self._folder)
-        self._check()
+        self._check(problems)
         OmegaConf.set_readonly(self.config, True)  # a change would have no effect
         self._take_folder()
 
@@ -108,7 +120,7 @@ class GRPO:
         """Name a source in the config, or keep rows that are in memory."""
         if OmegaConf.select(self.config, f"{key}._component_") != RLDATASET:
             self.config[key] = {"_component_": RLDATASET}
-        if isinstance(data, Mapping):
+        if isinstance(data, Mapping) and "_component_" in data:
             self.config[key] = _plain(data)
         elif isinstance(data, (str, Path)):
             self.config[key].source = str(data)
@@ -117,7 +129,10 @@ class GRPO:
 
     def _set_rewards(self, rewards: Sequence[Any]) -> None:
         """Name the rewards in the config, and keep those that cannot be imported."""
-        nodes = []
+        if isinstance(rewards, str) or not isinstance(rewards, Sequence):
+            given = shortened(repr(rewards))
+            raise ConfigError(f"rewards={given}: give a list, such as [(function, weight)].")
+        nodes: list[Any] = []
         for number, reward in enumerate(rewards):
             function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
             if isinstance(function, (str, Mapping)):
@@ -126,38 +141,53 @@ class GRPO:
                 continue
             if not callable(function):
                 raise ConfigError(
-                    [
-                        f"rewards[{number}]={shortened(repr(function))}: not a reward; give "
-                        "functions, (function, weight) pairs, dotpaths or nodes of a config."
-                    ]
+                    f"rewards[{number}]={shortened(repr(function))}: not a reward; give functions, "
+                    "(function, weight) pairs, dotpaths or nodes of a config."
                 )
-            dotpath = _dotpath(function)
-            if dotpath is None and inspect.isclass(function):
-                function = function()
             kind = function if hasattr(function, "__name__") else type(function)
-            name = str(kind.__name__)
-            path = dotpath or f"{kind.__module__}.{name}"
+            path, name = _dotpath(function), str(kind.__name__)
+            if path is None:
+                made: Any = function() if inspect.isclass(function) else function
+                self._rewards[number] = Reward(name, made, weight)
+                path = f"{kind.__module__}.{name}"
             nodes.append({"_component_": path, "name": name, "weight": weight})
-            if dotpath is None:
-                self._rewards[number] = Reward(name, function, weight)
         self.config.rewards = nodes
 
-    def _make_run(self, cfg: DictConfig) -> Run:
-        run = Run(cfg, data=self._rows, rewards=self._rewards)
-        vars(run).update(self._loaded)
-        return run
+    def _set_environment(self, given: Any) -> None:
+        """Name environments in the config, and keep those that cannot be imported."""
+        if not isinstance(given, Mapping):
+            given = {"_component_": given}
+        node = {}
+        for name, value in given.items():
+            key = "environment" if name == "_component_" else f"environment.{name}"
+            node[name] = self._path(key, value) if callable(value) else _plain(value)
+        set_key(self.config, "environment", node)
 
-    def _check(self) -> None:
-        problems = Problems(self._foreign)
-        with problems.noted():
-            run = self._make_run(self.config)
-            found, remarks = run.check()
-            run.close()
-            if "RANK" not in os.environ:  # ranks have to agree on what is left out
-                self._loaded = {k: v for k, v in vars(run).items() if k.endswith("dataset")}
+    def _path(self, key: str, component: Any) -> str:
+        """Return the dotpath of a class or function; keep one that cannot be imported."""
+        if not callable(component):
+            return str(component)
+        path = _dotpath(component)
+        if path is None:
+            self._objects[key] = component
+            path = f"{component.__module__}.{getattr(component, '__name__', type(component))}"
+        return path
+
+    def _check(self, problems: list[str]) -> None:
+        """Raise a ConfigError with ``problems`` and all mistakes in the config."""
+        with noted(problems):
+            self._run = self._make_run()
+            found, remarks = self._run.check()
             problems += [*found, *(r for r in remarks if r.startswith("device="))]
+        if problems or "RANK" in os.environ:  # ranks have to agree on what is left out
+            self._drop()
         if problems:
-            raise ConfigError(map(_in_python, problems))
+            raise ConfigError(*map(_in_python, problems))
+
+    def _make_run(self) -> Run:
+        cfg = self.config.copy()
+        OmegaConf.set_readonly(cfg, False)
+        return Run(cfg, data=self._rows, rewards=self._rewards, objects=self._objects)
 
     def _take_folder(self) -> None:
         """Claim ``output_dir`` and write the config there; end the run that had it before."""
@@ -171,10 +201,9 @@ class GRPO:
         claim_output_dir(self._folder)
         file = self._folder / "config.yaml"
         text = f"# tune run grpo_full_finetune_single_device --config {file}\n"
-        for remark in [
-            *(f"rewards[{i}] cannot be imported; move it into a module" for i in self._rewards),
-            *(f"{key} is in memory" for key in self._rows),
-        ]:
+        unnamed = [*(f"rewards[{i}]" for i in self._rewards), *self._objects]
+        remarks = [f"{each} cannot be imported; move it into a module" for each in unnamed]
+        for remark in [*remarks, *(f"{key} is in memory" for key in self._rows)]:
             log.warning(f"`tune run` cannot repeat this run: {remark}.")
             text += f"# But {remark}.\n"
         file.write_text(f"{text}{OmegaConf.to_yaml(self.config)}", encoding="utf-8")
@@ -185,15 +214,15 @@ class GRPO:
         return read_metrics(self._folder)
 
     def plan(self) -> dict[str, Any]:
-        """Print what training is going to be like, and return it: docs/plan.md.
+        """Print what training is going to be like, and return the numbers: docs/plan.md.
 
         Call it before the first step; it changes nothing about the run.
         """
         if self._recipe is not None:
             raise RuntimeError("plan() comes first: close() this run, and make a new GRPO.")
-        numbers = make_plan(self.config, data=self._rows, rewards=self._rewards)
-        print("\n".join(lines(numbers)))
-        return numbers
+        plan = make_plan(self.config, data=self._rows, rewards=self._rewards, objects=self._objects)
+        print("\n".join(lines(plan)))
+        return asdict(plan)
 
     def train(self) -> Path:
         """Train, or go on training, up to ``num_steps``; return the last checkpoint.
@@ -202,7 +231,7 @@ class GRPO:
         """
         recipe = self._set_up()
         run = recipe.run
-        if run.is_over:
+        if recipe.steps.is_over:
             log.warning(
                 f"train: all num_steps={run.cfg.num_steps} are done, or an evaluation ended the "
                 "run. To go on, make a GRPO with more num_steps and resume_from_checkpoint=True."
@@ -211,12 +240,13 @@ class GRPO:
             recipe.train()
         except BaseException:  # perhaps in the middle of a step, half of which is in memory
             with read_write(self.config):
-                self.config.resume_from_checkpoint |= run.checkpoints.last_step > 0
+                if run.checkpoints.last_step > 0:
+                    self.config.resume_from_checkpoint = True
             self._drop()
             raise
         code = run.interrupts.exit_code
         if code == 128 + signal.SIGINT:
-            raise Interrupted(f"after step {run.step}; train() goes on from there")
+            raise Interrupted(f"after step {recipe.steps.done}; train() goes on from there")
         if code:
             raise SystemExit(code)
         return checkpoint_folder(self._folder, run.checkpoints.last_step)
@@ -224,7 +254,7 @@ class GRPO:
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Measure the current policy on ``eval_data``, or on rows or a file like ``data``.
 
-        docs/metrics.md names the numbers.
+        docs/reading_a_run.md names the numbers.
         """
         recipe = self._set_up()
         run = recipe.run
@@ -237,7 +267,7 @@ class GRPO:
         if evaluator is None:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe.model.eval()
-        return evaluator(recipe.engine, state=run.trainer_state).metrics
+        return evaluator(recipe.engine, state=recipe.steps.trainer_state).metrics
 
     def generate(
         self,
@@ -295,7 +325,7 @@ class GRPO:
         self.close()
 
     def __repr__(self) -> str:
-        step = self._recipe.run.step if self._recipe else 0
+        step = self._recipe.steps.done if self._recipe else 0
         state = f"step {step} of {self.config.num_steps}" if self._is_open else "closed"
         return f"GRPO(output_dir={str(self._folder)!r}, {state})"
 
@@ -306,9 +336,7 @@ class GRPO:
             )
         if self._recipe is None:
             atexit.register(parallel.end_process_group)
-            cfg = self.config.copy()
-            OmegaConf.set_readonly(cfg, False)
-            run = self._make_run(cfg)
+            run = self._run = self._run or self._make_run()
             recipe = GRPOFullFinetuneRecipe(run.given, run=run)
             recipe.setup(run.given)
             if "RANK" not in os.environ:
@@ -318,9 +346,9 @@ class GRPO:
 
     def _drop(self) -> None:
         """End the recipe; the ranks stay together for the next one."""
-        recipe, self._recipe = self._recipe, None
-        if recipe is not None:
-            recipe.run.close()
+        run, self._run, self._recipe = self._run, None, None
+        if run is not None:
+            run.close()
 
 
 # Arguments of GRPO that stand for keys of the config.
@@ -334,7 +362,7 @@ def _in_python(problem: str) -> str:
         key = _ARGUMENTS.get(match[1].removesuffix(".source"), match[1].replace(".", "_"))
         return f"Did you mean {'rewards=[(function, weight)]' if '.0.' in match[1] else key}"
 
-    return re.sub(r"Did you mean ([\w.]+)", spelling, problem)
+    return re.sub(r"Did you mean (?!torch)([\w.]+)", spelling, problem)  # no component
 
 
 def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
@@ -344,6 +372,11 @@ def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
         heads = [name[:i] for i, letter in enumerate(name) if letter == "_" and name[:i] in known]
         if heads:
             key = f"{heads[-1]}.{name.removeprefix(f'{heads[-1]}_')}"
+    if key == "model_dir" and not isinstance(value, (str, Path)):
+        raise ConfigError(
+            f"model_dir={shortened(repr(value))}: give the path of the model's folder; "
+            "model.save_pretrained(folder) writes one."
+        )
     set_key(cfg, key, _plain(value))
 
 
@@ -358,8 +391,8 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy's numbers and arrays
         return value.tolist()
     if callable(value):
-        return _dotpath(value) or f"{value!r}"
-    return str(value) if isinstance(value, Path) else value
+        return _dotpath(value) or shortened(repr(value))
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 def _dotpath(component: Any) -> str | None:

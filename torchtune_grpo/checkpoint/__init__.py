@@ -1,1 +1,1 @@
-"""What is saved, so that a resumed run continues, and users can load the result elsewhere."""
+"""Checkpoints, from which a run can be resumed, and which load elsewhere."""

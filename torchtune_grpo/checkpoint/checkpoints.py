@@ -26,14 +26,17 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import load_once, on_first_rank
-from torchtune_grpo.models.adapter import adapter_names, merged_state, save_adapter
-from torchtune_grpo.models.weights import load_weights, save_weights
+from torchtune_grpo.models.adapter import adapter_names, merge_adapter, model_settings, save_adapter
+from torchtune_grpo.models.families import family_of
+from torchtune_grpo.models.weights import hf_config_of, load_weights, save_weights
 from torchtune_grpo.training.optimizer import later_bytes
 
 log = utils.get_logger("INFO")
 
 STATE_FILE = "training_state.pt"
 RUN_CONFIG_FILE = "run_config.json"
+GENERATION_FILE = "generation_config.json"
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BASE_COPY = ".base"  # in a run's folder
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?|config\.json")
 # Files in the base's folder about its own weights, or about how those were made
@@ -52,10 +55,12 @@ _LARGEST_COPY = 100 * 2**20  # bytes; anything larger is weights in some format
 class Checkpoints:
     """A run's checkpoint folders, and the model that it starts from.
 
-    Every rank has to call the methods that save or keep; only the first one writes.
+    Every rank has to call the methods that save or keep; only the first one writes. ``digests``
+    say which rows in memory each data set has.
     """
 
-    def __init__(self, cfg: GRPOConfig) -> None:
+    def __init__(self, cfg: GRPOConfig, *, digests: Mapping[str, str] | None = None) -> None:
+        self._digests = digests or {}
         self._cfg, self._node, self._folder = cfg, cfg.checkpointer, Path(cfg.output_dir)
         self._checkpointer = self._make_checkpointer()
         base = Path(self._node.get("checkpoint_dir", "")).absolute()  # PEFT takes "a/b" as a hub's
@@ -69,19 +74,24 @@ class Checkpoints:
 
     @cached_property
     def _run_config(self) -> dict[str, Any]:
-        return resume.run_config(self._cfg, base_files=self._checkpointer._checkpoint_paths)
+        values = resume.run_config(self._cfg, base_files=self._checkpointer._checkpoint_paths)
+        return {**values, **self._digests}
 
     def base_weights(self) -> dict[str, Any]:
         """Return the weights to start from, with torchtune's names and Hugging Face's row order."""
         return load_weights(self._checkpointer, self._node)
 
-    def keep_base_files(self) -> None:
-        """Copy what saving needs from the base model's folder, which may change or vanish."""
+    def keep_base_files(self, stop_tokens: Sequence[int] = ()) -> None:
+        """Copy what saving needs from the base model's folder, which may change or vanish.
+
+        The copy names the tokens that end the policy's responses.
+        """
         copy = self._folder / BASE_COPY
         failing = f"output_dir={self._folder}: a copy of checkpointer.checkpoint_dir={self._base}"
         remedy = "Mend that folder, or give output_dir room and rights."
         with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
             _copy_base_files(self._base, folder)
+            _name_stop_tokens(folder, stop_tokens)
             shutil.rmtree(copy, ignore_errors=True)
             folder.rename(copy)
         self._base = self._checkpointer._checkpoint_dir = copy
@@ -91,8 +101,15 @@ class Checkpoints:
         """Return the newest undamaged checkpoint; raise a ValueError if there is none."""
         return files.newest_checkpoint(self._folder)
 
-    def to_resume(self) -> Path:
-        """Return the newest undamaged checkpoint; raise a ValueError if it cannot be continued."""
+    def to_resume(self, restarted: bool = False) -> Path | None:
+        """Return the checkpoint to continue; None to start from the base model.
+
+        ``restarted``: by torchrun, which starts a failed rank's group again with the same command.
+        Raises a ValueError if the newest undamaged checkpoint cannot be continued.
+        """
+        wanted = self._cfg.resume_from_checkpoint or ("auto" if restarted else False)
+        if not wanted or (wanted == "auto" and not files.all_checkpoints(self._folder)):
+            return None
         checkpoint = self.newest()
         old, new = _config_of(checkpoint), self._run_config
         remedy = "start afresh with resume_from_checkpoint=False"
@@ -139,11 +156,11 @@ class Checkpoints:
         training_state: Mapping[str, Any],
         *,
         step: int,
-        evaluations: Sequence[Mapping[str, Any]] = (),
+        results: str = "",
     ) -> Path:
         """Write ``step_<n>`` beside the others and rename it into place when it is complete.
 
-        ``training_state`` holds tensors and plain values; ``evaluations`` are for the model card.
+        ``training_state`` holds tensors and plain values; ``results`` is a text for the model card.
         """
         weights = resume.whole_on_first_rank(model.state_dict())
         target = files.checkpoint_folder(self._folder, step)
@@ -152,7 +169,7 @@ class Checkpoints:
             remedy = "Earlier checkpoints are as they were; what was half written is deleted."
             with lock.writing(self._folder):
                 with files.staging(self._folder, failing=str(target), remedy=remedy) as folder:
-                    self._write(folder, model, weights, training_state, step, evaluations)
+                    self._write(folder, model, weights, training_state, step, results)
                     files.publish(folder, target)
                 files.link_best(self._folder, self.best)
 
@@ -181,7 +198,7 @@ class Checkpoints:
         on_first_rank(files.link_best, self._folder, step)
 
     def rehearse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Write a checkpoint as :meth:`save` does, and delete it, so that errors come now.
+        """Write a checkpoint as ``save`` does, and delete it, so that errors come now.
 
         Also fails if the optimizer's later states would not fit on the disk.
         """
@@ -194,7 +211,7 @@ class Checkpoints:
             failing = f"output_dir={self._folder}: a checkpoint, written there on trial,"
             remedy = f"Give it room and rights, or name another folder; or mend {base}."
             with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
-                self._write(folder, model, weights, training_state, 0, ())
+                self._write(folder, model, weights, training_state, 0, "")
                 disk = shutil.disk_usage(folder)
                 if disk.total and disk.free < later:
                     raise OSError(
@@ -211,7 +228,7 @@ class Checkpoints:
         weights: Mapping[str, Tensor],
         training_state: Mapping[str, Any],
         step: int,
-        evaluations: Sequence[Mapping[str, Any]],
+        results: str,
     ) -> None:
         names = adapter_names(model)
         bad = [name for name in names or weights if not weights[name].isfinite().all()]
@@ -223,21 +240,31 @@ class Checkpoints:
         adapter = {name: weights[name].clone() for name in names}
         is_whole = not (adapter and self._cfg.saving.adapter_weights_only)
         if is_whole:
-            merged = merged_state(model, weights) if adapter else dict(weights)
+            merged = merge_adapter(weights, model_settings(model)) if adapter else dict(weights)
             self._write_weights(folder, merged)
         _copy_base_files(self._base, folder)
-        if adapter and self._node.get("model_type") in ("PHI3_MINI", "PHI4"):
-            log.warning("No adapter in PEFT's format: transformers fuses Phi's projections.")
+        has_config = (self._base / "config.json").is_file()
+        hf_config = hf_config_of(self._node) if has_config else {}
+        is_phi = self._node.get("model_type") in ("PHI3_MINI", "PHI4")
+        if adapter and (is_phi or family_of(hf_config).fused):
+            log.warning("No adapter in PEFT's format: transformers fuses this model's projections.")
         elif adapter:
-            save_adapter(folder / "adapter", model, adapter, base_model=self._base_name)
+            save_adapter(
+                folder / "adapter",
+                model,
+                adapter,
+                base_model=self._base_name,
+                hf_config=hf_config,
+            )
         has_adapter = (folder / "adapter").exists()
         card = model_card(
             self._run_config,
-            evaluations,
+            results,
             step,
             self._base_name,
             has_weights=is_whole,
             has_adapter=has_adapter,
+            is_quantized=bool(adapter) and model_settings(model)["quantize_base"],
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         with (folder / STATE_FILE).open("wb") as file:
@@ -288,6 +315,19 @@ def _copy_base_files(base: Path, folder: Path) -> None:
         if not (path.is_dir() or target.exists()) and path.stat().st_size <= _LARGEST_COPY:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
+
+
+def _name_stop_tokens(folder: Path, stop_tokens: Sequence[int]) -> None:
+    """Let ``generate`` end texts where rollouts did: a base's settings may lack its turn's end."""
+    settings, file = json.loads((folder / "config.json").read_text()), folder / GENERATION_FILE
+    given = {key: settings[key] for key in _TOKEN_KEYS if key in settings}
+    if file.exists():
+        given = json.loads(file.read_text())
+    ends = given.get("eos_token_id", [])
+    known = {*ends} if isinstance(ends, list) else {ends} - {None}
+    if not known.issuperset(stop_tokens):
+        ends = sorted(known.union(stop_tokens))
+        file.write_text(json.dumps(given | {"eos_token_id": ends}, indent=2) + "\n")
 
 
 def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Path) -> None:

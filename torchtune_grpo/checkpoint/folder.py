@@ -166,7 +166,7 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Name the first file that differs from what :func:`publish` saw; None if there is none."""
+    """Name the first file that differs from what ``publish`` saw; None if there is none."""
     try:
         lines, _, own = (folder / SUMS_FILE).read_bytes().rpartition(b"# ")
         if own.strip() != hashlib.sha256(lines).hexdigest().encode():

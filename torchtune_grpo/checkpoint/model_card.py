@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
-from torchtune_grpo.evaluation.statistics import Comparison
 
 # Keys of the config that a reader wants to know; each stands for all keys below it.
 _KEYS = (
@@ -29,7 +28,7 @@ pipeline_tag: text-generation
 
 Trained by reinforcement learning from verifiable rewards
 ([GRPO](https://arxiv.org/abs/2402.03300)), with torchtune-grpo on torchtune. Base model: `{base}`.
-{start}{accuracy}
+{start}{results}
 
 ## How to load it
 
@@ -55,23 +54,35 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "{folder}/adapter")
+{quantize}model = PeftModel.from_pretrained(base, "{folder}/adapter")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
+
+_QUANTIZE = """\
+base = base.to(torch.{dtype})
+for module in base.model.layers.modules():
+    if isinstance(module, torch.nn.Linear):  # as the policy's were
+        module.weight.data = to_nf4(module.weight.data).get_original_weight()
+"""
+_SAME = "`adapter/` holds the same as PEFT's adapter of `{base}`."
+_OF_QUANTIZED = """\
+`adapter/` was trained on `{base}` quantized to 4 bits (QLoRA). On the weights in full precision it
+is another policy: use the merged weights."""
 
 
 def model_card(
     config: Mapping[str, Any],
-    evaluations: Sequence[Mapping[str, Any]],
+    results: str,
     step: int,
     base: str,
     *,
     has_weights: bool,
     has_adapter: bool,
+    is_quantized: bool,
 ) -> str:
-    """Return a card's text, given a config by dotted key and the evaluations up to a step.
+    """Return a card's text, given a config by dotted key and what training has changed.
 
     ``base`` is the base model's name on the hub, or an absolute path. A checkpoint has merged
-    weights, or an adapter in PEFT's format, or both.
+    weights, or an adapter in PEFT's format, or both; the adapter's base may be quantized.
     """
     shown = {
         key: config[key]
@@ -80,9 +91,15 @@ def model_card(
         if f"{key}.".startswith(f"{name}.") and "/" not in key  # a file's digest
     }
     folder = checkpoint_folder(Path(), step)
-    compared = Comparison.of_run(evaluations)
     has_start = any(key.startswith("adapter_dir.") for key in config)
-    more = f"\n`adapter/` holds the same as PEFT's adapter of `{base}`.\n"
+    quantize = ""
+    if is_quantized:
+        dtype = "float32" if config["dtype"] == "fp32" else "bfloat16"
+        quantize = _QUANTIZE.format(dtype=dtype)
+    code = (_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base, quantize=quantize)
+    if quantize and not has_weights:
+        code = f"import torch\nfrom torchao.dtypes.nf4tensor import to_nf4\n{code}"
+    more = (_OF_QUANTIZED if is_quantized else _SAME).format(base=base)
     return _HEAD.format(
         library="transformers" if has_weights else "peft",
         base_model="" if base.startswith("/") else f"base_model: {base}\n",  # the hub takes no path
@@ -90,8 +107,8 @@ def model_card(
         base=base,
         steps="1 step" if step == 1 else f"{step} steps",
         start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
-        accuracy=compared.headline if compared else "",
-        code=(_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base),
-        more=more if has_weights and has_adapter else "",
+        results=results,
+        code=code,
+        more=f"\n{more}\n" if has_weights and has_adapter else "",
         config="\n".join(f"{key}: {value}" for key, value in shown.items()),
     )

@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint, and what from its config.
+"""State that a resumed run takes from its checkpoint, and keys that it takes from its config.
 
 Tensors are saved whole, and sharded again for the ranks that resume, whose number may differ.
 """
@@ -37,7 +37,7 @@ FIXED = (
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
 # Files in a model's folder that say what its weights and its texts mean
-_OF_A_MODEL = (
+OF_A_MODEL = (
     *("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
 )
@@ -104,13 +104,13 @@ def _hidden(key: str, value: Any) -> Any:
 
 
 def _identity(key: str, value: Any) -> dict[str, Any]:
-    """Return a path's name, with a digest if it is a file; other values go to :func:`_hidden`."""
+    """Return a path's name, with a digest if it is a file; other values go to ``_hidden``."""
     if not isinstance(value, str) or not os.path.exists(value):
         return {key: _hidden(key, value)}
     path = Path(value)
     if path.is_file():
         return {key: f"{path.name} (sha256 {sha256_of(path)[:16]})"}
-    files = sorted({file for pattern in _OF_A_MODEL for file in path.glob(pattern)})
+    files = sorted({file for pattern in OF_A_MODEL for file in path.glob(pattern)})
     digests = {f"{key}/{file.name}": f"sha256 {sha256_of(file)[:16]}" for file in files}
     return {key: path.name, **digests}
 
@@ -123,13 +123,14 @@ def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, DTensor):
-            value = _plain(value).full_tensor()  # a collective: in the same order on all ranks
+            # A collective: in the same order on all ranks.
+            value = _dequantized(value).full_tensor()
         if rank() == 0:
             result[name] = value.cpu() if isinstance(value, Tensor) else value
     return result
 
 
-def _plain(value: DTensor) -> DTensor:
+def _dequantized(value: DTensor) -> DTensor:
     """Dequantize shards, because NF4 weights and low-bit states cannot be gathered."""
     local = value.to_local()
     if isinstance(local, NF4Tensor):  # to bfloat16, as torchtune's hook does for whole weights
@@ -159,7 +160,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], *, steps: int
 ) -> None:
-    """Load what :func:`optimizer_state` returned on the first rank, however many ranks there were.
+    """Load what ``optimizer_state`` returned on the first rank, however many ranks there were.
 
     The learning rate and other hyperparameters are the config's, as if they had always been: the
     fresh scheduler (or None) takes all ``steps`` that were taken before.

@@ -8,19 +8,22 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo.config import aliases
+from torchtune_grpo.config.check import markdown_table
 from torchtune_grpo.config.command_line import extend_import_path, load_config
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.schema import markdown_tables
-from torchtune_grpo.config.text import ConfigError, errors_in_one_line, visible
+from torchtune_grpo.config.text import ConfigError, to_json, visible
 from torchtune_grpo.machine import parallel
+from torchtune_grpo.rollout.request import RolloutEngine
 from torchtune_grpo.run import Run
 
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+def add_run(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add the arguments that name a run and change its config."""
-    parser.add_argument("run", help="name of a shipped config, a file, or the folder of a run")
+    told = "name of a shipped config, a file, or the folder of a run"
+    parser.add_argument("run", nargs=nargs, help=told)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the config, as for `tune run`"
     )
@@ -46,32 +49,36 @@ def run_config(args: argparse.Namespace) -> DictConfig:
     return cfg
 
 
+def load_engine(run: Run, checkpoint: Path | None) -> RolloutEngine:
+    """Load a checkpoint's weights, or those before training (None), and say which these are."""
+    if parallel.rank() == 0:
+        start = filter(None, [run.cfg.checkpointer.checkpoint_dir, run.cfg.adapter_dir])
+        print(f"Weights: {checkpoint or ' with '.join(start)}")
+    return run.load_engine(checkpoint)
+
+
 def config() -> None:
     """``torchtune-grpo config``: checks a config as the recipe would, without loading a model."""
-    parser = argparse.ArgumentParser(
-        prog="torchtune-grpo config",
-        description="Checks a config as the recipe would, or prints the table of all keys.",
-    )
-    parser.add_argument(
-        "run", nargs="?", help="name of a shipped config, a file, or a run's folder"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
+    parser = argparse.ArgumentParser(description="Checks a config, or prints all keys.")
+    add_run(parser, nargs="?")
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
+    parser.add_argument(
+        "--coming-from", action="store_true", help="print what TRL, verl or unsloth call the keys"
+    )
     args = parser.parse_intermixed_args()
-    with errors_in_one_line():
-        extend_import_path()
-        table = _get_component_from_path(args.table) if args.table else GRPOConfig
-        if args.run is None:
-            print(markdown_tables(table))
-            return
-        run = Run(named_config(args), table)
-        problems, remarks = run.check()
-        run.close()
-        for remark in remarks:
-            print(f"Note: {remark}", flush=True)
-        if problems:
-            raise ConfigError(problems)
-        print(f"{args.run}: no mistake found.")
+    extend_import_path()
+    table = _get_component_from_path(args.table) if args.table else GRPOConfig
+    if args.coming_from or args.run is None:
+        print(aliases.markdown() if args.coming_from else markdown_table(table))
+        return
+    run = Run(named_config(args), table)
+    problems, remarks = run.check()
+    run.close()
+    for remark in remarks:
+        print(f"Note: {remark}", flush=True)
+    if problems:
+        raise ConfigError(*problems)
+    print(f"{args.run}: no mistake found.")
 
 
 def sample() -> None:
@@ -85,28 +92,26 @@ def sample() -> None:
     weights are those of the newest checkpoint in ``output_dir``; before the first checkpoint, or
     with ``--base``, those that training starts from. A model's folder can replace the config.
     """
-    parser = argparse.ArgumentParser(
-        prog="torchtune-grpo sample", description="Prints what a policy answers."
-    )
+    parser = argparse.ArgumentParser(description="Prints what a policy answers.")
     add_run(parser)
     parser.add_argument("--prompt", action="append", default=[], help="may be repeated")
     parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
     parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
     parser.add_argument("--base", action="store_true", help="take the weights before training")
     args = parser.parse_intermixed_args()
-    with errors_in_one_line():
-        if Path(args.run, "config.json").is_file():
-            # New adapters change nothing. There is no run, so output_dir need not exist.
-            model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
-            data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
-            args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
-        cfg = run_config(args)
-        if cfg.dataset._component_.endswith(".RLDataset") and cfg.dataset.get("source") is None:
-            _do_without_data(cfg, args)
-        run = Run(cfg)
-        run.join()
-        _print_samples(run, args)
-        run.close()
+    if Path(args.run, "config.json").is_file():
+        # New adapters change nothing. There is no run, so output_dir need not exist.
+        model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
+        data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
+        args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
+    cfg = run_config(args)
+    has_rows = cfg.dataset.get("source") is not None or cfg.dataset.get("rows") is not None
+    if cfg.dataset._component_.endswith(".RLDataset") and not has_rows:
+        _do_without_data(cfg, args)
+    run = Run(cfg)
+    run.prepare_model()
+    _print_samples(run, args)
+    run.close()
 
 
 def _do_without_data(cfg: DictConfig, args: argparse.Namespace) -> None:
@@ -124,7 +129,7 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
     items = run.items_of(args.prompt) if args.prompt else [run.dataset[i] for i in range(count)]
     group_size = args.samples or run.cfg.grpo_samples
     rows = run.answer(
-        run.load_engine(None if args.base else run.newest_checkpoint()),
+        load_engine(run, None if args.base else run.newest_checkpoint()),
         items,
         group_size=group_size,
         params=run.cfg.sampling_params,
@@ -138,11 +143,14 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
             columns=rows.columns,
             completion_ids=rows.completion_ids,
         )
-        verdicts = [f", reward {total:.3f}" for total in scores.total.tolist()]
+        totals = to_json(scores.total)  # None where no reward applies
+        verdicts = [
+            ", not scored" if total is None else f", reward {total:.3f}" for total in totals
+        ]
     for row, completion in enumerate(rows.completions):
         if row % group_size == 0:
             print(f"\n=== {visible(rows.prompts[row])}")
-        length = int(rows.response_lengths[row])
+        length = int(rows.sampled_lengths[row])
         cut = ", cut off" if rows.truncated[row] else ""
         print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{verdicts[row]}")
         print(visible(completion))

@@ -1,4 +1,4 @@
-"""What training has changed, on held-out prompts, with intervals and a paired test.
+"""Compare the weights before and after training on held-out prompts.
 
     torchtune-grpo evaluate OUTPUT_DIR --samples 8 --by level
     torchrun --nproc_per_node 2 -m torchtune_grpo evaluate my_config.yaml --base
@@ -11,7 +11,6 @@ docs/evaluation.md. ``key=value`` and ``~key`` change the config, as for ``tune`
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import re
 from collections.abc import Mapping
@@ -22,9 +21,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
-from torchtune_grpo.cli.commands import add_run, run_config
+from torchtune_grpo.cli.commands import add_run, load_engine, run_config
 from torchtune_grpo.config.command_line import apply_override
-from torchtune_grpo.config.text import errors_in_one_line, plain, visible
+from torchtune_grpo.config.text import to_json, visible
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.rewards import (
@@ -40,8 +39,7 @@ LENIENT = "last_number"  # the grader beside math_correctness_reward
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="torchtune-grpo evaluate",
-        description="Answers held-out prompts before and after training, and compares.",
+        description="Answers held-out prompts before and after training, and compares."
     )
     add_run(parser)
     which = parser.add_mutually_exclusive_group()
@@ -59,21 +57,19 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
     args = parser.parse_intermixed_args()
-    with errors_in_one_line():
-        run = _run(args)
+    run = _run(args)
+    if args.output is not None:
+        args.output.touch()  # an unwritable file fails now, not after an hour of answers
+    report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
+    run.close()
+    if parallel.rank() == 0:
+        count, temperature = report["samples"], report["temperature"]
+        sampled = f", {count} samples each at temperature {temperature:g}" if count else ""
+        print(f"Greedy answers{sampled}. [95 % interval over prompts]")
+        print(*comparison_tables(report["groups"]), *shown(report, args.show), sep="\n")
         if args.output is not None:
-            args.output.touch()  # an unwritable file fails now, not after an hour of answers
-        report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
-        run.close()
-        if parallel.rank() == 0:
-            count, temperature = report["samples"], report["temperature"]
-            sampled = f", {count} samples each at temperature {temperature:g}" if count else ""
-            print(f"Greedy answers{sampled}. [95 % interval over prompts]")
-            print("\n".join(comparison_tables(report["groups"])))
-            print("\n".join(shown(report, args.show)))
-            if args.output is not None:
-                args.output.write_text(json.dumps(plain(report), indent=1), encoding="utf-8")
-        parallel.end_process_group()
+            args.output.write_text(json.dumps(to_json(report), indent=1), encoding="utf-8")
+    parallel.end_process_group()
 
 
 def _run(args: argparse.Namespace) -> Run:
@@ -104,7 +100,7 @@ def evaluate(
     Prompts are grouped by their values in the column ``by``. docs/evaluation.md describes the
     report that is returned.
     """
-    run.join()
+    run.prepare_model()
     cfg, weights = run.cfg, _weights(run, base=base, checkpoint=checkpoint)
     _add_lenient_grader(run)
     dataset, evaluator = run.eval_dataset, run.evaluator
@@ -116,8 +112,7 @@ def evaluate(
     for who, folder in weights.items():
         step = step_of(folder) if folder else 0
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
-        gc.collect()  # free one policy's memory before the next one is loaded
-        found[who] = evaluator(run.load_engine(folder), state=state)
+        found[who] = evaluator(load_engine(run, folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
     graders = [n for n in run.rewards.names if n in (found["before"].reward, LENIENT)]
     return {
@@ -153,8 +148,7 @@ def _add_lenient_grader(run: Run) -> None:
     """Add the lenient grader, with weight 0, where the deciding reward reads answer tags."""
     rewards = run.rewards
     functions = {each.name: each.function for each in rewards.rewards}
-    decider = rewards.decider(run.cfg.evaluation.reward)
-    if functions.get(decider) is math_correctness_reward and LENIENT not in functions:
+    if functions.get(rewards.decider.name) is math_correctness_reward and LENIENT not in functions:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
 
 
@@ -168,6 +162,6 @@ def shown(report: Mapping[str, Any], number: int) -> list[str]:
         for who, answered in report["answers"].items():
             answer = answered[row]["greedy"]
             score = answer["scores"][grader]
-            verdict = names.get(score, f"reward {score:.3f}")
+            verdict = "not scored" if score is None else names.get(score, f"reward {score:.3f}")
             lines += [f"--- {who}: {verdict}", visible(answer["completion"])]
     return lines

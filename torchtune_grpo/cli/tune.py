@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,15 +32,15 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Have the hooks below called when the modules of torchtune that they extend are imported.
+    """Have `_HOOKS` called when the modules of torchtune that they extend are imported.
 
     Calling it again, or after torchtune was imported, does no harm. In `tune` with a recipe of ours
     and in its ranks, Ctrl-C is silent from here on: the imports take seconds.
     """
     from wrapt import register_post_import_hook
 
-    register_post_import_hook(_guarded(add_recipes), "torchtune._recipe_registry")
-    register_post_import_hook(_guarded(end_torchrun_briefly), "torchtune._cli.run")
+    for name in _HOOKS:
+        register_post_import_hook(_extend, name)
     command = Path(sys.argv[0]).name
     if command in ("tune", "grpo_full_finetune.py") and any(map(_is_ours, sys.argv)):
         from torchtune_grpo.config.text import end_on_ctrl_c
@@ -83,7 +82,10 @@ def end_torchrun_briefly(run: ModuleType) -> None:
     @functools.wraps(stock)
     def _run_distributed(self: Any, args: Any, is_builtin: bool) -> None:
         file = args.recipe if is_builtin else args.recipe.replace(".", "/") + ".py"
-        if not _is_ours(file) or os.environ.get(TRACEBACK):
+        ours = _is_ours(file)
+        if ours and args.max_restarts:  # torchrun's store keeps the dead ranks' addresses
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        if not ours or os.environ.get(TRACEBACK):
             return stock(self, args, is_builtin)
         # torchrun logs these for each rank; its other messages are about its own failures.
         logging.getLogger(SignalException.__module__).addFilter(
@@ -109,16 +111,13 @@ def _is_ours(recipe: str) -> bool:
     return recipe in RECIPES or (is_script and b"torchtune_grpo" in file.read_bytes())
 
 
-def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Log a hook's failure, so that stock `tune` goes on without our recipes."""
+_HOOKS = {"torchtune._recipe_registry": add_recipes, "torchtune._cli.run": end_torchrun_briefly}
 
-    @functools.wraps(hook)
-    def guarded(module: ModuleType) -> None:
-        try:
-            hook(module)
-        except Exception as error:
-            logging.getLogger(__name__).warning(
-                "torchtune-grpo could not extend %s: %r", module.__name__, error
-            )
 
-    return guarded
+def _extend(module: ModuleType) -> None:
+    """Call a module's hook; log its failure, so that stock `tune` goes on without our recipes."""
+    try:
+        _HOOKS[module.__name__](module)
+    except Exception as error:
+        log = logging.getLogger(__name__)
+        log.warning("torchtune-grpo could not extend %s: %r", module.__name__, error)

@@ -1,130 +1,57 @@
-"""From YAML to a checked config, and from a component's node to the component."""
+"""From YAML to a checked config, from a component's node to the component, and what is wrong."""
 
 from __future__ import annotations
 
-import difflib
+import importlib
 import inspect
 import os
 import re
-from typing import Any, TypeVar
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torchtune import config, utils
+from pydantic.fields import FieldInfo
+from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config import aliases
-from torchtune_grpo.config.command_line import extend_import_path
-from torchtune_grpo.config.keys import GRPOConfig, without_effect
-from torchtune_grpo.config.schema import parameters, read, sentence
-from torchtune_grpo.config.text import ConfigError, Problems, map_values
-
-
-def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
-    """Construct the component of the config's key ``name``, as torchtune's ``instantiate`` does.
-
-    Whatever it raises becomes a ValueError: the key, followed by the component's own message.
-    """
-    try:
-        return config.instantiate(node, *args, **kwargs)
-    except Exception as error:
-        assert node is not None
-        if isinstance(error, ValidationError):
-            raise ConfigError(
-                sentence(".".join([name, *map(str, each["loc"])]), each["input"], each)
-                if each["loc"]
-                else each["msg"].removeprefix("Value error, ")  # about several arguments
-                for each in error.errors()
-            ) from error
-        if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
-            joint = "." if re.match(r"\w+[:=]", str(error)) else ": "
-            raise ValueError(f"{name}{joint}{error}") from error
-        given = {key: value for key, value in node.items() if key != "_component_"}
-        raise ValueError(
-            f"{name}: could not construct {node._component_} with {given}: {error}"
-        ) from error
-
-
-def check_component(name: str, node: DictConfig) -> None:
-    """Raise a ConfigError if a component cannot be imported or does not take an argument.
-
-    Values are only checked against annotated types; the rest is up to the component.
-    """
-    dotpath = node._component_
-    try:
-        component = _get_component_from_path(dotpath)
-    except Exception as error:
-        hint = " A model's folder is model_dir." if name == "model" else ""
-        problem = f"{name}._component_={dotpath}: cannot be imported: {error}{hint}"
-        raise ConfigError([problem]) from error
-    if not callable(component):
-        raise ConfigError([f"{name}._component_={dotpath}: not a class or function."])
-    accepted = parameters(dotpath)
-    if accepted is None:
-        return
-    is_open = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    found: Any = OmegaConf.to_container(node)
-    problems = []
-    for argument, value in found.items():
-        if argument in accepted and accepted[argument].kind is not inspect.Parameter.VAR_KEYWORD:
-            problems += _misfit(f"{name}.{argument}", value, accepted[argument])
-        elif argument != "_component_":
-            near = difflib.get_close_matches(argument, accepted, cutoff=0.85 if is_open else 0.6)
-            hint = f"Did you mean {name}.{near[0]}?" if near else ""
-            foreign = aliases.meaning(f"{name}.{argument}", ends=True)
-            if foreign and (not near or f"mean {name}." in foreign):
-                hint = foreign
-            if is_open and f"mean {name}." not in hint:
-                continue
-            problems.append(
-                f"{name}.{argument}={value}: {dotpath} has no argument {argument!r}."
-                + (f" {hint}" if hint else "")
-                + f" It takes {', '.join(accepted) or 'none'}."
-            )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _misfit(key: str, value: Any, parameter: inspect.Parameter) -> list[str]:
-    """List what is wrong with a value by its parameter's annotation, as far as YAML can say it."""
-    hint = parameter.annotation
-    if isinstance(value, str) and value == "???":
-        return [f"{key}: missing; give {key}=<value>."]
-    if hint is parameter.empty or isinstance(hint, str) or value is parameter.default:
-        return []
-    try:
-        config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
-        TypeAdapter(hint, config=config).validate_python(value, strict=not isinstance(value, list))
-    except ValidationError as error:
-        return [sentence(key, value, error.errors()[0])]
-    except Exception:  # an annotation that pydantic does not know
-        return []
-    return []
-
+from torchtune_grpo.config.keys import GRPOConfig, Keys, without_effect
+from torchtune_grpo.config.text import ConfigError, map_values, noted, shortened, suggest
 
 log = utils.get_logger("INFO")
-T = TypeVar("T", bound=GRPOConfig)
+Table = TypeVar("Table", bound=Keys)
+Config = TypeVar("Config", bound=GRPOConfig)
+
+# --- A whole config ------------------------------------------------------------------------------
 
 
-def read_config(cfg: DictConfig, table: type[T] = GRPOConfig) -> T:  # type: ignore[assignment]
+def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  # type: ignore[assignment]
     """Read and check a config; raises a ConfigError with all mistakes.
 
     ``~/`` becomes the user's home, in ``cfg`` too. Settings without effect are logged. ``table``
     is a subclass if a recipe has keys of its own.
     """
-    extend_import_path()
     cfg.merge_with(map_values(_with_home, OmegaConf.to_container(cfg)))
-    values = _plain(cfg)
-    problems, settings = Problems(), None
-    with problems.noted():
+    values = _resolved(cfg)
+    problems: list[str] = []
+    settings = None
+    with noted(problems):
         settings = read(table, values)
-    for name, node in (values if settings is None else dict(settings)).items():
+    # An environment's node, which holds keys of its own, is checked when the environment is made.
+    nodes = {**values, "environment": None} if settings is None else dict(settings)
+    if settings is not None:
+        nodes |= {"rollout.engine": settings.rollout.engine}
+    for name, node in nodes.items():
         if isinstance(node, (dict, DictConfig)) and isinstance(node.get("_component_"), str):
-            with problems.noted():
+            with noted(problems):
                 check_component(name, DictConfig(node))
-    problems.raise_any()
-    assert settings is not None
+    if problems or settings is None:
+        raise ConfigError(*problems)
     if os.environ.get("RANK", "0") == "0":
         for sentence in without_effect(settings):
             log.warning(f"No effect: {sentence}")
@@ -136,17 +63,255 @@ def _with_home(key: str, value: Any) -> Any:
     return os.path.expanduser(value) if is_path else value
 
 
-def _plain(cfg: DictConfig) -> dict[str, Any]:
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return the config's values with every ``${...}`` resolved, without those still ``???``."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
     except InterpolationToMissingValueError:
         missing = [key for key in cfg if OmegaConf.is_missing(cfg, key)]
-        raise ConfigError(
-            f"{key}: missing from the config; give {key}=<value>." for key in missing
-        ) from None
+        problems = (f"{key}: missing from the config; give {key}=<value>." for key in missing)
+        raise ConfigError(*problems) from None
     except OmegaConfBaseException as error:
         key = (error.full_key or "the config").replace("[", ".").replace("]", "")
         why = str(error.msg).splitlines()[0]
-        raise ConfigError([f"{key}: {why}; correct the ${{...}}."]) from error
+        raise ConfigError(f"{key}: {why}; correct the ${{...}}.") from error
     return {key: value for key, value in values.items() if value != "???"}
+
+
+def read(table: type[Table], values: Mapping[str, Any]) -> Table:
+    """Read a table from plain values; raises a ConfigError with a sentence for each mistake."""
+    try:
+        return table.model_validate(values)
+    except ValidationError as error:
+        found = [_mistakes(each, table, values) for each in error.errors()]
+    raise ConfigError(*chain(*found))
+
+
+def _mistakes(error: Mapping[str, Any], table: type[Keys], values: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each mistake in one of pydantic's errors."""
+    key, value = ".".join(map(str, error["loc"])), error["input"]
+    field = dict(key_paths(table)).get(key)
+    meaning = f" It is: {field.description}" if field is not None and field.description else ""
+    if error["type"] == "extra_forbidden":
+        return [
+            unknown_key(path, inner, did_you_mean(path, table=table, values=values))
+            for path, inner in _leaves(key, value)
+        ]
+    if error["type"] == "missing":
+        return [f"{key}: missing from the config; give {key}=<value>.{meaning}"]
+    if error["type"] == "model_type":
+        inner = ", ".join(path for path, _ in key_paths(table) if path.startswith(f"{key}."))
+        return [f"{key}={value!r}: this key holds others; set {inner}."]
+    if not error["loc"]:  # keys that contradict each other
+        return str(error["ctx"]["error"]).splitlines()
+    return [f"{sentence(key, value, error)}{meaning}"]
+
+
+def sentence(key: str, value: Any, error: Mapping[str, Any]) -> str:
+    """Say what pydantic has found wrong with a key's value."""
+    return f"{key}={value!r}: {_message(error)}."
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+
+
+def unknown_key(key: str, value: Any, hint: str) -> str:
+    """Return the message about a key that does not exist."""
+    shown = shortened(str(value), 100)
+    return f"{key}={shown}: unknown config key.{hint} `torchtune-grpo config` lists the keys."
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys below a key that is a mapping, such as verl's ``data.train_files``."""
+    if isinstance(value, Mapping) and value and "_component_" not in value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def key_paths(table: type[Keys], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key's path and field, a node before the keys below it."""
+    for name, field in table.model_fields.items():
+        yield f"{prefix}{name}", field
+        if inspect.isclass(field.annotation) and issubclass(field.annotation, Keys):
+            yield from key_paths(field.annotation, f"{prefix}{name}.")
+
+
+def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> str:
+    """Suggest our key for another library's, the same name elsewhere, or the most similar one."""
+    name = key.rpartition(".")[2]
+    known = ["algorithm", "base_config", *(path for path, _ in key_paths(table))]
+    for node, value in values.items():
+        if isinstance(value, Mapping) and "_component_" in value:
+            known += [f"{node}.{argument}" for argument in parameters(value["_component_"]) or ()]
+    same = [path for path in known if path.rpartition(".")[2] == name]
+    return (
+        (aliases.meaning(key) or (None if same else aliases.meaning(key, ends=True)))
+        or suggest(key, same, cutoff=0)
+        or suggest(key, known, cutoff=0.85)
+        or suggest(key.replace("eval_", "evaluation."), known)
+    )
+
+
+# --- Components ----------------------------------------------------------------------------------
+
+
+def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -> Any:
+    """Construct the component of the config's key ``name``; arguments given here come first.
+
+    torchtune's ``instantiate`` would read these as a part of the config: ``${...}`` in a row of
+    data would be resolved, and a million rows copied. Whatever the component raises becomes a
+    ValueError: the key, followed by the component's own message.
+    """
+    if node is None:
+        return None
+    try:
+        options: Any = OmegaConf.to_object(node)
+        component = _get_component_from_path(options.pop("_component_"))
+        return component(*args, **{**options, **kwargs})
+    except ValidationError as error:
+        found = [(".".join([name, *map(str, each["loc"])]), each) for each in error.errors()]
+        raise ConfigError(
+            # Without a place, it is about several arguments.
+            *(sentence(key, e["input"], e) if e["loc"] else _message(e) for key, e in found)
+        ) from error
+    except Exception as error:
+        if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
+            joint = "." if re.match(r"[\w.]+[:=]", str(error)) else ": "
+            raise ValueError(f"{name}{joint}{error}") from error
+        given = {key: value for key, value in node.items() if key != "_component_"}
+        raise ValueError(
+            f"{name}: could not construct {node._component_} with {given}: {error}"
+        ) from error
+
+
+def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) -> None:
+    """Raise a ConfigError if a component cannot be imported or does not take an argument.
+
+    Values are only checked against annotated types; the rest is up to the component. ``beside`` are
+    the keys that stand beside its arguments, to suggest.
+    """
+    dotpath = node._component_
+    try:
+        component = _get_component_from_path(dotpath)
+    except Exception as error:
+        why = f"cannot be imported: {error}" if "." in dotpath else "not a dotpath."
+        hint = component_hint(name, dotpath)
+        raise ConfigError(f"{name}._component_={dotpath}: {why}{hint}") from error
+    if not callable(component):
+        raise ConfigError(f"{name}._component_={dotpath}: not a class or function.")
+    accepted = parameters(dotpath)
+    if accepted is not None and (problems := [*_misfits(name, node, accepted, beside)]):
+        raise ConfigError(*problems)
+
+
+# Modules whose classes and functions are suggested for a name that cannot be imported.
+_HOMES = (
+    *(f"torchtune_grpo.{name}" for name in ("models", "data", "rewards", "loss")),
+    *("torchtune.training", "torchtune.training.lr_schedulers", "torchtune_grpo.monitor.loggers"),
+    *("torchtune.training.metric_logging", "torch.optim", "torchao.optim"),
+)
+
+
+def component_hint(key: str, dotpath: str) -> str:
+    """Suggest the full name of a component of ours, torch's or torchtune's."""
+    if key == "model" and "/" in dotpath:
+        return " A model's folder is model_dir."
+    known = [
+        f"{home}.{name}"
+        for home in _HOMES
+        for name, value in vars(importlib.import_module(home)).items()
+        if callable(value) and value.__module__.startswith(home.partition(".")[0])
+    ]
+    return suggest(dotpath, known, cutoff=0.5)
+
+
+def _misfits(
+    name: str,
+    node: DictConfig,
+    accepted: Mapping[str, inspect.Parameter],
+    beside: Iterable[str],
+) -> Iterator[str]:
+    """Yield what is wrong with the arguments in a component's node.
+
+    A value is wrong by its parameter's annotation, as far as YAML can say it. A component that
+    takes any keyword is only not given what is nearly one of its own arguments.
+    """
+    adapted = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+    is_open = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    values: Any = OmegaConf.to_container(node)
+    names = ", ".join(accepted) or "none"
+    for argument, value in values.items():
+        key, parameter = f"{name}.{argument}", accepted.get(argument)
+        if argument == "_component_":
+            continue
+        if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
+            known = [*accepted, *beside]
+            hint = suggest(argument, known, cutoff=0.85 if is_open else 0.6)
+            hint = hint.replace("mean ", f"mean {name}.")
+            foreign = aliases.meaning(key, ends=True)
+            if foreign and (not hint or f"mean {name}." in foreign):
+                hint = foreign
+            if not is_open or f"mean {name}." in hint:
+                taken = f"has no argument {argument!r}.{hint} It takes {names}."
+                yield f"{key}={value}: {node._component_} {taken}"
+        elif isinstance(value, str) and value == "???":
+            yield f"{key}: missing; give {key}=<value>."
+        elif value is not parameter.default:
+            kind: Any = parameter.annotation
+            try:
+                adapter = TypeAdapter[Any](Any if kind is parameter.empty else kind, config=adapted)
+                adapter.validate_python(value, strict=not isinstance(value, list))
+            except ValidationError as error:
+                yield sentence(key, value, error.errors()[0])
+            except Exception:  # an annotation that pydantic does not know
+                pass
+
+
+def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
+    """Return a component's parameters; None if it cannot be imported or has no signature."""
+    try:
+        component = _get_component_from_path(dotpath)
+        try:
+            return dict(inspect.signature(component, eval_str=True).parameters)
+        except NameError:  # an annotation that is imported for type checkers alone
+            return dict(inspect.signature(component).parameters)
+    except Exception:  # whatever importing a user's module raises
+        return None
+
+
+# --- The keys as Markdown ------------------------------------------------------------------------
+
+
+def markdown_table(table: type[Keys]) -> str:
+    """Return a table's docstring, and a row for each of its keys, in Markdown."""
+    lines = [
+        f"{inspect.getdoc(table)}\n",
+        "| Key | Type | Default | Meaning |",
+        "|---|---|---|---|",
+    ]
+    for key, field in key_paths(table):
+        kind, default, meaning = _type_name(field.annotation), "required", field.description or ""
+        if isinstance(field.default, Keys):
+            kind, default, meaning = "keys", "below", inspect.getdoc(field.default) or ""
+        elif not field.is_required():
+            value = list(field.default) if isinstance(field.default, tuple) else field.default
+            default = OmegaConf.to_yaml({"x": value})[3:].strip()
+        lines.append(f"| `{key}` | {kind} | {default} | {' '.join(meaning.split())} |")
+    return "\n".join(lines)
+
+
+def _type_name(hint: Any) -> str:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _type_name(options[0])
+    if origin is typing.Literal:
+        return ", ".join(map(str, options))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_type_name, options))
+    if origin in (tuple, list):
+        return f"list of {_type_name(options[0])}"
+    names = {"NoneType": "null", "DictConfig": "component"}
+    return names.get(hint.__name__, hint.__name__)

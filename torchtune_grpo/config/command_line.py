@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from torchtune_grpo.config.text import suggest
+
+log = logging.getLogger(__name__)
 REPO_ID_FILE = "original_repo_id.json"  # `tune download` leaves it: the model's name on the hub
 
 
@@ -26,13 +30,8 @@ def extend_import_path(*folders: Path) -> None:
 
 
 def recipes_folder() -> Path:
-    """Return the absolute path of `torchtune_grpo.recipes`, which is found only once installed."""
-    spec = find_spec("torchtune_grpo.recipes")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            "torchtune_grpo.recipes is not installed. Run `pip install -e .` in the source tree."
-        )
-    return Path(spec.origin).resolve().parent
+    """Return the absolute path of the recipe and its configs."""
+    return Path(__file__).resolve().parents[1] / "recipes"
 
 
 def config_files() -> dict[str, Path]:
@@ -52,25 +51,45 @@ def hub_name(folder: Path) -> str | None:
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Read a config, by name or path, and change it as the command line says.
 
-    The file's folder becomes importable. The key ``base_config`` names another config, whose keys
-    it changes. ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in a list,
-    ``model=my.builder`` names a component, and ``~key`` removes a key.
+    The file's folder becomes importable. Its keys change those of the ``algorithm`` that it names,
+    which change those of its ``base_config``. On the command line, ``algorithm=dapo`` changes the
+    file's keys and comes before the rest: ``key=value`` sets a key, ``rewards.0.weight=0.5`` one in
+    a list, ``model=my.builder`` names a component, and ``~key`` removes a key.
     """
     cfg = _read(name, folder=Path())
+    algorithms = [text for text in overrides if text.startswith("algorithm=")]
+    for text in algorithms:
+        cfg = _on_top_of(cfg, _read_algorithm(text.partition("=")[2]))
     for override in overrides:
-        apply_override(cfg, override)
+        if override not in algorithms:
+            apply_override(cfg, override)
     return cfg
 
 
-def _read(name: str, *, folder: Path) -> DictConfig:
-    """Read a config, on top of the one that its ``base_config`` names."""
-    path = config_files().get(name, folder / name)
+def _algorithms() -> dict[str, Path]:
+    return {path.stem: path for path in recipes_folder().glob("configs/algorithms/*.yaml")}
+
+
+def _read_algorithm(name: str) -> DictConfig:
+    """Read the keys that make a published algorithm; docs/objectives.md."""
+    files = _algorithms()
+    if name not in files:
+        names = ", ".join(sorted(files))
+        raise ValueError(f"algorithm={name}: unknown.{suggest(name, files)} There are {names}.")
+    return _read(str(files[name]), folder=Path())
+
+
+def _read(name: str, *, folder: Path, above: tuple[Path, ...] = ()) -> DictConfig:
+    """Read a config, on top of those that its ``base_config`` and ``algorithm`` name."""
+    path = config_files().get(name, folder / name).resolve()
+    if path in above:
+        raise ValueError(f"base_config={name}: {path} starts from itself; name another config.")
     if not path.is_file():
         raise ValueError(
             f"--config {name}: no such file, nor one of {', '.join(config_files())}. For a "
             "model's folder, set model_dir."
         )
-    extend_import_path(path.resolve().parent)
+    extend_import_path(path.parent)
     try:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
@@ -79,8 +98,12 @@ def _read(name: str, *, folder: Path) -> DictConfig:
         raise ValueError(
             f"--config {name}: holds no keys; `tune cp` copies a config to start from."
         )
-    base = cfg.pop("base_config", None)
-    return cfg if base is None else _on_top_of(_read(str(base), folder=path.parent), cfg)
+    base, algorithm = cfg.pop("base_config", None), cfg.get("algorithm")
+    below = [] if base is None else [_read(str(base), folder=path.parent, above=(*above, path))]
+    if isinstance(algorithm, str):  # not verl's node of this name
+        del cfg["algorithm"]
+        below.append(_read_algorithm(algorithm))
+    return functools.reduce(_on_top_of, [*below, cfg])
 
 
 def _on_top_of(base: DictConfig, cfg: DictConfig) -> DictConfig:
@@ -100,7 +123,9 @@ def apply_override(cfg: DictConfig, override: str) -> None:
     key, is_set, text = override.partition("=")
     removed = key.startswith("~")
     if not key or not (is_set or removed) or key.startswith("-"):
-        raise ValueError(f"{override}: not an override; write key=value, or ~key to remove a key.")
+        key = key.lstrip("-") or "key"
+        change = f"{key}={text if is_set else 'value'}"
+        raise ValueError(f"{override}: not an override; write {change}, or ~{key} to remove it.")
     try:
         if not removed:
             set_key(cfg, key, _value(key, text))
@@ -118,21 +143,39 @@ def apply_override(cfg: DictConfig, override: str) -> None:
 def set_key(cfg: DictConfig, key: str, value: Any) -> None:
     """Set a dotted key; a string in place of a component names another component.
 
-    The new one keeps those of the old one's arguments that it takes; a reward keeps them all.
+    The new one keeps those of the old one's arguments that it takes, and a reward or an environment
+    all of them; a mapping with another ``_component_`` keeps none.
     """
-    now = OmegaConf.select(cfg, key, throw_on_missing=False)
-    if isinstance(value, str) and isinstance(now, DictConfig) and "_component_" in now:
-        key += "._component_"
-    OmegaConf.update(cfg, key, value, force_add=True)
+    if isinstance(cfg.get("environment"), str):  # keys of its own are set beside it
+        cfg.environment = {"_component_": cfg.environment}
+    if key == "environment" and isinstance(value, str):
+        key = "environment._component_"
     name = key.removesuffix("._component_")
-    if name != key and not key.startswith("rewards."):
-        from torchtune_grpo.config.schema import parameters  # `tune ls` does without pydantic
+    now = OmegaConf.select(cfg, name, throw_on_missing=False)
+    before = now.get("_component_") if isinstance(now, DictConfig) else None
+    if before is None or not isinstance(value, str):
+        replaces = isinstance(value, Mapping) and value.get("_component_", before) != before
+        OmegaConf.update(cfg, key, value, merge=not replaces, force_add=True)
+        return
+    if key == "loss" and value.lower() in _algorithms():
+        raise ValueError(f"an algorithm is more than a loss; give algorithm={value.lower()}.")
+    now._component_ = value
+    if not name.startswith(("rewards.", "environment")):
+        _drop_arguments(now, f"{name}={value}")
 
-        accepted = parameters(value)
-        node = OmegaConf.select(cfg, name)
-        if accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            for argument in node.keys() - accepted.keys() - {"_component_"}:
-                del node[argument]
+
+def _drop_arguments(node: DictConfig, change: str) -> None:
+    """Drop, with a warning, the arguments that a node's new component does not take."""
+    from torchtune_grpo.config.check import parameters  # `tune ls` does without pydantic
+
+    accepted = parameters(node._component_)
+    if not accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return
+    dropped = sorted(node.keys() - accepted.keys() - {"_component_"})
+    for argument in dropped:
+        del node[argument]
+    if dropped and os.environ.get("RANK", "0") == "0":
+        log.warning(f"{change}: does not take {', '.join(dropped)}, which the config had set.")
 
 
 def _value(key: str, text: str) -> Any:

@@ -1,32 +1,81 @@
 """Every key of the config: its name, type, default and meaning.
 
-``torchtune-grpo config`` prints these tables as Markdown; given a config's name, it checks that.
+``torchtune-grpo config`` prints them as a table in Markdown; given a config's name, it checks that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+import torch
+from omegaconf import DictConfig
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from torchtune_grpo.config.schema import (
-    Component,
-    Components,
-    Count,
-    Device,
-    Float,
-    Keys,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-    Share,
-    Temperature,
-    Text,
-    Texts,
-    TokenIds,
+SETTINGS = ConfigDict(
+    extra="forbid",
+    frozen=True,
+    strict=True,
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+    protected_namespaces=(),
+    use_attribute_docstrings=True,
 )
+LARGEST_INT = 2**63 - 1
+LARGEST_FLOAT32 = 3.4028234e38
+VLLM = "torchtune_grpo.rollout.vllm.VLLMEngine"
+
+
+def _number(value: Any) -> Any:
+    """Turn a string into a number if it is one: YAML reads 1e-4 as a string."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _component(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        value = {"_component_": value}  # without arguments
+    if isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
+        return DictConfig(value)
+    raise ValueError("give a mapping with _component_, the dotpath of a class or function")
+
+
+def _engine(value: Any) -> Any:
+    if value == "vllm":
+        value = VLLM
+    if isinstance(value, str) and "." not in value:
+        if value not in ("native", "torchtune"):
+            raise ValueError(
+                "give native, torchtune, vllm or a component, such as my_engine.Engine"
+            )
+        return value
+    return _component(value)
+
+
+def _device(value: Any) -> Any:
+    try:
+        torch.device(value)
+    except RuntimeError as error:
+        raise ValueError("give cpu or cuda") from error
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(le=LARGEST_FLOAT32, ge=-LARGEST_FLOAT32)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+PositiveShare = Annotated[Float, Field(gt=0, le=1)]
+Temperature = Annotated[Float, Field(ge=1e-6)]
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INT)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_INT)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # given as a list
+TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
+Device = Annotated[str, AfterValidator(_device)]
+Component = Annotated[DictConfig, BeforeValidator(_component)]
+Engine = Annotated[Literal["native", "torchtune"] | DictConfig, BeforeValidator(_engine)]
 
 Advantage = Literal["group", "batch", "none", "leave_one_out", "max_rl"]
 RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
@@ -35,8 +84,21 @@ Correction = Literal[
 ]
 
 
+class Keys(BaseModel):
+    """A table of config keys, each fully described by its type, default and docstring.
+
+    A key whose value is a table has that table's docstring.
+    """
+
+    model_config = SETTINGS
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some values changed, checked again."""
+        return type(self)(**{**dict(self), **changes})
+
+
 class SamplingConfig(Keys):
-    """The keys below ``sampling``: what is not sampled, and what ends a response."""
+    """Filters, penalties and what ends a response."""
 
     top_k: PositiveInt | None = None
     """Sample among the k most likely tokens; null = all."""
@@ -83,10 +145,10 @@ class SamplingParams(SamplingConfig):
 
 
 class RolloutConfig(Keys):
-    """The keys below ``rollout``: how responses are generated, not what is sampled."""
+    """The generation engine, its memory and its deadline."""
 
-    engine: Literal["native", "torchtune"] = "native"
-    """Generation engine; see docs/rollout.md."""
+    engine: Engine = "native"
+    """Generation engine: native, torchtune, vllm, or a component of your own (docs/rollout.md)."""
     max_rows: PositiveInt | None = None
     """Maximum number of responses generated at once; null = as many as memory allows."""
     merge_adapters: Literal["auto", "always", "never"] = "auto"
@@ -98,7 +160,7 @@ class RolloutConfig(Keys):
 
 
 class DynamicSamplingConfig(Keys):
-    """The keys below ``dynamic_sampling``: groups that teach nothing are replaced (DAPO)."""
+    """Replacement of groups that teach nothing (DAPO)."""
 
     max_resamples: int = Field(default=0, ge=0, le=1000)
     """Rounds of further prompts, each with one prompt per group still missing; 0 = none."""
@@ -111,8 +173,32 @@ class DynamicSamplingConfig(Keys):
     """It also fails if the mean of that reward is higher; null = no bound."""
 
 
+class TeacherConfig(Keys):
+    """A frozen model that judges each sampled token (docs/objectives.md#a-teacher).
+
+    There is one if `model_dir`, `prompt_template` or both are given.
+    """
+
+    model_dir: str | None = None
+    """Folder of a model with the policy's tokens; null = the policy as it was before training."""
+    prompt_template: str | None = None
+    """What it is asked, with the row's columns, as in "{prompt} (It is {answer}.)"; null = the
+    policy's prompt."""
+    coeff: PositiveFloat = 1.0
+    """Weight of its log-prob of a token less the policy's, in the token's advantage."""
+    groups: Literal["all", "all_wrong"] = "all"
+    """Groups that it teaches: all, or those in which no answer is right."""
+    alone: bool = False
+    """Leave out the advantages that come from rewards."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a teacher."""
+        return self.model_dir is not None or self.prompt_template is not None
+
+
 class ObjectiveConfig(Keys):
-    """The keys below ``objective``: how rewards become inputs of the loss (docs/objectives.md)."""
+    """The way from rewards to the inputs of the loss (docs/objectives.md)."""
 
     advantage: Advantage = "group"
     """Baseline and scale of an advantage."""
@@ -125,23 +211,26 @@ class ObjectiveConfig(Keys):
     """Do not train on responses without a stop token (their rewards still count)."""
     sampling_correction: Correction | None = None
     """Correction of the gap between sampler and trainer: importance weights, or the sampler's own
-    log-probs in the loss's ratio; null = none."""
+    log-probs in the loss's ratio; null = none. With vLLM the default is token_truncate."""
     correction_cap: Float = Field(default=2.0, gt=1)
     """Largest importance weight."""
+    teacher: TeacherConfig = TeacherConfig()
 
 
 class DistributedConfig(Keys):
-    """The keys below ``distributed``: how several ranks share the work."""
+    """The division of the work among several ranks."""
 
     sharding: Literal["auto", "always", "never"] = "auto"
     """Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes more
     than half of a rank's free memory."""
     cpu_offload: bool = False
     """Keep a sharded model's shards on the CPU while they are not in use."""
+    timeout_minutes: Annotated[Float, Field(gt=0)] = 30
+    """Time that ranks wait for one that is late, as when a judge hangs; then the run ends."""
 
 
 class EvaluationConfig(Keys):
-    """The keys below ``evaluation``: how and when held-out prompts are answered."""
+    """Answers to held-out prompts: when, how many, and what they decide."""
 
     every_n_steps: PositiveInt | None = None
     """Evaluate every n steps; null = at the start and at the end."""
@@ -173,7 +262,7 @@ class EvaluationConfig(Keys):
 
 
 class SavingConfig(Keys):
-    """The keys below ``saving``: which checkpoints are written and kept."""
+    """The checkpoints that are written and kept."""
 
     every_n_steps: PositiveInt | None = None
     """Save every n steps; null = only at the end."""
@@ -181,10 +270,63 @@ class SavingConfig(Keys):
     """Delete older checkpoints; null = keep all."""
     adapter_weights_only: bool = False
     """Leave out the merged weights."""
+    push_to_hub: Text | None = None
+    """Private repository on the hub for the best checkpoint or else the last, once a run ends."""
+
+
+class EnvironmentConfig(Keys):
+    """Rollouts of several turns (docs/environments.md).
+
+    Beside these keys stand `_component_`, the dotpath of an environment, and its arguments; or
+    several environments by name, each with its own, which the data's column `environment` chooses.
+    """
+
+    model_config = SETTINGS | ConfigDict(extra="allow")
+
+    max_turns: PositiveInt = 16
+    """Most turns of the policy in a conversation."""
+    max_response_tokens: PositiveInt | None = None
+    """Most tokens of a response, sampled or not; null = max_generated_tokens."""
+    form: Literal["message", "inline"] = "message"
+    """Where an answer of `step` stands: in a message of its own, or in the policy's message, behind
+    a stop string."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that an environment may take to answer a turn; then that conversation ends."""
+    isolation: Literal["process"] | None = None
+    """Where environments and tools run: each in a process that is killed at its time limit, or
+    null = in threads of this one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {"_component_": value} if isinstance(value, str) else value
+
+    @property
+    def components(self) -> dict[str | None, dict[str, Any]]:
+        """The nodes of the environments by name; None is the name of a single one."""
+        nodes: dict[str, Any] = dict(self.model_extra or {})
+        if "_component_" in nodes or not nodes:
+            return {None: nodes} if nodes else {}
+        return {n: {"_component_": v} if isinstance(v, str) else v for n, v in nodes.items()}
 
 
 class GRPOConfig(Keys):
-    """Every key that the recipe reads. Components hold ``_component_`` and its arguments."""
+    """Every key that the recipe reads.
+
+    A component is a node with `_component_`, the dotpath of a class or function, and its arguments.
+    `base_config: NAME_OR_FILE` starts a config from another: nodes are merged, and a node with
+    another `_component_` replaces the base's. `algorithm: NAME` sets the keys of a published
+    algorithm (docs/objectives.md), which the config's own keys change.
+
+    On the command line, `key=value` sets a key, `rewards.0.weight=0.5` one in a list,
+    `model=my.builder` names a component, which keeps the arguments that it takes,
+    `eval_dataset=null` removes an optional key, `~key` any key, and `algorithm=NAME` changes the
+    config's own keys.
+
+    `torchtune-grpo config my_config.yaml batch_size=4` checks all that it can without weights: each
+    mistake is a line, and a setting without effect is a warning. `TORCHTUNE_GRPO_TRACEBACK=1` shows
+    where an error was raised; once a run has begun, `output_dir/error.txt` does.
+    """
 
     # What is trained, on what
     output_dir: Text
@@ -205,14 +347,17 @@ class GRPOConfig(Keys):
     """Component: prompts to train on, called with the tokenizer."""
     sampler: Component | None = None
     """Component: which prompts come next (docs/data.md); null = shuffled passes over the data."""
-    rewards: Components
-    """List of components with `name`, `weight` and arguments; see docs/rewards.md."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    tools: Texts = ()
+    """Dotpaths of functions that the policy may call (docs/environments.md)."""
+    rewards: list[Component] = []
+    """List of components with `name`, `weight` and arguments; see docs/rewards.md. An environment
+    may have a reward of its own."""
     max_reward_failure_share: Share = 0.25
     """Stop if a reward fails on more than this share of a step's completions."""
     loss: Component
-    """Component: the loss; see docs/loss.md."""
+    """Component: the loss; see docs/extending.md."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """How rewards become inputs of the loss."""
     # Rollout
     batch_size: PositiveInt
     """Prompts per step on each rank."""
@@ -223,11 +368,8 @@ class GRPOConfig(Keys):
     temperature: Temperature = 1.0
     """Sampling temperature."""
     sampling: SamplingConfig = SamplingConfig()
-    """Filters, penalties and what ends a response."""
     rollout: RolloutConfig = RolloutConfig()
-    """How responses are generated."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Whether groups that teach nothing are replaced."""
     # Optimization
     num_steps: PositiveInt
     """Number of steps, each a rollout and its update."""
@@ -251,9 +393,8 @@ class GRPOConfig(Keys):
     device: Device = "cuda"
     """cuda, cpu, ..."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of weights and activations; trained weights keep more precision (docs/dtype.md)."""
+    """Dtype of weights and activations; trained weights keep more precision (docs/hardware.md)."""
     distributed: DistributedConfig = DistributedConfig()
-    """How several ranks share the work."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the prompts' order, the sampler and everything else."""
     compile: bool = False
@@ -264,17 +405,28 @@ class GRPOConfig(Keys):
     eval_dataset: Component | None = None
     """Component: held-out prompts; null = no evaluation."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How and when held-out prompts are answered."""
     saving: SavingConfig = SavingConfig()
-    """Which checkpoints are written and kept."""
-    resume_from_checkpoint: bool = False
-    """Continue from the newest checkpoint in output_dir."""
+    resume_from_checkpoint: bool | Literal["auto"] = False
+    """Continue from the newest checkpoint in output_dir; auto = if there is one."""
     metric_logger: Component
-    """Component: torchtune's Disk, TensorBoard or W&B logger."""
+    """Component: one of torchtune's loggers, or TrackioLogger (docs/reading_a_run.md)."""
     log_groups: Count = 2
     """Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none."""
     profiler: Component | None = None
     """Component: torchtune.training.setup_torch_profiler."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_vllm(cls, values: Any) -> Any:
+        """Correct for the gap between vLLM and the trainer, unless the config says otherwise."""
+        rollout, objective = values.get("rollout"), values.get("objective", {})
+        if isinstance(rollout, Mapping) and isinstance(objective, Mapping):
+            engine = rollout.get("engine")
+            name = engine.get("_component_") if isinstance(engine, Mapping) else engine
+            if name in ("vllm", VLLM):
+                default = {"sampling_correction": "token_truncate"}
+                return {**values, "objective": {**default, **objective}}
+        return values
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -297,6 +449,16 @@ class GRPOConfig(Keys):
         return self.sampling_params.replace(**self.evaluation.own_sampling)
 
     @property
+    def has_environment(self) -> bool:
+        """Whether something answers the policy between its turns."""
+        return bool(self.environment.components or self.tools)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """The most tokens of a response, sampled or not."""
+        return self.environment.max_response_tokens or self.max_generated_tokens
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps on the samples of one step."""
         return self.ppo_epochs * self.num_minibatches
@@ -304,27 +466,55 @@ class GRPOConfig(Keys):
 
 def contradictions(cfg: GRPOConfig) -> Iterator[str]:
     """Yield a sentence, with the remedy, for each pair of keys that contradict each other."""
-    output_dir = Path(cfg.output_dir).resolve()
-    base = cfg.checkpointer.get("checkpoint_dir")
-    if cfg.sampling.min_new_tokens > cfg.max_generated_tokens:
+    least, most = cfg.sampling.min_new_tokens, cfg.max_generated_tokens
+    if least > most:
+        yield f"sampling.min_new_tokens={least}: give 0 to max_generated_tokens={most}."
+    rows, tokens = cfg.forward_batch_size, cfg.forward_token_budget
+    if None not in (rows, tokens):
         yield (
-            f"sampling.min_new_tokens={cfg.sampling.min_new_tokens}: give 0 to "
-            f"max_generated_tokens={cfg.max_generated_tokens}."
+            f"forward_token_budget={tokens}: replaces forward_batch_size={rows}; set one of them "
+            "to null."
         )
-    if cfg.forward_token_budget is not None and cfg.forward_batch_size is not None:
+    prompts, parts = cfg.batch_size, cfg.num_minibatches
+    if prompts % parts:
+        yield f"num_minibatches={parts}: does not divide batch_size={prompts}; give a divisor."
+    if (lr := cfg.optimizer.get("lr")) == 0:
+        yield f"optimizer.lr={lr}: no weight would ever change; set it above 0."
+    if cfg.has_environment and cfg.rollout.engine == "torchtune":
+        yield "rollout.engine=torchtune: samples responses of one turn only; set it to native."
+    if cfg.environment.form == "inline" and not cfg.sampling.stop_strings:
         yield (
-            f"forward_token_budget={cfg.forward_token_budget}: replaces forward_batch_size="
-            f"{cfg.forward_batch_size}; set one of them to null."
+            "environment.form=inline: a stop string ends the policy's turn; set "
+            "sampling.stop_strings, as to [</search>]."
         )
-    if cfg.batch_size % cfg.num_minibatches:
+    tokens = cfg.environment.max_response_tokens
+    if tokens is not None and tokens < cfg.max_generated_tokens:
         yield (
-            f"num_minibatches={cfg.num_minibatches}: cannot deal out batch_size={cfg.batch_size} "
-            "groups evenly; give a divisor."
+            f"environment.max_response_tokens={tokens}: below max_generated_tokens="
+            f"{cfg.max_generated_tokens}; give at least that."
         )
-    if cfg.checkpointer.get("adapter_checkpoint") is not None:
+    low, high = cfg.dynamic_sampling.min_pass_rate, cfg.dynamic_sampling.max_pass_rate
+    if low is not None and high is not None and low > high:
+        yield f"dynamic_sampling.min_pass_rate={low}: above max_pass_rate={high}; give less."
+    if cfg.objective.teacher.groups == "all_wrong" and cfg.dynamic_sampling.max_resamples:
         yield (
-            f"checkpointer.adapter_checkpoint={cfg.checkpointer.adapter_checkpoint}: is not read; "
-            "set it to null, and adapter_dir to its folder."
+            "objective.teacher.groups=all_wrong: dynamic_sampling replaces these groups; set "
+            "dynamic_sampling.max_resamples to 0."
+        )
+    for name in ("keep_best", "stop_at", "patience"):
+        value = getattr(cfg.evaluation, name)
+        if value is not None and cfg.eval_dataset is None:
+            yield f"evaluation.{name}={value}: needs held-out prompts; set eval_dataset."
+    yield from _mistaken_folders(cfg)
+
+
+def _mistaken_folders(cfg: GRPOConfig) -> Iterator[str]:
+    output_dir, node = Path(cfg.output_dir).resolve(), cfg.checkpointer
+    base, adapter = node.get("checkpoint_dir"), node.get("adapter_checkpoint")
+    if adapter is not None:
+        yield (
+            f"checkpointer.adapter_checkpoint={adapter}: is not read; set it to null, and "
+            "adapter_dir to its folder."
         )
     if not isinstance(base, str) or not base:
         yield "checkpointer.checkpoint_dir: missing; name the folder of the base model."
@@ -334,31 +524,11 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
             "be overwritten; give another folder."
         )
     for key, folder in (("checkpointer.checkpoint_dir", base), ("adapter_dir", cfg.adapter_dir)):
-        path = Path(str(folder or ".")).resolve()
-        if any(
-            p.parent == output_dir and p.name.startswith("step_") for p in (path, *path.parents)
-        ):
+        if str(Path(str(folder or ".")).resolve()).startswith(f"{output_dir}/step_"):
             yield (
                 f"{key}={folder}: is a checkpoint in output_dir={cfg.output_dir}, from where a new "
                 "run moves it; give another output_dir."
             )
-    low, high = cfg.dynamic_sampling.min_pass_rate, cfg.dynamic_sampling.max_pass_rate
-    if low is not None and high is not None and low > high:
-        yield (
-            f"dynamic_sampling.min_pass_rate={low}: above max_pass_rate={high}, so that no group "
-            "passes; give less."
-        )
-    for name in ("keep_best", "stop_at", "patience"):
-        value = getattr(cfg.evaluation, name)
-        if value is not None and cfg.eval_dataset is None:
-            yield (
-                f"evaluation.{name}={value}: needs evaluations; set eval_dataset to held-out "
-                "prompts."
-            )
-    for number, reward in enumerate(cfg.rewards):
-        weight = reward.get("weight", 1.0)
-        if isinstance(weight, (int, float)) and abs(weight) > 3.4e38:
-            yield f"rewards[{number}].weight={weight}: give a number that float32 can hold."
 
 
 def without_effect(cfg: GRPOConfig) -> Iterator[str]:
@@ -366,8 +536,8 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
     correction = cfg.objective.sampling_correction
     if correction in (None, "old_logprobs") and cfg.objective.correction_cap != 2.0:
         yield "objective.correction_cap: nothing is capped; set sampling_correction."
-    if cfg.optimizer.get("lr") == 0:
-        yield f"optimizer.lr={cfg.optimizer.lr}: no weight ever changes; set it above 0."
+    if not (teacher := cfg.objective.teacher).is_used and teacher != TeacherConfig():
+        yield "objective.teacher: there is none; set its model_dir or prompt_template."
     goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
     if cfg.evaluation.every_n_steps is None and goals != (None, None):
         yield (
@@ -380,7 +550,9 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
         yield f"evaluation.{', '.join(own)}: set evaluation.samples above 0."
     if cfg.updates_per_step == 1 and correction != "old_logprobs":
         ratio = ("epsilon_low", "epsilon_high", "dual_clip", "surrogate")
-        keys = ", ".join(f"loss.{key}" for key in ratio if cfg.loss.get(key) is not None)
+        keys = ", ".join(
+            f"loss.{key}" for key in ratio if cfg.loss.get(key) not in (None, "clipped")
+        )
         if keys:
             yield (
                 f"{keys}: with one optimizer step per rollout, every ratio is 1; set ppo_epochs or "

@@ -1,4 +1,4 @@
-"""How errors, and texts and values from outside, are shown to the user. Imports no torch."""
+"""Texts for the user: errors, and texts and values from outside. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def shortened(text: str, limit: int = 80) -> str:
     return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
 
 
+def suggest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return " Did you mean X?" with the known name that is most like ``name``, or nothing.
+
+    A name without dots may be the last part of a known one.
+    """
+    names: dict[str, str] = {}
+    for each in known:
+        names.setdefault(each.lower(), each)
+        if "." not in name:
+            names.setdefault(each.lower().rpartition(".")[2], each)
+    near = get_close_matches(name.lower(), names, n=1, cutoff=cutoff)
+    return f" Did you mean {names[near[0]]}?" if near else ""
+
+
 def describe(error: BaseException, *, frames: int = 0) -> str:
     """Return an exception as visible text, with the last ``frames`` entries of its traceback."""
     try:
@@ -106,7 +121,7 @@ def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
     return content
 
 
-def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
+def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
     """Turn any value into one that ``json.dumps`` writes as valid JSON; never fails.
 
     Sets, tuples, arrays and tensors become lists, keys become strings, and numbers that are not
@@ -125,11 +140,11 @@ def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
         if id(value) not in _above and len(_above) < _MAX_DEPTH:
             _above += (id(value),)
             if hasattr(value, "tolist"):  # tensors, arrays and their numbers
-                return plain(value.tolist(), _above)
+                return to_json(value.tolist(), _above)
             if isinstance(value, Mapping):
-                return {_text(key): plain(item, _above) for key, item in value.items()}
+                return {_text(key): to_json(item, _above) for key, item in value.items()}
             if isinstance(value, (list, tuple, set, frozenset)):
-                return [plain(item, _above) for item in value]
+                return [to_json(item, _above) for item in value]
     except KeyboardInterrupt:
         raise
     except BaseException:  # whatever its own methods raise
@@ -162,30 +177,22 @@ def end_on_ctrl_c() -> None:
 class ConfigError(ValueError):
     """Mistakes in a config: sentences that name a key, its value and the remedy."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
 
 
 class FirstRankFailed(RuntimeError):
     """Raised on the other ranks when the first one fails; the first one reports why."""
 
 
-class Problems(list[str]):
-    """A list that collects mistakes, so that one run of the checks reports all of them."""
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Collect a ValueError raised in the block instead of letting it through."""
-        try:
-            yield
-        except ValueError as error:
-            self += problems_in(error)
-
-    def raise_any(self) -> None:
-        """Raise a ConfigError if mistakes were collected."""
-        if self:
-            raise ConfigError(self)
+@contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Add a ValueError raised in the block to ``problems``, so that the next check runs, too."""
+    try:
+        yield
+    except ValueError as error:
+        problems += problems_in(error)
 
 
 def problems_in(error: BaseException) -> list[str]:

@@ -1,6 +1,7 @@
 """Data sets that yield prompt tokens plus the columns rewards need, and their collation."""
 
 from torchtune_grpo.data.dataset import PromptBatch, RLDataset
+from torchtune_grpo.data.mixing import MixedDataset
 from torchtune_grpo.data.presets import (
     arithmetic_dataset,
     gsm8k_dataset,
@@ -8,10 +9,17 @@ from torchtune_grpo.data.presets import (
     number_dataset,
     reasoning_gym_dataset,
 )
-from torchtune_grpo.data.samplers import LevelSampler, ShuffledSampler, WeightedSampler
+from torchtune_grpo.data.samplers import (
+    LevelSampler,
+    MixedSampler,
+    ShuffledSampler,
+    WeightedSampler,
+)
 
 __all__ = [
     "LevelSampler",
+    "MixedDataset",
+    "MixedSampler",
     "PromptBatch",
     "RLDataset",
     "ShuffledSampler",

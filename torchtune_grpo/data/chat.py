@@ -20,8 +20,18 @@ from torchtune_grpo.config.text import shortened
 from torchtune_grpo.models.tokenizer import HFTokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # to the roles above
+REPLY = "reply"  # column with the reply that ends a conversation of ShareGPT
 # What every reward gets besides the columns, under TRL's names.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "environments",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
 
 # A prompt that no template contains by chance, and two texts that share no tokens.
 _PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
@@ -34,18 +44,46 @@ def message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-class Prompt(str):
+class PromptText(str):
     """The text of a prompt's last message, which also carries all its messages."""
 
-    messages: list[dict[str, Any]]
     is_chat: bool  # its row has messages, not a text
+    _messages: Sequence[Mapping[str, Any]]
 
     def __new__(
         cls, text: str, messages: Sequence[Mapping[str, Any]] = (), *, is_chat: bool = False
-    ) -> Prompt:
+    ) -> PromptText:
         prompt = super().__new__(cls, text)
-        prompt.messages, prompt.is_chat = [*map(dict, messages)], is_chat
+        prompt._messages, prompt.is_chat = messages, is_chat
         return prompt
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Its messages, copied."""
+        return [*map(dict, self._messages)]
+
+
+class Conversation(str):
+    """A completion of several turns: the text that is graded, with the messages of all turns."""
+
+    messages: list[dict[str, Any]]  # the assistant's, with their tool_calls, and the replies
+    ended: str  # why it ended, one of STOPS in torchtune_grpo.environments.conversations
+    environment: Any = None  # what rewards get as one of ``environments``
+    reward: float | BaseException | None = None  # the environment's own; None = it has none
+    kind: str = ""  # name of the environment that gave the reward
+    turns: int = 0
+    failed_calls: int = 0
+
+    def __new__(cls, text: str, messages: list[dict[str, Any]], ended: str) -> Conversation:
+        conversation = super().__new__(cls, text)
+        conversation.messages, conversation.ended = messages, ended
+        return conversation
+
+    def __reduce__(self) -> Any:  # for other ranks, which have no use for the environment
+        return Conversation, (str(self), self.messages, self.ended)
+
+    def __deepcopy__(self, memo: Any) -> Conversation:
+        return self
 
 
 class BadRow(ValueError):
@@ -72,10 +110,31 @@ def check_messages(value: Sequence[Any]) -> list[dict[str, Any]]:
             raise BadRow(
                 f"message {number} has no role among {', '.join(ROLES)}: {shortened(repr(turn))}"
             )
-        check_text(turn.get("content"), f"the content of message {number}")
+        content = turn.get("content")
+        if content or not turn.get("tool_calls"):  # a call needs no words
+            check_text(content, f"the content of message {number}")
     if not value or value[-1]["role"] in ("assistant", "system"):
         raise BadRow("the last message is not the user's or a tool's")
-    return [{key: item for key, item in turn.items() if item is not None} for turn in value]
+    return [
+        {key: item for key, item in turn.items() if item is not None or key == "content"}
+        for turn in value
+    ]
+
+
+def from_sharegpt(turns: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """Return ShareGPT's turns as messages, and apart from them the reply that they end in, if any.
+
+    Other turns stay as they are.
+    """
+    turns = [
+        {"role": _SHAREGPT.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+        if isinstance(turn, Mapping) and "from" in turn
+        else turn
+        for turn in turns
+    ]
+    if turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
+        return turns[:-1], turns[-1]["content"]
+    return turns, None
 
 
 class PromptEncoder:
@@ -91,7 +150,8 @@ class PromptEncoder:
     and may hold control tokens. SentencePiece models may have user-defined symbols that the
     tokenizer does not list in ``special_tokens``; these are not found.
 
-    ``prefill`` is as in :class:`RLDataset`.
+    The attribute ``prefill`` is what graders see before the sampled text: the given one, after the
+    think block, if any, that the chat template opens.
     """
 
     def __init__(
@@ -102,9 +162,10 @@ class PromptEncoder:
         system_prompt: str | None = None,
         prefill: str = "",
     ) -> None:
+        self.is_chat = chat
         self._tokenizer = copy.copy(tokenizer)
         self._tokenizer.max_seq_len = None  # torchtune would silently cut prompts at it
-        self._chat, self._system_prompt = chat, system_prompt or ""
+        self._system_prompt = system_prompt or ""
         self._given_prefill = self.prefill = prefill
         self._is_hf = isinstance(tokenizer, HFTokenizer)
         self._control_text = _control_text_pattern(self._tokenizer)
@@ -115,9 +176,15 @@ class PromptEncoder:
         if chat and system_prompt:
             self._check_system_prompt()
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> PromptEncoder:
+        """Return one whose prompts describe tools, given as JSON schemas."""
+        other = copy.copy(self)
+        other._tokenizer = self._tokenizer.with_tools(tools)
+        return other
+
     def __call__(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of one prompt, prefill included."""
-        if not self._chat:
+        if not self.is_chat:
             if not isinstance(prompt, str):
                 raise BadRow("messages need chat=True")
             return self._plain_tokens(prompt)
@@ -125,7 +192,7 @@ class PromptEncoder:
         try:
             if self._is_hf:
                 turns = [
-                    turn if self._is_own(turn) else self._marked(turn) | {"role": turn["role"]}
+                    turn if self._is_own(turn) else marked_message(turn, self._control_text)
                     for turn in messages
                 ]
                 text = self._tokenizer.chat_text(turns) + self._given_prefill
@@ -142,8 +209,13 @@ class PromptEncoder:
             turns.insert(0, message("system", self._system_prompt))
         return turns
 
+    def text(self, prompt: str | Sequence[Mapping[str, Any]]) -> PromptText:
+        """Return a prompt as rewards get it."""
+        messages = self.messages(prompt)
+        return PromptText(messages[-1]["content"], messages, is_chat=not isinstance(prompt, str))
+
     def _plain_tokens(self, prompt: str) -> list[int]:
-        pieces = self._pieces(prompt)
+        pieces = _pieces(prompt, self._control_text)
         if self._system_prompt:
             pieces[0] = f"{self._system_prompt}\n\n{pieces[0]}"
         pieces[-1] += self._given_prefill
@@ -154,20 +226,14 @@ class PromptEncoder:
             tokens += self._tokenizer.encode(piece, add_bos=False, add_eos=False)
         return tokens
 
-    def _marked(self, value: Any) -> Any:
-        """Cut all texts in a value, which may be nested: messages may hold tool calls."""
-        if isinstance(value, str):
-            return HFTokenizer.CUT.join(self._pieces(value))
-        if isinstance(value, Mapping):
-            return {key: self._marked(item) for key, item in value.items()}
-        return [*map(self._marked, value)] if isinstance(value, list) else value
-
     def _dialogue_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
         """Encode a dialogue that ends in the assistant's reply, with a torchtune tokenizer."""
         turns = []
         for turn in messages:
+            if turn.get("tool_calls"):
+                raise ValueError(f"{type(self._tokenizer).__name__} writes no tool_calls")
             text = turn["content"]
-            pieces = [text] if self._is_own(turn) else self._pieces(text)
+            pieces = [text] if self._is_own(turn) else _pieces(text, self._control_text)
             content = [{"type": "text", "content": piece} for piece in pieces]
             turns.append(Message(turn["role"], content))
         tokens, _ = self._tokenizer.tokenize_messages([*turns, Message("assistant", reply)])
@@ -176,13 +242,6 @@ class PromptEncoder:
     def _is_own(self, turn: Mapping[str, Any]) -> bool:
         """Whether a message is the config's system prompt, which may hold control tokens."""
         return turn == message("system", self._system_prompt)
-
-    def _pieces(self, text: str) -> list[str]:
-        """Split a text inside every control token's name."""
-        if self._control_text is None:
-            return [text]
-        cuts = [match.start() + 1 for match in self._control_text.finditer(text)]
-        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def _check_system_prompt(self) -> None:
         messages = self.messages(_PROBE_TEXT)
@@ -235,6 +294,28 @@ class PromptEncoder:
         self._prefill_tokens = self._tokenizer.encode(prefill, **options) if prefill else []
 
 
+def marked_message(turn: Mapping[str, Any], pattern: re.Pattern[str] | None) -> dict[str, Any]:
+    """Cut all texts of a message where a pattern is found."""
+    return marked(dict(turn), pattern) | {"role": turn["role"]}
+
+
+def marked(value: Any, pattern: re.Pattern[str] | None) -> Any:
+    """Cut all texts in a value, which may be nested: messages may hold tool calls."""
+    if isinstance(value, str):
+        return HFTokenizer.CUT.join(_pieces(value, pattern))
+    if isinstance(value, Mapping):
+        return {key: marked(item, pattern) for key, item in value.items()}
+    return [marked(item, pattern) for item in value] if isinstance(value, list) else value
+
+
+def _pieces(text: str, pattern: re.Pattern[str] | None) -> list[str]:
+    """Split a text inside every token's name that a pattern finds."""
+    if pattern is None:
+        return [text]
+    cuts = [match.start() + 1 for match in pattern.finditer(text)]
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
 def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     """Return a pattern for where a name starts that `encode` takes as a control token."""
     special_tokens = getattr(tokenizer, "special_tokens", None) or {}
@@ -245,8 +326,11 @@ def _control_text_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     ]
     if isinstance(tokenizer, HFTokenizer):
         names.append(HFTokenizer.CUT)  # it would vanish
-    if not names:
-        return None
+    return names_pattern(names) if names else None
+
+
+def names_pattern(names: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern for where one of these texts starts."""
     # A lookahead, because names may overlap and each must be cut. Some tokenizers have a
     # thousand names: the first letter alone rules out most places in a text.
     first = "".join(re.escape(letter) for letter in {name[0] for name in names})

@@ -7,56 +7,59 @@ import string
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import signature
-from typing import Any
+from itertools import chain
+from typing import Any, TypedDict
 
 from torch.utils.data import Dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
 
-from torchtune_grpo.config.text import shortened
+from torchtune_grpo.config.text import shortened, suggest
 from torchtune_grpo.data.chat import (
     GIVEN,
+    REPLY,
     BadRow,
-    Prompt,
     PromptEncoder,
     check_messages,
     check_text,
+    from_sharegpt,
 )
-from torchtune_grpo.data.load import load_rows, origin
+from torchtune_grpo.data.load import as_sequence, digest, load_rows, origin
 
 Row = Mapping[str, Any]
 
+log = get_logger("INFO")
+
 _REPORT_SECONDS = 10  # between two log lines while data take long to read
-_CHECKED = 50_000  # rows, checked in about ten seconds; later ones are read when they are drawn
+_FIRST = 10_000  # rows that are read at the start, in two seconds, so that mistakes surface
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A usable row."""
+class Item(TypedDict):
+    """A prompt, and the columns by which rewards judge the answers to it."""
 
-    number: int  # in the data as read
-    prompt: str | list[dict[str, Any]]
-    tokens: array[int]  # machine integers: lists of Python ones take nine times the memory
+    index: int  # position in the data set
+    tokens: Sequence[int]  # of the prompt, prefill included
+    prompt: str  # its text; a PromptText carries all messages
     columns: dict[str, Any]
 
 
-class RLDataset(Dataset[dict[str, Any]]):
-    """Prompts to sample from, and the columns by which rewards judge the samples.
+# Items -> by position, what is wrong with those that are judged, or None. If it raises a ValueError
+# for the first rows of a data set, that ends the run.
+Rule = Callable[[Sequence[Item]], Mapping[int, str | None]]
 
-    An item is ``{"index": int, "tokens": list[int], "prompt": Prompt, "columns": dict[str, Any]}``:
-    its position, the prompt's tokens (prefill included), the prompt's text, which carries the
-    messages that it stands for, and the other columns. docs/data.md describes the arguments.
 
-    The first 50,000 rows are checked and tokenized when the data set is made: those that cannot be
-    used are left out and reported in the log before training. Later rows are read when they are
-    drawn; one that cannot be used is replaced by the next one.
+class RLDataset(Dataset[Item]):
+    """Prompts to sample from; docs/data.md describes the arguments.
+
+    A row is read, encoded and checked when it is first used. The first 10,000 are used at the
+    start: those that cannot be are left out, and the log says why. A later one that cannot be used
+    is skipped when it is drawn. In its place comes the next one, and after the last the first.
 
     The attribute ``prefill`` is what graders see before the sampled text: the given prefill,
-    after the think block, if any, that the chat template opens.
+    after the think block, if any, that the chat template opens. ``encoder`` encodes prompts.
     """
 
     def __init__(
@@ -82,148 +85,172 @@ class RLDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"num_samples={num_samples}: give 1 or more, or null for all rows.")
         known = signature(RLDataset).parameters
         for key, value in load_dataset_kwargs.items():
-            if near := get_close_matches(key, known, n=1, cutoff=0.8):
-                raise ValueError(f"{key}={value!r}: unknown argument. Did you mean {near[0]}?")
-        self._encoder = PromptEncoder(
+            if hint := suggest(key, known, cutoff=0.8):
+                raise ValueError(f"{key}={value!r}: unknown argument.{hint}")
+        self.encoder = PromptEncoder(
             tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
         )
-        self.prefill = self._encoder.prefill
+        self.prefill = self.encoder.prefill
         self._limits = {
             "max_prompt_tokens": max_prompt_tokens,
             "tokenizer.max_seq_len": getattr(tokenizer, "max_seq_len", None),
         }
         self._transform, self._renamed = transform, dict(columns or {})
         self._prompt_column, self._template = prompt_column, prompt_template
-        self._fields = _fields(prompt_template)
+        self._fields = template_fields(prompt_template)
         options = {"split": split, "data_files": data_files, **load_dataset_kwargs}
-        self._fault: Callable[[Row], str | None] | None = None  # of a later row's columns
-        self._entries: list[_Entry] = []
-        self._read(*_load(source, rows, **options), num_samples)
-
-    def __len__(self) -> int:
-        return len(self._entries) + len(self._unread)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        position, entry = self._usable(range(len(self))[index])
-        messages = self._encoder.messages(entry.prompt)
-        is_chat = not isinstance(entry.prompt, str)
-        return {
-            "index": position,
-            "tokens": entry.tokens.tolist(),
-            "prompt": Prompt(messages[-1]["content"], messages, is_chat=is_chat),
-            "columns": dict(entry.columns),
-        }
-
-    def _usable(self, position: int) -> tuple[int, _Entry]:
-        """Return the position and entry of a row, or of the next one that can be used."""
-        checked = len(self._entries)
-        if position < checked:
-            return position, self._entries[position]
-        for later, number in enumerate(self._unread[position - checked :], position):
-            try:
-                entry = self._entry(self._rows[number], number)
-                if fault := self._fault and self._fault(entry.columns):
-                    raise BadRow(fault)
-                return later, entry
-            except ValueError as error:
-                said = f"row {number} is left out: {shortened(str(error), 200)}"
-                log_rank_zero(get_logger("INFO"), said)
-        return 0, self._entries[0]
-
-    @property
-    def num_checked(self) -> int:
-        """Number of rows that were checked when the data set was made; they come first."""
-        return len(self._entries)
-
-    def check_unread(self, *, max_tokens: int, fault: Callable[[Row], str | None]) -> None:
-        """Also leave out later rows whose prompt is longer, or whose columns have a fault."""
-        self._limits["the model's context, less max_generated_tokens"] = max_tokens
-        self._fault = fault
-
-    @property
-    def checked_prompts(self) -> list[array[int]]:
-        """The tokens of each prompt among the rows that were checked."""
-        return [entry.tokens for entry in self._entries]
-
-    @property
-    def row_numbers(self) -> list[int]:
-        """Each prompt's row in the data as read, from 0."""
-        return [entry.number for entry in self._entries]
-
-    def leave_out(self, positions: Collection[int]) -> None:
-        """Remove prompts; later ones move up."""
-        self._entries = [e for i, e in enumerate(self._entries) if i not in positions]
+        self._open(*_load(source, rows, **options), num_samples)
 
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
         """Make a data set of other rows with the same settings."""
         other = copy.copy(self)
-        other._read(*_load(source, rows))
+        other._open(*_load(source, rows))
         return other
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt that is not in the data."""
+    def item(self, prompt: Any, index: int) -> Item:
+        """Make an item of a prompt that is not in the data."""
         try:
-            return self._encoder(self._fill({self._prompt_column: prompt}, 0))
+            filled = self._fill({self._prompt_column: prompt})
         except KeyError as error:
             raise ValueError(
                 f"prompt_template={self._template!r}: needs the column {error}, not only a prompt."
             ) from error
+        return Item(
+            index=index, tokens=self.encoder(filled), prompt=self.encoder.text(filled), columns={}
+        )
 
-    def _read(self, rows: Iterable[Row], where: str, num_samples: int | None = None) -> None:
-        entries: list[_Entry] = []
-        left_out = defaultdict[str, list[int]](list)
-        self._rows: Any = rows
+    @property
+    def digest(self) -> str:
+        """A digest of the rows as read."""
+        return digest(self._rows)
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    def __getitem__(self, index: int) -> Item:
+        start = range(len(self))[index]
+        for position in chain(range(start, len(self)), range(start)):
+            if item := self._usable(self.row_numbers[position]):
+                return {
+                    "index": position,
+                    "tokens": [*item["tokens"]],
+                    "prompt": item["prompt"],
+                    "columns": {**item["columns"]},
+                }
+        raise ValueError(f"{self._where}: no row can be used.")
+
+    def _usable(self, number: int) -> Item | None:
+        """Return a row's item, or None if it cannot be used, which is logged once."""
+        if number in self._first:
+            return self._first[number]
+        if number in self._skipped:
+            return None
+        try:
+            item = self._read(number)
+            for rule in self._rules:
+                if fault := rule([item]).get(0):
+                    raise BadRow(fault)
+            return item
+        except ValueError as error:
+            self._skipped.add(number)
+            why = f"{shortened(str(error), 200)}; {len(self._skipped)} so far"
+            log.info(f"{self._where}: row {number} (counted from 0) is skipped: {why}.")
+            return None
+
+    def check(self, rule: Rule, *, where: str, remedy: str = "", drawn_rows: bool = True) -> None:
+        """Leave out rows that a rule finds faulty: of the first ones now, others when drawn.
+
+        Raises a ValueError with the remedy if they are more than half of those that it judged.
+        """
+        found = rule([self[position] for position in range(len(self._first))])
+        faults = {self.row_numbers[p]: fault for p, fault in found.items() if fault is not None}
+        most = len(found) // 2
+        self._leave_out(faults, where, of=len(found), most=most, remedy=remedy)
+        if drawn_rows:
+            self._rules.append(rule)
+
+    def _open(self, rows: Iterable[Row], where: str, num_samples: int | None = None) -> None:
+        """Begin with other rows: read the first ones, and leave out those that cannot be used."""
+        self._rows, self._where = as_sequence(rows, num_samples), where
         self._names: set[str] | None = None
-        self._unread = range(0)
-        total = f" of {min(len(rows), _CHECKED)}" if isinstance(rows, Sized) else ""
+        self._first: dict[int, Item] = {}  # by row number
+        self._skipped = set[int]()  # numbers of later rows
+        self._rules: list[Rule] = []
+        # The row of each position, in the data as read.
+        self.row_numbers: array[int] = array("l", range(len(self._rows)))
+        faults: dict[int, str] = {}
+        total = min(len(self._rows), _FIRST)
         next_report = time.monotonic() + _REPORT_SECONDS
-        for number, row in enumerate(rows):
-            if len(entries) == num_samples:
-                break
-            if number == _CHECKED and entries and isinstance(rows, Sized):
-                count = len(rows) - number if num_samples is None else num_samples - len(entries)
-                self._unread = range(number, min(len(rows), number + count))
-                said = f"{where}: {len(self._unread)} later rows are read when they are drawn."
-                log_rank_zero(get_logger("INFO"), said)
+        for number in range(total):
+            if len(self._first) == num_samples:
                 break
             if time.monotonic() > next_report:
-                said = f"{where}: {number}{total} rows are read and tokenized"
-                log_rank_zero(get_logger("INFO"), f"{said}; num_samples takes fewer.")
+                said = f"{where}: {number} of {total} rows are read and tokenized"
+                log_rank_zero(log, f"{said}; num_samples takes fewer.")
                 next_report += _REPORT_SECONDS
             try:
-                entries.append(self._entry(row, number))
+                self._first[number] = self._read(number)
             except BadRow as error:
-                left_out[str(error)].append(number)
-        _report(left_out, len(entries), where)
-        self._entries = entries
+                faults[number] = str(error)
+        if not total:
+            raise ValueError(f"{where}: there are no rows.")
+        tried = len(self._first) + len(faults)
+        self._leave_out(faults, where, of=tried, most=tried - 1)
+        self.row_numbers = self.row_numbers[:num_samples]
 
-    def _entry(self, row: Any, number: int) -> _Entry:
-        """Return a row's entry; raise BadRow for an unusable row, ValueError for unusable data."""
-        row = self._transformed(row)
+    def _leave_out(
+        self, faults: Mapping[int, str], where: str, *, of: int, most: int, remedy: str = ""
+    ) -> None:
+        """Leave out rows and log why; raise a ValueError if they are more than ``most``."""
+        numbers = defaultdict[str, list[int]](list)
+        for number, why in faults.items():
+            numbers[shortened(why, 200)].append(number)
+        reasons = "; ".join(
+            f"{why} (row {n[0]})" if len(n) == 1 else f"{why} ({len(n)} rows, first {n[0]})"
+            for why, n in numbers.items()
+        )
+        said = f"{len(faults)} of {of} rows (counted from 0) are left out: "
+        said = f"{where}: {said}{shortened(reasons, 600)}."
+        if len(faults) > most:
+            raise ValueError(f"{said} {remedy}".rstrip())
+        if faults:
+            log_rank_zero(log, said)
+            self._first = {n: item for n, item in self._first.items() if n not in faults}
+            self.row_numbers = array("l", (n for n in self.row_numbers if n not in faults))
+
+    def _read(self, number: int) -> Item:
+        """Read a row; raise BadRow for an unusable one, ValueError for unusable data."""
+        row = self._transformed(self._rows[number])
         if self._names is None:
-            self._names, self._sources = {*row}, self._column_sources(row)
-        if row.keys() != self._names:
+            self._names, self._sources = {*row} - {REPLY}, self._column_sources(row)
+        if row.keys() - {REPLY} != self._names:
             raise ValueError(
                 f"row {number} has the columns {sorted(row)}, the ones before it "
                 f"{sorted(self._names)}. Give every row the same columns."
             )
-        prompt = self._fill(row, number)
-        tokens = array("i", self._encoder(prompt))
+        prompt = self._fill(row)
+        # Machine integers: lists of Python's take nine times the memory.
+        tokens = array("i", self.encoder(prompt))
         for key, limit in self._limits.items():
             if limit is not None and len(tokens) > limit:
                 raise BadRow(f"the prompt is longer than {key}={limit}")
         columns = {name: _field(row, source) for name, source in self._sources.items()}
-        return _Entry(number, prompt, tokens, columns)
+        return Item(index=number, tokens=tokens, prompt=self.encoder.text(prompt), columns=columns)
 
     def _transformed(self, row: Any) -> Row:
         if not isinstance(row, Mapping):
             raise BadRow(f"it has no columns: {shortened(repr(row))}")
         try:
-            return row if self._transform is None else self._transform(row)
+            row = row if self._transform is None else self._transform(row)
         except KeyError as error:
             raise BadRow(f"it has no column {error}, but {sorted(row)}") from error
         except ValueError as error:
             raise BadRow(shortened(str(error), 200)) from error
+        turns = row.get(self._prompt_column)
+        if isinstance(turns, list) and any(isinstance(t, Mapping) and "from" in t for t in turns):
+            messages, reply = from_sharegpt(turns)
+            return {**row, self._prompt_column: messages, REPLY: reply}
+        return row
 
     def _column_sources(self, row: Row) -> dict[str, str]:
         """Check the config's keys against a row; map rewards' names of columns to the data's."""
@@ -234,7 +261,7 @@ class RLDataset(Dataset[dict[str, Any]]):
         }.items():
             for name in used - row.keys():
                 try:
-                    _field(row if key == "columns" else {}, name)
+                    _field({} if key == "prompt_template" else row, name)
                 except BadRow:
                     there = f"there is no column {name!r} among {sorted(row)}"
                     raise ValueError(f"{key}: {there}.") from None
@@ -247,22 +274,16 @@ class RLDataset(Dataset[dict[str, Any]]):
             )
         return sources
 
-    def _fill(self, row: Row, number: int) -> str | list[dict[str, Any]]:
+    def _fill(self, row: Row) -> str | list[dict[str, Any]]:
         """Fill in the template, or return a row's messages as they are."""
         if "prompt" in self._fields:
-            prompt = row[self._prompt_column]
+            prompt = _field(row, self._prompt_column)
             if isinstance(prompt, (list, tuple)):
                 if self._template != "{prompt}":
-                    raise ValueError(
-                        f"prompt_template={self._template!r}: row {number} has a list of messages, "
-                        "which no template takes. Remove it."
-                    )
+                    raise BadRow(f"prompt_template={self._template!r} takes no list of messages")
                 return check_messages(prompt)
             row = {**row, "prompt": check_text(prompt, f"column {self._prompt_column!r}")}
-        values = {name: row[name] for name in self._fields}
-        for name, value in values.items():
-            if not isinstance(value, (str, int, float)):
-                raise BadRow(f"column {name!r} is not text or a number: {shortened(repr(value))}")
+        values = {name: _as_written(row[name], name) for name in self._fields}
         return check_text(self._template.format(**values), "the prompt")
 
 
@@ -277,8 +298,7 @@ def _load(
         raise ValueError(f"source={source!r}: give either source or rows.")
     for key, value in given.items():
         raise ValueError(f"{key}={value!r}: unknown argument for rows in memory.")
-    table: Any = rows
-    return (table.to_dict("records") if hasattr(rows, "iterrows") else rows), "rows"  # pandas
+    return rows, "rows"
 
 
 def _field(row: Row, path: str) -> Any:
@@ -293,7 +313,7 @@ def _field(row: Row, path: str) -> Any:
     return value
 
 
-def _fields(template: str) -> set[str]:
+def template_fields(template: str) -> set[str]:
     """Return the columns that a prompt template names."""
     try:
         fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
@@ -306,19 +326,20 @@ def _fields(template: str) -> set[str]:
     return fields
 
 
-def _report(left_out: Mapping[str, Sequence[int]], used: int, where: str) -> None:
-    """Log which rows are left out and why; raise an error if none remains."""
-    count = sum(map(len, left_out.values()))
-    reasons = [
-        f"{why} (row {rows[0]})" if len(rows) == 1 else f"{why} ({len(rows)} rows, first {rows[0]})"
-        for why, rows in left_out.items()
-    ]
-    total, why = used + count, shortened("; ".join(reasons), 600)
-    text = f"{count} of {total} rows (counted from 0) are left out: {why}."
-    if not used:
-        raise ValueError(f"{where}: {text if count else 'there are no rows.'}")
-    if count:
-        log_rank_zero(get_logger("INFO"), f"{where}: {text}")
+class _Lines(list[Any]):
+    """A list that a template writes line by line; as ``{name:, }``, with commas between."""
+
+    def __format__(self, separator: str) -> str:
+        return (separator or "\n").join(map(str, self))
+
+
+def _as_written(value: Any, name: str) -> Any:
+    """Return a column's value as a template takes it."""
+    is_list = isinstance(value, (list, tuple))
+    if not all(isinstance(each, (str, int, float)) for each in (value if is_list else [value])):
+        kinds = "text, a number or a list of these"
+        raise BadRow(f"column {name!r} is not {kinds}: {shortened(repr(value))}")
+    return _Lines(value) if is_list else value
 
 
 @dataclass(frozen=True)
@@ -331,22 +352,22 @@ class PromptBatch:
     columns: dict[str, list[Any]]  # B values each
     # How often each prompt came earlier in this step, on any rank: each use gets its own noise.
     uses: list[int]
-    places: list[int]  # positions among the step's prompts of all ranks, ascending
+    step_indices: list[int]  # positions among the step's prompts of all ranks, ascending
 
 
 def collate_prompts(
-    items: Sequence[dict[str, Any]],
+    items: Sequence[Item],
     *,
     uses: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
+    step_indices: Sequence[int] | None = None,
 ) -> PromptBatch:
-    """Collate B items of an :class:`RLDataset`; by default this rank has all of the step's."""
+    """Collate B items of an ``RLDataset``; by default this rank has all of the step's."""
     names = items[0]["columns"].keys()
     return PromptBatch(
-        tokens=[item["tokens"] for item in items],
+        tokens=[[*item["tokens"]] for item in items],
         indices=[item["index"] for item in items],
         prompts=[item["prompt"] for item in items],
         columns={name: [item["columns"][name] for item in items] for name in names},
         uses=[0] * len(items) if uses is None else [*uses],
-        places=[*range(len(items))] if places is None else [*places],
+        step_indices=[*range(len(items))] if step_indices is None else [*step_indices],
     )

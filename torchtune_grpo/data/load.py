@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import datasets
 import fsspec  # type: ignore[import-untyped]
-from datasets import Dataset, ReadInstruction, load_dataset, load_from_disk
+from datasets import ReadInstruction, load_dataset, load_from_disk
+from huggingface_hub import constants, get_session
+from torch.utils.data import ConcatDataset, Subset
+from torchtune.utils import get_logger
 
-from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.config.text import describe, shortened, suggest
+
+log = get_logger("INFO")
 
 _FORMATS = {
     ".jsonl": "json",
+    ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
@@ -23,6 +33,9 @@ _FORMATS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_HUB_SECONDS = 3
+_SPLITS = ("train", "test", "validation")  # names for data without splits, beside any others
 
 
 def load_rows(
@@ -36,6 +49,18 @@ def load_rows(
         raise ValueError(f"{origin(source, data_files)}, split={split!r}: {cause}") from error
 
 
+def as_sequence(rows: Any, num_samples: int | None) -> Sequence[Any]:
+    """Return rows that can be read one by one, of a table of pandas or of what is only iterable."""
+    if hasattr(rows, "iterrows"):
+        return rows.to_dict("records")
+    if isinstance(rows, Mapping):
+        names = ", ".join(map(str, rows))
+        kind = "one split" if isinstance(rows, datasets.DatasetDict) else "a list of dicts"
+        raise ValueError(f"rows: a mapping of {shortened(names, 100)}; give {kind} of it.")
+    is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    return rows if is_sequence else [*islice(rows, num_samples)]
+
+
 def origin(source: str, data_files: Any) -> str:
     """Name where rows come from, as the config does."""
     return f"source={source!r}" + ("" if data_files is None else f", data_files={data_files!r}")
@@ -43,17 +68,24 @@ def origin(source: str, data_files: Any) -> str:
 
 def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> Iterable[Any]:
     name = re.match(r"\w*", split)[0]  # type: ignore[index]  # matches any text
-    if any((Path(source) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+    path = Path(source)
+    if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         saved = load_from_disk(source, **options)
-        return _select({name: saved} if isinstance(saved, Dataset) else saved, split)
-    suffix = Path(source.removesuffix(".gz")).suffix.lower()
-    file_format = source if source in _FORMATS.values() else _FORMATS.get(suffix)
+        return _select(_named(saved, name), split)
+    plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    file_format = source if source in _FORMATS.values() else _FORMATS.get(plain.suffix.lower())
     if file_format is None:
+        if path.is_file():
+            raise ValueError(
+                f"a file ends in {', '.join(_FORMATS)}, perhaps with {', '.join(_COMPRESSED)}; "
+                f"for another, name its format: source=json data_files={source}"
+            )
+        if not path.exists():
+            _check_hub(source)
         return load_dataset(source, split=split, data_files=data_files, **options)
     if (source == file_format) == (data_files is None):
         raise ValueError("give the path of a file as source, or its format and data_files")
-    files = source if data_files is None else data_files
-    files = files if isinstance(files, Mapping) else {name: files}
+    files = _named(source if data_files is None else data_files, name)
     if file_format == "json":
         tables = {name: _read_json(paths, **options) for name, paths in files.items()}
         return _select(tables, split)
@@ -64,24 +96,32 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
     return load_dataset(file_format, split=split, data_files=files, **options)
 
 
-class _Slices(Sequence[Any]):
-    """Rows of tables, one slice after another."""
+def _named(data: Any, name: str) -> Mapping[str, Any]:
+    """Return data by split; those without splits are one of any name that is not misspelt."""
+    if isinstance(data, Mapping):
+        return data
+    if name not in _SPLITS and (hint := suggest(name, _SPLITS, cutoff=0.7)):
+        raise ValueError(f"the data have no splits, so any name will do, but not this one.{hint}")
+    return {name: data}
 
-    def __init__(self, parts: Iterable[tuple[Any, int, int]]) -> None:
-        self._parts = [*parts]
 
-    def __len__(self) -> int:
-        return sum(end - start for _, start, end in self._parts)
+def _check_hub(source: str) -> None:
+    """Let this process read only caches if the hub does not answer; its client tries for long."""
 
-    def __getitem__(self, index: Any) -> Any:
-        for table, start, end in self._parts:
-            if index < end - start:
-                return table[start + index]
-            index -= end - start
-        raise IndexError
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS))
 
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(islice(table, *ends) for table, *ends in self._parts)
+    answers: list[Any] = []
+    asking = Thread(target=ask, daemon=True)  # looking up a name cannot be given a limit
+    asking.start()
+    asking.join(_HUB_SECONDS)
+    if not answers:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        log.warning(
+            f"There is no file {source}, and {constants.ENDPOINT} does not answer: looking in "
+            f"{datasets.config.HF_DATASETS_CACHE} alone."
+        )
 
 
 class _JsonRows(Sequence[Any]):
@@ -108,17 +148,19 @@ class _JsonRows(Sequence[Any]):
         return {**dict.fromkeys(self._names), **row} if isinstance(row, dict) else row
 
 
-def _select(tables: Mapping[str, Sequence[Any]], split: str) -> Sequence[Any]:
+def _select(tables: Mapping[str, Any], split: str) -> Any:
     """Select the rows of a split, or of slices and sums of splits: ``train[:90%]+test``."""
     lengths = {name: len(table) for name, table in tables.items()}
     parts = ReadInstruction.from_spec(split).to_absolute(lengths)
-    return _Slices((tables[part.splitname], part.from_, part.to) for part in parts)
+    return ConcatDataset(Subset(tables[p.splitname], range(p.from_, p.to)) for p in parts)
 
 
 def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = None) -> _JsonRows:
     """Read files of JSON lines, or of one JSON list, which may be a ``field`` of the file."""
     rows = _JsonRows()
     for opened in fsspec.open_files(paths, "rt", compression="infer", encoding=encoding):
+        if opened.compression is None and opened.path.endswith(".zst"):
+            raise ValueError("a .zst file needs: pip install zstandard")
         with opened as file:
             lines = enumerate(file, 1)
             first = next(((n, line) for n, line in lines if line.strip()), (0, ""))
@@ -134,3 +176,16 @@ def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = N
                 except ValueError as error:
                     raise ValueError(f"line {number} of the file: {error}") from None
     return rows
+
+
+def digest(rows: Any) -> str:
+    """Return a digest of rows in memory."""
+    found = hashlib.sha256()
+    for part in rows.iter(1000) if hasattr(rows, "iter") else rows:  # a table's rows are slow
+        found.update(json.dumps(part, default=_shown, skipkeys=True).encode())
+    return f"in memory (sha256 {found.hexdigest()[:16]})"
+
+
+def _shown(value: Any) -> str:
+    """Return what stands for a value in a digest: without its address, which a run changes."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))

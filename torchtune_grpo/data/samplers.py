@@ -8,7 +8,9 @@ repeated sees the same prompts, and the state covers the finished steps only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Sequence, Sized
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from torchtune_grpo.config.check import instantiate
-from torchtune_grpo.data.dataset import PromptBatch, collate_prompts
+from torchtune_grpo.data.dataset import Item, PromptBatch, collate_prompts
+from torchtune_grpo.data.mixing import MixedDataset
 
 _SEEDS = 1_000_003  # distance between the generator seeds of successive run seeds
+_WINDOW = 32  # groups of a data set in its pass rate
 
 
 class ShuffledSampler:
@@ -28,14 +32,18 @@ class ShuffledSampler:
     row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
     """
 
-    def __init__(self, dataset: Sequence[Any], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, dataset: Sized, *, seed: int, shuffle: bool = True) -> None:
         self._size, self._seed, self._shuffle = len(dataset), seed, shuffle
         self._drawn = 0
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         """Return the next ``count`` rows for all ranks, after ``skip`` that the step has had."""
         self._check_size(count)
-        start, rows = self._drawn + skip, list[int]()
+        return self.pass_over(self._drawn + skip, count)
+
+    def pass_over(self, start: int, count: int) -> list[int]:
+        """Return ``count`` rows after the first ``start`` of all passes."""
+        rows: list[int] = []
         while len(rows) < count:
             number, offset = divmod(start + len(rows), self._size)
             rows += self._order(number)[offset : offset + count - len(rows)]
@@ -54,8 +62,11 @@ class ShuffledSampler:
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
         return torch.randperm(self._size, generator=generator).tolist()
 
-    def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """End a step that asked for these rows; a pass rate is the share of right samples."""
+    def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
+        """End a step that asked for these rows.
+
+        A pass rate is the share of right samples; None where the deciding reward did not apply.
+        """
         self._drawn += len(rows)
 
     @property
@@ -78,10 +89,61 @@ class ShuffledSampler:
         vars(self).update(state)
 
 
+class MixedSampler(ShuffledSampler):
+    """Sampler of a ``MixedDataset``: passes over each of its data sets, which take turns by weight.
+
+    The next prompt is always of the data set that is furthest behind its share, so that every step
+    has the weights' shares, but for rounding that later steps make up for.
+    """
+
+    def __init__(self, dataset: MixedDataset, *, seed: int, shuffle: bool = True) -> None:
+        super().__init__(dataset, seed=seed, shuffle=shuffle)
+        parts = dataset.parts.values()
+        self._passes = [ShuffledSampler(part, seed=seed, shuffle=shuffle) for part in parts]
+        self._starts = dataset.starts
+        total = sum(dataset.weights.values())
+        self._shares = {name: weight / total for name, weight in dataset.weights.items()}
+        self._counts = [0] * len(parts)  # prompts drawn from each
+        self._pass_rates: list[list[float]] = [[] for _ in parts]  # of each one's last groups
+
+    def next(self, count: int, *, skip: int = 0) -> list[int]:
+        """As in ``ShuffledSampler``; within a step, a small data set may repeat its prompts."""
+        self._check_size(count)
+        counts, turns = [*self._counts], list[int]()
+        for number in range(self._drawn + 1, self._drawn + skip + count + 1):
+            behind = [s * number - n for s, n in zip(self._shares.values(), counts, strict=True)]
+            turns.append(behind.index(max(behind)))
+            counts[turns[-1]] += 1
+        rows = [
+            iter(part.pass_over(done, turns.count(number)))
+            for number, (part, done) in enumerate(zip(self._passes, self._counts, strict=True))
+        ]
+        return [self._starts[turn] + next(rows[turn]) for turn in turns][skip:]
+
+    def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
+        super().learn(rows, pass_rates)
+        turns = [bisect_right(self._starts, row) - 1 for row in rows]
+        self._counts = [n + turns.count(number) for number, n in enumerate(self._counts)]
+        self._pass_rates = [*self._pass_rates]
+        for turn, rate in zip(turns, pass_rates, strict=True):
+            if rate is not None:
+                self._pass_rates[turn] = [*self._pass_rates[turn], rate][-_WINDOW:]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``sampler/pass_rate/NAME``: the mean over the last 32 groups of each data set."""
+        named = zip(self._shares, self._pass_rates, strict=True)
+        return {f"sampler/pass_rate/{name}": fmean(rates) for name, rates in named if rates}
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("_drawn", "_counts", "_pass_rates")
+        return {name: getattr(self, name) for name in names}
+
+
 class WeightedSampler(ShuffledSampler, ABC):
     """Base class that draws rows by weight; within a step, without replacement while rows last.
 
-    Other samplers derive from it: they define :meth:`weights` and extend :meth:`learn`.
+    Other samplers derive from it: they define ``weights`` and extend ``learn``.
     """
 
     @abstractmethod
@@ -89,7 +151,7 @@ class WeightedSampler(ShuffledSampler, ABC):
         """Return the weight of each row, [rows]; a row of weight 0 is never drawn."""
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
-        """As in :class:`ShuffledSampler`. Source: Efraimidis and Spirakis 2006 (A-Res)."""
+        """As in ``ShuffledSampler``. Source: Efraimidis and Spirakis 2006 (A-Res)."""
         self._check_size(count)
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + self._drawn)
         weights = self.weights().double()
@@ -107,7 +169,7 @@ class LevelSampler(WeightedSampler):
 
     def __init__(
         self,
-        dataset: Sequence[Any],
+        dataset: Sequence[Item],
         *,
         seed: int,
         column: str = "level",
@@ -121,7 +183,7 @@ class LevelSampler(WeightedSampler):
         if not 0 < pass_rate <= 1 or window < 1:
             raise ValueError(f"pass_rate={pass_rate}, window={window}: give (0, 1], and 1 or more.")
         levels = [each[column] for each in columns]
-        number = {level: place for place, level in enumerate(sorted(set(levels)))}
+        number = {level: index for index, level in enumerate(sorted(set(levels)))}
         self._levels = torch.tensor([number[level] for level in levels])  # [rows]
         self._pass_rate, self._window = pass_rate, window
         self._newest, self._recent = 0, list[float]()
@@ -131,10 +193,11 @@ class LevelSampler(WeightedSampler):
         share = 1 / self._levels.bincount()[self._levels]
         return share.where(self._levels <= self._newest, 0)
 
-    def learn(self, rows: Sequence[int], pass_rates: Sequence[float]) -> None:
+    def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
         super().learn(rows, pass_rates)
-        rates = zip(rows, pass_rates, strict=True)
-        self._recent += [rate for row, rate in rates if self._levels[row] == self._newest]
+        for row, rate in zip(rows, pass_rates, strict=True):
+            if rate is not None and self._levels[row] == self._newest:
+                self._recent.append(rate)
         self._recent = self._recent[-self._window :]
         is_solved = len(self._recent) == self._window and self._mean >= self._pass_rate
         if is_solved and self._newest < int(self._levels.max()):
@@ -150,15 +213,17 @@ class LevelSampler(WeightedSampler):
         return {"sampler/level": float(self._newest), "sampler/level_pass_rate": self._mean}
 
 
-def make_sampler(node: DictConfig | None, dataset: Sequence[Any], *, seed: int) -> Any:
-    """Make the config's sampler; None shuffles."""
+def make_sampler(node: DictConfig | None, dataset: Sequence[Item], *, seed: int) -> Any:
+    """Make the config's sampler; None shuffles, and mixes the data sets of a ``MixedDataset``."""
     if node is None:
+        if isinstance(dataset, MixedDataset):
+            return MixedSampler(dataset, seed=seed)
         return ShuffledSampler(dataset, seed=seed)
     return instantiate("sampler", node, dataset, seed=seed)
 
 
 def prompts_of_rank(
-    dataset: Sequence[Any],
+    dataset: Sequence[Item],
     rows: Sequence[int],
     *,
     rank: int,
@@ -172,10 +237,10 @@ def prompts_of_rank(
     """
     all_rows = [*before, *rows]
     own = range(rank * len(rows) // world_size, (rank + 1) * len(rows) // world_size)
-    places = [len(before) + place for place in own or range(1)]
+    step_indices = [len(before) + index for index in own or range(1)]
     batch = collate_prompts(
-        [dataset[all_rows[place]] for place in places],
-        uses=[all_rows[:place].count(all_rows[place]) for place in places],
-        places=places,
+        [dataset[all_rows[index]] for index in step_indices],
+        uses=[all_rows[:index].count(all_rows[index]) for index in step_indices],
+        step_indices=step_indices,
     )
     return batch, len(own)

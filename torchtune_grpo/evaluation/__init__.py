@@ -1,1 +1,1 @@
-"""What a policy is worth on held-out prompts, and how sure that is."""
+"""Measurement of a policy on held-out prompts, and its uncertainty."""

@@ -12,20 +12,17 @@ from typing import Any
 import numpy as np
 
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
+from torchtune_grpo.config.text import to_json
 from torchtune_grpo.data import RLDataset
-from torchtune_grpo.data.dataset import collate_prompts
-from torchtune_grpo.evaluation.statistics import (
-    Comparison,
-    bootstrap_interval,
-    evaluation_metrics,
-    majority,
-    pass_at_k,
-    passes,
-)
+from torchtune_grpo.data.dataset import Item, collate_prompts
+from torchtune_grpo.environments.environment import Environment
+from torchtune_grpo.evaluation import statistics
+from torchtune_grpo.evaluation.statistics import Comparison, evaluation_metrics
 from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.rewards import RewardSet, TrainerState
-from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.rewards.workers import MAX_WORKERS
+from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.request import RolloutEngine
 
 
@@ -36,7 +33,7 @@ class Answer:
     completion: str  # as rewards see it
     tokens: int  # its length
     truncated: bool  # no stop token came in time
-    scores: dict[str, float]  # by reward; 0 where one does not apply or failed
+    scores: dict[str, float | None]  # by reward; 0 where one failed, None where it does not apply
     stated: dict[str, str | None]  # the answer that each reward sees, if it can name it
 
 
@@ -67,10 +64,10 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Each mean with its interval, and more; docs/metrics.md describes them."""
+        """Each mean with its interval, and more; docs/reading_a_run.md describes them."""
         metrics: dict[str, float] = {}
         for name, values in self._by_prompt.items():
-            low, high = bootstrap_interval(values)
+            low, high = statistics.bootstrap_interval(values)
             mean, name = float(np.mean(values)), f"eval/{name}"
             metrics |= {name: mean, f"{name}/low": low, f"{name}/high": high}
         greedy = [each.greedy for each in self.answered]
@@ -80,23 +77,32 @@ class Evaluation:
 
     @property
     def prompts(self) -> dict[str, list[Any]]:
-        """``prompt_index`` and the P values behind each mean."""
-        return {"prompt_index": [each.index for each in self.answered], **self._by_prompt}
+        """``prompt_index`` and the values behind each mean, of the prompts it applies to."""
+        return {"prompt_index": [each.index for each in self._measured], **self._by_prompt}
+
+    @cached_property
+    def _measured(self) -> list[Answered]:
+        """The prompts to whose answers the deciding reward applies."""
+        return [
+            each
+            for each in self.answered
+            if None not in [answer.scores[self.reward] for answer in (each.greedy, *each.samples)]
+        ]
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[float]]:
-        reward, answered = self.reward, self.answered
-        found = {"accuracy": [each.greedy.scores[reward] for each in answered]}
-        samples = [[answer.scores[reward] for answer in each.samples] for each in answered]
+        reward, answered = self.reward, self._measured
+        if not answered:
+            return {}
+        found = {"accuracy": [each.greedy.scores[reward] or 0.0 for each in answered]}
+        samples = [[answer.scores[reward] or 0.0 for answer in each.samples] for each in answered]
         k = len(samples[0])
-        for n in passes(k):
-            found[f"pass@{n}"] = [pass_at_k(each, n) for each in samples]
+        for n in statistics.passes(k):
+            found[f"pass@{n}"] = [statistics.pass_at_k(each, n) for each in samples]
         if k > 1 and reward in answered[0].greedy.stated:
-            votes = [majority([a.stated[reward] for a in each.samples]) for each in answered]
-            found[f"maj@{k}"] = [
-                0.0 if vote is None else each[vote]
-                for each, vote in zip(samples, votes, strict=True)
-            ]
+            stated = ([answer.stated[reward] for answer in each.samples] for each in answered)
+            pairs = zip(samples, map(statistics.majority, stated), strict=True)
+            found[f"maj@{k}"] = [0.0 if vote is None else each[vote] for each, vote in pairs]
         return found
 
 
@@ -110,16 +116,14 @@ def compare_policies(
     """
     before = found["before"].answered
     groups = {"all": [*range(len(before))]}
-    for row, each in enumerate(before):
-        if by is not None:
+    if by is not None:
+        for row, each in enumerate(before):
             groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
-    return {
-        name: {
-            "prompts": len(rows),
-            "graders": {grader: _compared(found, rows, grader) for grader in graders},
-        }
-        for name, rows in groups.items()
-    }
+    compared: dict[str, Any] = {}
+    for name, rows in groups.items():
+        by_grader = {grader: _compared(found, rows, grader) for grader in graders}
+        compared[name] = {"prompts": len(rows), "graders": by_grader}
+    return compared
 
 
 def _compared(
@@ -136,7 +140,7 @@ def _compared(
 
 
 def comparison_tables(groups: Mapping[str, Any]) -> list[str]:
-    """Return lines for a terminal with what :func:`compare_policies` has found."""
+    """Return lines for a terminal with what ``compare_policies`` has found."""
     lines = []
     for name, group in groups.items():
         for grader, found in group["graders"].items():
@@ -149,40 +153,39 @@ def comparison_tables(groups: Mapping[str, Any]) -> list[str]:
 class Evaluator:
     """Measures a policy on a held-out split, always with the same noise.
 
-    :meth:`RewardSet.decider` says which reward decides what is right.
+    ``RewardSet.decider`` says which reward decides what is right.
     """
 
     def __init__(
-        self, cfg: GRPOConfig, dataset: RLDataset, *, tokenizer: Any, rewards: RewardSet
+        self,
+        cfg: GRPOConfig,
+        dataset: RLDataset,
+        *,
+        tokenizer: Any,
+        rewards: RewardSet,
+        environment: Environment | None = None,
     ) -> None:
-        wanted = cfg.evaluation
-        if wanted.reward is not None and wanted.reward not in rewards.names:
-            raise ValueError(
-                f"evaluation.reward={wanted.reward}: no reward of this name; rewards has "
-                f"{', '.join(rewards.names)}."
-            )
-        self._cfg = cfg
-        self._dataset = dataset
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._reward = rewards.decider(wanted.reward)
-        self._measure = rewards.measure(wanted.reward)
+        self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
+        self._rewards, self._decider = rewards, rewards.decider
+        self._environment = environment
         named = {reward.name: reward.answer_of for reward in rewards.rewards}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
-        votes = self._reward in self._stated
-        known = [name for name in evaluation_metrics(wanted.samples) if votes or "maj@" not in name]
-        if wanted.keep_best not in (None, *known):
+        names, best = evaluation_metrics(cfg.evaluation.samples), cfg.evaluation.keep_best
+        known = [n for n in names if self._decider.name in self._stated or "maj@" not in n]
+        if best not in (None, *known):
             raise ValueError(
-                f"evaluation.keep_best={wanted.keep_best}: is not measured; give one of "
-                f"{', '.join(known)}."
+                f"evaluation.keep_best={best}: is not measured; give one of {', '.join(known)}."
             )
 
     def __call__(self, engine: RolloutEngine, *, state: TrainerState | None = None) -> Evaluation:
         """Evaluate the engine's policy; every rank has to call it. Rewards get the ``state``."""
         begun = time.perf_counter()
         mine = range(rank(), len(self._dataset), world_size())
-        # A rank without prompts answers one whose result is dropped: sharding needs every rank.
-        items = [self._dataset[index] for index in mine or (0,)]
+        # A row that cannot be used has another one in its place, which is not to count twice.
+        items = [item for index in mine if (item := self._dataset[index])["index"] == index]
+        count = len(items)
+        # Sharding needs every rank as often: more answers are given and dropped.
+        items += [self._dataset[0]] * (-(-len(self._dataset) // world_size()) - count)
         k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
         with make_bar("Evaluation ", total=len(items) * (1 + k), leave=False) as bar:
             greedy = self._answers(engine, items, params.greedy, 1, state, bar)
@@ -191,18 +194,21 @@ class Evaluator:
             Answered(item["index"], str(item["prompt"]), item["columns"], first[0], more)
             for item, first, more in zip(items, greedy, samples, strict=True)
         ]
-        everyone = chain.from_iterable(gather_over_ranks(answered[: len(mine)]))
-        return Evaluation(
-            answered=sorted(everyone, key=lambda each: each.index),
-            reward=self._reward,
-            measure=self._measure,
-            seconds=time.perf_counter() - begun,
-        )
+        everyone = chain.from_iterable(gather_over_ranks(answered[:count]))
+        in_order, name = sorted(everyone, key=lambda each: each.index), self._decider.name
+        seconds = time.perf_counter() - begun
+        evaluation = Evaluation(in_order, name, self._decider.measure, seconds)
+        if not evaluation.prompts["prompt_index"]:
+            raise ValueError(
+                f"eval_dataset: {name} applies to no answer; name another reward in "
+                "evaluation.reward, or give other prompts."
+            )
+        return evaluation
 
     def _answers(
         self,
         engine: RolloutEngine,
-        items: list[dict[str, Any]],
+        items: list[Item],
         params: SamplingParams,
         samples: int,
         state: TrainerState | None,
@@ -211,8 +217,13 @@ class Evaluator:
         """Return ``samples`` responses to each item."""
         if samples == 0:
             return [[] for _ in items]
+        at_once = max(1, MAX_WORKERS // samples)
+        if self._cfg.environment.isolation and len(items) > at_once:  # each has a process
+            parts = [items[i : i + at_once] for i in range(0, len(items), at_once)]
+            asked = (self._answers(engine, part, params, samples, state, bar) for part in parts)
+            return [*chain.from_iterable(asked)]
         before = bar.n
-        rows = roll_out(
+        rows = sample_groups(
             engine,
             collate_prompts(items),
             tokenizer=self._tokenizer,
@@ -221,6 +232,7 @@ class Evaluator:
             prefill=self._dataset.prefill,
             seed=self._cfg.seed,
             step=-1,  # noise that no training step uses
+            environment=self._environment,
             report=lambda now: bar.update(before + now.finished - bar.n),
         )
         bar.update(before + len(items) * samples - bar.n)
@@ -231,20 +243,16 @@ class Evaluator:
             completion_ids=rows.completion_ids,
             trainer_state=state,
         )
+        values = to_json(scored.scores.masked_fill(scored.failed, 0.0))
+        lengths, truncated = rows.sampled_lengths.tolist(), rows.truncated.tolist()
         answers = [
             Answer(
                 completion=text,
-                tokens=tokens,
-                truncated=truncated,
-                scores=dict(zip(scored.names, scores, strict=True)),
+                tokens=lengths[row],
+                truncated=truncated[row],
+                scores=dict(zip(scored.names, values[row], strict=True)),
                 stated={name: stated(text) for name, stated in self._stated.items()},
             )
-            for text, tokens, truncated, scores in zip(
-                rows.completions,
-                rows.response_lengths.tolist(),
-                rows.truncated.tolist(),
-                scored.scores.nan_to_num(0.0).tolist(),
-                strict=True,
-            )
+            for row, text in enumerate(rows.completions)
         ]
         return [answers[i : i + samples] for i in range(0, len(answers), samples)]

@@ -1,4 +1,4 @@
-"""How certain a held-out number is, which evaluation was best, and whether a run ends with it.
+"""Uncertainty of held-out numbers, the best evaluation, and when a run ends by itself.
 
 This module holds pass@k, majority votes, intervals, a paired test and a comparison of evaluations.
 
@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from torchtune_grpo.evaluation.thresholds import FEW_PROBLEMS, SURE
+
 ACCURACY = "eval/accuracy"
-SURE = 0.05  # the usual bound on p
 _RESAMPLES = 10_000
 _FINEST_UNIT = 256  # scores are multiples of 1/256 at the finest
 
 
 class Paired(NamedTuple):
-    """The result of :func:`paired_test` on two policies' scores for the same prompts."""
+    """The result of ``paired_test`` on two policies' scores for the same prompts."""
 
     difference: float  # mean of after minus before
     low: float  # bounds of its 95 % interval
@@ -105,8 +106,7 @@ class Score(NamedTuple):
 def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
     """Return a recorded evaluation's numbers with intervals: accuracy, pass@1, ..., maj@k."""
     found = {}
-    for low in [name for name in evaluation if name.endswith("/low")]:
-        metric = low.removesuffix("/low")
+    for metric in [name.removesuffix("/low") for name in evaluation if name.endswith("/low")]:
         values: list[Any] = [evaluation.get(f"{metric}{end}") for end in ("", "/low", "/high")]
         if None not in values:
             found[metric.removeprefix("eval/")] = Score(*values)
@@ -169,37 +169,81 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        before, after = (scores_of(each)["accuracy"] for each in (self.before, self.after))
+        before, after = (each[ACCURACY] for each in (self.before, self.after))
         title = title_of("accuracy", self.after)
         what = "Held-out accuracy" if title == "accuracy" else f"Held-out mean of {title}"
         if self.before is self.after:
-            return f"{what} is {after} after step {self.after['step']}."
-        change = self.changes.get("accuracy")
-        tested = f" ({change})" if change else ""
+            score = scores_of(self.after)["accuracy"]
+            return f"{what} is {score} after step {self.after['step']}."
         if self.best is not None and self.fall is not None:
-            best = scores_of(self.best)["accuracy"].mean
+            best = f"{self.best[ACCURACY]:.3f} after step {self.best['step']}"
             return (
-                f"{what} rose from {before.mean:.3f} to {best:.3f} after step "
-                f"{self.best['step']}, and fell to {after.mean:.3f} ({self.fall})."
+                f"{what} rose from {before:.3f} to {best}, and fell to {after:.3f} ({self.fall})."
             )
-        if before.mean == after.mean:
-            return f"{what} stayed at {after.mean:.3f}{tested}."
-        moved = "rose" if after.mean > before.mean else "fell"
-        return f"{what} {moved} from {before.mean:.3f} to {after.mean:.3f}{tested}."
+        change = self.changes.get("accuracy")
+        moved = f"{'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f}"
+        moved = f"stayed at {after:.3f}" if before == after else moved
+        return f"{what} {moved}{f' ({change})' if change else ''}."
+
+    @property
+    def tone(self) -> str:
+        """Whether training has made the policy better: good, bad or unsure."""
+        test = self.fall or self.changes.get("accuracy")
+        if test is None or test.p >= SURE:
+            return "unsure"
+        return "good" if test.difference > 0 else "bad"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Sentences: whether the headline is certain, and what to do about it."""
+        if self.before is self.after:
+            return ["The next evaluation will show whether training helps."]
+        test = self.changes.get("accuracy")
+        if test is None:
+            return ["Not tested: the two evaluations are not of the same problems."]
+        if self.best is not None and self.fall is not None:
+            return [
+                f"The policy was better after step {self.best['step']}: take that checkpoint "
+                "(evaluation.keep_best=eval/accuracy keeps it).",
+                "Most often the learning rate is too high, or training has gone on for too long.",
+            ]
+        old, new = (np.asarray(each["prompts"]["accuracy"]) for each in (self.before, self.after))
+        significant = "Not significant yet" if self.tone == "unsure" else "Significant"
+        found = [
+            f"{significant}: on {len(old)} held-out problems, {(new > old).sum()} improved and "
+            f"{(new < old).sum()} got worse."
+        ]
+        if self.tone == "unsure" or len(old) < FEW_PROBLEMS:
+            found.append(
+                f"{len(old)} problems only show a change of about {(test.high - test.low) / 2:.2f} "
+                "or more. Train longer, or evaluate on more problems (eval_dataset)."
+            )
+        if title_of("accuracy", self.after) != "accuracy":
+            found.append(
+                "No reward is known to tell right from wrong; evaluation.reward names one."
+            )
+        if self.tone == "bad":
+            found.append("Training made the model worse: take an earlier checkpoint.")
+        return found
+
+    @cached_property
+    def rows(self) -> list[tuple[str, list[Score | None], str]]:
+        """Each number's title, its scores at both ends, and its change."""
+        ends = [scores_of(each) for each in self.ends]
+        return [
+            (title_of(n, self.after), [e.get(n) for e in ends], str(self.changes.get(n, "")))
+            for n in ends[-1]
+        ]
 
     def table(self, title: str, columns: Sequence[str]) -> list[str]:
         """Return lines with every number, a column for each evaluation, and the change."""
         rows = [[title, *columns[: len(self.ends)], "change" if self.changes else ""]]
-        for name in scores_of(self.after):
-            cells = [str(scores_of(each).get(name, "-")) for each in self.ends]
-            rows.append([title_of(name, self.after), *cells, str(self.changes.get(name, ""))])
+        rows += [[name, *(str(s or "-") for s in scores), test] for name, scores, test in self.rows]
         for name in ("mean_length", "clipped_ratio"):
             rows.append([name, *(f"{each[f'eval/{name}']:.3f}" for each in self.ends), ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        padded = ([*map(str.ljust, row, widths)] for row in rows)
+        return ["  ".join(cells).rstrip() for cells in padded]
 
 
 # These decide by the recorded evaluations alone, so that a resumed run decides like the first one.
@@ -222,8 +266,8 @@ def best_step(evaluations: Sequence[Mapping[str, Any]], metric: str | None) -> i
 
     Step 0 does not count: it is the base, and has no checkpoint. Without a metric there is no best.
     """
-    values = [(value, step) for step, value in _values(evaluations, metric) if step > 0]
-    return max(values, key=lambda each: each[0])[1] if values else None
+    found = [each for each in _values(evaluations, metric) if each[0] > 0]
+    return max(found, key=lambda each: each[1])[0] if found else None
 
 
 def should_stop(
@@ -243,17 +287,15 @@ def should_stop(
     found = _values(evaluations, metric)
     if not found or found[-1][0] == 0:
         return None
-    (step, newest), values = found[-1], [value for _, value in found]
+    (step, newest), (step_of_best, best) = found[-1], max(found, key=lambda each: each[1])
     if stop_at is not None and newest >= stop_at:
         reached = f"has reached evaluation.stop_at={stop_at}"
         return f"Ends after step {step}: {metric} is {newest:.3f}, and {reached}."
-    best = values.index(max(values))
-    waited = len(values) - 1 - best
+    waited = len(found) - 1 - found.index((step_of_best, best))
     if patience is not None and waited >= patience:
         return (
             f"Ends after step {step}: the last {waited} evaluations were not above the {metric} "
-            f"of {values[best]:.3f} after step {found[best][0]}, and evaluation.patience="
-            f"{patience}."
+            f"of {best:.3f} after step {step_of_best}, and evaluation.patience={patience}."
         )
     return None
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0  # torchrun and a scheduler may both pass on the same signal
 
+_exit = os._exit  # which raises an error while rewards are called
+
 _active: Interrupts | None = None  # one per process, as signal handlers are
 
 
@@ -50,7 +52,7 @@ def check() -> None:
 
 
 def breakable(function: Callable[[], T]) -> T:
-    """Call a function that a signal may interrupt, then :func:`check`.
+    """Call a function that a signal may interrupt, then ``check``.
 
     The function must not communicate with other ranks.
     """
@@ -75,7 +77,7 @@ class Interrupts:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
         # Called on a second Ctrl-C
-        self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: os._exit(128 + n)
+        self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: _exit(128 + n)
         self._since = 0.0
         self._ended = False
 
@@ -86,7 +88,7 @@ class Interrupts:
 
     @contextmanager
     def handled(self, stop: Callable[[], None]) -> Iterator[None]:
-        """On a signal, end the block where it may end, then call ``stop`` on all ranks."""
+        """End the block on a signal, where it may end, then call ``stop`` on all ranks."""
         global _active
         self.signal, self._ended, _active = None, False, self
         before = _install(self._on_signal)
@@ -96,6 +98,8 @@ class Interrupts:
             self._ended = True
             stop()
         finally:
+            if self.signal is not None:  # its echo would kill the process
+                time.sleep(max(self._since + ECHO_SECONDS - time.monotonic(), 0.0))
             _active = None
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -105,7 +109,10 @@ class Interrupts:
             self.signal, self._since = number, time.monotonic()
             if rank() == 0:
                 name = signal.Signals(number).name
-                _say(f"{name}: ends soon, with a checkpoint. Ctrl-C again: at once, without one.")
+                _say(
+                    f"{name}: saving a checkpoint and stopping. Press Ctrl-C again to quit now "
+                    "without saving."
+                )
         elif time.monotonic() - self._since > ECHO_SECONDS:
             # torchrun passes a second Ctrl-C on as SIGTERM; a scheduler may repeat its SIGTERM, and
             # a user who has pressed Ctrl-C may close the terminal.

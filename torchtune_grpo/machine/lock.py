@@ -13,7 +13,8 @@ from typing import IO
 
 _log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 _LOCK_FILE = ".lock"
-_claimed: dict[Path, IO[str]] = {}  # the system frees a lock when its process ends, however it ends
+# The system frees a lock when its process ends, however it ends.
+_claimed: dict[Path, tuple[IO[str], os.stat_result]] = {}
 
 
 class LostFolderError(RuntimeError):
@@ -44,15 +45,17 @@ def claim(folder: Path) -> None:
         _log.warning(f"output_dir={folder}: cannot be locked against a second run: {error}")
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-    _claimed[folder] = file
+    _claimed[folder] = file, os.fstat(file.fileno())
 
 
 def release(folder: Path) -> None:
     """Unlock a folder that this process may have claimed."""
-    file = _claimed.pop(folder.resolve(), None)
-    if file is not None:
+    folder = folder.resolve()
+    if folder in _claimed and not _is_closed(folder):
+        file, _ = _claimed[folder]
         file.truncate(0)
         file.close()
+    _claimed.pop(folder, None)
 
 
 def held() -> list[Path]:
@@ -62,11 +65,19 @@ def held() -> list[Path]:
 
 def is_lost(folder: Path) -> bool:
     """Whether a folder that this process has claimed was deleted, with its lock file."""
-    file = _claimed.get(folder.resolve())
-    if file is None:
+    folder = folder.resolve()
+    if folder not in _claimed:
         return False
     with suppress(OSError):
-        return not os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK_FILE).stat())
+        return not os.path.samestat(_claimed[folder][1], (folder / _LOCK_FILE).stat())
+    return True
+
+
+def _is_closed(folder: Path) -> bool:
+    """Whether other code in this process has closed the lock file of a folder that is claimed."""
+    file, claimed = _claimed[folder]
+    with suppress(OSError):
+        return not os.path.samestat(claimed, os.fstat(file.fileno()))
     return True
 
 
@@ -86,4 +97,10 @@ def _check(folder: Path) -> None:
         raise LostFolderError(
             f"output_dir={folder}: was deleted while this run was going on, and may be another "
             "run's by now; nothing more is written there."
+        )
+    folder = folder.resolve()
+    if folder in _claimed and _is_closed(folder):
+        raise LostFolderError(
+            f"output_dir={folder}: other code has closed this process's files, and so its lock. If "
+            "a reward did, give it isolation: process."
         )

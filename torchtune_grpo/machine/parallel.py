@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _NF4_BLOCK = 64 * 256  # numbers that share a scale of scales; FSDP2 cannot split them
 
 
-def init_process_group(device: torch.device) -> None:
+def init_process_group(device: torch.device, settings: DistributedConfig) -> None:
     """Join the ranks that torchrun has started, if any; ``device`` is this rank's.
 
     On Linux the kernel kills a rank whose torchrun is gone, because nothing else would end it.
@@ -53,7 +54,16 @@ def init_process_group(device: torch.device) -> None:
     if "RANK" in os.environ and not _is_distributed():
         # CPU tensors (metrics, random states) go over gloo, whatever the device is.
         own = training.get_distributed_backend(device.type)
-        dist.init_process_group("gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}")
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+        dist.init_process_group(backend, timeout=timedelta(minutes=settings.timeout_minutes))
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started these ranks again, after one failed (``--max_restarts``).
+
+    Of several nodes, only the one whose rank failed counts it. Every rank has to call this.
+    """
+    return any(gather_over_ranks(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
 
 def end_process_group() -> None:

@@ -15,19 +15,9 @@ from torch import Tensor, nn
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
 from torchtune_grpo.config.text import ConfigError, read_json
+from torchtune_grpo.models.families import FAMILIES, family_of
 from torchtune_grpo.models.layers import reorder
 
-# torchtune's name of a linear module in a layer -> Hugging Face's
-LINEAR_NAMES = {
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.output_proj": "self_attn.o_proj",
-    "mlp.w1": "mlp.gate_proj",
-    "mlp.w2": "mlp.down_proj",
-    "mlp.w3": "mlp.up_proj",
-    "output": "lm_head",
-}
 _LEAF_NAMES = {
     "lora_a.weight": "lora_A.weight",
     "lora_b.weight": "lora_B.weight",
@@ -96,12 +86,15 @@ def adapter_settings(
     return _targets(_modules(tensors)) | lora
 
 
-def check_adapter(folder: str | Path, model: nn.Module) -> None:
-    """Raise a ConfigError if an adapter does not fit a model, which may be on the meta device."""
-    tensors = _read_tensors(folder)
+def check_adapter(folder: str | Path, model: nn.Module, *, hf_config: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if an adapter does not fit a model, which may be on the meta device.
+
+    ``hf_config`` is the base's config.json.
+    """
+    tensors = _read_tensors(folder, hf_config)
     wanted = adapter_settings(folder, tensors)
     if modules := adapted_modules(model):
-        built = _model_settings(model) | _targets(set(modules))
+        built = model_settings(model) | _targets(set(modules))
         differing = [
             f"model.{key}={built[key]}: adapter_dir={folder} has {value}; set it to that."
             for key, value in wanted.items()
@@ -109,7 +102,7 @@ def check_adapter(folder: str | Path, model: nn.Module) -> None:
             and not (key == "lora_alpha" and math.isclose(built[key], value, rel_tol=1e-6))
         ]
         if differing:
-            raise ConfigError(differing)
+            raise ConfigError(*differing)
     weights = dict(model.named_parameters())
     for name in sorted(_modules(tensors)):
         a, b = tensors[f"{name}.lora_a.weight"], tensors[f"{name}.lora_b.weight"]
@@ -124,15 +117,16 @@ def check_adapter(folder: str | Path, model: nn.Module) -> None:
 
 def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read an adapter's weights with torchtune's names; ``hf_config`` is the base's config.json."""
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder, hf_config)
     is_torchtunes = adapter_files(folder)[1].name == _TORCHTUNES
     if is_torchtunes and hf_config.get("model_type") not in ("qwen2", "phi3"):
         return reorder(tensors, hf_config, to="halves")
     return tensors
 
 
-def merge_adapter(state: Mapping[str, Any], *, rank: int, alpha: float) -> dict[str, Any]:
+def merge_adapter(state: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with its adapters merged into the weights, in the weights' dtype."""
+    rank, alpha = settings["lora_rank"], settings["lora_alpha"]
     names = {f"{name}.weight" for name in _modules(state)}
     # torchtune adds in place, which on a CPU would change the live model.
     copied = {name: value.clone() if name in names else value for name, value in state.items()}
@@ -140,33 +134,35 @@ def merge_adapter(state: Mapping[str, Any], *, rank: int, alpha: float) -> dict[
     return {name: value.to(state[name].dtype) for name, value in merged.items()}
 
 
-def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    settings = _model_settings(model)
-    return merge_adapter(state, rank=settings["lora_rank"], alpha=settings["lora_alpha"])
-
-
 def adapter_names(model: nn.Module) -> set[str]:
     """Return the names of a model's adapter parameters in its state; empty without adapters."""
-    return {_plain(name) for name in get_adapter_params(model)}
+    return {_unwrapped(name) for name in get_adapter_params(model)}
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
     modules = model.named_modules()
-    return {_plain(name): module for name, module in modules if hasattr(module, "adapter_params")}
+    return {
+        _unwrapped(name): module for name, module in modules if hasattr(module, "adapter_params")
+    }
 
 
 def save_adapter(
-    folder: Path, model: nn.Module, adapter: Mapping[str, Tensor], *, base_model: str
+    folder: Path,
+    model: nn.Module,
+    adapter: Mapping[str, Tensor],
+    *,
+    base_model: str,
+    hf_config: Mapping[str, Any],
 ) -> None:
     """Write a model's adapter parameters in the form that PEFT loads."""
-    tensors = {}
+    tensors, names = {}, family_of(hf_config).linear_names
     for name, value in adapter.items():
         match = re.fullmatch(r"(layers\.\d+\.)?(.+?)\.(lora_[ab]\.weight|magnitude)", name)
         assert match is not None, name
         layer, module, leaf = match.groups()
         prefix = f"base_model.model.model.{layer}" if layer else "base_model.model."
-        tensors[f"{prefix}{LINEAR_NAMES[module]}.{_LEAF_NAMES[leaf]}"] = value.contiguous()
-    settings = _model_settings(model)
+        tensors[f"{prefix}{names[module]}.{_LEAF_NAMES[leaf]}"] = value.contiguous()
+    settings = model_settings(model)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -181,12 +177,13 @@ def save_adapter(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
 
-def _model_settings(model: nn.Module) -> dict[str, Any]:
+def model_settings(model: nn.Module) -> dict[str, Any]:
     """Return rank, alpha and kind of a model's adapters: torchtune's builders make all alike."""
     first = next(iter(adapted_modules(model).values()))
     rank, use_dora = first.lora_a.weight.shape[0], hasattr(first, "magnitude")
     alpha = first.scaling * rank if use_dora else first.alpha
-    return {"lora_rank": rank, "lora_alpha": alpha, "use_dora": use_dora}
+    shape = {"lora_rank": rank, "lora_alpha": alpha, "use_dora": use_dora}
+    return shape | {"quantize_base": first._quantize_base}
 
 
 def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
@@ -204,8 +201,13 @@ def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
             )
 
 
-def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """Read an adapter's weights under torchtune's names, in the file's order of rows."""
+def _read_tensors(
+    folder: str | Path, hf_config: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Read an adapter's weights under torchtune's names, in the file's order of rows.
+
+    Without ``hf_config`` they may be those of another module of the same block.
+    """
     _, file = adapter_files(folder)
     if file.suffix == ".safetensors":
         tensors = load_file(file)
@@ -213,7 +215,13 @@ def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if file.name == _TORCHTUNES:
         return tensors
-    modules = {theirs: ours for ours, theirs in LINEAR_NAMES.items()}
+    families = reversed(FAMILIES.values()) if hf_config is None else [family_of(hf_config)]
+    modules = {
+        theirs: ours
+        for family in families
+        for ours, theirs in family.linear_names.items()
+        if theirs not in family.fused
+    }
     leaves = {theirs: ours for ours, theirs in _LEAF_NAMES.items()}
     result = {}
     for name, value in tensors.items():
@@ -244,6 +252,6 @@ def _targets(modules: set[str]) -> dict[str, Any]:
     }
 
 
-def _plain(name: str) -> str:
+def _unwrapped(name: str) -> str:
     """Return a parameter's name without the part that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")

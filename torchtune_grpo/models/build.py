@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
-from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
-    RMSNorm,
     TiedLinear,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
@@ -30,19 +27,25 @@ from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 
 from torchtune_grpo.config.text import describe, read_json, shortened
 from torchtune_grpo.models.adapter import adapter_settings
-from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention, PeftDoRALinear
+from torchtune_grpo.models.families import ACTIVATIONS, FAMILIES, AllHeadsNorm
+from torchtune_grpo.models.layers import (
+    HalfRotation,
+    PeftDoRALinear,
+    Scale,
+    UniformAttention,
+    scale_output,
+)
 
-GEMMA3 = "gemma3_text"
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", GEMMA3)
 # The kinds of scaled rotations in transformers whose frequencies do not depend on the text's length
-_SCALED_ROTATIONS = ("linear", "llama3", "yarn")
+# (longrope's do not within the original context, to which it is cut)
+_SCALED_ROTATIONS = ("linear", "llama3", "yarn", "longrope")
 # Key of config.json -> the values under which it has no effect
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0.0,),
+    **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), (0.0,)),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop"), (0.0,)),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "logit_scale": (1.0,),
-    "partial_rotary_factor": (1.0,),
     "quantization_config": (),
     "use_bidirectional_attention": (False,),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
@@ -148,52 +151,63 @@ def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
 
 
 def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
-    def layer(name: str, inputs: int, outputs: int) -> nn.Module:
-        return linear(name, inputs, outputs, has_bias(hf, name))
+    family, width, hidden = FAMILIES[hf.model_type], hf.hidden_size, hf.intermediate_size
 
-    gemma, width, hidden = is_gemma(hf), hf.hidden_size, hf.intermediate_size
-    norm_kind: Any = GemmaRMSNorm if gemma else RMSNorm
-    norm = partial(norm_kind, width, eps=hf.rms_norm_eps)
-    embeddings = (GemmaNormEmbeddings if gemma else nn.Embedding)(hf.vocab_size, width)
-    kinds = _layer_kinds(hf)
+    def layer(name: str, inputs: int, outputs: int) -> nn.Module:
+        return linear(name, inputs, outputs, family.has_bias(hf, name))
+
+    def norm(size: int, kind: Any = family.norm) -> nn.Module:
+        return kind(size, eps=getattr(hf, family.eps))
+
+    def norm_at(name: str, *, default: nn.Module) -> nn.Module:
+        return norm(width) if name in family.norms else default
+
+    embeddings = family.embedding(hf.vocab_size, width)  # first: a seed's adapters follow
+    kinds, residual = _layer_kinds(hf), getattr(hf, "residual_multiplier", 1.0)
+    rotates = getattr(hf, "no_rope_layers", None) or [True] * len(kinds)  # 0: it does not
     rotations = {kind: HalfRotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
         TransformerSelfAttentionLayer(
-            _attention(hf, layer, rotations[kind], partial(norm_kind, eps=hf.rms_norm_eps)),
+            _attention(hf, layer, rotations[kind] if rotated else None, norm),
             FeedForward(
                 gate_proj=layer("w1", width, hidden),
                 down_proj=layer("w2", hidden, width),
-                up_proj=layer("w3", width, hidden),
-                activation=nn.GELU(approximate="tanh") if gemma else nn.SiLU(),
+                up_proj=layer("w3", width, hidden) if "mlp.w3" in family.mlp else None,
+                activation=ACTIVATIONS[_activation(hf)[1]](),
             ),
-            sa_norm=norm(),
-            mlp_norm=norm(),
-            sa_scale=norm() if gemma else None,
-            mlp_scale=norm() if gemma else None,
+            sa_norm=norm_at("sa_norm", default=nn.Identity()),
+            mlp_norm=norm_at("mlp_norm", default=nn.Identity()),
+            sa_scale=norm_at("sa_scale", default=Scale(residual)),
+            mlp_scale=norm_at("mlp_scale", default=Scale(residual)),
         )
-        for kind in kinds
+        for kind, rotated in zip(kinds, rotates, strict=True)
     ]
     tied = hf.tie_word_embeddings
-    return TransformerDecoder(
+    model = TransformerDecoder(
         tok_embeddings=embeddings,
         layers=nn.ModuleList(layers),
         max_seq_len=context_length(hf),
         num_heads=hf.num_attention_heads,
         head_dim=head_dim(hf),
-        norm=norm(),
+        norm=norm(width),
         output=TiedLinear(embeddings) if tied else layer("output", width, hf.vocab_size),
     )
+    scale_output(model.tok_embeddings, getattr(hf, "embedding_multiplier", 1.0))
+    scale_output(model.norm, 1 / getattr(hf, "logits_scaling", 1.0))
+    return model
 
 
 def _attention(
     hf: Any,
     layer: Callable[[str, int, int], nn.Module],
-    rotation: nn.Module,
-    norm: Callable[[int], nn.Module],
+    rotation: nn.Module | None,
+    norm: Callable[[int, Any], nn.Module],
 ) -> MultiHeadAttention:
-    size, heads = head_dim(hf), hf.num_attention_heads
+    size, heads, kind = head_dim(hf), hf.num_attention_heads, FAMILIES[hf.model_type].qk_norm
     kv_heads = hf.num_key_value_heads or heads
-    return NormFirstAttention(
+    normed = (heads, kv_heads) if kind is AllHeadsNorm else (1, 1)
+    q_norm, k_norm = (None if kind is None else norm(n * size, kind) for n in normed)
+    return UniformAttention(
         embed_dim=heads * size,  # only checked to be a multiple of num_heads
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -203,8 +217,8 @@ def _attention(
         v_proj=layer("v_proj", hf.hidden_size, kv_heads * size),
         output_proj=layer("output_proj", heads * size, hf.hidden_size),
         pos_embeddings=rotation,
-        q_norm=norm(size) if has_qk_norm(hf) else None,
-        k_norm=norm(size) if has_qk_norm(hf) else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
         max_seq_len=context_length(hf),
     )
 
@@ -224,10 +238,10 @@ def read_config(model_dir: str | Path) -> Any:
         )
     given = read_json(model_dir, "config.json", key="model_dir")
     kind = given.get("model_type")
-    if kind not in SUPPORTED:
+    if kind not in FAMILIES:
         raise ValueError(
             f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
-            f"{', '.join(SUPPORTED)}."
+            f"{', '.join(FAMILIES)}."
         )
     from transformers import AutoConfig  # takes a second to import
 
@@ -243,39 +257,20 @@ def read_config(model_dir: str | Path) -> Any:
     return hf
 
 
-def is_gemma(hf: Any) -> bool:
-    """Whether a model has norms around each block, scaled embeddings, and GELU."""
-    return hf.model_type == GEMMA3
-
-
-def has_qk_norm(hf: Any) -> bool:
-    """Whether queries and keys are normalized, head by head, before they are rotated."""
-    return hf.model_type in ("qwen3", GEMMA3)
-
-
-def has_bias(hf: Any, name: str) -> bool:
-    """Whether the linear layer that torchtune calls ``name`` has a bias."""
-    match hf.model_type, name:
-        case _, "output":
-            return False
-        case kind, "w1" | "w2" | "w3":
-            return kind == "llama" and bool(hf.mlp_bias)
-        case "qwen2", _:  # Qwen2 and Mistral ignore attention_bias
-            return name != "output_proj"
-        case "mistral", _:
-            return False
-    return bool(hf.attention_bias)
-
-
 def head_dim(hf: Any) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def context_length(hf: Any) -> int:
-    """Return the model's context, or its sliding window, in which all layers see everything."""
+    """Return the context within which all layers see everything, and all positions are alike."""
+    limits = [hf.max_position_embeddings]
     if "sliding_attention" in _layer_kinds(hf):
-        return min(hf.max_position_embeddings, hf.sliding_window)
-    return hf.max_position_embeddings
+        limits.append(hf.sliding_window)
+    rope = _rope_parameters(hf, "full_attention")
+    # Beyond it, queries are scaled or frequencies others.
+    if rope.get("llama_4_scaling_beta") or rope["rope_type"] == "longrope":
+        limits.append(rope["original_max_position_embeddings"])
+    return min(limits)
 
 
 def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, str]]:
@@ -287,19 +282,32 @@ def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, 
         value = getattr(hf, key, given.get(key))
         if value is not None and value not in harmless:
             yield key, value, "such a model is not supported"
-    key = "hidden_activation" if is_gemma(hf) else "hidden_act"
-    activation = "gelu_pytorch_tanh" if is_gemma(hf) else "silu"
-    if getattr(hf, key) != activation:
-        yield key, getattr(hf, key), f"supported is {activation}"
-    if is_gemma(hf) and hf.query_pre_attn_scalar != head_dim(hf):
-        yield "query_pre_attn_scalar", hf.query_pre_attn_scalar, "supported is head_dim"
+    key, activation = _activation(hf)
+    if activation not in ACTIVATIONS:
+        yield key, activation, f"supported are {', '.join(ACTIVATIONS)}"
     for name in _layer_kinds(hf):
         rope = _rope_parameters(hf, name)
         if rope["rope_type"] not in ("default", *_SCALED_ROTATIONS):
             kinds = f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
             yield "rope_type", rope["rope_type"], kinds
-        if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        part = rope.get("partial_rotary_factor", 1.0)
+        if part != 1.0 and not FAMILIES[hf.model_type].partial_rotation:
             yield "partial_rotary_factor", part, "such a model is not supported"
+
+
+def _activation(hf: Any) -> tuple[str, str]:
+    """Return the key that names the activation, and its name."""
+    key = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
+    return key, getattr(hf, key)
+
+
+def _attention_scale(hf: Any) -> float:
+    """Return the factor of q @ k beside head_dim**-0.5."""
+    if (scalar := getattr(hf, "query_pre_attn_scalar", None)) is not None:
+        return (head_dim(hf) / scalar) ** 0.5
+    if (multiplier := getattr(hf, "attention_multiplier", None)) is not None:
+        return multiplier * head_dim(hf) ** 0.5
+    return 1.0
 
 
 def _layer_kinds(hf: Any) -> list[str]:
@@ -327,14 +335,19 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
 
 
 def _rotation(hf: Any, kind: str) -> tuple[Tensor, float]:
-    """Return frequencies [head_dim / 2] float32 and scale of cos and sin for a kind of layer."""
-    parameters = _rope_parameters(hf, kind)
+    """Return frequencies [rotated numbers / 2] float32, and the scale of cos and sin.
+
+    Queries and keys are both scaled, so each by the root of what their products are scaled by.
+    """
+    parameters, scale = _rope_parameters(hf, kind), _attention_scale(hf) ** 0.5
     with torch.device("cpu"):
         if parameters["rope_type"] == "default":
-            exponents = torch.arange(0, head_dim(hf), 2).float() / head_dim(hf)
-            return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+            size = int(head_dim(hf) * parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, size, 2).float() / size
+            return 1.0 / (parameters["rope_theta"] ** exponents), scale
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         nested = kind in (getattr(hf, "rope_parameters", None) or ())
         compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-        return compute(hf, "cpu", **({"layer_type": kind} if nested else {}))
+        frequencies, own = compute(hf, "cpu", **({"layer_type": kind} if nested else {}))
+        return frequencies, own * scale

@@ -28,7 +28,7 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from torchtune_grpo.machine.attention import Segments, float32_product
+from torchtune_grpo.machine.segments import Segments, float32_product
 
 _ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings)
 
@@ -48,17 +48,26 @@ def standardize(model: nn.Module) -> None:
             rotations.setdefault(rope, HalfRotation(theta))
             module.pos_embeddings = rotations[rope]
         if type(module) is MultiHeadAttention and module.q_norm is None:
-            module.__class__ = NormFirstAttention
+            _become(module, UniformAttention)
         if type(module) is RMSNorm:
-            module.__class__ = FusedNorm
+            _become(module, FusedNorm)
         if type(module) is LoRALinear:
-            module.__class__ = FusedLoRALinear
+            _become(module, FusedLoRALinear)
         if isinstance(module, (LoRALinear, DoRALinear)):
-            for part in (module.lora_a, module.lora_b):
-                part.float().__class__ = AdapterLinear
+            _become(module.lora_a.float(), AdapterLinear)
+            _become(module.lora_b.float(), AdapterLinear)
         if isinstance(module, DoRALinear):
             module.magnitude.data = module.magnitude.float()
-            module.__class__ = PeftDoRALinear
+            _become(module, PeftDoRALinear)
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module a subclass's ``forward``; it stays the same object, with all that it holds.
+
+    The subclass has no attributes of its own, so nothing is left to initialize.
+    """
+    assert issubclass(kind, type(module))
+    module.__class__ = kind
 
 
 class FusedNorm(RMSNorm):
@@ -69,8 +78,30 @@ class FusedNorm(RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.scale.to(x.dtype), self.eps)
 
 
+class Scale(nn.Module):
+    """Multiplies by a constant; with 1 it is an Identity, which costs nothing."""
+
+    def __new__(cls, factor: float) -> Any:
+        return nn.Identity() if factor == 1.0 else super().__new__(cls)
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def scale_output(module: nn.Module, factor: float) -> None:
+    """Multiply all that a module returns, even when it has become another kind."""
+    if factor != 1.0:
+        module.register_forward_hook(lambda module, args, output: output * factor)
+
+
 class HalfRotation(nn.Module):
     """Rotates the first half of each head against the second, as Hugging Face's models do.
+
+    With fewer frequencies than half a head has numbers, the last part of a head stays as it is.
 
     Angles are float32; cosines and sines take the heads' dtype. They are not tabulated, since a
     table for 131,072 tokens would take 128 MiB, but kept for the latest positions, since layers
@@ -79,7 +110,7 @@ class HalfRotation(nn.Module):
 
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         super().__init__()
-        self.frequencies: Tensor  # [hd / 2] radians per position
+        self.frequencies: Tensor  # [rotated numbers / 2] radians per position
         frequencies = frequencies.to(torch.get_default_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.scale = scale  # of cosines and sines
@@ -101,15 +132,17 @@ class HalfRotation(nn.Module):
             if not (self._last and self._last[0] is input_pos and self._last[1].dtype == x.dtype):
                 self._last = (input_pos, *self.turns(input_pos, x.dtype))
             _, cos, sin = self._last
+        if (rotated := cos.shape[-1]) < x.shape[-1]:
+            return torch.cat([self(x[..., :rotated], input_pos=input_pos), x[..., rotated:]], -1)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-class NormFirstAttention(MultiHeadAttention):
-    """torchtune's attention, but queries and keys are normalized before they are rotated.
+class UniformAttention(MultiHeadAttention):
+    """torchtune's attention, with any norms before the rotation, and for ``Segments``.
 
-    torchtune 0.6.1 does it the other way round, which is a different function: the norms' weights
-    differ within the pairs that are rotated. (Yang et al. 2025, Qwen3, arXiv:2505.09388.) Without
-    norms the two agree. With :class:`Segments`, keys and values are not repeated for each head.
+    torchtune 0.6.1 rotates queries and keys before it normalizes them, which is another function:
+    the norms' weights differ within the pairs that are rotated. (Yang et al. 2025, Qwen3,
+    arXiv:2505.09388.) With segments, keys and values are not repeated for each head.
     """
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ class HFTokenizer:
         backend = self._hf.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        self.vocab_size = len(self._hf)  # a model may have more rows
+        self.vocab_size = 1 + max(self._hf.get_vocab().values())  # a model may have more rows
         self._hf.add_tokens([AddedToken(self.CUT, special=True, normalized=False)])
         self._cut_id = self._hf.convert_tokens_to_ids(self.CUT)
         self.bos_id, self.eos_id = self._hf.bos_token_id, self._hf.eos_token_id
@@ -103,6 +104,30 @@ class HFTokenizer:
         except Exception as error:  # templates are programs
             raise ValueError(f"chat template: {shortened(describe(error), 200)}") from error
         return str(text)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> HFTokenizer:
+        """Return one whose prompts describe tools, given as JSON schemas."""
+        other = copy.copy(self)
+        other._template_kwargs = {**self._template_kwargs, "tools": [*tools]}
+        other._template = other._dateless_template()
+        if tools and other._template is not None:
+            other._check_template_kwargs()
+        return other
+
+    @property
+    def template(self) -> str:
+        """The text of the chat template, empty without one."""
+        return self._template or ""
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens."""
+        return {text: n for text, n in self._hf.get_vocab().items() if n != self._cut_id}
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """The texts that are always one token: control tokens, and others such as <think>."""
+        return [token.content for token in self._hf.added_tokens_decoder.values()]
 
     def _dateless_template(self) -> str | None:
         """Return the template with today's date as a constant."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,13 @@ from torch import Tensor
 from torchtune import training
 
 from torchtune_grpo.config.text import describe, read_json, shortened
-from torchtune_grpo.models.adapter import LINEAR_NAMES
-from torchtune_grpo.models.build import hf_model, is_gemma, read_config
+from torchtune_grpo.models.build import hf_model, read_config
+from torchtune_grpo.models.families import FAMILIES
 from torchtune_grpo.models.layers import reorder
 
 # torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
 _UNPERMUTED = ("QWEN2", "PHI3_MINI", "PHI4")
 _FILES = ("model.safetensors", "pytorch_model.bin")
-# torchtune's name of a module in a layer -> Hugging Face's
-_LAYER_NAMES = LINEAR_NAMES | {
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "sa_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
-_GEMMA_NAMES = _LAYER_NAMES | {
-    "sa_scale": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_scale": "post_feedforward_layernorm",
-}
-_TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 
 
 def load_weights(checkpointer: Any, node: Any) -> dict[str, Any]:
@@ -47,7 +35,7 @@ def load_weights(checkpointer: Any, node: Any) -> dict[str, Any]:
 
 
 def save_weights(checkpointer: Any, node: Any, weights: dict[str, Any], *, epoch: int) -> None:
-    """Reverse :func:`load_weights`: write to ``epoch_<n>`` in the checkpointer's output folder."""
+    """Reverse ``load_weights``: write to ``epoch_<n>`` in the checkpointer's output folder."""
     weights = reorder(weights, hf_config_of(node), to="pairs") if _reorders(node) else weights
     checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=epoch)
 
@@ -64,22 +52,21 @@ def hf_config_of(node: Any) -> dict[str, Any]:
 
 def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
     """Rename a state dict of a folder's model from torchtune's names to Hugging Face's."""
-    names = _hf_names(state_dict, model_dir)
-    return {names[name]: value.contiguous() for name, value in state_dict.items()}
+    names = hf_names(state_dict, model_dir)
+    parts = defaultdict[str, list[Tensor]](list)
+    for name, value in state_dict.items():
+        parts[names[name]].append(value)
+    return {n: torch.cat(p) if len(p) > 1 else p[0].contiguous() for n, p in parts.items()}
 
 
-def _hf_names(names: Iterable[str], model_dir: str | Path) -> dict[str, str]:
+def hf_names(names: Iterable[str], model_dir: str | Path) -> dict[str, str]:
     """Map torchtune's names of a folder's model to Hugging Face's."""
-    modules = _GEMMA_NAMES if is_gemma(read_config(model_dir)) else _LAYER_NAMES
+    known = FAMILIES[read_config(model_dir).model_type].names
     result = {}
     for name in names:
-        module, leaf = name.rsplit(".", 1)
+        layer, module, leaf = re.findall(r"(layers\.\d+\.)?(.+)\.(\w+)", name)[0]
         leaf = "weight" if leaf == "scale" else leaf
-        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-        if layer is None:
-            result[name] = f"{_TOP_NAMES[module]}.{leaf}"
-        else:
-            result[name] = f"model.layers.{layer[1]}.{modules[layer[2]]}.{leaf}"
+        result[name] = f"{layer and 'model.'}{layer}{known[module]}.{leaf}"
     return result
 
 
@@ -110,20 +97,26 @@ class HFCheckpointer:
         """Return ``{training.MODEL_KEY: weights}``, with all weights under torchtune's names."""
         with torch.device("meta"):
             expected = hf_model(str(self._checkpoint_dir)).state_dict()
-        names = {theirs: name for name, theirs in _hf_names(expected, self._checkpoint_dir).items()}
-        state, problems, spare_head = {}, [], None
+        names = defaultdict[str, list[str]](list)
+        for name, theirs in hf_names(expected, self._checkpoint_dir).items():
+            names[theirs].append(name)
+        state, problems, spare_head = dict[str, Tensor](), [], None
         for name, value in self._tensors():
             if f"model.{name}" in names:  # saved without a head
                 name = f"model.{name}"
             if name in names:
-                state[names[name]] = value
-                if value.shape != (shape := expected[names[name]].shape):
-                    problems.append(f"{name} is {list(value.shape)}, not {list(shape)}")
+                parts = [expected[part] for part in names[name]]
+                rows, rest = [len(part) for part in parts], parts[0].shape[1:]
+                if value.shape != (sum(rows), *rest):
+                    wanted = f"{list(value.shape)}, not {[sum(rows), *rest]}"
+                    problems.append(f"{name} is {wanted}")
+                    rows = [len(value)] + [0] * (len(rows) - 1)
+                state |= zip(names[name], value.split(rows), strict=True)
             elif name == "lm_head.weight":
                 spare_head = value
             elif not name.endswith("rotary_emb.inv_freq"):
                 problems.append(f"{name} is unexpected")
-        problems += [f"{name} is missing" for name in names if names[name] not in state]
+        problems += [f"{name} is missing" for name in names if names[name][0] not in state]
         if problems:
             raise ValueError(
                 f"checkpoint_dir={self._checkpoint_dir}: its weights do not match its config.json: "
@@ -162,6 +155,7 @@ class HFCheckpointer:
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # Not by save_torch_state_dict, which refuses weights that are parts of one tensor.
         shards = split_torch_state_dict_into_shards(weights, max_shard_size=self._max_shard_size)
         for file, names in shards.filename_to_tensors.items():
             save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})

@@ -1,1 +1,1 @@
-"""What a run records, and its readers: terminal, findings, page."""
+"""The record of a run, and its readers: terminal, findings, page."""

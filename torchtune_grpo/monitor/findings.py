@@ -1,59 +1,81 @@
-"""What is wrong with a run, and what to change.
+"""Findings: what is wrong with a run, and what to change.
 
 A rule reads a run's record so far and its config, and yields signs of findings. A finding begins
 once several steps in a row show its signs, and ends after ``ENDS_AFTER`` steps without them. A
-resumed run that reads its record again finds the same.
+resumed run that reads its record again finds the same. A plan applies some rules to what it has
+sampled.
 
 A false alarm is worse than silence: what also comes with success, such as a low entropy, is a sign
-only below ``SOLVED``. Each threshold has its reason beside it.
+only below ``SOLVED``. Each threshold has its reason beside it, or in evaluation/thresholds.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.evaluation import thresholds
+from torchtune_grpo.monitor.record import Finding, FindingEvent, Measured
 
-SOLVED = 0.8  # mean of the deciding reward; above it, there is little left to learn
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
 # Finding -> how many steps in a row must show its signs, with how many groups on a rank.
 BEGINS_AFTER = {
-    # It looks at three steps itself, and comes first.
-    "collapsed": (1, 0),
+    # These look at many steps themselves.
+    **dict.fromkeys(("collapsed", "gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
     # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
-    **dict.fromkeys(("all_right", "all_wrong", "same_texts"), (3, 24)),
+    **dict.fromkeys(("all_right", "all_wrong", "same_texts", "no_answer", "never_right"), (3, 24)),
     # If it applied to a twentieth of the prompts, 100 would all be without it once in 170 times.
     "reward_never_applies": (3, 100),
     # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
     "reward_constant": (5, 20),
+    # The first steps also compile and fill caches.
+    "rewards_slow": (5, 0),
     # One step is an accident.
     **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
-    **dict.fromkeys(("sampler_trainer_gap", "reward_fails"), (3, 0)),
-    # The first steps also compile and fill caches.
-    "rewards_slow": (5, 0),
-    # These look at many steps themselves.
+    **dict.fromkeys(("sampler_trainer_gap", "reward_fails", "learning_rate_zero"), (3, 0)),
     **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
-    **dict.fromkeys(("gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
 }
 # Finding -> findings that it causes, and that would give other advice.
 _OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
 SILENCES = {
     "collapsed": ("all_wrong", "truncated", "nothing_trained", "kl_runaway", *_OF_A_POLICY),
-    "truncated": ("all_wrong", "reward_constant"),
+    "truncated": ("all_wrong", "no_answer", "reward_constant"),
+    **dict.fromkeys(("no_answer", "never_right"), ("all_wrong",)),
+    "same_texts": ("all_right", "all_wrong", "never_right"),
 }
 _MOST_STEPS = 100  # how far back a rule or a finding looks
 
-Advice = tuple[str, str]  # the config key to change, and a sentence with its new value
-Signs = Iterator[tuple[str, str, Advice]]  # name of the finding, a sentence of evidence, advice
+
+class Sign(NamedTuple):
+    """A sign that a rule has seen of a finding, and advice: a key to change."""
+
+    name: str  # of the finding
+    evidence: str  # a sentence
+    key: str  # of the config
+    remedy: str  # a sentence, with the new value if it is known
+    override: str | None = None  # the same for the command line
+
+
+Advice = tuple[str, str, str | None]  # the last three of a sign
+Signs = Iterator[Sign]
+
+
+def by_name(signs: Iterable[Sign], *, known: Container[str] = ()) -> dict[str, Sign]:
+    """Return each finding's first sign, except those that others or ``known`` findings explain."""
+    found: dict[str, Sign] = {}
+    for sign in signs:
+        found.setdefault(sign.name, sign)
+    explained = {o for name in SILENCES if name in found or name in known for o in SILENCES[name]}
+    return {name: sign for name, sign in found.items() if name not in explained}
 
 
 class Watch:
@@ -61,49 +83,42 @@ class Watch:
 
     def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], *, decider: str) -> None:
         self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
-        # Finding -> each step that was looked at, and the signs there.
-        self._seen: dict[str, list[tuple[int, Any]]] = defaultdict(list)
-        self._current: dict[str, dict[str, Any]] = {}
+        # Finding -> the steps in a row that show its signs; once it is open, those without any
+        self._row: dict[str, list[int]] = defaultdict(list)
+        self._current: dict[str, Finding] = {}
 
     @property
-    def current(self) -> list[dict[str, Any]]:
-        """Open findings: name, since, evidence, key, remedy."""
+    def current(self) -> list[Finding]:
+        """Open findings."""
         return [*self._current.values()]
 
-    def add(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Read a step or an evaluation; return findings that begin or end (``event``) with it."""
+    def add(self, event: Measured) -> list[FindingEvent]:
+        """Read a step or an evaluation; return findings that begin or end with it."""
         self._run.add(event)
-        is_step = event["kind"] == "step"
-        signs: dict[str, tuple[str, Advice]] = {}
-        for rule in RULES if is_step else (evaluations,):
-            for name, evidence, advice in rule(self._run):
-                signs.setdefault(name, (evidence, advice))
-        for name, caused in SILENCES.items():
-            if name in signs or name in self._current:
-                signs = {other: sign for other, sign in signs.items() if other not in caused}
-        names = [name for name in BEGINS_AFTER if (name != "reward_hacking") == is_step]
-        changes = []
-        for name in names:
-            self._seen[name] = [*self._seen[name], (event["step"], signs.get(name))][-_MOST_STEPS:]
-            changes += self._changes(name, self._seen[name])
+        is_step, step = event["kind"] == "step", event["step"]
+        rules = RULES if is_step else (evaluations,)
+        signs = by_name(chain.from_iterable(r(self._run) for r in rules), known=self._current)
+        changes: list[FindingEvent] = []
+        for name, (steps, groups) in BEGINS_AFTER.items():
+            if (name == "reward_hacking") == is_step:
+                continue
+            sign, is_open = signs.get(name), name in self._current
+            row = self._row[name] = [*self._row[name], step] if is_open != bool(sign) else []
+            if is_open and len(row) == ENDS_AFTER:
+                found = self._current.pop(name)
+            elif sign and len(row) == max(steps, math.ceil(groups / self._batch_size)):
+                _, evidence, key, remedy, _ = sign
+                found = Finding(name=name, since=row[0], evidence=evidence, key=key, remedy=remedy)
+                self._current[name] = found
+            else:
+                continue
+            self._row[name] = []
+            happened: Any = "ends" if is_open else "begins"
+            changes.append({"kind": "finding", "step": step, "event": happened, **found})
         return changes
 
-    def _changes(self, name: str, seen: list[tuple[int, Any]]) -> list[dict[str, Any]]:
-        steps, groups = BEGINS_AFTER[name]
-        steps = max(steps, math.ceil(groups / self._batch_size))
-        if name in self._current:
-            if any(signs for _, signs in seen[-ENDS_AFTER:]):
-                return []
-            return [{"event": "ends", **self._current.pop(name)}]
-        if len(seen) < steps or not all(signs for _, signs in seen[-steps:]):
-            return []
-        evidence, (key, remedy) = seen[-1][1]
-        found = {"name": name, "since": seen[-steps][0], "evidence": evidence}
-        self._current[name] = found | {"key": key, "remedy": remedy}
-        return [{"event": "begins", **self._current[name]}]
 
-
-class Evaluation(NamedTuple):
+class Period(NamedTuple):
     """An evaluation, and the steps since the one before."""
 
     accuracy: float  # held out, greedy
@@ -115,34 +130,44 @@ class Evaluation(NamedTuple):
 
 
 class History:
-    """A run as the rules see it. A metric that is missing, null or not finite is NaN."""
+    """A run as the rules see it, without numbers that are not finite; what is missing is NaN."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], decider: str) -> None:
+        own: list[Any] = [{}] * (len(rewards) - len(cfg.rewards))  # environments', without a node
         self.rewards: list[dict[str, Any]] = [
             {"weight": 1.0, **node, "name": name}
-            for name, node in zip(rewards, cfg.rewards, strict=True)
+            for name, node in zip(rewards, [*cfg.rewards, *own], strict=True)
         ]
         self._config = OmegaConf.create({**cfg.model_dump(), "rewards": self.rewards})
         self.decider = decider  # its mean is the accuracy
+        names = [reward["name"] for reward in self.rewards]
+        # Each reward's key; an environment's own has that of the environment.
+        self.keys = [f"rewards.{index}" for index in range(len(cfg.rewards))]
+        self.keys += ["environment"] * len(own)
+        self.key_of_decider = self.keys[names.index(decider)]
+        self.wrong: str | None = None  # an answer of the newest step, if none is right
         self.steps: list[dict[str, float]] = []
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[Period] = []
         self._evaluated = 0  # steps before the last evaluation
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        values = {name: _number(value) for name, value in event.items()}
+    def add(self, event: Measured) -> None:
+        numbers = {n: v for n, v in event.items() if isinstance(v, (int, float))}
+        # The squares of values that are kept are finite.
+        values = {name: float(value) for name, value in numbers.items() if abs(value) < 1e100}
         if event["kind"] == "step":
-            rates = event.get("prompts", {}).get("pass_rate", [])
+            rates = [r for r in event.get("prompts", {}).get("pass_rate", []) if r is not None]
             error = stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan
             self.steps.append(values | {"level_error": error})  # standard error of ``level``
+            self.wrong = event.get("wrong")
         elif not self.evaluations or len(self.steps) - self._evaluated >= 3:
             # After fewer steps there is no spread to judge a rise by.
             names = ("reward", "reward_std", f"rewards/{self.decider}/mean")
             since = self.steps[self._evaluated :]
             reward, spread, level = (mean([s.get(n, math.nan) for s in since]) for n in names)
-            names = ("eval/accuracy", "eval/accuracy/low", "eval/accuracy/high")
-            accuracy, low, high = (values.get(name, math.nan) for name in names)
-            measured = (accuracy, (high - low) / 2, *reward, spread[0], level[0])
-            self.evaluations.append(Evaluation(*measured))
+            ends = ("", "/low", "/high")
+            accuracy, low, high = (values.get(f"eval/accuracy{end}", math.nan) for end in ends)
+            period = Period(accuracy, (high - low) / 2, *reward, spread[0], level[0])
+            self.evaluations.append(period)
             self._evaluated = len(self.steps)
 
     def now(self, metric: str) -> float:
@@ -150,21 +175,25 @@ class History:
 
     def last(self, metric: str, count: int) -> list[float]:
         """Return a metric of the ``count`` newest steps, without those that lack it."""
-        values = [step.get(metric, math.nan) for step in self.steps[-count:]]
-        return [value for value in values if not math.isnan(value)]
+        return [step[metric] for step in self.steps[-count:] if metric in step]
 
     def first(self, metric: str) -> float:
         """The mean of a metric in the first three steps that have it; one alone is noisy."""
-        values = (step.get(metric, math.nan) for step in self.steps)
-        return mean([*islice((value for value in values if not math.isnan(value)), 3)])[0]
+        return mean([*islice((step[metric] for step in self.steps if metric in step), 3)])[0]
 
-    def is_constant(self, name: str, *, best: float) -> bool:
-        """Whether a reward has been the same for all rows since step 1, and not the best one."""
+    def is_constant(self, name: str) -> bool:
+        """Whether a reward has been the same, or None, for all rows since step 1."""
         keys = [f"rewards/{name}/{what}" for what in ("mean", "std", "none")]
         looked_at = (*self.steps[:_MOST_STEPS], self.steps[-1])
         seen = {tuple(round(step.get(key, -1.0), 6) for key in keys) for step in looked_at}
-        (level, spread, none), *others = seen
-        return not others and (none == 1 or (spread == 0 and level != best))
+        (_, spread, none), *others = seen
+        return not others and (none == 1 or spread == 0)
+
+    @property
+    def decides_nothing(self) -> bool:
+        """Whether the deciding reward has called all answers neither right nor wrong so far."""
+        is_known = not (math.isnan(self.level) or self.level in (0, 1))
+        return is_known and self.is_constant(self.decider)
 
     @property
     def level(self) -> float:
@@ -177,93 +206,131 @@ class History:
 
     def change(self, key: str, new: Any) -> Advice:
         old = self.config(key)
-        return key, f"Set {key}: {'' if old is None else f'{_text(old)} -> '}{_text(new)}."
+        remedy = f"Set {key}: {'' if old is None else f'{_text(old)} -> '}{_text(new)}."
+        return key, remedy, f"{key}={_text(new)}"
 
     def scale(self, key: str, factor: float) -> Advice:
         old = self.config(key)
         if not isinstance(old, (int, float)):
-            return key, f"Multiply {key} by {factor:g}."
+            return key, f"Multiply {key} by {factor:g}.", None
         return self.change(key, type(old)(old * factor))
+
+    def weigh(self, index: int, factor: float) -> Advice:
+        """Give a reward another weight; an environment's own has none in the config."""
+        key, reward = self.keys[index], self.rewards[index]
+        if key == "environment":
+            return key, f"Multiply what {reward['name']} pays by {factor:g}.", None
+        return self.scale(f"{key}.weight", factor)
 
 
 def collapse(run: History) -> Signs:
     """The deciding reward was good and is now bad, most often after a step that was too large."""
-    metric, window = f"rewards/{run.decider}/mean", 3
-    levels = [step.get(metric, math.nan) for step in run.steps[-_MOST_STEPS:]]
-    paid = [step.get("reward", math.nan) for step in run.steps[-_MOST_STEPS:]]
-    if len(levels) <= window or any(map(math.isnan, (*levels, *paid))):
+    steps, window = run.steps[-_MOST_STEPS:], 3
+    levels, paid = (run.last(n, _MOST_STEPS) for n in (f"rewards/{run.decider}/mean", "reward"))
+    if len(steps) <= window or not len(levels) == len(paid) == len(steps):
         return
-    # The first step alone, too: a policy may be dead after it.
-    starts = range(len(levels) - 2 * window + 1)
-    windows = {i + window - 1: mean(levels[i : i + window])[0] for i in starts}
-    means = {0: levels[0]} | windows
+    # Means of three steps by the last one; the first step alone, too: a policy may be dead after it
+    ends = range(window - 1, len(steps) - window)
+    means = {0: levels[0]} | {end: mean(levels[end - window + 1 : end + 1])[0] for end in ends}
     best = max(means, key=means.__getitem__)
-    now, first = mean(levels[-window:])[0], run.steps[-len(levels) :][best]
+    now, first = mean(levels[-window:])[0], steps[best]
     error = first["level_error"] / math.sqrt(window if best else 1)
     # Four standard errors, as the best is one of many; a third of it, which no healthy run loses.
     # Where the sum has risen, shaping was learned; a curriculum's harder prompts are no fall.
     noise = 4 * math.hypot(error, run.now("level_error") / math.sqrt(window))
-    fall = means[best] - now
     is_paid = mean(paid[-window:])[0] >= paid[best]
     is_harder = run.now("sampler/level") > first.get("sampler/level", math.nan)
-    if fall > max(noise, means[best] / 3, 0.1) and not (is_paid or is_harder):
-        since = int(first["step"])
-        evidence = f"{run.decider} fell from {means[best]:.2f} at step {since} to {now:.2f}."
-        yield "collapsed", evidence, run.scale("optimizer.lr", 0.3)
+    fell = means[best] - now > max(noise, means[best] / 3, 0.1)
+    if fell and not (is_paid or is_harder):
+        since = f"{means[best]:.2f} at step {first['step']:.0f}"
+        evidence = f"{run.decider} fell from {since} to {now:.2f}."
+        yield Sign("collapsed", evidence, *run.scale("optimizer.lr", 0.3))
 
 
-def groups(run: History) -> Signs:
-    score = f"{run.decider} is {run.level:.2f} in the mean"
-    if run.now("frac_informative_groups") == 0:
-        evidence = f"No group teaches anything; {score}."
+def groups(run: History, *, few: float = 0.0) -> Signs:
+    """No group teaches anything, or no more than a ``few``, and why."""
+    teaching, score = run.now("frac_informative_groups"), f"{run.decider} is {run.level:.2f}"
+    missing = run.now(f"rewards/{run.decider}/no_answer")
+    if teaching <= few and not run.decides_nothing:
+        evidence = f"{teaching:.0%} of the groups teach something; {score} in the mean."
         if run.level >= 0.5:
             remedy = "Take harder prompts in dataset, or end the run."
-            yield "all_right", evidence, ("dataset", remedy)
-        if run.level < 0.5:
-            _, more = run.scale("grpo_samples", 2)
-            remedy = f"Take easier prompts in dataset. If some are solved at times: {more}"
-            yield "all_wrong", evidence, ("dataset", remedy)
+            yield Sign("all_right", evidence, "dataset", remedy)
+        elif run.level < 0.5:
+            _, remedy, override = run.scale("grpo_samples", 2)
+            remedy = f"Take easier prompts in dataset. If some are solved at times: {remedy}"
+            override = override if run.level > 0 else None
+            yield Sign("all_wrong", evidence, "dataset", remedy, override)
+    if run.wrong and run.level == 0 and run.is_constant(run.decider) and missing < 0.1:
+        evidence = (
+            f"{run.decider} has never been above 0, and {1 - missing:.0%} of the responses hold an "
+            f"answer, such as {run.wrong}."
+        )
+        remedy = "See whether it reads both as it should, or take easier prompts in dataset."
+        yield Sign("never_right", evidence, run.key_of_decider, remedy)
+    if missing >= 0.5 and run.level < thresholds.HARDLY_ANY_RIGHT:
+        evidence = f"{run.decider} finds no answer in {missing:.0%} of the responses."
+        remedy = "Ask for the form that it reads (dataset.system_prompt), or read another."
+        yield Sign("no_answer", evidence, run.key_of_decider, remedy)
     same = run.now("frac_groups_same_text")
-    if same >= 0.9 and run.level < SOLVED:  # the rest could hardly teach more
-        evidence = f"In {same:.0%} of the groups all texts are the same; {score}."
+    is_cause = teaching <= few and same >= 0.5
+    if (same >= thresholds.SAME_TEXTS or is_cause) and run.level < thresholds.SOLVED:
+        evidence = f"In {same:.0%} of the groups all texts are the same; {score} in the mean."
         warmer = max(1.0, 1.5 * run.config("temperature"))
-        yield "same_texts", evidence, run.change("temperature", warmer)
+        yield Sign("same_texts", evidence, *run.change("temperature", warmer))
 
 
 def responses(run: History) -> Signs:
-    cut, longest = run.now("completions/clipped_ratio"), run.now("completions/max_length")
-    # Nearly all are cut, unless more are right than ended; or half are, and hardly any is right.
-    if (cut >= 0.9 and run.level < 1.2 - cut) or (cut >= 0.5 and run.level < 0.05):
-        is_late = longest < run.config("max_generated_tokens")
-        key = "rollout.deadline" if is_late else "max_generated_tokens"
-        yield "truncated", f"{key} cut off {cut:.0%} of the responses.", run.scale(key, 2)
+    cut = run.now("completions/clipped_ratio")
+    # Nearly all are cut, unless more are right than ended; or many are, and hardly any is right.
+    is_hopeless = cut >= thresholds.MANY_CUT_OFF and run.level < thresholds.HARDLY_ANY_RIGHT
+    if is_hopeless or (cut >= 0.9 and run.level < 1.2 - cut):
+        key = _limit(run)
+        evidence = f"{key} cut off {cut:.0%} of the responses."
+        if run.first("completions/clipped_ratio") == 1:
+            evidence += " None ever ended by itself: does this model follow its chat template?"
+        yield Sign("truncated", evidence, *run.scale(key, 2))
     length, first = run.now("completions/mean_length"), run.first("completions/mean_length")
     # A mean over all tokens that are trained on is missing where there are none.
     if not math.isnan(length) and math.isnan(run.now("sampling/kept_mass")):
         key = "objective.mask_truncated_completions"
         longer = run.scale("max_generated_tokens", 2)
         advice = run.change(key, False) if run.config(key) else longer
-        yield "nothing_trained", "No token was trained on.", advice
+        yield Sign("nothing_trained", "No token was trained on.", *advice)
     # Shrunk to a tenth; shorter responses that are right more often are welcome.
     if length < first / 10 and run.level <= run.first(f"rewards/{run.decider}/mean"):
         evidence = f"The mean response shrank from {first:.3g} to {length:.3g} tokens."
         least = run.change("sampling.min_new_tokens", math.ceil(first / 10))
-        yield "responses_shrink", evidence, least
+        yield Sign("responses_shrink", evidence, *least)
+
+
+def _limit(run: History) -> str:
+    """Return the key of the limit that cut off most responses, as far as the metrics tell."""
+    ended = {
+        "max_generated_tokens": run.now("environment/ended/max_tokens"),
+        "environment.max_response_tokens": run.now("environment/ended/context"),
+        "rollout.deadline": run.now("environment/ended/deadline"),
+    }
+    if run.config("environment.max_response_tokens") is not None:
+        return max(ended, key=ended.__getitem__)
+    has_deadline = run.config("rollout.deadline") is not None
+    is_late = run.now("completions/max_length") < run.config("max_generated_tokens")
+    return "rollout.deadline" if has_deadline and is_late else "max_generated_tokens"
 
 
 def policy(run: History) -> Signs:
     entropy, first = run.now("sampling/entropy"), run.first("sampling/entropy")
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
     # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times in 100.
-    if entropy < min(0.05, 0.1 * first) and run.level < SOLVED:
+    if entropy < min(0.05, 0.1 * first) and run.level < thresholds.SOLVED:
         more = 2 * (run.config("loss.entropy_coeff") or 0.0005)
-        yield "entropy_collapsed", evidence, run.change("loss.entropy_coeff", more)
+        yield Sign("entropy_collapsed", evidence, *run.change("loss.entropy_coeff", more))
     if entropy > max(2 * first, first + 1):  # one nat: as if from e times as many tokens
-        yield "entropy_exploding", evidence, run.scale("optimizer.lr", 0.5)
+        yield Sign("entropy_exploding", evidence, *run.scale("optimizer.lr", 0.5))
     kl = run.now("kl")
     if kl > 1:  # each token is e times as likely as before; below 0.1 is usual
         evidence = f"The KL to the reference is {kl:.3g} nats a token."
-        yield "kl_runaway", evidence, run.scale("loss.kl_coeff", 2)
+        yield Sign("kl_runaway", evidence, *run.scale("loss.kl_coeff", 2))
     gap = run.now("sampling/sampling_logp_difference/mean")
     if gap > 0.1:  # rounding in bf16 makes 0.01 to 0.03
         advice = run.change("dtype", "fp32")
@@ -271,35 +338,50 @@ def policy(run: History) -> Signs:
             advice = run.change("objective.sampling_correction", "token_truncate")
         if run.config("model.lora_dropout"):  # acts in the trainer alone
             advice = run.change("model.lora_dropout", 0.0)
-        yield "sampler_trainer_gap", f"The two log-probs of a token differ by {gap:.3g}.", advice
+        evidence = f"The two log-probs of a token differ by {gap:.3g}."
+        yield Sign("sampler_trainer_gap", evidence, *advice)
 
 
 def rewards(run: History) -> Signs:
-    deciding, noise = rise(run.last(f"rewards/{run.decider}/mean", 20))
-    decider_rises = not deciding <= noise or run.level >= SOLVED
     for index, reward in enumerate(run.rewards):
-        name, weight, key = reward["name"], reward["weight"], f"rewards.{index}"
+        name, weight, key = reward["name"], reward["weight"], run.keys[index]
         failed, none = (run.now(f"rewards/{name}/{what}") for what in ("errors", "none"))
-        if failed >= 0.01:  # in several steps: a bug, or one that responses provoke
+        if failed >= thresholds.FAILS:
             remedy = "Correct what its error in the log says, or return None there."
-            yield "reward_fails", f"{name} failed on {failed:.0%} of the rows.", (key, remedy)
+            evidence = f"{name} failed on {failed:.0%} of the rows."
+            yield Sign("reward_fails", evidence, key, remedy)
         # Nothing is wrong with a format that is always kept, or a penalty that is never incurred.
         best = 0 if weight < 0 or "penalty" in name else 1
-        if weight and name != run.decider and run.is_constant(name, best=best):
-            said = "returned None" if none == 1 else f"was {run.now(f'rewards/{name}/mean'):.3g}"
+        level, decides = run.now(f"rewards/{name}/mean"), name == run.decider
+        is_bad = run.decides_nothing if decides else run.is_constant(name) and level != best
+        if weight and is_bad:
+            said = "None" if none == 1 else f"{level:.3g}"
             remedy = "Correct what it looks for, or leave it out, unless it cannot be better."
-            yield "reward_constant", f"Since step 1 {name} always {said}.", (key, remedy)
+            if decides:
+                remedy = "It tells no answer from another, so nothing is learned: correct it."
+            evidence = f"{name} has been {said} on all rows so far."
+            yield Sign("reward_constant", evidence, key, remedy)
         elif none == 1:
             remedy = "Correct the column or the condition that it looks for, or leave it out."
-            yield "reward_never_applies", f"{name} returned None for all rows.", (key, remedy)
+            evidence = f"{name} returned None for all rows."
+            yield Sign("reward_never_applies", evidence, key, remedy)
+
+
+def shaping(run: History) -> Signs:
+    """Another reward rises, and the deciding one does not."""
+    deciding, noise = rise(run.last(f"rewards/{run.decider}/mean", 20))
+    if not deciding <= noise or run.level >= thresholds.SOLVED:
+        return
+    for index, reward in enumerate(run.rewards):
+        name, weight = reward["name"], reward["weight"]
         values = run.last(f"rewards/{name}/mean", 20)
         change, error = rise(values)
         spread = mean(run.last(f"rewards/{name}/std", 20))[0]
         # As for reward_hacking, but without evaluations: half a spread, beyond all noise.
         is_paid = math.copysign(change, change * weight) > max(3 * error, spread / 2)
-        if len(values) == 20 and is_paid and weight and not decider_rises:
+        if len(values) == 20 and is_paid and weight:
             evidence = f"In 20 steps {name} changed by {change:+.3g}; {run.decider} did not rise."
-            yield "only_shaping_rises", evidence, run.scale(f"{key}.weight", 0.5)
+            yield Sign("only_shaping_rises", evidence, *run.weigh(index, 0.5))
 
 
 def optimizer(run: History) -> Signs:
@@ -311,11 +393,15 @@ def optimizer(run: History) -> Signs:
         evidence = f"{len(spikes)} gradient norms of 10 are beyond 10 times the usual {usual:.3g}."
         is_clipped = run.config("clip_grad_norm") is not None
         clip = run.change("clip_grad_norm", 2 * usual)
-        yield "gradient_spikes", evidence, run.scale("optimizer.lr", 0.5) if is_clipped else clip
+        slower = run.scale("optimizer.lr", 0.5)
+        yield Sign("gradient_spikes", evidence, *(slower if is_clipped else clip))
+    if run.now("learning_rate") == 0:  # for longer than the first step of a warm-up
+        evidence, remedy = "The learning rate is 0.", "Let lr_scheduler end later, or above 0."
+        yield Sign("learning_rate_zero", evidence, "lr_scheduler", remedy)
     counts = [0.0, *run.last("nonfinite_steps", _MOST_STEPS)][-21:]
     if counts[-1] - counts[0] >= 2:  # one is an accident; three in a row end the run
         evidence = f"{counts[-1] - counts[0]:.0f} of 20 steps were not finite and skipped."
-        yield "steps_skipped", evidence, run.scale("optimizer.lr", 0.5)
+        yield Sign("steps_skipped", evidence, *run.scale("optimizer.lr", 0.5))
 
 
 def progress(run: History) -> Signs:
@@ -324,27 +410,28 @@ def progress(run: History) -> Signs:
     change, error = rise(paid)
     # No rise, and one of a tenth of the spread would have been seen.
     spread = mean(run.last("reward_std", _MOST_STEPS))[0]
-    is_flat = change <= 0 and change + 2 * error < 0.1 * spread
+    is_flat = change <= 0 and change + 2 * error < 0.1 * spread and level < thresholds.SOLVED
     # The end of a schedule is meant to be flat.
     rate, peak = run.now("learning_rate"), run.config("optimizer.lr")
     is_over = isinstance(peak, float) and rate < 0.1 * peak
     held_out = [evaluation.accuracy for evaluation in run.evaluations[-4:]]
     has_risen = held_out[-1:] > held_out[:1]
-    if len(paid) == _MOST_STEPS and level < SOLVED and is_flat and not (is_over or has_risen):
+    if len(paid) == _MOST_STEPS and is_flat and not (is_over or has_risen):
         evidence = f"The reward has stayed at {mean(paid)[0]:.3g} for 100 steps."
-        yield "learning_stopped", evidence, run.scale("optimizer.lr", 2)
+        yield Sign("learning_stopped", evidence, *run.scale("optimizer.lr", 2))
 
 
 def seconds(run: History) -> Signs:
     share = run.now("time/reward") / (run.now("step_time") or math.nan)
     if share > 0.5:  # an accelerator that waits for rewards most of the time
-        each = [run.now(f"time/rewards/{reward['name']}") for reward in run.rewards]
-        slowest = max(range(len(each)), key=each.__getitem__)
+        times = [run.now(f"time/rewards/{reward['name']}") for reward in run.rewards]
+        slowest = max(range(len(times)), key=times.__getitem__)
         evidence = f"{run.rewards[slowest]['name']}: rewards take {share:.0%} of a step."
-        advice = run.change(f"rewards.{slowest}.isolation", "process")
+        key = run.keys[slowest]
+        advice = run.change(f"{key}.isolation", "process")
         if "workers" in run.rewards[slowest]:
-            advice = run.scale(f"rewards.{slowest}.workers", 2)
-        yield "rewards_slow", evidence, advice
+            advice = run.scale(f"{key}.workers", 2)
+        yield Sign("rewards_slow", evidence, *advice)
 
 
 def evaluations(run: History) -> Signs:
@@ -368,22 +455,17 @@ def evaluations(run: History) -> Signs:
             f"held-out {run.decider} went from {before.accuracy:.3g} to {last.accuracy:.3g}."
         )
         others = {
-            f"rewards.{index}.weight": abs(reward["weight"])
+            index: abs(reward["weight"])
             for index, reward in enumerate(run.rewards)
             if reward["name"] != run.decider and reward["weight"]
         }
         less_like_it = run.change("loss.kl_coeff", 2 * (run.config("loss.kl_coeff") or 0.02))
         largest = max(others, key=others.__getitem__, default=None)
-        yield "reward_hacking", evidence, run.scale(largest, 0.5) if largest else less_like_it
+        advice = less_like_it if largest is None else run.weigh(largest, 0.5)
+        yield Sign("reward_hacking", evidence, *advice)
 
 
-RULES = (collapse, groups, responses, policy, rewards, optimizer, progress, seconds)
-
-
-def _number(value: Any) -> float:
-    # The squares of values that are kept are finite.
-    is_kept = isinstance(value, (int, float)) and abs(value) < 1e100
-    return float(value) if is_kept else math.nan
+RULES = (collapse, groups, responses, policy, rewards, shaping, optimizer, progress, seconds)
 
 
 def _text(value: Any) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from torchtune_grpo.advantages import group_stds
+from torchtune_grpo.environments.conversations import conversation_metrics
 from torchtune_grpo.loss import LossOutput
 from torchtune_grpo.machine.parallel import gather_over_ranks
 from torchtune_grpo.rewards import RewardScores
@@ -23,7 +25,7 @@ _OF_NOTHING = -math.inf  # the maximum of no values
 class StepMetrics:
     """Collects a step's statistics as sums and counts, so that parts and ranks add up exactly.
 
-    Values stay on their device until :meth:`compute`; adding them does not wait for a GPU.
+    Values stay on their device until ``compute``; adding them does not wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,7 @@ class StepMetrics:
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}  # name -> scalar
         self._seconds: dict[str, float] = defaultdict(float)
+        self._begun = time.perf_counter()
         self.updates = 0  # optimizer steps
 
     def add_values(self, name: str, values: Tensor) -> None:
@@ -57,9 +60,17 @@ class StepMetrics:
         """Add the seconds that the block takes to ``name``."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
+        self._add_seconds(name, since=start)
+
+    def _add_seconds(self, name: str, *, since: float) -> None:
+        if torch.cuda.is_initialized():  # a run on the CPU leaves GPUs alone
             torch.cuda.synchronize()
-        self._seconds[name] += time.perf_counter() - start
+        self._seconds[name] += time.perf_counter() - since
+
+    def finish(self) -> dict[str, float]:
+        """End the step, with its ``step_time``, and ``compute``."""
+        self._add_seconds("step_time", since=self._begun)
+        return self.compute()
 
     def add_numbers(self, numbers: Mapping[str, float]) -> None:
         """Add numbers that are the same on all ranks."""
@@ -69,13 +80,15 @@ class StepMetrics:
     def add_rollout(self, trajectory: Trajectory, scores: RewardScores, *, group_size: int) -> None:
         """Add the rewards and the completions of N rows with advantages, trained on or not."""
         assert trajectory.advantages is not None
-        totals = scores.total.view(-1, group_size)  # [B, G]
-        spread = (totals - totals[:, :1]).std(dim=1)  # [B] exactly 0 where all are equal
-        informative = (trajectory.advantages.view(-1, group_size) != 0).any(dim=1)
+        spread = group_stds(scores.total, group_size=group_size)  # [B]
+        informative = trajectory.is_informative.view(-1, group_size).any(dim=1)
+        applies = ~scores.total.isnan().view(-1, group_size).all(dim=1)  # [B]
         self.add_values("reward", scores.total)
-        self.add_values("reward_std_in_group", spread)
-        self.add_values("frac_reward_zero_std", spread == 0)
-        self.add_values("frac_informative_groups", informative)
+        self.add_values("reward_std_in_group", spread[applies])
+        self.add_values("frac_reward_zero_std", spread[applies] == 0)
+        self.add_values("frac_informative_groups", informative[applies.to(informative.device)])
+        if trajectory.teacher_coeffs is not None:
+            self.add_values("teacher/rows", trajectory.teacher_coeffs > 0)
         texts = trajectory.completions
         groups = [texts[i : i + group_size] for i in range(0, len(texts), group_size)]
         same = torch.tensor([len({*group}) == 1 for group in groups])
@@ -87,9 +100,11 @@ class StepMetrics:
             self.add_values(f"rewards/{name}/errors", failed)
             self.add_values(f"rewards/{name}/none", none)
             self._seconds[f"time/rewards/{name}"] += scores.seconds[column]
+        for name, values in conversation_metrics(trajectory.completions).items():
+            self.add_values(name, torch.tensor(values, dtype=torch.float64))
         for name, value in scores.metrics:
             self.add_values(f"rewards/{name}", torch.tensor(value))
-        lengths = trajectory.response_lengths
+        lengths = trajectory.sampled_lengths
         ended = ~trajectory.truncated
         kept = (trajectory.sampler_logprobs - trajectory.behaviour_logprobs).exp()
         for kind, counted in (("", lengths), ("_terminated", lengths[ended])):
@@ -98,7 +113,8 @@ class StepMetrics:
                 self.add_max(f"{_NEGATED}completions/min{kind}_length", -counted.min())
                 self.add_max(f"completions/max{kind}_length", counted.max())
         self.add_values("completions/clipped_ratio", trajectory.truncated)
-        self.add_sum("num_tokens", (trajectory.prompt_lengths + lengths).sum(), 0)
+        tokens = trajectory.prompt_lengths + trajectory.response_lengths
+        self.add_sum("num_tokens", tokens.sum(), 0)
         sampled = -trajectory.sampler_logprobs.where(trajectory.response_mask, math.nan)
         self.add_values("sampling/entropy", sampled)
         self.add_values("sampling/kept_mass", kept.where(trajectory.response_mask, math.nan))
@@ -111,6 +127,11 @@ class StepMetrics:
         if len(gap):
             largest = gap.where(is_trained, _OF_NOTHING).max()
             self.add_max("sampling/sampling_logp_difference/max", largest)
+
+        if trajectory.teacher_coeffs is not None and trajectory.teacher_logprobs is not None:
+            taught = is_trained & (trajectory.teacher_coeffs > 0)[:, None]
+            kl = (logprobs - trajectory.teacher_logprobs).where(taught, math.nan)
+            self.add_values("teacher/kl", kl)
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
         """Add the loss's statistics of n rows, and their entropy [n, L]."""
@@ -127,23 +148,27 @@ class StepMetrics:
         """
         own = {name: sums.tolist() for name, sums in self._sums.items()}
         largest = {name: value.item() for name, value in self._largest.items()}
-        sums, maxima = _merged(gather_over_ranks((own, largest | self._seconds)))
+        sums: dict[str, list[float]] = {}
+        maxima: dict[str, float] = {}
+        for rank_sums, rank_maxima in gather_over_ranks((own, largest | self._seconds)):
+            for name, values in rank_sums.items():
+                sums[name] = [*map(sum, zip(values, sums.get(name, [0.0] * 3), strict=True))]
+            for name, value in rank_maxima.items():
+                maxima[name] = max(value, maxima.get(name, _OF_NOTHING))
         result = {}
         for name, (total, squares, count) in sums.items():
             if not count:
                 continue  # it applied to nothing, or has no mean
-            mean = total / count
-            result[name] = mean
+            result[name] = mean = total / count
             is_reward = name.startswith("rewards/") and name.endswith("/mean")
             if (is_reward or name == "reward") and count > 1:
                 variance = max(squares - count * mean**2, 0.0) / (count - 1)
                 std = "reward_std" if name == "reward" else name.removesuffix("mean") + "std"
                 result[std] = math.sqrt(variance)
         for name, value in maxima.items():
-            if value == _OF_NOTHING:
-                continue
-            is_min = name.startswith(_NEGATED)
-            result[name.removeprefix(_NEGATED)] = -value if is_min else value
+            if value != _OF_NOTHING:
+                is_min = name.startswith(_NEGATED)
+                result[name.removeprefix(_NEGATED)] = -value if is_min else value
         if "num_tokens" in sums:
             result["num_tokens"] = sums["num_tokens"][0]
         if "time/rollout" in result:
@@ -158,17 +183,3 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
-
-
-def _merged(
-    parts: Sequence[tuple[dict[str, list[float]], dict[str, float]]],
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the ranks' sums added up, and the largest of their maxima."""
-    sums: dict[str, list[float]] = {}
-    maxima: dict[str, float] = {}
-    for rank_sums, rank_maxima in parts:
-        for name, values in rank_sums.items():
-            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), values, strict=True)]
-        for name, value in rank_maxima.items():
-            maxima[name] = max(value, maxima.get(name, -math.inf))
-    return sums, maxima

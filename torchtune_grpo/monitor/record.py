@@ -1,12 +1,5 @@
 """A run's record: the events in ``run.jsonl``, one per line, and how to read them. No torch.
 
-An event has a ``kind``, a ``step`` and
-
-    start       time, command, config, versions, device, ranks, seed
-    step        the metrics by name; prompts: prompt_index, pass_rate and reward of every group
-    evaluation  the metrics by name; prompts: prompt_index, and each prompt's accuracy, pass@1, ...
-    finding     event ("begins" or "ends"), name, since, evidence, key, remedy
-
 The page, the findings, the model card and the rules that end a run read these lines.
 ``completions.jsonl`` in the same folder holds whole groups of completions.
 """
@@ -22,19 +15,84 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from torchtune_grpo.config.text import plain
+from torchtune_grpo.config.text import to_json
 from torchtune_grpo.machine import lock
 
 log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 
 RUN_FILE, COMPLETIONS_FILE = "run.jsonl", "completions.jsonl"
-_PACKAGES = ("torchtune_grpo", "torch", "torchtune", "torchao", "transformers", "datasets")
+_PACKAGES = "torchtune_grpo torch torchtune torchao transformers datasets triton".split()
 # Bytes that completions.jsonl may gain over a whole run, and that it may take at once.
 _MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
 Record = dict[str, Any]
+
+
+class Event(TypedDict):
+    """Keys that all events have."""
+
+    kind: Literal["start", "step", "evaluation", "finding"]
+    step: int
+
+
+class Start(Event):
+    """A start or a resume."""
+
+    time: str
+    command: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    device: str
+    ranks: int
+    seed: int
+    decider: str | None  # the reward that is known to tell right from wrong
+
+
+class Measured(Event):
+    """A step or an evaluation; ``metric`` reads its metrics, which are keys like these."""
+
+    # By name, a value for each prompt: prompt_index; of a step pass_rate and reward, of an
+    # evaluation accuracy, pass@1, ...
+    prompts: NotRequired[dict[str, list[Any]]]
+    # Of a step without a right answer: one of its answers, and what it should have been.
+    wrong: NotRequired[str]
+
+
+class Finding(TypedDict):
+    """A finding; ``torchtune_grpo.monitor.findings`` makes them."""
+
+    name: str
+    since: int  # step
+    evidence: str  # a sentence
+    key: str  # of the config
+    remedy: str  # a sentence
+
+
+class FindingEvent(Event, Finding):
+    """A finding that begins or ends."""
+
+    event: Literal["begins", "ends"]
+
+
+STILL_THE_BASE = (
+    "No step had a gradient and a learning rate above 0: apart from weight decay, this is still "
+    "the base model."
+)
+
+
+def changes_weights(step: Measured) -> bool:
+    """Whether a step had a gradient and a learning rate, as far as its metrics say.
+
+    Without a gradient, weight decay may still move weights, where a loss needs all rows.
+    """
+    return metric(step, "grad_norm") != 0 and metric(step, "learning_rate") != 0
+
+
+def metric(event: Measured, name: str) -> float | None:
+    """Return a metric; None if the event has none of this name, or one that is not finite."""
+    return cast(Record, event).get(name)
 
 
 def read(folder: Path, *kinds: str) -> list[Record]:
@@ -45,7 +103,7 @@ def read(folder: Path, *kinds: str) -> list[Record]:
 
 def read_metrics(folder: Path) -> list[Record]:
     """Return ``step`` and the metrics of each step and each evaluation, in order."""
-    events, others = read(folder, "step", "evaluation"), ("kind", "prompts", "measure")
+    events, others = read(folder, "step", "evaluation"), ("kind", "prompts", "measure", "wrong")
     return [{k: v for k, v in event.items() if k not in others} for event in events]
 
 
@@ -54,10 +112,10 @@ class RunRecord:
     """The events of a run in its folder, by kind."""
 
     folder: Path
-    starts: list[Record]
-    steps: list[Record]
-    evaluations: list[Record]
-    findings: list[Record]
+    starts: list[Start]
+    steps: list[Measured]
+    evaluations: list[Measured]
+    findings: list[FindingEvent]
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -65,9 +123,10 @@ class RunRecord:
         if not (folder / RUN_FILE).is_file():
             what = f"has no {RUN_FILE}" if folder.is_dir() else "is not a folder"
             raise ValueError(f"{folder} {what}; give the output_dir of a run.")
-        events = read(folder)
-        kinds = ("start", "step", "evaluation", "finding")
-        return cls(folder, *([e for e in events if e.get("kind") == kind] for kind in kinds))
+        kinds: dict[str, list[Any]] = {"start": [], "step": [], "evaluation": [], "finding": []}
+        for event in read(folder, *kinds):
+            kinds[event["kind"]].append(event)
+        return cls(folder, *kinds.values())
 
     @property
     def steps_done(self) -> int:
@@ -100,7 +159,7 @@ def read_lines(path: Path) -> list[Record]:
 def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Record:
     """Record an event, and return it as it reads back."""
     named = {"kind": kind, "step": step}
-    event: Record = plain(named | dict(values) | named)
+    event: Record = to_json(named | dict(values) | named)
     _append(folder / RUN_FILE, _encoded([event]))
     return event
 

@@ -18,22 +18,35 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torchtune import utils
+from torchtune import training, utils
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import describe, override_without_secrets, plain, without_secrets
+from torchtune_grpo.config.text import describe, override_without_secrets, to_json, without_secrets
+from torchtune_grpo.data.chat import Conversation
 from torchtune_grpo.evaluation.evaluator import Evaluation
-from torchtune_grpo.evaluation.statistics import in_one_line
+from torchtune_grpo.evaluation.statistics import Comparison, in_one_line
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
 from torchtune_grpo.monitor.findings import Watch
-from torchtune_grpo.monitor.record import Record, append, append_groups, keep_until, read, versions
+from torchtune_grpo.monitor.loggers import log_completions
+from torchtune_grpo.monitor.record import (
+    STILL_THE_BASE,
+    Measured,
+    Record,
+    append,
+    append_groups,
+    changes_weights,
+    keep_until,
+    metric,
+    read,
+    versions,
+)
 from torchtune_grpo.monitor.report import write_page
 from torchtune_grpo.monitor.terminal import ProgressLine, summary
-from torchtune_grpo.rewards import RewardScores
+from torchtune_grpo.rewards import Decider, RewardScores
 from torchtune_grpo.rollout.request import Progress
-from torchtune_grpo.trajectory import Trajectory, length_mask
+from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
 
@@ -50,18 +63,18 @@ class Recorder:
         given: DictConfig,
         *,
         rewards: Sequence[str],
-        decider: str,
-        measure: str,  # name of the deciding reward's mean
+        decider: Decider,
         stop_tokens: Sequence[int],
         device: torch.device,
     ) -> None:
         self._cfg, self._given, self._device = cfg, given, device
         self._folder = Path(cfg.output_dir)
-        self.evaluations: list[Record] = []  # the same on every rank
+        self.evaluations: list[Measured] = []  # the same on every rank
+        self.is_base = True  # no step has changed a weight
         self._num_tokens = 0.0
-        self._decider, self._measure = decider, measure
-        self.groups = GroupRecorder(cfg, decider=decider, stop_tokens=stop_tokens)
-        self._findings = Watch(cfg, rewards, decider=decider)
+        self._decider = decider
+        self.groups = GroupRecorder(cfg, decider=decider.name, stop_tokens=stop_tokens)
+        self._findings = Watch(cfg, rewards, decider=decider.name)
         self._progress: ProgressLine | None = None
         if rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -70,25 +83,36 @@ class Recorder:
             shown = without_secrets(OmegaConf.to_container(given, resolve=False))
             self._metric_logger.log_config(OmegaConf.create(shown))
 
+    @property
+    def results(self) -> str:
+        """The effect of training so far, for a model card."""
+        if self.is_base:
+            return STILL_THE_BASE
+        compared = Comparison.of_run(self.evaluations)
+        return f"{compared.headline} {compared.reasons[0]}" if compared else ""
+
     def resume(self, step: int) -> None:
         """Forget what was recorded after the step from which the run goes on."""
-        self.evaluations, self._num_tokens = on_first_rank(self._keep_until, step)
+        steps, self.evaluations = on_first_rank(self._keep_until, step)
+        self._num_tokens = max((metric(event, "num_tokens") or 0.0 for event in steps), default=0.0)
+        self.is_base = not any(map(changes_weights, steps))
 
-    def _keep_until(self, step: int) -> tuple[list[Record], float]:
+    def _keep_until(self, step: int) -> tuple[list[Measured], list[Measured]]:
         keep_until(self._folder, step)
-        events = read(self._folder, "step", "evaluation")
+        events: list[Any] = read(self._folder, "step", "evaluation")
         for event in events:
             self._findings.add(event)
-        num_tokens = max((event.get("num_tokens", 0.0) for event in events), default=0.0)
-        return [event for event in events if event["kind"] == "evaluation"], num_tokens
+        steps = [event for event in events if event["kind"] == "step"]
+        return steps, [event for event in events if event["kind"] == "evaluation"]
 
     @contextmanager
     def running(self, *, done: int) -> Iterator[None]:
         """Show the progress from step ``done`` on; at the end write the page and a summary."""
-        decider = self._decider if self._measure == "accuracy" else None
-        start = _start(self._given, self._device) | {"decider": decider}
+        decider = self._decider
+        start = _start(self._given, self._device)
+        start["decider"] = decider.name if decider.is_known else None
         on_first_rank(append, self._folder, "start", done, start)
-        deciding = {f"rewards/{self._decider}/mean": self._measure}
+        deciding = {f"rewards/{decider.name}/mean": decider.measure}
         with ProgressLine(self._cfg.num_steps, done=done, deciding=deciding) as self._progress:
             try:
                 yield
@@ -97,6 +121,8 @@ class Recorder:
         if rank() == 0:
             for line in summary(self.evaluations, self._findings.current, self._folder):
                 log.info(line)
+            if self.is_base:
+                log.warning(STILL_THE_BASE)
 
     def progress(self, now: Progress) -> None:
         if self._progress is not None:
@@ -109,10 +135,16 @@ class Recorder:
         """
         self._num_tokens += metrics["num_tokens"]
         metrics = {**metrics, "num_tokens": self._num_tokens}
+        if self._device.type == "cuda":
+            metrics |= training.get_memory_stats(device=self._device)
+        wrong = next((scores.wrong for _, scores in self.groups.rollouts if scores.wrong), None)
         groups, prompts = self.groups.take(step)
-        on_first_rank(self._write, "step", step, metrics, {"prompts": prompts})
+        more = {"prompts": prompts} | ({} if wrong is None else {"wrong": wrong})
+        event = on_first_rank(self._write, "step", step, metrics, more)
+        self.is_base &= not changes_weights(event)
         if rank() == 0:
             append_groups(self._folder, groups, done=step / self._cfg.num_steps)
+            log_completions(self._metric_logger, groups, step)
         if self._progress is not None:
             self._progress.step_done(step, metrics)
         if step % _STEPS_PER_PAGE == 0:
@@ -133,9 +165,9 @@ class Recorder:
 
     def _write(
         self, kind: str, step: int, metrics: Mapping[str, float], more: Mapping[str, Any]
-    ) -> Record:
+    ) -> Measured:
         """Record a step or an evaluation, and the findings that begin or end with it."""
-        event = append(self._folder, kind, step, {**metrics, **more})
+        event: Any = append(self._folder, kind, step, {**metrics, **more})
         self._metric_logger.log_dict(metrics, step=step)
         for finding in self._findings.add(event):
             append(self._folder, "finding", step, finding)
@@ -160,12 +192,12 @@ class GroupRecorder:
 
     def __init__(self, cfg: GRPOConfig, *, decider: str, stop_tokens: Sequence[int]) -> None:
         self._cfg, self._decider, self._stop_tokens = cfg, decider, stop_tokens
-        self._rollouts: list[tuple[Trajectory, RewardScores]] = []
+        self.rollouts: list[tuple[Trajectory, RewardScores]] = []  # since the last take
         self._trainer_logprobs: dict[tuple[int, ...], float] = {}
 
     def rollout(self, trajectory: Trajectory, scores: RewardScores) -> None:
         """Note N rows with advantages, in whole groups, and their rewards."""
-        self._rollouts.append((trajectory, scores))
+        self.rollouts.append((trajectory, scores))
 
     def update(self, trajectory: Trajectory, logprobs: Tensor) -> None:
         """Note the trainer's log-probs [N, L] of an update's rows, from before the update."""
@@ -177,12 +209,12 @@ class GroupRecorder:
 
         A chosen group is a list with a record for each completion. The choice among equally
         informative groups depends on seed, step and prompt alone. Results are ``prompt_index``,
-        ``pass_rate`` and ``reward``, in the order of the step's prompts.
+        ``pass_rate`` and ``reward`` (None where none applies), in the order of the step's prompts.
         """
         count, size = self._cfg.log_groups, self._cfg.grpo_samples
         candidates: list[Any] = []
         results: list[tuple[Any, ...]] = []
-        for trajectory, scores in self._rollouts:
+        for trajectory, scores in self.rollouts:
             assert trajectory.advantages is not None
             informative = (trajectory.advantages.view(-1, size) != 0).any(dim=1).tolist()  # [B]
             indices = trajectory.prompt_indices[::size].tolist()
@@ -190,13 +222,13 @@ class GroupRecorder:
                 chance = random.Random(f"{self._cfg.seed} {step} {index}").random()
                 key = (not teaches, chance, index)
                 candidates.append((key, trajectory, scores, group * size))
-            right = scores.scores[:, scores.names.index(self._decider)].nan_to_num(0.0)
-            means = (values.view(-1, size).mean(dim=1) for values in (right, scores.total))
-            columns = (trajectory.places[::size], trajectory.prompt_indices[::size], *means)
-            results += zip(*map(plain, columns), strict=True)
+            measured = (scores.of(self._decider), scores.total)
+            means = (values.view(-1, size).nanmean(dim=1) for values in measured)
+            columns = (trajectory.step_indices[::size], trajectory.prompt_indices[::size], *means)
+            results += zip(*map(to_json, columns), strict=True)
         candidates.sort(key=lambda each: each[0])
         mine = [(key, self._records(t, s, row, step)) for key, t, s, row in candidates[:count]]
-        self._rollouts, self._trainer_logprobs = [], {}
+        self.rollouts, self._trainer_logprobs = [], {}
         kept, found = zip(*gather_over_ranks((mine, results)), strict=True)
         chosen = sorted(chain.from_iterable(kept), key=lambda each: each[0])[:count]
         in_order = sorted(chain.from_iterable(found))
@@ -211,7 +243,10 @@ class GroupRecorder:
         numbers = torch.arange(first, first + self._cfg.grpo_samples)
         rows = trajectory.select(numbers.to(trajectory.tokens.device))
         assert rows.advantages is not None
-        truncated, sampler = rows.truncated.tolist(), _mean_logprobs(rows, rows.sampler_logprobs)
+        sampler, lengths = (
+            _mean_logprobs(rows, rows.sampler_logprobs),
+            rows.sampled_lengths.tolist(),
+        )
         records = []
         for sample, identity in enumerate(_identities(rows)):
             row = first + sample
@@ -223,8 +258,8 @@ class GroupRecorder:
                 "prompt": rows.prompts[sample],
                 "columns": {name: _shortened(each[sample]) for name, each in rows.columns.items()},
                 "completion": rows.completions[sample],
-                "tokens": rows.response_lengths[sample],
-                "ended": self._end(identity[1:], truncated=truncated[sample]),
+                "tokens": lengths[sample],
+                "ended": self._end(rows, sample, last=identity[-1]),
                 "reward": scores.total[row],
                 "rewards": dict(zip(scores.names, scores.scores[row].tolist(), strict=True)),
                 "failed": [name for name, is_failed in failed if is_failed],
@@ -233,32 +268,35 @@ class GroupRecorder:
                 "trainer_logprob": self._trainer_logprobs.get(identity),
                 "extra": {name: values[row] for name, values in scores.extra.items()},
             }
-            records.append(plain(record))
+            completion = rows.completions[sample]
+            if isinstance(completion, Conversation):
+                record |= {"messages": completion.messages, "ended": completion.ended}
+            records.append(to_json(record))
         return records
 
-    def _end(self, tokens: Sequence[int], *, truncated: bool) -> str:
+    def _end(self, rows: Trajectory, row: int, *, last: int) -> str:
         """Say what ended a response; a stop token after a stop string counts as a stop token."""
-        if truncated:
-            return "length" if len(tokens) >= self._cfg.max_generated_tokens else "deadline"
-        return "stop_token" if tokens[-1] in self._stop_tokens else "stop_string"
+        if not rows.truncated[row]:
+            return "stop_token" if last in self._stop_tokens else "stop_string"
+        is_long = rows.sampled_lengths[row] >= self._cfg.max_generated_tokens
+        return "length" if is_long or self._cfg.rollout.deadline is None else "deadline"
 
 
 def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:
     """Return prompt and tokens of each completion, which identify it after rows have moved."""
     indices = trajectory.prompt_indices.tolist()
-    return [(i, *ids) for i, ids in zip(indices, trajectory.completion_ids, strict=True)]
+    return [(i, *ids) for i, ids in zip(indices, trajectory.response_ids, strict=True)]
 
 
 def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
-    """Return the mean over each response's tokens, trained on or not: [N, L] -> N numbers."""
-    lengths = trajectory.response_lengths
-    total = logprobs.where(length_mask(lengths, logprobs.shape[1]), 0).sum(dim=1)
-    means: list[float] = (total / lengths.clamp(min=1)).tolist()
+    """Return the means over each row's trained tokens: [N, L] -> N numbers, NaN if it has none."""
+    mask = trajectory.response_mask
+    means: list[float] = (logprobs.where(mask, 0).sum(dim=1) / mask.sum(dim=1)).tolist()
     return means
 
 
 def _shortened(value: Any) -> Any:
-    value = plain(value)
+    value = to_json(value)
     return value[:_LONGEST_COLUMN] if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal: a line of progress that stays in place, and a summary."""
+"""Output of a run on a terminal: a line of progress that stays in place, and a summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from torchtune import utils
 from tqdm.auto import tqdm
@@ -14,7 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_grpo.evaluation.statistics import Comparison
 from torchtune_grpo.machine.device import make_bar
-from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, Finding, Measured
 from torchtune_grpo.rollout.request import Progress
 
 log = utils.get_logger("INFO")
@@ -57,19 +56,19 @@ class ProgressLine(ExitStack):
 
 
 def summary(
-    evaluations: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], folder: Path
+    evaluations: Sequence[Measured], findings: Sequence[Finding], folder: Path
 ) -> list[str]:
     """Return a run's last lines: first and last evaluation, open findings, where its files are."""
     lines: list[str] = []
     if compared := Comparison.of_run(evaluations):
         columns = [f"step {each['step']}" for each in compared.ends]
-        lines += compared.table("held-out, 95 % interval", columns)
-    for each in findings:
-        since = f"{each['name']} since step {each['since']}"
-        lines.append(f"{since}: {each['evidence']} {each['remedy']}")
+        lines += [*compared.table("held-out, 95 % interval", columns), *compared.reasons]
+    for finding in findings:
+        since = f"{finding['name']} since step {finding['since']}"
+        lines.append(f"{since}: {finding['evidence']} {finding['remedy']}")
     if not findings:
         lines.append("findings: none")
-    places = {path: what for name, what in _OUTPUTS.items() if (path := folder / name).exists()}
-    places |= {path: "the last checkpoint" for path in sorted(folder.glob("step_*"))[-1:]}
-    width = max(map(len, map(str, places)), default=0)
-    return lines + [f"{str(path).ljust(width)}  {what}" for path, what in places.items()]
+    files = {path: what for name, what in _OUTPUTS.items() if (path := folder / name).exists()}
+    files |= {path: "the last checkpoint" for path in sorted(folder.glob("step_*"))[-1:]}
+    width = max(map(len, map(str, files)), default=0)
+    return lines + [f"{str(path).ljust(width)}  {what}" for path, what in files.items()]

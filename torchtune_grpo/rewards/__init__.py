@@ -4,8 +4,9 @@ A reward is any ``reward(prompts, completions, **columns) -> list[float | None]`
 describes it.
 """
 
+from torchtune_grpo.rewards.by_dataset import RewardByDataset
 from torchtune_grpo.rewards.call import TrainerState
-from torchtune_grpo.rewards.code import CodeReward, code_format_reward
+from torchtune_grpo.rewards.code import CodeReward, ProgramReward, code_format_reward
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
     last_number_reward,
@@ -13,10 +14,9 @@ from torchtune_grpo.rewards.math import (
     math_format_holds,
     math_format_reward,
 )
-from torchtune_grpo.rewards.programs import ProgramReward
 from torchtune_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
-from torchtune_grpo.rewards.score import RewardFailure, RewardScores, RewardSet
+from torchtune_grpo.rewards.score import Decider, RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards.shaping import (
     CosineLengthReward,
     OverlongPenalty,
@@ -35,6 +35,8 @@ __all__ = [
     "ReasoningGymReward",
     "RepetitionPenalty",
     "Reward",
+    "Decider",
+    "RewardByDataset",
     "RewardFailure",
     "RewardFunction",
     "RewardScores",

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torchtune_grpo.config.text import describe
-from torchtune_grpo.data.chat import Prompt, message
+from torchtune_grpo.data.chat import Conversation, PromptText, message
 from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool
 
-MEASURED = ("mean", "std", "errors", "none")  # endings of the run's own metrics of a reward
+# Endings of the run's own metrics of a reward
+MEASURED = ("mean", "std", "errors", "none", "no_answer")
 _LARGEST = 3.4028234663852886e38  # the largest float32
 _NOT_FINITE = "returned NaN or a number beyond float32; return a finite number, or None"
 _ASYNC_CALLS = 32  # concurrent calls of an async reward that is called per completion
@@ -54,11 +57,19 @@ class Batch:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
         for index, (prompt, text) in enumerate(zip(own["prompts"], own["completions"])):
             own["prompts"][index] = str(prompt)
-            if reward.takes_messages(prompt):
-                is_known = isinstance(prompt, Prompt)
+            has_messages = getattr(prompt, "is_chat", False)
+            if has_messages if reward.chat is None else reward.chat:
+                is_known = isinstance(prompt, PromptText)
                 turns = prompt.messages if is_known else [message("user", prompt)]
                 own["prompts"][index] = copy.deepcopy(turns)
-                own["completions"][index] = [message("assistant", text)]
+                talked = isinstance(text, Conversation)
+                turns = text.messages if talked else [message("assistant", text)]
+                own["completions"][index] = copy.deepcopy(turns)
+            elif reward.workers is not None:
+                own["completions"][index] = str(text)  # what it is of stays here
+        talks = [text for text in self.completions if isinstance(text, Conversation)]
+        if talks and reward.workers is None:
+            own["environments"] = [talks[row].environment for row in rows]
         if self.trainer_state is not None:
             own["trainer_state"] = self.trainer_state
             own |= {"log_extra": outcome.log_extra, "log_metric": outcome.log_metric}
@@ -102,8 +113,8 @@ class Outcome:
         if not errors:
             return self.count, 0, "", ""
         row, error = errors[0]
-        place = f"index {row}" + (f" of rank {rank()}" if world_size() > 1 else "")
-        text = f"first at {place}: {describe(error)}"
+        where = f"index {row}" + (f" of rank {rank()}" if world_size() > 1 else "")
+        text = f"first at {where}: {describe(error)}"
         return self.count, len(errors), text, describe(error, frames=3)
 
     @classmethod
@@ -127,14 +138,35 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
 
     waiting = [reward for reward in rewards if reward.is_async]
     threads = [threading.Thread(target=call, args=(reward,), daemon=True) for reward in waiting]
-    for thread in threads:
-        thread.start()
-    for reward in rewards:
-        if not reward.is_async:
-            call(reward)
-    for thread in threads:
-        thread.join()
+    with _exits_raise():
+        for thread in threads:
+            thread.start()
+        for reward in rewards:
+            if not reward.is_async:
+                call(reward)
+        for thread in threads:
+            thread.join()
     return [outcomes[reward.name] for reward in rewards]
+
+
+@contextmanager
+def _exits_raise() -> Iterator[None]:
+    """Have ``os._exit`` fail as ``sys.exit`` does; it would end the run without a word.
+
+    Processes that a reward forks still end by it.
+    """
+    process, leave = os.getpid(), os._exit
+
+    def fail(status: int) -> NoReturn:
+        if os.getpid() != process:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = fail
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _call_reward(reward: Reward, batch: Batch) -> Outcome:

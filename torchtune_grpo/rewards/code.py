@@ -1,59 +1,37 @@
-"""Rewards for code: a completion's function has to pass a unit test in a sandbox.
+"""Rewards for code: a completion has to pass its row's tests in a sandbox.
 
-The test and its expected values are never in the process that runs the completion. They are in
+The tests and the expected values are never in the process that runs the completion. They are in
 a second process, where a stand-in for the function asks the first process for each answer; only
 plain data crosses. docs/reward_hacking.md says what that is good for.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
-import contextlib
 import importlib.util
-import json
 import random
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import shortened
+from torchtune_grpo.data import code_tests
 from torchtune_grpo.rewards.extraction import code_blocks, definition_of, extract_program
 from torchtune_grpo.rewards.reward import declares
 from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool, default_workers
-from torchtune_grpo.sandbox import CodeSandbox, Limits, SandboxError, Verdict
+from torchtune_grpo.sandbox.code import CodeSandbox, Limits, SandboxError
+from torchtune_grpo.sandbox.exam import Exam, Kind, Verdict
 
 log = get_logger("INFO")
 
 _LONGEST = 100_000  # characters in a completion
-_FAILURE_KINDS = ("wrong", "exception", "syntax", "timeout", "crash", "refused")
-# Names of failures in which the sandbox, or a stand-in for an object, refused something.
-_REFUSALS = ("refused", "NotPlain", "PermissionError", "FileNotFoundError", "ModuleNotFoundError")
-_SOLUTIONS = ("solution", "solutions", "canonical_solution")  # columns with a row's own solution
 _MAX_TRIED = 500  # rows, which take five seconds
+_MAX_SOLUTIONS = 10  # of a row's own
 _RAISES = "def {}(*_, **__): raise Exception('always')"
-_ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 
 
-class Exam(NamedTuple):
-    """A row's test, the function that it calls, and the code that precedes test and completion."""
-
-    test: str
-    entry_point: str
-    setup: str
-
-
-def _name_fault(*, entry_point: object = "f") -> str | None:
-    if isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point):
-        return None
-    said = shortened(repr(entry_point))
-    return f"entry_point={said} is not the name of a function or class, or Solution().method"
-
-
-@declares(reward_range=(0.0, 1.0), check_row=_name_fault)
+@declares(reward_range=(0.0, 1.0), check_row=code_tests.name_fault)
 def code_format_reward(
     prompts: list[str],
     completions: list[str],
@@ -73,12 +51,20 @@ def code_format_reward(
 
 
 class CodeReward:
-    """Reward of 1.0 for a function that passes its unit test, and of 0.0 otherwise."""
+    """Reward of 1.0 for a function that passes its unit test, and of 0.0 otherwise.
+
+    A test is code, as text or a list of lines. It defines ``check(candidate)`` as in HumanEval,
+    ``test_...`` functions or a ``unittest.TestCase``, or calls the function by name as in MBPP.
+    The column ``entry_point`` holds that name, by default the first one that the test calls; it
+    may also be a class or ``Solution().method``. The column ``setup`` holds code that precedes
+    both completion and test: the prompt's imports and helpers.
+    """
 
     __name__ = "code_reward"
     decides = True
-    _tests = "test"  # the column that holds the tests
-    _options: Mapping[str, Any] = {}  # further arguments of exam
+    tests_column = "test"
+    read_test: Callable[..., Exam] = staticmethod(code_tests.unit_test)
+    partial = False  # score the share of cases that pass
 
     def __init__(
         self,
@@ -109,43 +95,50 @@ class CodeReward:
         completions: list[str],
         *,
         test: list[Any],
-        log_extra: Callable[[str, list[str]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | Exception]:
         """Run each completion's test; report why each failed, and the share of each kind.
 
-        A test is code, as text or a list of lines. It defines ``check(candidate)`` as in HumanEval,
-        ``test_...`` functions or a ``unittest.TestCase``, or calls the function by name as in MBPP.
-        The column ``entry_point`` holds that name, by default the first one that the test calls; it
-        may also be a class or ``Solution().method``. The column ``setup`` holds code that precedes
-        both completion and test: the prompt's imports and helpers. Where the sandbox or the test
-        itself failed, the score is an exception. Raises a SandboxError if this machine cannot have
-        a sandbox.
+        Where the sandbox or the test itself failed, the score is an exception. Raises a
+        SandboxError if this machine cannot have a sandbox.
         """
-        verdicts = self.judge(completions, test=test, **columns)
+        return self._scores(completions, test=test, **columns)
+
+    def _scores(
+        self,
+        completions: list[str],
+        *,
+        log_extra: Callable[[str, list[str]], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | Exception]:
+        verdicts = self.judge(completions, **columns)
         if log_extra is not None:
-            log_extra("why", [str(v) if isinstance(v, Exception) else v.why for v in verdicts])
-        scores = list(map(self.score, verdicts))
+            log_extra("why", [verdict.why for verdict in verdicts])
         if log_metric is not None:
-            why = [v.why for v in verdicts if isinstance(v, Verdict) and not v.test_failed]
-            kinds = Counter(map(failure_kind, filter(None, why)))
-            for kind in _FAILURE_KINDS:
-                log_metric(kind, kinds[kind] / max(len(why), 1))
-        return scores
+            kinds = Counter(verdict.kind for verdict in verdicts)
+            judged = kinds.total() - kinds[Kind.BROKEN_TEST]
+            for kind in Kind:
+                if kind not in (Kind.PASSED, Kind.BROKEN_TEST):
+                    log_metric(kind, kinds[kind] / max(judged, 1))
+        return [self._score(verdict) for verdict in verdicts]
+
+    def _score(self, verdict: Verdict) -> float | Exception:
+        if verdict.test_failed:
+            return SandboxError(verdict.why)
+        return (verdict.share or 0.0) if self.partial else float(verdict.passed)
 
     @classmethod
     def check_row(cls, **row: Any) -> str | None:
         """Return what makes a row unusable, or None; run nothing."""
         try:
-            cls.exam(**row)
+            return cls._named(row, code_tests.unit_test_fault(cls.read_test(**row)))
         except ValueError as error:
             return str(error)
-        return None
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
         """Find broken tests by running them: a test must call a function that raises in every call
-        and must fail it, and the row's own solution, if there is one, must pass.
+        and must fail it, and one of the row's own solutions, if it has any, must pass.
 
         At most 500 rows are tried, always the same ones. Returns the position of each tried row,
         mapped to what is wrong with it, or to None.
@@ -153,125 +146,97 @@ class CodeReward:
         count = min(len(rows), _MAX_TRIED)
         tried = sorted(random.Random(0).sample(range(len(rows)), count))
         log.info(f"Code rewards: trying the tests of {count} of {len(rows)} rows.")
-        exams = {n: self.exam(**rows[n], **self._options) for n in tried}
-        raising = {n: _always_raising(exam.entry_point) for n, exam in exams.items()}
-        solving = {n: program for n in tried if (program := self.own_program(rows[n]))}
-        failed, solved = self._tried(raising, exams), self._tried(solving, exams)
-        faults = {n: _trial_fault(failed[n], solved.get(n)) for n in tried}
-        tests = {n: shortened(repr(rows[n][self._tests])) for n in tried}
-        return {n: fault and f"{self._tests}={tests[n]}: {fault}" for n, fault in faults.items()}
+        self._log_confinement()
+        faults = self._pool.map(self._trial, [rows[n] for n in tried])
+        return {n: self._named(rows[n], fault) for n, fault in zip(tried, faults, strict=True)}
 
-    def _tried(self, programs: dict[int, str], exams: dict[int, Exam]) -> dict[int, Verdict]:
-        judged: list[Any] = self._judge_all(programs.values(), [exams[n] for n in programs])
-        for verdict in judged:
-            if isinstance(verdict, Exception):
-                raise verdict
-        return dict(zip(programs, judged, strict=True))
+    def _trial(self, sandbox: CodeSandbox, row: Mapping[str, Any]) -> str | None:
+        exam = self.read_test(**row)
+        raising = self._judge(sandbox, (_always_raising(exam.entry_point), exam))
+        if raising.passed:
+            return "a function that raises in every call passes"
+        fault = raising.why if raising.test_failed or not raising.calls else None
+        # A solution may define further functions, which the one that raises does not.
+        for solution in code_tests.own_solutions(row, exam)[:_MAX_SOLUTIONS]:
+            verdict = self._judge(sandbox, (solution, exam))
+            if verdict.passed:
+                return None
+            fault = f"the row's own solution fails: {verdict.why}"
+        return fault
 
-    def judge(
-        self, completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[Verdict | Exception]:
+    @classmethod
+    def _named(cls, row: Mapping[str, Any], fault: str | None) -> str | None:
+        """Put the column and its value before what is wrong with it, if anything is."""
+        return fault and f"{cls.tests_column}={shortened(repr(row[cls.tests_column]))}: {fault}"
+
+    def judge(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[Verdict]:
         """Return verdicts in place of scores. Equal programs with equal tests run once."""
         lists = {name: each for name, each in columns.items() if isinstance(each, (list, tuple))}
         rows = [dict(zip(lists, row)) for row in zip(*lists.values(), strict=True)]
-        return self._judge_all(completions, [self.exam(**row, **self._options) for row in rows])
-
-    def _judge_all(
-        self, completions: Iterable[str], exams: Iterable[Exam]
-    ) -> list[Verdict | Exception]:
-        jobs = list(zip(completions, exams, strict=True))
+        jobs = list(zip(completions, (self.read_test(**row) for row in rows), strict=True))
         distinct = list(dict.fromkeys(jobs))
+        self._log_confinement()
+        judged = dict(zip(distinct, self._pool.map(self._judge, distinct), strict=True))
+        return [judged[job] for job in jobs]
+
+    def _log_confinement(self) -> None:
         if not self._logged:
             log.info(f"Code rewards: {self._sandboxes[0].confinement()}")
             self._logged = True
-        judged = dict(zip(distinct, self._pool.map(self._judge, distinct), strict=True))
-        return [judged[job] for job in jobs]
+
+    def _judge(self, sandbox: CodeSandbox, job: tuple[str, Exam]) -> Verdict:
+        """Judge a completion; if the sandbox fails, that is not the completion's fault."""
+        text, exam = job
+        if len(text) > _LONGEST:
+            return Verdict(Kind.CRASH, f"longer than {_LONGEST} characters")
+        defined = exam.entry_point
+        if exam.cases and defined and "class Solution" in text:
+            defined = "Solution"
+        program = extract_program(text, setup=exam.setup, entry_point=defined or None)
+        try:
+            return sandbox.judge(program, exam._replace(partial=self.partial))
+        except SandboxError as error:
+            return Verdict(Kind.BROKEN_TEST, str(error))
 
     def close(self) -> None:
         """End the sandboxes' processes; a later call starts new ones."""
         self._pool.close()
 
-    def score(self, verdict: Verdict | Exception) -> float | Exception:
-        if isinstance(verdict, Exception):
-            return verdict
-        return SandboxError(verdict.why) if verdict.test_failed else float(verdict.passed)
 
-    @staticmethod
-    def exam(*, test: Any, entry_point: Any = None, setup: Any = "", **columns: Any) -> Exam:
-        """Return a row's exam; raises ValueError if the row is unusable."""
-        test, setup = _text("test", test), _text("setup", setup)
-        name = entry_point or _tested_name(test)
-        if not name:
-            raise ValueError(f"test={shortened(test)} calls no function; name it by entry_point")
-        if fault := _name_fault(entry_point=name):
-            raise ValueError(fault)
-        return Exam(test, name, setup)
+class ProgramReward(CodeReward):
+    """Reward for the outputs of a program that reads and prints, or of a function or method.
 
-    @staticmethod
-    def own_program(row: Mapping[str, Any]) -> str:
-        """Return a row's own solution, the first if it has a list (or JSON of one), or ""."""
-        solutions = next((row[name] for name in _SOLUTIONS if row.get(name)), "")
-        with contextlib.suppress(ValueError, TypeError):
-            solutions = json.loads(solutions)
-        first = next(iter(solutions), "") if isinstance(solutions, (list, tuple)) else solutions
-        return first if isinstance(first, str) else ""
+    The column ``tests`` holds inputs and outputs, as JSON or as values: ``{"inputs": [...],
+    "outputs": [...]}`` as in APPS and TACO, with ``fn_name`` for a function or a method of
+    ``Solution``; ``{"input": [...], "output": [...]}`` as in CodeContests; or a list of pairs or of
+    ``{"input": ..., "output": ...}`` as in Codeforces and LiveCodeBench, compressed or not. Where
+    ``fn_name`` is a class, an input is a list of method names and a list of their arguments.
+    Printed outputs are compared line by line and word by word, numbers by value and decimals to
+    within a millionth. The score is 1.0 if all tests pass, else 0.0, and the first failure ends the
+    tests. With ``partial``, the score is the share of tests that pass.
+    """
 
-    @staticmethod
-    def program_of(text: str, exam: Exam) -> tuple[str, str]:
-        """Return the program to run for a completion, and the function that the test calls."""
-        program = extract_program(text, setup=exam.setup, entry_point=exam.entry_point)
-        return program, exam.entry_point
+    __name__ = "program_reward"
+    tests_column = "tests"
+    read_test = staticmethod(code_tests.output_test)
 
-    def _judge(self, sandbox: CodeSandbox, job: tuple[str, Exam]) -> Verdict | Exception:
-        text, exam = job
-        if len(text) > _LONGEST:
-            return Verdict(False, f"longer than {_LONGEST} characters")
-        code, entry_point = self.program_of(text, exam)
-        try:
-            return sandbox.judge(
-                code=code, setup=exam.setup, test=exam.test, entry_point=entry_point
-            )
-        except SandboxError as error:
-            return error
+    def __init__(self, *, partial: bool = False, timeout: float = 5.0, **limits: Any) -> None:
+        super().__init__(timeout=timeout, **limits)
+        self.partial = partial
+
+    def __call__(  # type: ignore[override]  # another column
+        self, prompts: list[str], completions: list[str], *, tests: list[Any], **columns: Any
+    ) -> list[float | Exception]:
+        """Run each completion on its row's inputs, all within ``timeout``."""
+        return self._scores(completions, tests=tests, **columns)
 
 
 def _always_raising(entry_point: str) -> str:
     """Return a program whose function or method raises in every call."""
     name, _, method = entry_point.partition("().")
-    if not name.isidentifier():  # it is a whole program
+    if not name:  # it is a whole program
         return _RAISES.partition(": ")[2]
     return f"class {name}:\n    {_RAISES.format(method)}" if method else _RAISES.format(name)
-
-
-def _text(name: str, code: Any) -> str:
-    """Return the code of a column, which may be a list of lines."""
-    try:
-        return code if isinstance(code, str) else "\n".join(code)
-    except TypeError:
-        raise ValueError(f"{name}={shortened(repr(code))} is not text") from None
-
-
-def _tested_name(test: str) -> str:
-    """Return the name that a test imports from ``solution``, or else the first one it calls that is
-    neither Python's nor its own; "" if there is none."""
-    try:
-        nodes = [*ast.walk(ast.parse(test))]
-    except (SyntaxError, ValueError):
-        return ""
-    known, called = {*vars(builtins)}, []
-    for node in nodes:
-        match node:
-            case ast.ImportFrom(module="solution", names=[ast.alias(name=name), *_]):
-                return name
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                known |= {alias.asname or alias.name for alias in names}
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
-                known.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
-                known.add(name)
-            case ast.Call(func=ast.Name(id=name)):
-                called.append(name)
-    return next((name for name in called if name not in known), "")
 
 
 def _folder_of(package: str) -> str:
@@ -279,27 +244,3 @@ def _folder_of(package: str) -> str:
     if found is None or not found.submodule_search_locations:
         raise ValueError(f"rewards: packages has {package!r}, which is no installed package.")
     return found.submodule_search_locations[0]
-
-
-def _trial_fault(raising: Verdict, own: Verdict | None) -> str | None:
-    """Say what is wrong with a test, given the verdicts on a function that raises in every call and
-    on the row's own solution, if it has one, which may define more than a function."""
-    if raising.passed:
-        return "a function that raises in every call passes"
-    if own is not None:
-        return None if own.passed else f"the row's own solution fails: {own.why}"
-    return raising.why if raising.test_failed or not raising.calls else None
-
-
-def failure_kind(why: str) -> str:
-    """Sort a verdict's reason into one of ``_FAILURE_KINDS``."""
-    name = why.partition(":")[0]
-    if name == "AssertionError":
-        return "wrong"
-    if name in ("SyntaxError", "IndentationError", "TabError"):
-        return "syntax"
-    if why.startswith("no verdict"):
-        return "timeout"
-    if name in _REFUSALS:
-        return "refused"
-    return "exception" if name.isidentifier() else "crash"

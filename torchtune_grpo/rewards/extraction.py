@@ -9,16 +9,15 @@ MAX_BLOCKS = 1000  # with more, no block counts
 _PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
 # A line that opens a fence: in a quotation, in a list or after a tag; with "python", after text.
 _BEFORE = r"(?P<before>[ \t>]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?(?:</?\w+>[ \t]*)*)"
-_FENCE = re.compile(rf"{_BEFORE}(?P<fence>```+|~~~+)(?P<info>[^`\n]*)")
-_FENCE_BEHIND_TEXT = re.compile(rf"[^`\n]*[^`\n](?P<fence>```)(?:{'|'.join(_PYTHON)})[ \t]*")
+_TEXT_BEFORE = rf"[^`\n]*[^`\n](?=```(?:{'|'.join(_PYTHON)})[ \t]*$)"
+_FENCE = re.compile(rf"(?:{_BEFORE}|{_TEXT_BEFORE})(?P<fence>```+|~~~+)(?P<info>[^`\n]*)")
+_LANGUAGE = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
 _GLUED = re.compile(r"(?<=[\w)\]}\"'])```[ \t]*$", re.MULTILINE)  # return x```
-_INFO = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
 _BRACKETS = re.compile(r"\[/?(?:PYTHON|BEGIN|DONE)\]")  # as in the prompts of MBPP and Code Llama
-_FENCE_IN_TEXT = re.compile("^[ \t>]*(?:```|~~~)", re.MULTILINE)
 _ENDING = re.compile(r"(?:<\|\w+\|>|</\w+>)\Z")  # end marker of a turn or an answer
 # A string or comment that begins in a line; only the quote of a triple-quoted string matches.
 _STRING = re.compile(r"""\"\"\"|'''|"(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?|#""")
-_MAX_UNCLOSED = 10  # unclosed strings per text that are followed to its end
+_MAX_SEARCHES = 10  # searches per text that end behind the fence which they find
 # A line at the left margin of a block that only defines things.
 _DEFINING = re.compile(r"(?:async |def |class |import |from |@|#|[)\]}]|[A-Za-z_]\w* = [^(]*$)")
 _FUTURE = re.compile(r"^from __future__ import [^\n(]*\n?", re.MULTILINE)
@@ -34,48 +33,50 @@ _PROSE = re.compile(
 
 
 class Block(NamedTuple):
-    """The lines of a fenced block, and whether its closing fence is there."""
+    """The lines of a fenced block, whether its fence names Python, and whether it is closed."""
 
     code: str
+    named: bool
     closed: bool
 
 
 def code_blocks(text: str) -> list[Block]:
-    """Find the fenced blocks of Python, or of no named language, after a text's thinking.
+    """Find the fenced blocks of Python after a text's thinking.
 
     A fence is three or more backticks or tildes, also in a quotation or a list. A line that starts
     with as many ends the block, unless it is in a triple-quoted string that is closed later; so
-    does the end of the text.
+    does the end of the text. Blocks of no named language count as well.
     """
     return _blocks(_behind_thinking(text))
 
 
 def _behind_thinking(text: str) -> str:
-    tail = text.rpartition("</think>")[2]
-    return tail.partition("<think>")[0]
+    tail = text.rpartition("</think>")[2].partition("<think>")[0]
+    return tail.replace("\r\n", "\n").replace("\u00a0", " ")
 
 
 def _blocks(text: str) -> list[Block]:
     blocks: list[Block] = []
-    unclosed = 0
-    text = text.replace("\r\n", "\n").replace("\u00a0", " ")
+    searches = 0
     lines, at = _GLUED.sub("\n```", text).split("\n"), 0
     while at < len(lines):
-        opened = _FENCE.fullmatch(lines[at]) or _FENCE_BEHIND_TEXT.fullmatch(lines[at])
+        opened = _FENCE.fullmatch(lines[at])
         at += 1
         if opened is None:
             continue
         if len(blocks) == MAX_BLOCKS:
             return []
-        end, is_unclosed = _end_of_block(
-            lines, at, opened["fence"], in_strings=unclosed < _MAX_UNCLOSED
+        end, searched = _end_of_block(
+            lines, at, opened["fence"], in_strings=searches < _MAX_SEARCHES
         )
-        unclosed += is_unclosed
-        before, info = (opened.groupdict().get(name, "") for name in ("before", "info"))
-        language = _INFO.match(info)
-        if language is not None and language[1].lower() in ("", *_PYTHON):
-            inner = [_unwrapped(line, before) for line in lines[at:end]]
-            blocks.append(Block("\n".join([*inner, ""]), closed=end < len(lines)))
+        searches += searched
+        language = _LANGUAGE.match(opened["info"])[1].lower()  # type: ignore[index]  # matches all
+        if language in ("", *_PYTHON):
+            inner = lines[at:end]
+            if before := opened["before"]:
+                inner = [_unwrapped(line, before) for line in inner]
+            code = "\n".join([*inner, ""])
+            blocks.append(Block(code, named=language != "", closed=end < len(lines)))
         at = end + 1
     return blocks
 
@@ -83,10 +84,8 @@ def _blocks(text: str) -> list[Block]:
 def _end_of_block(
     lines: list[str], start: int, fence: str, *, in_strings: bool
 ) -> tuple[int, bool]:
-    """Return the number of the line that ends a block, and whether it is in an unclosed string.
-
-    With ``in_strings``, fences in other strings are skipped.
-    """
+    """Return the number of the line that ends a block, and whether it was passed in a search for a
+    fence outside of strings, which goes on only with ``in_strings``."""
     quote, first = "", len(lines)
     for number in range(start, len(lines)):
         line = lines[number].lstrip(" \t>")
@@ -95,11 +94,13 @@ def _end_of_block(
                 return number, False
             first = min(first, number)
         quote = _open_string(lines[number], quote)
-    return first, bool(quote)
+    return first, first < len(lines)
 
 
 def _open_string(line: str, quote: str) -> str:
     """Return the triple quote that is open after a line, if any; ``quote`` is open before it."""
+    if '"' not in line and "'" not in line:
+        return quote
     at = 0
     while True:
         if quote:
@@ -135,23 +136,27 @@ def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
     """Extract the program from a text: prefill and completion.
 
     It consists of ``setup`` (the prompt's code), the last fenced block that defines the function,
-    and the blocks around it that only define other things. Without such a block, the code after the
-    thinking is the program or, if it does not define the function, the text there continues
-    ``setup``, as a base model writes it. An answer block takes precedence over the text around it.
-    Without ``entry_point``, the last block is the program. It need not be valid code.
+    and the blocks around it that only define other things. A fence that names Python takes
+    precedence over one that names nothing, and an answer block over the text around it. Without
+    such a block, the code after the thinking is the program or, if it does not define the function,
+    the text there continues ``setup``, as a base model writes it. Without ``entry_point``, the last
+    block is the program. It need not be valid code.
     """
     tail = _behind_thinking(text)
-    if not _FENCE_IN_TEXT.search(tail):
+    if "```" not in tail and "~~~" not in tail:
         tail = _BRACKETS.sub("\n```\n", tail)
     answer = tail.rpartition("<answer>")[2].partition("</answer>")[0]
     defines = definition_of(entry_point).search if entry_point else bool
+
+    def is_helper(code: str) -> bool:
+        return bool(entry_point) and not defines(code) and _only_defines(code)
+
     for part in dict.fromkeys([answer, tail]):
-        blocks = [block.code for block in _blocks(part)]
-        found = {index for index, code in enumerate(blocks) if defines(code)}
+        blocks = _blocks(part)
+        found = [block for block in blocks if defines(block.code)]
         if found:
-            around = enumerate(blocks) if entry_point else ()
-            others = {index for index, code in around if _only_defines(code)} - found
-            kept = [blocks[index] for index in sorted({max(found), *others})]
+            last = ([block for block in found if block.named] or found)[-1]
+            kept = [block.code for block in blocks if block is last or is_helper(block.code)]
             return _joined(setup, "\n\n".join(kept) + "\n")
     for part in (answer, tail):
         if defines(part):
@@ -169,9 +174,9 @@ def _code_of(text: str) -> str:
     """Return the code of a text without fences: from around the first definition up to prose."""
 
     def is_text(line: str) -> bool:
-        return bool(_PROSE.match(line) or _FENCE_IN_TEXT.match(line))
+        return bool(_PROSE.match(line) or _FENCE.match(line))
 
-    text = text.replace("\r\n", "\n").replace("\u00a0", " ").rstrip()
+    text = text.rstrip()
     while ending := _ENDING.search(text, max(0, len(text) - 40)):
         text = text[: ending.start()].rstrip()
     lines = text.split("\n")

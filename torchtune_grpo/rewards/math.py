@@ -7,69 +7,91 @@ and that equals the gold. Grading any text takes linear time, executes nothing a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 from unicodedata import category
 
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.rewards.reward import declares
 
+T = TypeVar("T")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 _BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
-_CLOSING_SENTENCE = re.compile(r"\bthe (?:final )?answer is\b:?", re.IGNORECASE)
+_CLOSING_SENTENCE = re.compile(
+    r"""(?i)\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b:?"""
+    r"""|\banswer["*_]*:(?:\*\*)?"""
+)
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
-_LONGEST = 1_000  # characters of an answer; a longer one is not read
+LONGEST = 1_000  # characters of an answer; a longer one is not read
 _MOST_ANSWERS = 20  # different blocks or boxes in a text; with more it is not correct
 _LONGEST_SIDE = 100  # characters of one side of an equation, counting a number as one
 
-# These leave numbers, words ("w"), signs and brackets of an answer. Anything else that is left is
-# not part of a stated number. Removed wrapping leaves "\0", so that 1\boxed{2} is not read as 12.
-_LETTER = "A-Za-zÀ-ÖØ-öø-ÿμΩ\u00b5\u2126"
-_REWRITES = [
-    ("[\u200b-\u200d\u2060\ufeff]", " "),  # zero width
-    ("[−–]", "-"),
-    (r"[×·⋅∗]|\\(?:times|cdot)(?![A-Za-z])", "*"),
-    (r"÷|\\div(?![A-Za-z])", "/"),
-    (r"\\%", "%"),
-    (r"°|\^\\circ(?![A-Za-z])|\^\{\\circ\}", " "),
-    (r"(?<=[0-9])(?:\{,\}|,\\!|\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234
+# An answer is rewritten until only numbers, signs, brackets, and w for words are left; then its
+# shape is read, with n for each number. "**Total:** \frac12 kg/day" becomes "Total: (1/2) kg/day"
+# by _MARKUP, "w: (1/2) w w" by _WORDS, and "w (n/n) w" by _SHAPE. What else is left is no number.
+_LATIN = "A-Za-zÀ-ÖØ-öø-\u024f\u1e00-\u1effμΩ\u00b5\u2126"
+# A word is of one script: in "nоt", the "о" is Cyrillic. Those of CJK touch their numbers.
+_SCRIPTS = (_LATIN, "ΆΈ-ώ", "Ѐ-ӿ", "א-ת", "ء-يٱ-ۓ", "\u0900-\u0963", "\u0e01-\u0e4e")
+_LETTER = "".join(_SCRIPTS)
+_UNIT = "mgshlLtVWANJCFΩгмлч"  # units of one letter
+_WORD = "|".join(f"[{script}]++" for script in _SCRIPTS)
+_CJK = "ぁ-ゖァ-ヺー\u3400-\u9fff가-힣"
+_CJK_DIGIT = "一二三四五六七八九十百千万萬亿億兆半口ロー丨丶丿"  # and what looks like one
+_CHARACTERS = (
+    str.maketrans("−–×·⋅∗÷。、￥", "--****/.,¥")
+    | {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}  # full width
+    | dict.fromkeys(map(ord, "°℃\u200b\u200c\u200d\u2060\ufeff"), " ")  # and zero width
+)
+_REPEATING = re.compile(
+    r"(?<![\w.,])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot) ?(?:\{([0-9]+)\}|([0-9]))"
+)
+_SIGN = rf"(?<![{_LATIN}])([-+]?)"
+_MARKUP = [
+    (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
+    (r"\\div(?![A-Za-z])", "/"),
+    (r"\\(?=[%$])", ""),
+    (r"(?<=[0-9])(?:\{,\}|,\\!|\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234 1{,}234
     (r"(\\[dt]?frac) ?([0-9]) ?([0-9])(?![0-9])", r"\1{\2}{\3}"),  # \frac12
     (r"(?<=[0-9])\s?\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2"),  # 2\frac{1}{2}
     (r"(?<![\w.,/])([0-9]+)\s([0-9]+/[0-9]+)(?![\w/]|[.,][0-9])", r"(\1+\2)"),  # 2 1/2
-    (r"\\[dt]?frac\{(-?[0-9.,]+)\}\{(-?[0-9.,]+)\}", r"(\1/\2)"),
+    (r"\\[dt]?frac\{(-?[0-9.,]+)\}\{(-?[0-9.,]+)\}", r"(\1/\2)"),  # \frac{1}{2}
     (r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}", r"((\1)/(\2))"),  # \frac{3 + 4}{2}
     (r"\\[ ,;:!]|\\(?:q?quad|displaystyle)(?![A-Za-z])|(?<=[0-9{}])~(?=[A-Za-z\\])", " "),
-    # Powers of a unit: meters², cm^3, \text{m}^{2}, m/s², ft2.
-    (rf"([{_LETTER}]{{2}}\}}?|[ 0-9{{/*][ms]\}}?)(?:\^[23]\b|\^\{{[23]\}}|[²³])", r"\1"),
-    (r"([a-z 0-9]m|ft)[23]\b", r"\1"),
-    # Wrapping; boxes and text commands nest up to three deep.
-    *[(r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", "\0\\1\0")] * 3,
-    # Twice, as in **`12`**.
-    *[(r'\*\*([^*]+)\*\*|`([^`]+)`|"([^"]+)"|“([^“”]+)”', "\0\\1\\2\\3\\4\0")] * 2,
-    (r"\\\((.+?)\\\)|\\\[(.+?)\\\]", "\0\\1\\2\0"),
+    (r"\^(?:\\circ(?![A-Za-z])|\{\\circ\})", " "),
+    (rf"([{_LETTER}]{{2}}\}}?|[ 0-9{{/*][ms]\}}?)(?:\^[23]\b|\^\{{[23]\}}|[²³])", r"\1"),  # km^2
+    (r"([a-z 0-9]m|ft)[23]\b", r"\1"),  # cm3
+    # Nested up to three and two deep; the sign moves in: -\boxed{\text{12}}, **`12`**
+    *[(_SIGN + r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", r" \1\2 ")] * 3,
+    *[(_SIGN + r"(?:\*\*([^*]+)\*\*|`([^`]+)`)", r" \1\2\3 ")] * 2,
+    (_SIGN + r'["“„«「]([^"“”„«»「」]+)["”“»」]', r" \1\2 "),
+    (_SIGN + r"(?:\\\((.+?)\\\)|\\\[(.+?)\\\])", r" \1\2\3 "),
+]
+_WORDS = [
     # Currency: -$5 is -5. But $5m, 5k, 5 k and 5 x are other numbers.
-    (r"([-+]?)(?:(?:\\?\$|[€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
-    (r"(?<=[0-9]) (?=[^\W\d_aImgshlLtVWANJCFΩ]\b(?!['’.]\w))", ""),
-    (r"\b(?i:minus|negative)\s+(?=[0-9.(])", "-"),
+    (r"([-+]?)(?:(?:[$€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
+    (rf"(?<=[0-9])\s(?=[^\W\d_aI{_UNIT}]\b(?!['’.]\w))", ""),
+    (r"(?:\b(?i:minus|negative)\s+|[负負])(?=[0-9.(])", "-"),
+    (rf"(?:(?<![0-9])|(?![{_CJK_DIGIT}]))[{_CJK}]+(?:(?![0-9])|(?<![{_CJK_DIGIT}]))", " w "),
     (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
-    # Units that touch their number, but not 5e, 5th, 5x.
-    (rf"(?<=[0-9])(?!(?:st|nd|rd|th)\b)([mgshlLtVWANJCFΩ]|[{_LETTER}]{{2,}})(?!\w)", r" \1"),
-    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/[ \0]?(?=[{_LETTER}])", " "),  # km/h, $6/hour
-    (rf"(?<![{_LETTER}0-9])[{_LETTER}]+(?:['’-][{_LETTER}]+)*['’]?(?![{_LETTER}0-9])", "w"),
+    # Units that touch their number, but not 5e, 5th, 5x, 5OO.
+    (rf"(?<=[0-9])(?!(?:st|nd|rd|th)\b|[OОЗοΟ])([{_UNIT}]|[{_LETTER}]{{2,}})(?!\w)", r" \1"),
+    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/ ?(?=[{_LETTER}])", " "),  # km/h, $6/hour
+    (rf"(?<![{_LETTER}0-9])(?:{_WORD})(?:['’-](?:{_WORD}))*['’]?(?![{_LETTER}0-9])", "w"),
     (r"\s+", " "),
 ]
 _NUMBER = (
     r"(?<![\w.,])(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3})?(?!\w|[.,:][0-9])"
 )
-# Applied next, with "n" for each number, to punctuation and to words in a row or in brackets.
-_TIDYING = [
-    (r"(?<=[w)])(?:[.,;](?!n)|:(?!=))|(?<=w)!(?!=)|[.,;](?= w)|(?<=[nw] )—(?= w)|\.(?= ?$)", " "),
-    (r"\( ?w[w ]*\)", " w"),
+_SHAPE = [
+    (_NUMBER, "n"),
+    # Punctuation behind words and at the end
+    (r"(?<=[w)])(?:[.,;](?!n)| ?:(?!=))|(?<=w)!(?!=)|[.,;](?= w)|(?<=[nw] )—(?= w)|\.(?= ?$)", " "),
+    (r"\( ?w[w ]*\)", " w"),  # (in all)
     (r" +", " "),
     (r"(?<=\() | (?=\))", ""),
     (r"w[w ]*w", "w"),
@@ -92,7 +114,8 @@ def located_answers(text: str, *, strict: bool = False) -> set[str]:
     """Find the answers that a text states after its thinking; several must agree.
 
     These are the answer blocks; without an answer tag, each ``\\boxed{}``, else what follows the
-    last ``####``, else what follows the last "the (final) answer is". ``strict``: blocks only.
+    last ``####``, else what follows the last "the (final) answer is" or "Answer:", else the text
+    itself, if it is one line. ``strict``: blocks only.
     """
     tail = text.rpartition("</think>")[2]
     if strict or "<answer>" in tail or "</answer>" in tail:
@@ -106,7 +129,10 @@ def located_answers(text: str, *, strict: bool = False) -> set[str]:
     if boxes := set(_BOX.findall(tail)):
         return boxes
     parts = tail.split("####") if "####" in tail else _CLOSING_SENTENCE.split(tail)
-    return {part.strip() for part in parts[1:][-1:]}
+    last = parts[-1].strip()
+    if len(parts) == 1 and (not last or "\n" in last):
+        return set()
+    return {last if last.count("**") % 2 == 0 else last.replace("**", " ").strip()}
 
 
 def stated_value(content: str) -> Fraction | None:
@@ -115,18 +141,34 @@ def stated_value(content: str) -> Fraction | None:
     It may have a sign, a currency, groups of three digits, decimals, an exponent, ``%`` and a unit,
     be a fraction or a mixed number, and be wrapped in Markdown or LaTeX.
     """
-    if len(content) > _LONGEST or "\0" in content:
+    if len(content) > LONGEST:
         return None
-    for pattern, plainer in _REWRITES:
-        content = re.sub(pattern, plainer, content)
-    shape = re.sub(_NUMBER, "n", content).replace("\0", "")
-    for pattern, plainer in _TIDYING:
-        shape = re.sub(pattern, plainer, shape)
+    content = without_overlines(content.translate(_CHARACTERS))
+    content = _rewritten(content, _MARKUP + _WORDS)
     try:
         numbers = [Fraction(number.replace(",", "")) for number in re.findall(_NUMBER, content)]
-        return _last_side(shape, iter(numbers))
+        return _last_side(_rewritten(content, _SHAPE), iter(numbers))
     except (ArithmeticError, LookupError, SyntaxError, ValueError):
         return None
+
+
+def without_overlines(text: str) -> str:
+    """Write repeating decimals as fractions: 0.1\\overline{6} as \\frac{15}{90}."""
+
+    def fraction(match: re.Match[str]) -> str:
+        whole, start, period, digit = match.groups(default="")
+        nines = f"{'9' * len(period + digit)}{'0' * len(start)}"
+        return (
+            rf"\frac{{{int(whole + start + period + digit) - int(f'0{whole}{start}')}}}{{{nines}}}"
+        )
+
+    return _REPEATING.sub(fraction, text)
+
+
+def _rewritten(text: str, rules: list[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def _last_side(shape: str, numbers: Iterator[Fraction]) -> Fraction | None:
@@ -178,13 +220,19 @@ def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
     return value
 
 
+def agreed(text: str, read: Callable[[str], T | None], *, strict: bool = False) -> T | None:
+    """Return what all located answers of a text state according to ``read``, else None."""
+    answers = located_answers(text, strict=strict)
+    if not 0 < len(answers) <= _MOST_ANSWERS or max(map(len, answers)) > LONGEST:
+        return None
+    values = map(read, answers)  # one after another, until one differs
+    first = next(values)
+    return first if all(value == first for value in values) else None
+
+
 def located_value(text: str, *, strict: bool = False) -> Fraction | None:
     """Return the number that all located answers of a text state, else None."""
-    answers = located_answers(text, strict=strict)
-    if not 0 < len(answers) <= _MOST_ANSWERS:
-        return None
-    first, *others = map(stated_value, answers)
-    return first if all(value == first for value in others) else None
+    return agreed(text, stated_value, strict=strict)
 
 
 def stated_answer(text: str) -> str | None:
@@ -241,8 +289,8 @@ def math_correctness_reward(
 
 def _last_number(text: str) -> str:
     """Put the last number into an answer block; a minus after a letter or digit subtracts."""
-    number = next(reversed(_ANY_NUMBER.findall(text)), "")
-    return f"<answer>{number.rstrip(',')}</answer>"
+    *_, last = ["", *_ANY_NUMBER.findall(text)]
+    return f"<answer>{last.rstrip(',')}</answer>"
 
 
 @declares(
@@ -254,5 +302,5 @@ def last_number_reward(
     prompts: list[str], completions: list[str], *, answer: list[str | int | float], **columns: Any
 ) -> list[float]:
     """Score 1.0 for a text whose last number is the gold: a lenient grader, not one to train on."""
-    numbers = [_last_number(text) for text in completions]
-    return math_correctness_reward(prompts, numbers, answer=answer)
+    blocks = [_last_number(text) for text in completions]
+    return math_correctness_reward(prompts, blocks, answer=answer)

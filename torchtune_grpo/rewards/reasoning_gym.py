@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchtune_grpo.rewards.foreign import task_scorer
 from torchtune_grpo.rewards.math import located_answers
-from torchtune_grpo.rewards.workers import FunctionWorker, function_pool
+from torchtune_grpo.rewards.workers import FunctionWorker, WorkerStarved, function_pool
 
 
 class ReasoningGymReward:
@@ -19,24 +20,27 @@ class ReasoningGymReward:
     __name__ = "reasoning_gym_reward"
 
     def __init__(self, *, partial: bool = False, timeout: float = 5.0, workers: int = 2) -> None:
-        path = "torchtune_grpo.sandbox.worker.task_scorer"
-        self._pool = function_pool(path, timeout=timeout, workers=workers)
+        self._pool = function_pool(task_scorer, timeout=timeout, workers=workers)
         self._partial, self.close = partial, self._pool.close
         self.decides = not partial  # partial scores of wrong answers may be nearly 1
 
     def __call__(
         self, prompts: list[str], completions: list[str], *, entry: list[Any], **columns: Any
-    ) -> list[float]:
+    ) -> list[float | Exception]:
         scores = self._pool.map(_score, [*zip(completions, entry, strict=True)])
-        return scores if self._partial else [float(score >= 1) for score in scores]
+        if self._partial:
+            return scores
+        return [s if isinstance(s, Exception) else float(s >= 1) for s in scores]
 
 
-def _score(worker: FunctionWorker, row: tuple[str, dict[str, Any]]) -> float:
+def _score(worker: FunctionWorker, row: tuple[str, dict[str, Any]]) -> float | Exception:
     text, entry = row
     given, *others = located_answers(text) or [text.rpartition("</think>")[2].strip()]
     if not str(entry["answer"]).endswith("."):
         given = given.removesuffix(".")
     try:
         return 0.0 if others else float(worker(answer=given, entry=entry))
+    except WorkerStarved as error:
+        return error
     except (RuntimeError, TimeoutError):
         return 0.0

@@ -1,4 +1,4 @@
-"""What a reward is, and how one is built from a node of the config."""
+"""Rewards, and how one is built from a node of the config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -15,9 +14,10 @@ from pydantic import Field
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo.config.check import component_hint, read
 from torchtune_grpo.config.command_line import extend_import_path
-from torchtune_grpo.config.schema import Float, Keys, PositiveFloat, Text, read
-from torchtune_grpo.config.text import ConfigError, describe
+from torchtune_grpo.config.keys import Float, Keys, PositiveFloat, Text
+from torchtune_grpo.config.text import ConfigError, describe, suggest
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import MAX_WORKERS, FunctionWorker, WorkerPool
 
@@ -35,11 +35,16 @@ class Reward:
     name: str
     function: RewardFunction
     weight: float = 1.0  # 0: only logged
-    chat: bool | None = None  # prompts and completions are lists of messages; None: as in the rows
+    # Prompts and completions are lists of messages; None: as in the rows, but texts for ours.
+    chat: bool | None = None
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
+        kinds = inspect.getmro(declared if inspect.isclass(declared) else type(declared))
+        modules = [getattr(each, "__module__", None) or "" for each in (declared, *kinds)]
+        if self.chat is None and any(name.startswith("torchtune_grpo.") for name in modules):
+            self.chat = False
         # Whether it tells right answers from wrong ones, and the least gap between their scores.
         self.decides: bool = getattr(declared, "decides", False)
         self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
@@ -60,20 +65,15 @@ class Reward:
         functions = (self.function, method)
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
 
-    def takes_messages(self, prompt: str) -> bool:
-        """Whether it gets messages: by default if the row has them, unless it is one of ours."""
-        if self.chat is not None:
-            return self.chat
-        function = getattr(self.function, "func", self.function)
-        kinds = function.__mro__ if inspect.isclass(function) else type(function).__mro__
-        modules = [getattr(each, "__module__", None) or "" for each in (function, *kinds)]
-        is_ours = any(name.startswith("torchtune_grpo.") for name in modules)
-        return getattr(prompt, "is_chat", False) and not is_ours
-
     @property
     def fixed(self) -> dict[str, Any]:
         """The arguments that the config sets; columns of these names are not passed."""
         return self.function.keywords if isinstance(self.function, partial) else {}
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that its function names."""
+        return [*_keywords(_call_signature(self.function))]
 
     def check(self, key: str) -> None:
         """Check that the weight is finite and that the function takes any column."""
@@ -94,27 +94,25 @@ class Reward:
         for name, required in _keywords(_call_signature(self.function)).items():
             if required and name not in present:
                 raise ValueError(
-                    f"The reward {self.name!r} needs the column {name!r}, but {data} has {present}"
-                    f"{_nearest(name, present)}. Name the column that holds it, {data}.columns="
+                    f"The reward {self.name!r} needs the column {name!r}, but {data} has {present}."
+                    f"{suggest(name, present)} Name the column that holds it, {data}.columns="
                     f"{{{name}: ...}}, or set {name} in the reward's node."
                 )
 
-    def row_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """Apply ``check_row`` to rows with the same columns: position -> what is wrong."""
+    def row_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
+        """Apply ``check_row`` to rows with the same columns: position -> what is wrong, or None."""
         if self.check_row is None:
             return {}
         signature = inspect.signature(self.check_row)
         takes_all, known = _takes_any_keyword(signature), signature.parameters
-        faults: dict[int, str] = {}
+        faults: dict[int, str | None] = {}
         for position, row in enumerate(rows):
             given = {**row, **self.fixed}
             values = {n: v for n, v in given.items() if takes_all or n in known}
             try:
-                fault = self.check_row(**values)
+                faults[position] = self.check_row(**values)
             except Exception as error:  # as in json.loads(answer)
-                fault = describe(error)
-            if fault is not None:
-                faults[position] = str(fault)
+                faults[position] = describe(error)
         return faults
 
     def close(self) -> None:
@@ -125,7 +123,7 @@ class Reward:
 
 
 def declares(**attributes: Any) -> Callable[[F], F]:
-    """Decorate a function with attributes that :class:`Reward` reads."""
+    """Decorate a function with attributes that ``Reward`` reads."""
 
     def declare(function: F) -> F:
         vars(function).update(attributes)
@@ -157,7 +155,7 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
     try:
         own = read(table, {name: node[name] for name in table.model_fields if name in node})
     except ConfigError as error:
-        raise ConfigError(f"{key}.{problem}" for problem in error.problems) from None
+        raise ConfigError(*(f"{key}.{problem}" for problem in error.problems)) from None
     path = node["_component_"]
     arguments = {n: v for n, v in node.items() if n not in (*table.model_fields, "_component_")}
     extend_import_path()
@@ -165,9 +163,9 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
         component: Callable[..., Any] = _get_component_from_path(path)
         signature, is_class = inspect.signature(component), inspect.isclass(component)
     except (InstantiationError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{key}._component_={path}: not a function or a class that can be loaded: {error}"
-        ) from error
+        why = f"not a function or a class that can be loaded: {error}"
+        why = why if "." in path else "not a dotpath."
+        raise ValueError(f"{key}._component_={path}: {why}{component_hint(key, path)}") from error
     if not (is_class and _takes_any_keyword(signature)):
         known = [*_keywords(signature), *table.model_fields]
         _check_arguments(component, arguments, key, known)
@@ -200,10 +198,10 @@ def _check_arguments(
     for name, value in arguments.items():
         if name not in known:
             is_ours = name in _IsolatedKeys.model_fields
-            hint = " (it goes with isolation: process)" if is_ours else _nearest(name, known)
+            hint = " It goes with isolation: process." if is_ours else suggest(name, known)
             raise ValueError(
-                f"{key}.{name}={value!r}: {component!r} has no such argument{hint}; valid here: "
-                f"{known}"
+                f"{key}.{name}={value!r}: {component!r} has no such argument.{hint} Valid here: "
+                f"{known}."
             )
 
 
@@ -225,9 +223,3 @@ def _keywords(signature: inspect.Signature) -> dict[str, bool]:
 def _takes_any_keyword(signature: inspect.Signature) -> bool:
     """Whether there is a parameter such as ``**columns``."""
     return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """Suggest the known word that ``word`` may have been meant to be, if any."""
-    matches = get_close_matches(word, list(known), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""

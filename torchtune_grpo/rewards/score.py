@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo.advantages import total_reward
 from torchtune_grpo.config.text import shortened, visible
+from torchtune_grpo.data.dataset import Item, RLDataset
 from torchtune_grpo.machine.interrupt import breakable
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank
 from torchtune_grpo.rewards.call import Batch, Outcome, TrainerState, call_all
@@ -23,6 +24,8 @@ from torchtune_grpo.rewards.reward import Reward, make_reward
 from torchtune_grpo.rewards.workers import ContractError
 
 log = get_logger("INFO")
+
+_OF_ROWS = ("scores", "total", "failed")  # tensors [N, ...] of RewardScores
 
 
 class RewardFailure(RuntimeError):
@@ -42,6 +45,7 @@ class RewardScores:
     # N values each, from log_extra; a name that several rewards use is prefixed with the reward's.
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
+    wrong: str | None = None  # if no answer is right: one of them, beside what it should be
 
     def of(self, name: str) -> Tensor:
         """Return the scores [N] of a reward."""
@@ -49,41 +53,66 @@ class RewardScores:
 
     def select(self, rows: Tensor) -> RewardScores:
         extra = {name: [values[row] for row in rows] for name, values in self.extra.items()}
-        return replace(
-            self,
-            scores=self.scores[rows],
-            total=self.total[rows],
-            failed=self.failed[rows],
-            extra=extra,
-        )
+        tensors: Any = {name: getattr(self, name)[rows] for name in _OF_ROWS}
+        return replace(self, **tensors, extra=extra)
 
     @classmethod
     def join(cls, parts: Sequence[RewardScores]) -> RewardScores:
-        names = {name for part in parts for name in part.extra}
+        tensors: Any = {n: torch.cat([getattr(part, n) for part in parts]) for n in _OF_ROWS}
+        names = sorted({name for part in parts for name in part.extra})
         return replace(
             parts[0],
-            scores=torch.cat([part.scores for part in parts]),
-            total=torch.cat([part.total for part in parts]),
-            failed=torch.cat([part.failed for part in parts]),
+            **tensors,
             seconds=[sum(of_reward) for of_reward in zip(*(part.seconds for part in parts))],
             extra={
                 name: list(chain(*(p.extra.get(name, [None] * len(p.total)) for p in parts)))
-                for name in sorted(names)
+                for name in names
             },
             metrics=[metric for part in parts for metric in part.metrics],
         )
 
 
+@dataclass(frozen=True)
+class Decider:
+    """The reward that decides which answers are right; every part of a run follows this one."""
+
+    reward: Reward
+    is_known: bool  # the config names it, or it declares that it tells right from wrong
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+    @property
+    def measure(self) -> str:
+        """The name of its mean: accuracy, or its own name if nobody says that it decides."""
+        return "accuracy" if self.is_known else self.name
+
+
 class RewardSet:
     """R weighted rewards, checked before the first completion is scored.
 
+    ``deciding`` names the reward that decides what is right. Without it, that is the first one that
+    declares so: of those that train, if any does. If none declares so, it is the first reward.
     ``max_failure_share`` is the share of a call's completions, over all ranks, on which a reward
     may fail; if it fails on more, the call raises.
     """
 
-    def __init__(self, rewards: Sequence[Reward], *, max_failure_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        *,
+        deciding: str | None = None,
+        max_failure_share: float = 0.0,
+    ) -> None:
         self.rewards = list(rewards)
+        self._deciding = deciding
         self._max_failure_share = max_failure_share
+        if not self.rewards:
+            raise ValueError(
+                "rewards: there is none; give a list of components, or an environment with "
+                "get_reward() or step(text)."
+            )
         for index, reward in enumerate(self.rewards):
             if reward.name in self.names[:index]:
                 raise ValueError(
@@ -91,57 +120,70 @@ class RewardSet:
                     "of its own."
                 )
             reward.check(f"rewards[{index}]")
+        if deciding is not None and deciding not in self.names:
+            raise ValueError(
+                f"evaluation.reward={deciding}: no reward of this name; rewards has "
+                f"{', '.join(self.names)}."
+            )
         _check_shaping(self.rewards)
 
     @classmethod
-    def from_config(
-        cls, cfg: Sequence[Mapping[str, Any] | Reward], *, max_failure_share: float = 0.0
-    ) -> RewardSet:
+    def from_config(cls, cfg: Sequence[Mapping[str, Any] | Reward], **keys: Any) -> RewardSet:
         """Build the set that the config's list ``rewards`` describes; see docs/rewards.md."""
         made = [
             node if isinstance(node, Reward) else make_reward(node, f"rewards[{index}]")
             for index, node in enumerate(cfg)
         ]
-        return cls(made, max_failure_share=max_failure_share)
+        return cls(made, **keys)
 
     @property
     def names(self) -> list[str]:
         return [reward.name for reward in self.rewards]
 
-    def decider(self, wanted: str | None) -> str:
-        """Name the reward that decides what is right: the one wanted, or the first known to decide.
+    @cached_property
+    def decider(self) -> Decider:
+        """The reward that decides what is right."""
+        known = [r for r in self.rewards if r.name == self._deciding or r.decides]
+        # The one that is named comes first, and then those that train.
+        known.sort(key=lambda reward: (reward.name != self._deciding, reward.weight == 0))
+        return Decider((known or self.rewards)[0], is_known=bool(known))
 
-        If none is known to, it is the first reward.
+    def gate(self, wanted: bool | None) -> str | None:
+        """Name the reward that has to differ within a group before the others may train on it.
+
+        It is the deciding one, if that trains or is named, and others train, too; None: no gate.
+        ``wanted``: the key ``objective.outcome_gate``; None is "where it can be".
         """
-        known = (reward.name for reward in self.rewards if reward.decides)
-        return wanted or next(known, self.names[0])
+        reward, is_known = self.decider.reward, self.decider.is_known
+        others = [r.name for r in self.rewards if r is not reward and r.weight]
+        decides = is_known and (reward.weight != 0 or reward.name == self._deciding)
+        if wanted and not decides:
+            raise ValueError(
+                "objective.outcome_gate=True: no reward is known to decide; name it in "
+                "evaluation.reward."
+            )
+        if wanted is False or not decides or not others:
+            return None
+        text = f"{', '.join(others)}: only train groups in which {reward.name} differs, once it "
+        log_rank_zero(log, f"{text}has (objective.outcome_gate).")
+        return reward.name
 
-    def measure(self, wanted: str | None) -> str:
-        """Name the mean of :meth:`decider`: accuracy, or the reward's name if it is not known to
-        tell right from wrong."""
-        is_known = wanted or any(reward.decides for reward in self.rewards)
-        return "accuracy" if is_known else self.decider(wanted)
-
-    def check_data(self, dataset: Any, *, key: str) -> None:
+    def check_data(self, dataset: RLDataset, *, key: str) -> None:
         """Leave out the rows of the data set ``key`` for which a reward cannot score any answer.
 
         No reward is called, but a ``CodeReward`` tries rows' tests on the first rank. Raises a
         ValueError if more than half of the rows would have to be left out.
         """
-        checked = getattr(dataset, "num_checked", len(dataset))
-        rows = [dataset[index]["columns"] for index in range(checked)]
+        remedy = (
+            f"Correct or remove these rows, name another column in {key}.columns, or use another "
+            "reward."
+        )
         for reward in self.rewards:
-            reward.check_columns(rows[0], data=key)
-            faults = reward.row_faults(rows)
-            rows = _leave_out(dataset, rows, faults, len(rows), key=key, name=reward.name)
-            tried = on_first_rank(reward.check_rows, rows)
-            faults = {row: fault for row, fault in tried.items() if fault is not None}
-            rows = _leave_out(dataset, rows, faults, len(tried), key=key, name=reward.name)
-
-    def fault_of(self, columns: Mapping[str, Any]) -> str | None:
-        """Return why a reward cannot score any answer to a row with these columns, or None."""
-        faults = (reward.row_faults([columns]).get(0) for reward in self.rewards)
-        return next(filter(None, faults), None)
+            reward.check_columns(dataset[0]["columns"], data=key)
+            faults = partial(_row_faults, reward.name, reward.row_faults)
+            dataset.check(faults, where=key, remedy=remedy)
+            tried = partial(_row_faults, reward.name, partial(on_first_rank, reward.check_rows))
+            dataset.check(tried, where=key, remedy=remedy, drawn_rows=False)
 
     def __call__(
         self,
@@ -165,7 +207,34 @@ class RewardSet:
         batch = Batch(prompts, completions, columns, completion_ids, trainer_state)
         outcomes = breakable(partial(call_all, self.rewards, batch))
         self._check_failures(outcomes)
-        return self._scores(outcomes, group_size)
+        return self._with_answers(self._scores(outcomes, group_size), completions, columns)
+
+    def _with_answers(
+        self, scores: RewardScores, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> RewardScores:
+        """Add the share of completions without an answer for the deciding reward, and a wrong one.
+
+        A reward that finds no answers by itself (``answer_of``) adds nothing.
+        """
+        reward = self.decider.reward
+        outcomes = scores.of(reward.name)
+        known = int((~outcomes.isnan()).sum())
+        if reward.answer_of is None or not known:
+            return scores
+        wrong = [
+            (row, reward.answer_of(completions[row]))
+            for row in (outcomes <= 0).nonzero()[:, 0].tolist()
+        ]
+        share = sum(answer is None for _, answer in wrong) / known
+        metrics = [*scores.metrics, (f"{reward.name}/no_answer", share)]
+        shown = next(((row, answer) for row, answer in wrong if answer is not None), None)
+        if shown is None or len(wrong) < known:
+            return replace(scores, metrics=metrics)
+        row, answer = shown
+        read = [name for name in reward.columns if name in columns]
+        golds = [f"{name} is {shortened(str(columns[name][row]))}" for name in read]
+        text = f"{shortened(str(answer))} where {', '.join(golds)}"
+        return replace(scores, metrics=metrics, wrong=text)
 
     def close(self) -> None:
         """End the processes of rewards that have any; the set can be used again."""
@@ -230,13 +299,14 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
     A reward that ``decides`` gives a right answer at least its ``reward_gap`` more than a wrong
     one; one with a ``reward_range`` can favour a wrong answer by at most the width of that range.
     """
-    gap = sum(reward.weight * reward.reward_gap for reward in rewards if reward.decides)
+    deciding = [reward for reward in rewards if reward.decides and reward.weight]
+    gap = sum(reward.weight * reward.reward_gap for reward in deciding)
     spans = {
         reward.name: abs(reward.weight) * (reward.reward_range[1] - reward.reward_range[0])
         for reward in rewards
         if reward.reward_range
     }
-    if any(reward.decides for reward in rewards) and sum(spans.values()) >= gap:
+    if deciding and sum(spans.values()) >= gap:
         listed = ", ".join(f"{name} {span:g}" for name, span in spans.items())
         raise ValueError(
             f"rewards: together {listed} can outweigh what makes a right answer better than a "
@@ -244,32 +314,10 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
         )
 
 
-def _leave_out(
-    dataset: Any,
-    rows: list[dict[str, Any]],
-    faults: Mapping[int, str],
-    checked: int,
-    *,
-    key: str,
-    name: str,
-) -> list[dict[str, Any]]:
-    """Leave out the rows with faults, and return the others; see :meth:`RewardSet.check_data`."""
-    if not faults:
-        return rows
-    numbers = getattr(dataset, "row_numbers", range(len(dataset)))
-    shown = [f"row {numbers[i]}: {shortened(fault, 200)}" for i, fault in faults.items()]
-    if len(shown) > 3:
-        shown[3:] = ["..."]
-    text = (
-        f"{key}: the reward {name!r} can score no answer to {len(faults)} of "
-        f"{checked} rows (counted from 0): {'; '.join(shown)}."
-    )
-    if 2 * len(faults) > checked or not hasattr(dataset, "leave_out"):
-        raise ValueError(
-            f"{text} Correct or remove these rows, name another column in {key}.columns, "
-            "or use another reward."
-        )
-    dataset.leave_out(faults.keys())
-    if rank() == 0:
-        log.info(f"{text} They are left out.")
-    return [row for i, row in enumerate(rows) if i not in faults]
+def _row_faults(
+    name: str, check: Callable[..., Mapping[int, str | None]], items: Sequence[Item]
+) -> dict[int, str | None]:
+    """Return what keeps the reward ``name`` from scoring answers to items, as its check says."""
+    faults = check([item["columns"] for item in items])
+    said = f"the reward {name!r} can score no answer: "
+    return {i: None if fault is None else f"{said}{fault}" for i, fault in faults.items()}

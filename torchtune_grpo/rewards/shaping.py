@@ -9,13 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtune_grpo.rewards.math import (
-    TAGS,
-    grade_math_answer,
-    located_answers,
-    math_gold_fault,
-    stated_value,
-)
+from torchtune_grpo.rewards.math import TAGS, grade_math_answer, located_value, math_gold_fault
 from torchtune_grpo.rewards.reward import declares
 
 
@@ -39,8 +33,7 @@ def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
     """Score 1.0 for an answer block, or equal ones, with exactly one number, right or wrong."""
-    blocks = [located_answers(text, strict=True) for text in completions]
-    return [float(len(b) == 1 and stated_value(next(iter(b))) is not None) for b in blocks]
+    return [float(located_value(text, strict=True) is not None) for text in completions]
 
 
 class OverlongPenalty:

@@ -6,11 +6,9 @@ from typing import Any
 from unicodedata import normalize
 
 from torchtune_grpo.config.text import shortened
-from torchtune_grpo.rewards.math import located_answers
+from torchtune_grpo.rewards.math import LONGEST, agreed
 from torchtune_grpo.rewards.reward import F, declares
 
-_LONGEST = 1_000  # characters in all answers of a text; more are not read
-_ANNOUNCED = re.compile(r'(?i)\banswer[*"]*:|\bcorrect (answer|option|choice) is\b')
 _COMMAND = re.compile(r"\\(?:text|math|boxed)[a-z]*\s*\{")
 # B. or b) where a line or an item starts, and (B) anywhere, but not P(A).
 _START = r"(?:^(?:[Oo]ption )?\(?|or |and |, )"
@@ -24,42 +22,35 @@ _MARKS = "*_`\"'“”$\\(){} "
 
 def read_letter(content: str) -> str | None:
     """Read the one letter that an answer states, else None."""
-    plain = re.sub(r'[*_`"“”$\\{}]', "", _COMMAND.sub("", normalize("NFKC", content)))
-    stated = re.split(" because | since ", plain.strip().rstrip("."))[0]
+    unmarked = re.sub(r'[*_`"“”$\\{}]', "", _COMMAND.sub("", normalize("NFKC", content)))
+    stated = re.split(" because | since ", unmarked.strip().rstrip("."))[0]
     stated = _NO_LETTER.sub("", stated)
     found, rest = _LABEL.findall(stated), _LABEL.sub("", stated)
     is_labelled_text = _LABEL.match(stated) and _WORD.search(rest)
     if not is_labelled_text:  # "B. Vitamin C" is, and its C is no answer
         found += _LETTER.findall(rest)
-    letters = {each.strip("().:]")[-1].upper() for each in found}
+    letters = {label.strip("().:]")[-1].upper() for label in found}
     return letters.pop() if len(letters) == 1 else None
 
 
 def read_text(content: str) -> str | None:
     """Return a text without case, markup, quotes, final punctuation and leading article."""
-    plain = _COMMAND.sub("", normalize("NFKC", content)).casefold().replace("’", "'")
-    plain = " ".join(plain.split()).strip(_MARKS).rstrip(_MARKS + ".,;:!?。")
-    return re.sub("^(?:an?|the) ", "", plain).strip(_MARKS) or None
-
-
-def _agreed(text: str, read: Callable[[str], str | None]) -> str | None:
-    """Return what all located answers of a text state according to ``read``, else None."""
-    answers = located_answers(_ANNOUNCED.sub("the answer is ", text))
-    readings = {read(each) for each in answers} if sum(map(len, answers)) <= _LONGEST else set()
-    return readings.pop() if len(readings) == 1 else None
+    folded = _COMMAND.sub("", normalize("NFKC", content)).casefold().replace("’", "'")
+    folded = " ".join(folded.split()).strip(_MARKS).rstrip(_MARKS + ".,;:!?。")
+    return re.sub("^(?:an?|the) ", "", folded).strip(_MARKS) or None
 
 
 def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
     """Return the readings of a gold, or of a list of golds."""
     texts = gold if isinstance(gold, (list, tuple)) else [gold]
-    return {read(t) for t in texts if isinstance(t, str) and len(t) <= _LONGEST} - {None}
+    return {read(t) for t in texts if isinstance(t, str) and len(t) <= LONGEST} - {None}
 
 
 def _scores(
     completions: list[str], answer: list[Any], read: Callable[[str], str | None]
 ) -> list[float]:
     pairs = zip(completions, answer, strict=True)
-    return [float(_agreed(text, read) in _golds(gold, read)) for text, gold in pairs]
+    return [float(agreed(text, read) in _golds(gold, read)) for text, gold in pairs]
 
 
 def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
@@ -68,7 +59,7 @@ def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
     def fault(*, answer: object) -> str | None:
         return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
 
-    return declares(decides=True, check_row=fault, answer_of=lambda text: _agreed(text, read))
+    return declares(decides=True, check_row=fault, answer_of=lambda text: agreed(text, read))
 
 
 @_compares(read_letter)

@@ -7,15 +7,19 @@ import re
 from typing import Any
 
 from torchtune_grpo.config.text import shortened
+from torchtune_grpo.rewards.foreign import expression_comparer
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
     located_answers,
     math_gold_fault,
     stated_answer,
     stated_value,
+    without_overlines,
 )
 from torchtune_grpo.rewards.workers import FunctionWorker, WorkerLost, function_pool
 
+_NUMERAL = re.compile(r"\(?0*([0-9][0-9A-Z]*)\)?_(?:([0-9]+)|\{([0-9]+)\})")  # 4210_7, 4210_{7}
+_INDEXED = re.compile(r"(?<![A-Za-z_{^0-9])[0-9][0-9A-Z]*\)?_")  # a number with a base
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
 _DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
@@ -39,6 +43,7 @@ class SymbolicMathReward:
     Where the gold states one number, this is ``math_correctness_reward``. Otherwise math-verify
     compares the located answer with the gold in worker processes; an answer that times out is not
     correct. Nor is a number too large to evaluate (e.g. ``9^{9^{9}}``) unless the gold has one too.
+    A numeral with a base, ``4210_7``, equals only itself.
     """
 
     __name__ = "symbolic_math_reward"
@@ -47,8 +52,7 @@ class SymbolicMathReward:
     def __init__(self, *, timeout: float = 2.0, workers: int = 2) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("SymbolicMathReward needs: pip install 'math-verify<0.10'")
-        path = "torchtune_grpo.sandbox.worker.expression_comparer"
-        self._pool = function_pool(path, timeout=timeout, workers=workers)
+        self._pool = function_pool(expression_comparer, timeout=timeout, workers=workers)
 
     def __call__(
         self, prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
@@ -60,8 +64,12 @@ class SymbolicMathReward:
             if not isinstance(gold, str) or stated_value(gold) is not None:
                 scores[row] = float(grade_math_answer(text, gold))
             elif expression := stated_expression(text):
-                if not _explodes(expression) or _explodes(gold):
-                    asked[row] = tuple(_sides(expression, gold)), gold
+                gold, expression = without_overlines(gold), without_overlines(expression)
+                sides = tuple(_sides(expression, gold))
+                if _INDEXED.search(f"{expression} {gold}"):  # math-verify does not see the base
+                    scores[row] = float({*map(_numeral, sides)} == {_numeral(gold) or "none"})
+                elif not _explodes(expression) or _explodes(gold):
+                    asked[row] = sides, gold
         chains = list(dict.fromkeys(asked.values()))
         equal = dict(zip(chains, self._pool.map(_equal, chains), strict=True))
         for row, chain in asked.items():
@@ -76,6 +84,8 @@ class SymbolicMathReward:
             return fault
         text = _TEXT_COMMAND.sub(" ", answer)
         known = _WORD.sub(lambda word: word[0] if word[0] in _FUNCTIONS else " ", text)
+        if _INDEXED.search(answer) and not _numeral(answer):
+            return f"answer={shortened(repr(answer))} has a base within an expression"
         if re.search(r"[^\W_]|[\\∞∅+*/=^_<>|]", known):
             return None
         return f"answer={shortened(repr(answer))} is neither a number nor an expression"
@@ -100,6 +110,12 @@ def _equal(worker: FunctionWorker, chain: tuple[tuple[str, ...], str]) -> float 
     except (RuntimeError, TimeoutError):  # it took too much memory or time
         return 0.0
     return ValueError(f"cannot read the answer {gold!r}") if equal is None else float(equal)
+
+
+def _numeral(expression: str) -> str | None:
+    """Return a numeral with its base, 4210_7 for 04210_{7}; None for any other expression."""
+    found = _NUMERAL.fullmatch(expression.strip("$ "))
+    return f"{found[1]}_{found[2] or found[3]}" if found else None
 
 
 def _explodes(expression: str) -> bool:

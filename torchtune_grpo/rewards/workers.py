@@ -11,20 +11,25 @@ thread is waiting for.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from torchtune_grpo.sandbox import PeerGone, ServerLost, ServerProcess, receive, send, send_bytes
+from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
+from torchtune_grpo.sandbox.syscalls import used_by
+from torchtune_grpo.sandbox.wire import PeerGone, receive, send, send_bytes
 
 # Importing torch on a busy machine can take long, and does not count as the function's time.
 _LOAD_SECONDS = 120.0
+_PATIENCE = 30  # time limits that a call may last on a busy machine
 MAX_WORKERS = 256  # more processes than that are a mistake
 
 W = TypeVar("W")
@@ -38,6 +43,10 @@ class ContractError(ValueError):
 
 class WorkerLost(RuntimeError):
     """A worker process ended before it answered."""
+
+
+class WorkerStarved(WorkerLost):
+    """A worker process hardly got to run."""
 
 
 def default_workers() -> int:
@@ -94,22 +103,26 @@ class WorkerPool(Generic[W]):
             worker.close()
 
 
-def function_pool(path: str, *, timeout: float, workers: int) -> WorkerPool[FunctionWorker]:
-    """Make a pool for the function that ``path`` makes."""
+def function_pool(
+    make: Callable[[], Any], *, timeout: float, workers: int
+) -> WorkerPool[FunctionWorker]:
+    """Make a pool for the function that ``make`` returns; a worker loads only the file it is in."""
     if timeout <= 0 or not 1 <= workers <= MAX_WORKERS:
         raise ValueError(
             f"timeout is {timeout} and workers {workers}; give a timeout above 0 and "
             f"1 to {MAX_WORKERS} workers"
         )
+    path = f"{inspect.getfile(make)}:{make.__name__}"
     return WorkerPool([FunctionWorker(path, makes=True, timeout=timeout) for _ in range(workers)])
 
 
 class FunctionWorker:
     """Worker that calls a function in a process of its own, with a time limit per call.
 
-    After ``timeout`` seconds the process is killed with all that it started. It sees neither GPUs
-    nor this process's rank, and imports ``path``. If ``path`` ``makes`` the function, as a class
-    does, ``arguments`` are for making it, else for each call.
+    After ``timeout`` seconds, apart from waits for a CPU, the process is killed with all that it
+    started. It sees neither GPUs nor this process's rank, and loads ``path``: ``module.name`` or
+    ``file.py:name``. If ``path`` ``makes`` the function, as a class does, ``arguments`` are for
+    making it, else for each call.
     """
 
     def __init__(
@@ -135,6 +148,7 @@ class FunctionWorker:
             sock = self._socket or self._load()
             sock.settimeout(self._timeout)
             send_bytes(sock, request)
+            self._wait_for_answer(sock)
             answer = receive(sock)
         except TimeoutError:
             self.close()
@@ -152,6 +166,23 @@ class FunctionWorker:
                 log_metric(name, value)
         return answer["returned"]
 
+    def _wait_for_answer(self, sock: socket.socket) -> None:
+        """Wait until an answer begins to arrive, or raise TimeoutError or WorkerStarved."""
+        assert self._server is not None
+        start, before, left = time.monotonic(), used_by(self._server.pid), self._timeout
+        while left > 0:
+            sock.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                sock.recv(1, socket.MSG_PEEK)
+                return
+            passed, now = time.monotonic() - start, used_by(self._server.pid)
+            if passed > _PATIENCE * self._timeout:
+                self.close()
+                raise WorkerStarved(f"no answer in {passed:.0f} s: the machine is too busy")
+            ran, waited = now[0] - before[0], now[1] - before[1]
+            left = self._timeout - max(ran, passed - waited)
+        raise TimeoutError
+
     def kill(self) -> None:
         """Immediately fail a call that another thread is waiting for."""
         if (server := self._server) is not None:
@@ -167,9 +198,7 @@ class FunctionWorker:
 
     def _load(self) -> socket.socket:
         self._server = ServerProcess("function")
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._server.start(theirs)
+        self._socket = self._server.start()
         try:
             self._socket.settimeout(_LOAD_SECONDS)
             folders = {"import_path": sys.path, "folder": os.getcwd()}

@@ -1,5 +1,5 @@
 """Sampling a group of completions for each prompt: the generation engine."""
 
-from torchtune_grpo.rollout.request import roll_out
+from torchtune_grpo.rollout.request import sample_groups
 
-__all__ = ["roll_out"]
+__all__ = ["sample_groups"]

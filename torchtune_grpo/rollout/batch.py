@@ -1,7 +1,9 @@
 """The native engine's rollout: continuous batching over groups that share their prompt.
 
 At most ``max_rows`` responses are sampled at once. A row leaves as soon as it has ended, and the
-next waiting row takes its place; a prompt's keys and values stay until all of its rows have ended.
+next waiting row takes its slot; a prompt's keys and values stay until all of its rows have ended.
+With turns, a row also leaves at the end of each, but keeps its slot. Once it has a reply it takes
+the next free place, before rows that have not begun.
 """
 
 from __future__ import annotations
@@ -10,29 +12,24 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from torchtune_grpo.machine.segments import fill_parts
 from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
-from torchtune_grpo.rollout.cache import (
-    GroupCache,
-    Prompt,
-    PromptGrid,
-    Row,
-    RowLayout,
-    padded_rows,
-)
+from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
 from torchtune_grpo.rollout.request import Progress, RolloutRequest, StopStrings
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
-from torchtune_grpo.trajectory import Samples
+from torchtune_grpo.trajectory import Samples, length_mask
 
-# The most prompt tokens that are prefilled side by side; a longer prompt is prefilled alone.
+# The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
 PREFILL_TOKENS = 4096
+KEYS_PER_TOKEN = 16  # a reply reads keys from the cache, and this many count as a token
 
 # Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
 # cheaper to let a row sample a few tokens in vain.
@@ -42,7 +39,7 @@ REPORT_SECONDS = 1.0
 
 
 class GroupRollout:
-    """One rollout: the waiting rows, the live ones with their places, and their progress.
+    """One rollout: its waiting rows, its live and paused ones, and their slots in the cache.
 
     ``graphs``, if given, record decoding steps and replay them, which needs the decoder's kernel.
     """
@@ -54,32 +51,33 @@ class GroupRollout:
         buffers: Buffers,
         request: RolloutRequest,
         *,
-        max_rows: int,
+        size: CacheSize,
         graphs: StepGraphs | None = None,
     ) -> None:
         self._decoder, self._cache, self._buffers, self._graphs = decoder, cache, buffers, graphs
-        self._request, self._max_rows = request, max_rows
-        self._longest = request.params.max_generated_tokens
+        self._request, self._max_rows = request, size.max_rows
         self._poll_steps = POLL_STEPS.get(decoder.device.type, 1)
 
         group = request.group_size
-        prompts = [Prompt(tokens, rows_left=group) for tokens in request.prompts]
+        prompts = [CachedPrompt(tokens, rows_left=group) for tokens in request.prompts]
         self._rows = [Row(n, prompts[n // group]) for n in range(request.num_rows)]
         self._waiting = deque(self._rows)
-        self.live: list[Row] = []  # by place
-        slots = prompt_slots(request, max_rows=max_rows)
-        self._free_slots = list(range(slots))  # a heap
+        self.live: list[Row] = []  # in the order of their slots
+        self._paused: dict[int, Row] = {}  # between two turns, by number
+        self._free_slots = list(range(size.slots))  # a heap, as is the next
+        self._free_prompt_slots = list(range(size.prompts))
 
-        places = padded_rows(max_rows)
-        prompt_width = cache.rounded(max(len(prompt.tokens) for prompt in prompts))
-        width = 1 if graphs is None else self._longest  # recorded memory must not move
-        cache.reserve(prompts=slots, prompt_width=prompt_width, rows=places, width=width)
-        decoder.reserve(cache.rounded(prompt_width + self._longest))
-        self._grid = None if decoder.has_kernel else PromptGrid(cache.shape)
-        self.layout = RowLayout(
-            buffers, places=places, padding_row=len(self._rows), grid=self._grid
-        )
-        self.transcript = Transcript(request, places=places, vocab=decoder.vocab, buffers=buffers)
+        # Memory that is recorded must not move; other responses grow.
+        cache.reserve(size if graphs is not None else replace(size, width=cache.BLOCK))
+        decoder.reserve(size.prompt_width + size.width)
+        padding = Row(len(self._rows), prompts[0], slot=size.slots)
+        self.layout = LiveRows(buffers, size=size, padding_row=padding)
+        self._attention: GridAttention | KernelAttention
+        if decoder.has_kernel:
+            self._attention = KernelAttention(self.layout, cache)
+        else:
+            self._attention = GridAttention(self.layout, cache, heads=decoder.heads)
+        self.transcript = Transcript(request, slots=size.rows, vocab=decoder.vocab, buffers=buffers)
 
     def run(self, must_stop: Callable[[], bool]) -> Samples:
         """Sample all rows, or as much of them as possible until ``must_stop()``."""
@@ -87,160 +85,218 @@ class GroupRollout:
             held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
             self._graphs.drop_unless_at(chain.from_iterable(held))
         reported = time.monotonic()
-        while (self._waiting or self.live) and not must_stop():
+        while (self._waiting or self.live or self._paused) and not must_stop():
             if self.replace_ended() or not self.live:
                 continue  # a first token may be the last
-            room = self._longest - max(row.count for row in self.live)
-            for _ in range(min(self._poll_steps, room)):
+            for _ in range(min(self._poll_steps, *map(self._room, self.live))):
                 self.decode()
             if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
                 tokens, live = sum(row.count for row in self._rows), len(self.live)
-                finished, rows = len(self._rows) - live - len(self._waiting), len(self._rows)
-                self._request.report(Progress(tokens, finished, live, rows))
+                rows, unfinished = len(self._rows), live + len(self._waiting) + len(self._paused)
+                self._request.report(Progress(tokens, rows - unfinished, live, rows))
                 reported = time.monotonic()
+        self._remove_ended()  # since the last look, if it must stop
         return self.transcript.samples(
             lengths=[row.count for row in self._rows],
-            truncated=[not row.ended for row in self._rows],
+            truncated=[not row.ended or row.number in self._paused for row in self._rows],
         )
 
+    def _room(self, row: Row) -> int:
+        """Return how many more tokens a row may sample."""
+        sampled, most = row.count - row.given, self._request.params.max_generated_tokens
+        return min(most - sampled, self._request.max_row_tokens - row.count)
+
     def replace_ended(self) -> bool:
-        """Remove ended rows and start waiting ones in their places; True if any were started."""
-        places = self._remove_ended()
-        new = self._next_rows(self._max_rows - len(self.live) + len(places))
-        if not places and not new:
+        """Remove ended rows; answered and waiting ones take their places. True if any do."""
+        is_idle = not self.live  # nothing could be started the last time
+        ended = self._remove_ended()
+        answered = self._next_turns([row for row in ended if row.number in self._paused], is_idle)
+        new = self._next_rows(self._max_rows - len(self.live) - len(answered))
+        if not ended and not answered and not new:
             return False
-        for row in new:
-            if places:
-                self.live[places.pop(0)] = row
-            else:
-                self.live.append(row)
-        for place in reversed(places):  # no row is waiting: the last live row moves up
-            row = self.live.pop()
-            if place < len(self.live):
-                source = len(self.live)
-                self._cache.move(source=source, target=place, length=row.count)
-                self.transcript.move(source=source, target=place)
-                self.live[place] = row
+        self.live = sorted([*self.live, *answered, *new], key=lambda row: row.slot)
+        if not self._decoder.has_kernel:
+            self._close_gaps()
+        if answered:
+            self._sample_after_replies(answered)
+        if new:
+            self._sample_first(new)
         if self.live:
             self.layout.update(self.live)
-        if new:
-            self._start(new)
-        return bool(new)
+        return bool(answered or new)
 
-    def _remove_ended(self) -> list[int]:
-        """Find the rows that have ended, and return their places, ascending."""
+    def _remove_ended(self) -> list[Row]:
+        """Take the rows that have ended, or their turns, out of the live ones."""
         if not self.live:
             return []
         ends = self.transcript.ends(
-            self.layout.rows[: len(self.live)],
+            self.layout.numbers[: len(self.live)],
             counts=[row.count for row in self.live],
+            begins=[row.begin for row in self.live],
             unseen=self._poll_steps,
         )
-        places = []
-        for place, (row, length) in enumerate(zip(self.live, ends, strict=True)):
-            if not length and row.count < self._longest:
-                continue
-            row.ended, row.count = length > 0, length or row.count
+        ended = []
+        for row, length in zip(self.live, ends, strict=True):
+            if length or not self._room(row):
+                row.ended, row.count = length > 0, length or row.count
+                ended.append(row)
+        if self._request.turns is not None:
+            self._paused |= {row.number: row for row in ended if row.ended}
+        self._free([row for row in ended if row.number not in self._paused])
+        self.live = [row for row in self.live if row not in ended]
+        return ended
+
+    def _free(self, rows: Sequence[Row]) -> None:
+        """Free the slots of rows that are over, and those of prompts whose last ones they are."""
+        non_finite = self.transcript.non_finite([row.number for row in rows])
+        for row, clear in zip(rows, non_finite, strict=True):
+            if clear:
+                self._cache.clear_row(row.slot)
+            heapq.heappush(self._free_slots, row.slot)
             row.prompt.rows_left -= 1
             if not row.prompt.rows_left:
-                heapq.heappush(self._free_slots, row.prompt.slot)
-            places.append(place)
-        non_finite = self.transcript.non_finite([self.live[place].number for place in places])
-        for place, clear in zip(places, non_finite, strict=True):
-            if clear:
-                self._cache.clear_row(place)
-        return places
+                heapq.heappush(self._free_prompt_slots, row.prompt.slot)
 
-    def _next_rows(self, room: int) -> list[Row]:
-        """Take waiting rows, and prefill prompts that are not in the cache yet."""
+    def _next_turns(self, ended: Sequence[Row], is_idle: bool) -> list[Row]:
+        """Ask for replies to rows whose turns have ended; return answered rows for free places."""
+        turns = self._request.turns
+        if turns is None or not self._paused:
+            return []
+        for row in ended:
+            row.response = self.transcript.tokens[row.number, : row.count].tolist()
+            turns.end_turn(row.number, row.response, sampled=row.count - row.given)
+        replies = turns.replies(wait=is_idle)
+        self._free([self._paused.pop(number) for number, reply in replies.items() if not reply])
+        for number, reply in replies.items():
+            if reply:
+                row = self._paused[number]
+                assert not row.is_answered, "a turn has one reply"
+                row.response = [*row.response, *reply]
+                fits = self._room(row) and len(row.response) < self._request.max_row_tokens
+                assert fits, "a reply leaves at least one token to sample"
+        answered = [row for row in self._paused.values() if row.is_answered]
+        answered = answered[: self._max_rows - len(self.live)]
+        for row in answered:
+            del self._paused[row.number]
+        return answered
+
+    def _next_rows(self, places: int) -> list[Row]:
+        """Give slots to waiting rows, and prefill prompts that are not in the cache yet."""
         rows: list[Row] = []
-        parts: list[list[Prompt]] = []  # prompts that are prefilled side by side
-        tokens_left = 0
-        while self._waiting and len(rows) < room:
+        prompts: list[CachedPrompt] = []
+        while self._waiting and self._free_slots and len(rows) < places:
             prompt = self._waiting[0].prompt
             if prompt.slot < 0:
-                if not self._free_slots:
+                if not self._free_prompt_slots:
                     break
-                prompt.slot = heapq.heappop(self._free_slots)
-                if len(prompt.tokens) > tokens_left:
-                    parts.append([])
-                    tokens_left = PREFILL_TOKENS
-                parts[-1].append(prompt)
-                tokens_left -= len(prompt.tokens)
+                prompt.slot = heapq.heappop(self._free_prompt_slots)
+                prompts.append(prompt)
             rows.append(self._waiting.popleft())
-        for part in parts:
+            rows[-1].slot = heapq.heappop(self._free_slots)
+        for part in fill_parts(
+            prompts, size=lambda prompt: len(prompt.tokens), room=PREFILL_TOKENS
+        ):
             tokens, slots = [prompt.tokens for prompt in part], [prompt.slot for prompt in part]
             logits = self._decoder.prefill(tokens, slots, self._cache)
             for prompt, first in zip(part, logits, strict=True):
                 prompt.logits = first
         return rows
 
-    def _start(self, new: list[Row]) -> None:
+    def _close_gaps(self) -> None:
+        """Move the last rows to slots before them, which are free or of rows that pause.
+
+        If index and slot are the same for all rows, torch's operators read the cache as it lies.
+        """
+        gaps = sorted({*range(len(self.live))} - {row.slot for row in self.live})
+        paused = {row.slot: row for row in self._paused.values()}
+        for row, slot in zip(reversed(self.live), reversed(gaps), strict=False):
+            other = paused.get(slot)
+            # With what a row has sampled in vain: it may not be finite.
+            length = max(row.count, other.count if other else 0) + self._poll_steps
+            self._cache.swap(row.slot, slot, length=length)
+            self.transcript.swap(row.slot, slot)
+            if other is None:
+                self._free_slots[self._free_slots.index(slot)] = row.slot
+            else:
+                other.slot = row.slot
+            row.slot = slot
+        if gaps:
+            heapq.heapify(self._free_slots)
+            self.live.sort(key=lambda row: row.slot)
+
+    def _sample_after_replies(self, answered: Sequence[Row]) -> None:
+        """Feed answered rows their replies, and sample the first token of their next turns."""
+
+        def tokens(row: Row) -> int:
+            keys = len(row.prompt.tokens) + len(row.response)
+            return len(row.response) - row.count + 1 + keys // KEYS_PER_TOKEN
+
+        self._cache.grow(max(len(row.response) for row in answered))
+        for rows in fill_parts(answered, size=tokens, room=PREFILL_TOKENS):
+            self.transcript.give(rows)
+            logits = self._decoder.extend(rows, self._cache)
+            for row in rows:
+                row.given += len(row.response) - row.count
+                row.begin = row.count = len(row.response)
+            where = [[row.number, row.slot, row.count - 1] for row in rows]
+            numbers, slots, last = torch.tensor(where, device=self._decoder.device).t()
+            self.transcript.sample(logits, numbers=numbers, last=last, slots=slots)
+            for row in rows:
+                row.count, row.ended = row.count + 1, False
+
+    def _sample_first(self, new: Sequence[Row]) -> None:
         """Sample the first token of new rows from their prompts' logits."""
-        places = [self.live.index(row) for row in new]
+        numbers, slots = torch.tensor(
+            [[row.number for row in new], [row.slot for row in new]], device=self._decoder.device
+        )
+        prompts = [row.prompt.tokens for row in new]
+        self.transcript.begin(prompts, slots=[row.slot for row in new])
         logits = torch.stack([row.prompt.logits for row in new])
-        self.transcript.begin([row.prompt.tokens for row in new], places=places)
-        at = torch.tensor(places, device=self._decoder.device)
-        self.transcript.sample(logits, rows=self.layout.rows[at], last=None, places=at)
-        self.layout.advance(at)
+        self.transcript.sample(logits, numbers=numbers, last=None, slots=slots)
         for row in new:
             row.count = 1
             if not self._waiting or self._waiting[0].prompt is not row.prompt:
                 row.prompt.logits = None
 
     def decode(self) -> None:
-        longest = max(row.count for row in self.live)
-        self._cache.grow(longest)
-        step, request = partial(self._step, width=longest), self._request
+        """Sample the next token of every live row, in a step that may be replayed."""
+        self._cache.grow(max(row.count for row in self.live))
         if self._graphs is None:
-            step()
+            self._step()
         else:
-            constants = (len(request.keys), request.params, tuple(request.stop_tokens))
-            self._graphs.run(step, shape=(len(self.layout.rows), *constants))
+            rows, request = len(self.layout.numbers), self._request
+            constants = request.params, request.row_limit, request.vocab_size
+            shape = rows, len(request.keys), tuple(request.stop_tokens), *constants
+            self._graphs.run(self._step, shape=shape)
         for row in self.live:
             row.count += 1
 
-    def _attention(self, *, width: int) -> GridAttention | KernelAttention:
-        """Return the attention of a step whose longest response has ``width`` tokens."""
-        at, cache, grid = self.layout, self._cache, self._grid
-        if grid is None:
-            return KernelAttention(at, cache)
-        prompt_width = max(len(row.prompt.tokens) for row in self.live)
-        grid.show(at, prompt_width=prompt_width, width=cache.rounded(width))
-        return GridAttention(at, grid, cache, width=width, heads=self._decoder.heads)
-
-    def _step(self, *, width: int) -> None:
+    def _step(self) -> None:
         """Feed every live row its last token and sample the next; never waits for the device."""
         at = self.layout
-        tokens = self.transcript.tokens[at.rows, at.last]
-        logits = self._decoder.decode(tokens, self._attention(width=width))
-        self.transcript.sample(logits, rows=at.rows, last=at.last, places=slice(len(at.rows)))
+        self._attention.begin_step(self.live)
+        tokens = self.transcript.tokens[at.numbers, at.last]
+        logits = self._decoder.decode(tokens, self._attention)
+        self.transcript.sample(logits, numbers=at.numbers, last=at.last, slots=at.slots)
         at.advance()
-
-
-def prompt_slots(request: RolloutRequest, *, max_rows: int) -> int:
-    """Return the number of prompts in the cache at once.
-
-    It is twice what ``max_rows`` rows of whole groups need, so that new groups can start while the
-    last rows of others are still running; groups of one row need no spare slots.
-    """
-    spare = 2 if request.group_size > 1 else 1
-    return min(len(request.prompts), spare * -(-max_rows // request.group_size))
 
 
 class Transcript:
     """Samples tokens and keeps them on the device: N rows, and one that all padding rows share.
 
-    ``places`` is the largest number of rows in a step; ``tokens`` is [N + 1, max_generated_tokens].
+    ``tokens`` is [N + 1, the most tokens of a response]; a row's ``slot`` is below ``slots``.
     """
 
     def __init__(
-        self, request: RolloutRequest, *, places: int, vocab: int, buffers: Buffers
+        self, request: RolloutRequest, *, slots: int, vocab: int, buffers: Buffers
     ) -> None:
         params, keys = request.params, request.keys.to(buffers.device)
-        shape = (len(keys) + 1, params.max_generated_tokens)
-        self._params = params
-        self._sampler = Sampler(params, stop_tokens=request.stop_tokens, buffers=buffers)
+        shape = (len(keys) + 1, request.max_row_tokens)
+        self.params = params
+        known = min(request.vocab_size or vocab, vocab)
+        self._sampler = Sampler(
+            params, stop_tokens=request.stop_tokens, vocab_size=known, buffers=buffers
+        )
         self._stop_tokens = frozenset(request.stop_tokens)
         self._stop_strings = None
         if params.stop_strings:
@@ -249,89 +305,121 @@ class Transcript:
         self._noise = buffers.put("noise", uniforms(torch.cat([keys, keys[:1]]), shape[1]))
         self.tokens = buffers.take("tokens", shape, dtype=torch.long)
         # Log-probs of the sampler and, where they differ, of the behaviour policy.
-        kinds = 2 if params.filters or params.changes_logits or params.temperature == 0 else 1
+        differ = params.filters or params.changes_logits or params.temperature == 0 or known < vocab
+        kinds = 2 if differ else 1
         self._logprobs = [
             buffers.take(f"log-probs {kind}", shape, dtype=torch.float32).zero_()
             for kind in range(kinds)
         ]
-        self._seen: Tensor | None = None  # [places, V]
+        self._given = torch.zeros(shape, dtype=torch.bool, device=buffers.device)
+        self._seen: Tensor | None = None  # [slots, V]
         if params.repetition_penalty != 1:
-            self._seen = buffers.take("seen", (places, vocab), dtype=torch.bool)
+            self._seen = buffers.take("seen", (slots, vocab), dtype=torch.bool)
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, places: Sequence[int]) -> None:
-        """Mark the prompts' tokens as seen by the rows that begin in these places."""
+    def begin(self, prompts: Sequence[Sequence[int]], *, slots: Sequence[int]) -> None:
+        """Mark the prompts' tokens, and no others, as seen by the rows in these slots."""
         if self._seen is not None:
-            for place, prompt in zip(places, prompts, strict=True):
-                self._seen[place] = False
-                self._seen[place, list(prompt)] = True
+            for slot, prompt in zip(slots, prompts, strict=True):
+                self._seen[slot] = False
+                self._seen[slot, list(prompt)] = True
 
-    def move(self, *, source: int, target: int) -> None:
+    def give(self, rows: Sequence[Row]) -> None:
+        """Write rows' replies after what they have sampled; their tokens count as seen."""
+        new = [
+            [row.number, n, row.response[n]]
+            for row in rows
+            for n in range(row.count, len(row.response))
+        ]
+        numbers, columns, tokens = torch.tensor(new, device=self.tokens.device).t()
+        at = numbers, columns
+        self.tokens[at] = tokens
+        self._given[at] = True
+        for kept in self._logprobs:
+            kept[at] = 0
+        prompts = [[*row.prompt.tokens, *row.response] for row in rows]
+        self.begin(prompts, slots=[row.slot for row in rows])
+
+    def swap(self, one: int, other: int) -> None:
         if self._seen is not None:
-            self._seen[target] = self._seen[source]
+            self._seen[[one, other]] = self._seen[[other, one]]
 
     def sample(
-        self, logits: Tensor, *, rows: Tensor, last: Tensor | None, places: Tensor | slice
+        self, logits: Tensor, *, numbers: Tensor, last: Tensor | None, slots: Tensor
     ) -> None:
         """Sample the next token of n rows from logits [n, V], without waiting for the device.
 
-        ``rows`` [n] are the row numbers, ``last`` [n] the index of each row's last token (None
-        before the first), and ``places`` the rows' places in a step.
+        ``numbers`` [n] and ``slots`` [n] are the rows', and ``last`` [n] is the index of each one's
+        last token; None before the first.
         """
         if last is None:
-            at, ahead, counts = (rows, torch.zeros_like(rows)), 0, torch.zeros_like(rows)
+            at, ahead, counts = (numbers, torch.zeros_like(numbers)), 0, torch.zeros_like(numbers)
         else:
-            at, ahead, counts = (rows, last), 1, last + 1 if self._params.min_new_tokens else last
+            at, ahead = (numbers, last), 1
+            counts = last + 1 if self.params.min_new_tokens else last
         tokens, *logprobs = self._sampler(
             logits,
             uniforms=self._noise[:, ahead:][at],
             counts=counts,
-            seen=None if self._seen is None else self._seen[places],
+            seen=None if self._seen is None else self._seen[slots],
         )
         self.tokens[:, ahead:][at] = tokens
         for kept, new in zip(self._logprobs, logprobs, strict=False):
             kept[:, ahead:][at] = new
         if self._seen is not None:
-            place = torch.arange(len(self._seen), device=tokens.device)[places]
-            self._seen[place, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+            self._seen[slots, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
-    def ends(self, rows: Tensor, *, counts: Sequence[int], unseen: int) -> list[int]:
-        """Return the lengths at which rows [n] have ended, 0 for those that have not.
+    def ends(
+        self, numbers: Tensor, *, counts: Sequence[int], begins: Sequence[int], unseen: int
+    ) -> list[int]:
+        """Return the lengths at which the turns of rows [n] have ended, 0 for those that go on.
 
-        ``counts`` are the rows' numbers of sampled tokens, the last ``unseen`` still unchecked.
+        ``counts`` are the rows' numbers of tokens, the last ``unseen`` of them still unchecked, and
+        ``begins`` the indices at which their present turns begin.
         """
         strings = self._stop_strings
         width = min(unseen + (strings.window if strings else 0), max(counts))
-        columns = torch.tensor([max(count - width, 0) for count in counts])  # first one to read
-        columns = (columns[:, None] + torch.arange(width)).clamp_(max=self.tokens.shape[1] - 1)
-        read = self.tokens[rows[:, None], columns.to(rows.device)].tolist()
+        # What need not be read.
+        skipped = [max(count - width, start) for count, start in zip(counts, begins, strict=True)]
+        columns = torch.tensor(skipped)[:, None] + torch.arange(width)
+        columns = columns.clamp_(max=self.tokens.shape[1] - 1).to(numbers.device)
+        read = self.tokens[numbers[:, None], columns].tolist()
         ends = []
-        for tokens, count in zip(read, counts, strict=True):
-            before = max(count - width, 0)  # tokens that were not read
-            tokens = tokens[: count - before]
-            start = max(count - unseen, 0)
-            stops = (n for n in range(start, count) if tokens[n - before] in self._stop_tokens)
-            end = next(stops, -1) + 1
-            if strings is not None:
-                start = max(start, self._params.min_new_tokens - 1)
-                found = strings.end(tokens[: (end or count) - before], start=start - before)
-                end = found + before if found else end
-            ends.append(end)
+        for tokens, count, before in zip(read, counts, skipped, strict=True):
+            start = max(count - unseen - before, 0)
+            end = self._end(tokens[: count - before], start=start, before=before)
+            ends.append(end and end + before)
         return ends
 
-    def non_finite(self, rows: Sequence[int]) -> list[bool]:
+    def _end(self, tokens: Sequence[int], *, start: int, before: int) -> int:
+        """Return the number of tokens up to the end, which is not before ``start``; 0 without one.
+
+        The response has ``before`` more tokens before these.
+        """
+        stops = (n + 1 for n in range(start, len(tokens)) if tokens[n] in self._stop_tokens)
+        end = next(stops, 0)
+        if self._stop_strings is None:
+            return end
+        start = max(start, self.params.min_new_tokens - 1 - before)
+        return self._stop_strings.end(tokens[: end or None], start=start) or end
+
+    def non_finite(self, numbers: Sequence[int]) -> list[bool]:
         """Return for each row whether it has a log-prob that is not finite."""
-        if not rows:  # the usual case: do not wait for the device
+        if not numbers:  # the usual case: do not wait for the device
             return []
-        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        index = torch.tensor(numbers, device=self.tokens.device)
         return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()
 
     def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
         """Return all rows, cut to the longest."""
         sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
+        responses = self.tokens[sampled].clone()
         logprobs = [kept[sampled].clone() for kept in self._logprobs]
+        ends = torch.tensor(lengths, device=responses.device)
+        of_response = length_mask(ends, responses.shape[1])
         return Samples(
-            responses=self.tokens[sampled].clone(),
-            lengths=torch.tensor(lengths, device=self.tokens.device),
+            responses=responses,
+            lengths=ends,
+            sampled=of_response & ~self._given[sampled],
             truncated=torch.tensor(truncated, device=self.tokens.device),
             sampler_logprobs=logprobs[0],
             behaviour_logprobs=logprobs[-1],

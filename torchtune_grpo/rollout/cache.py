@@ -1,4 +1,4 @@
-"""What a decoding step reads besides weights: keys and values, and where the live rows are."""
+"""Keys and values that a decoding step reads, and the layout of its live rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.linear import FEW_ROWS
-from torchtune_grpo.trajectory import length_mask
+from torchtune_grpo.rollout.request import RolloutRequest
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,44 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
 
-    def bytes(self, *, prompts: int, prompt_width: int, rows: int, response_width: int) -> int:
+    def bytes(self, size: CacheSize) -> int:
         """2 (keys, values) * layers * kv_heads * head_dim * itemsize * cached positions."""
-        positions = prompts * prompt_width + rows * response_width
+        positions = size.prompts * size.prompt_width + size.rows * size.width
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize * positions
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The numbers of prompts and rows that have a slot in the cache, and their widths in tokens."""
+
+    max_rows: int  # responses that are sampled at once
+    slots: int  # responses that have begun and not ended, those that pause between two turns too
+    prompts: int
+    prompt_width: int
+    width: int
+
+    @classmethod
+    def of(cls, request: RolloutRequest, *, max_rows: int) -> CacheSize:
+        """Return the size that a request needs with ``max_rows`` responses at once.
+
+        With turns it has slots for twice as many, if there are: as many may pause as are sampled.
+        It has twice the prompts of that many rows in whole groups, so that new groups can start
+        while the last rows of others are still running; groups of one row need no spare ones.
+        """
+        slots = min(2 * max_rows, request.num_rows) if request.turns else max_rows
+        spare = 2 if request.group_size > 1 else 1
+        return cls(
+            max_rows=max_rows,
+            slots=slots,
+            prompts=min(len(request.prompts), spare * -(-slots // request.group_size)),
+            prompt_width=GroupCache.rounded(max(map(len, request.prompts))),
+            width=GroupCache.rounded(request.max_row_tokens),
+        )
+
+    @property
+    def rows(self) -> int:
+        """The number of rows' slots: all padding rows share one."""
+        return max(padded_rows(self.max_rows), self.slots + 1)
 
 
 class GroupCache:
@@ -50,14 +84,10 @@ class GroupCache:
         """Round a width up to whole blocks."""
         return -(-width // cls.BLOCK) * cls.BLOCK
 
-    @property
-    def prompt_width(self) -> int:
-        return self.prompts[0].shape[3]
-
-    def reserve(self, *, prompts: int, prompt_width: int, rows: int, width: int) -> None:
+    def reserve(self, size: CacheSize) -> None:
         """Reserve room; tensors that are large enough, but not more than twice that, are kept."""
-        _grow(self.prompts, prompts, prompt_width, self.shape, keep=False)
-        _grow(self.rows, rows, self.rounded(width), self.shape, keep=False)
+        _grow(self.prompts, size.prompts, size.prompt_width, self.shape, keep=False)
+        _grow(self.rows, size.rows, size.width, self.shape, keep=False)
 
     def grow(self, width: int) -> None:
         """Make room for ``width`` response tokens, rounded up to whole blocks."""
@@ -68,15 +98,15 @@ class GroupCache:
     def tensors(self) -> list[Tensor]:
         return self.prompts + self.rows
 
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """Copy a row's first ``length`` keys and values to another row's place."""
+    def swap(self, one: int, other: int, *, length: int) -> None:
+        """Exchange the first ``length`` keys and values of two slots."""
         for cached in self.rows:
-            cached[:, target, :, :length] = cached[:, source, :, :length]
+            cached[:, [one, other], :, :length] = cached[:, [other, one], :, :length]
 
-    def clear_row(self, place: int) -> None:
+    def clear_row(self, slot: int) -> None:
         """Zero a row: masked values have to be finite, too, since 0 * nan is nan."""
         for cached in self.rows:
-            cached[:, place] = 0
+            cached[:, slot] = 0
 
 
 def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, keep: bool) -> None:
@@ -97,7 +127,7 @@ def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, ke
 
 
 @dataclass(eq=False)
-class Prompt:
+class CachedPrompt:
     """A prompt of a rollout.
 
     It has a ``slot`` in the cache from the start of its first row to the end of its last one, and
@@ -112,12 +142,24 @@ class Prompt:
 
 @dataclass(eq=False)
 class Row:
-    """A response of a rollout; it is truncated if the rollout ends before it does."""
+    """A response of a rollout; it is truncated if the rollout ends before it does.
 
-    number: int
-    prompt: Prompt
-    count: int = 0  # sampled tokens
-    ended: bool = False  # by a stop token or a stop string
+    It has a ``slot`` in the cache from its first token to its end. At the end of a turn
+    ``response`` is what is asked about, and then what was replied comes at its end.
+    """
+
+    number: int  # in the request
+    prompt: CachedPrompt
+    slot: int = -1
+    count: int = 0  # tokens
+    given: int = 0  # of these, tokens that were not sampled
+    begin: int = 0  # index of the first token of its present turn
+    response: Sequence[int] = ()
+    ended: bool = False  # its turn, by a stop token or a stop string
+
+    @property
+    def is_answered(self) -> bool:
+        return len(self.response) > self.count
 
 
 def padded_rows(rows: int) -> int:
@@ -132,113 +174,44 @@ def padded_rows(rows: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-class RowLayout:
+class LiveRows:
     """The live rows and some padding rows, n in all, as tensors that a decoding step reads.
 
-    ``places`` is the largest n; ``padding_row`` is the row number of all padding rows. ``grid``, if
-    given, is kept up to date.
+    A step's index, 0 to n - 1, is not a slot: a row that pauses leaves the step and keeps its slot.
     """
 
-    rows: Tensor  # [n] numbers
-    places: Tensor  # [n] 0, 1, ..., n - 1
-    slots: Tensor  # [n] slots of the rows' prompts; 0 for padding rows, as in all that follow
+    numbers: Tensor  # [n] in the request; all padding rows have the same one
+    slots: Tensor  # [n] slots of the rows; all padding rows have the same one
+    prompt_slots: Tensor  # [n] slots of their prompts; 0 for padding rows, as in all that follow
     prompt_lengths: Tensor  # [n]
-    last: Tensor  # [n] index of each row's last token among its sampled ones
+    last: Tensor  # [n] index of each row's last token in its response
     positions: Tensor  # [n] position of that token, prompt included
 
-    def __init__(
-        self, buffers: Buffers, *, places: int, padding_row: int, grid: PromptGrid | None
-    ) -> None:
-        self._buffers, self._padding_row, self._grid = buffers, padding_row, grid
+    def __init__(self, buffers: Buffers, *, size: CacheSize, padding_row: Row) -> None:
+        self._buffers, self._padding_row = buffers, padding_row
         # Room for the largest number of rows, so that nothing moves during the rollout.
-        buffers.take("rows", (7 * places,), dtype=torch.long)
+        buffers.take("rows", (7 * padded_rows(size.max_rows),), dtype=torch.long)
 
     def update(self, live: Sequence[Row]) -> None:
-        """Describe a new set of live rows, in the order of their places in the cache."""
-        n = padded_rows(len(live))
-        padding = [0] * (n - len(live))
-        slots = [row.prompt.slot for row in live]
-        prompt_lengths = [len(row.prompt.tokens) for row in live]
+        """Describe a new set of live rows, in the order of their indices."""
+        padding = [0] * (padded_rows(len(live)) - len(live))
+        rows = [*live, *(self._padding_row for _ in padding)]
         described = torch.tensor(
             [
-                [row.number for row in live] + [self._padding_row for _ in padding],
-                list(range(n)),
-                slots + padding,
-                prompt_lengths + padding,
+                [row.number for row in rows],
+                [row.slot for row in rows],
+                [row.prompt.slot for row in live] + padding,
+                [len(row.prompt.tokens) for row in live] + padding,
                 [1 for _ in live] + padding,
                 [row.count - 1 for row in live] + padding,
-                [p + row.count - 1 for p, row in zip(prompt_lengths, live)] + padding,
+                [len(row.prompt.tokens) + row.count - 1 for row in live] + padding,
             ]
         )
         vectors = self._buffers.put("rows", described)
-        self.rows, self.places, self.slots, self.prompt_lengths, self._is_live = vectors[:5]
-        self._moving = vectors[5:]
+        self.numbers, self.slots, self.prompt_slots, self.prompt_lengths = vectors[:4]
+        self._is_live, self._moving = vectors[4], vectors[5:]
         self.last, self.positions = self._moving
-        if self._grid is not None:
-            self._grid.update(slots, rows=n)
 
-    def advance(self, places: Tensor | None = None) -> None:
-        """Count one more token of all live rows, or of those in ``places``."""
-        if places is None:
-            self._moving += self._is_live
-        else:
-            self._moving[:, places] += self._is_live[places]
-
-
-class PromptGrid:
-    """Places of rows on a grid of [slots, kv_heads, width] cells, some empty, and what they see.
-
-    With it, attention over a prompt is one product for all of its rows.
-    """
-
-    slots: int  # in use
-    cells: int
-    gather: tuple[Tensor, Tensor]  # row and kv head of each cell, then of each row [n, kv_heads]
-    gather_cells: tuple[Tensor, Tensor]  # the same for the cells alone
-    scatter: Tensor  # [n * kv_heads] the cell of each row's heads
-    bias: Tensor  # [n, 1, 1, prompt_width + C] 0 or -inf: the prompt, then the response
-
-    def __init__(self, shape: CacheShape) -> None:
-        self._shape = shape
-        self._zero = torch.zeros((), dtype=shape.dtype, device=shape.device)
-        self.prompt_width = self._width = 0
-
-    def update(self, slots: Sequence[int], *, rows: int) -> None:
-        """Lay out the live rows, given their slots in the order of places, and padding rows."""
-        columns: list[int] = []  # each row's index among the rows of its slot
-        rows_of = dict.fromkeys(slots, 0)
-        for slot in slots:
-            columns.append(rows_of[slot])
-            rows_of[slot] += 1
-        self.slots, width = max(slots) + 1, max(rows_of.values())
-        kv, device = self._shape.kv_heads, self._shape.device
-        heads, live = torch.arange(kv), len(slots)
-        padding = [0] * (rows - live)
-        slot, column = torch.tensor([[*slots, *padding], [*columns, *padding]])
-        row_of = torch.zeros(self.slots, 1, width, dtype=torch.long)
-        row_of[slot[:live], 0, column[:live]] = torch.arange(live)
-        shape = (self.slots, kv, width)
-        self.cells = self.slots * kv * width
-        of_cells = [row_of.expand(shape).flatten(), heads[:, None].expand(shape).flatten()]
-        of_rows = [torch.arange(rows).repeat_interleave(kv), heads.repeat(rows)]
-        index = torch.cat([torch.stack(of_cells), torch.stack(of_rows)], dim=1).to(device)
-        self.gather = (index[0], index[1])
-        self.gather_cells = (index[0, : self.cells], index[1, : self.cells])
-        cell = (slot[:, None] * kv + heads) * width + column[:, None]  # [n, kv]
-        self.scatter = cell.flatten().to(device)
-        self.prompt_width = self._width = 0  # the bias is out of date
-
-    def show(self, at: RowLayout, *, prompt_width: int, width: int) -> None:
-        """Write the bias if the widths have changed; :meth:`show_last` brings it up to date."""
-        if (prompt_width, width) == (self.prompt_width, self._width):
-            return
-        self.prompt_width, self._width = prompt_width, width
-        of_prompt = length_mask(at.prompt_lengths, prompt_width)
-        of_response = length_mask(at.last + 1, width)
-        visible = torch.cat([of_prompt, of_response], dim=1)  # [n, P + C]
-        bias = torch.zeros(visible.shape, dtype=self._zero.dtype, device=visible.device)
-        self.bias = bias.masked_fill_(~visible, -torch.inf)[:, None, None]
-
-    def show_last(self, at: RowLayout) -> None:
-        own = self.bias[:, 0, 0, self.prompt_width :]
-        own.index_put_((at.places, at.last), self._zero)
+    def advance(self) -> None:
+        """Count one more token of all live rows."""
+        self._moving += self._is_live

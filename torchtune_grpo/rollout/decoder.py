@@ -1,4 +1,4 @@
-"""The policy's layers as the rollout runs them: packed prefill, and one token for every live row.
+"""The policy's layers as the rollout runs them: packed prompts or replies, and one token per row.
 
 It reads the modules of an unmodified torchtune ``TransformerDecoder`` (embedding, norms and
 activations are called as they are) and brings its own attention: a group's prompt has one copy of
@@ -8,9 +8,11 @@ read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,18 +25,20 @@ from torchtune.modules import (
 )
 
 from torchtune_grpo.config.keys import SamplingParams
-from torchtune_grpo.models.layers import HalfRotation, NormFirstAttention
+from torchtune_grpo.models.layers import HalfRotation, UniformAttention
 from torchtune_grpo.rollout.attention import (
     GridAttention,
     KernelAttention,
     PromptAttention,
+    ReplyAttention,
     kernel_runs,
 )
-from torchtune_grpo.rollout.cache import CacheShape, GroupCache
+from torchtune_grpo.rollout.cache import CacheShape, GroupCache, Row
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
 from torchtune_grpo.rollout.sampling import bytes_per_logit
 
 Rotate = Callable[[Tensor], None]  # heads [K, H, hd], in place
+Attention = GridAttention | KernelAttention | PromptAttention | ReplyAttention
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
@@ -49,7 +53,7 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
         if type(layer) is not TransformerSelfAttentionLayer:
             return f"layer {index} is a {type(layer).__name__}"
         attn, mlp = layer.attn, layer.mlp
-        if type(attn) not in (MultiHeadAttention, NormFirstAttention) or not attn.is_causal:
+        if type(attn) not in (MultiHeadAttention, UniformAttention) or not attn.is_causal:
             return f"layer {index}'s attention is a {type(attn).__name__}"
         if type(mlp) is not FeedForward:
             return f"layer {index}'s feed-forward is a {type(mlp).__name__}"
@@ -72,10 +76,11 @@ class _Layer:
 
 
 class NativeDecoder:
-    """Runs a model that :func:`unsupported_reason` accepts, on ``device`` in ``dtype``.
+    """Runs a model that ``unsupported_reason`` accepts, on ``device`` in ``dtype``.
 
     The weights of q, k and v, and of gate and up, may move side by side, with the same values; see
-    :class:`RolloutLinear`, also for ``merge_adapters``, ``copy`` and ``move``.
+    ``RolloutLinear``, also for ``merge_adapters`` and ``move``. Weights are copied, where they
+    have to be, up to ``room`` bytes; the others are made anew for every product.
     """
 
     def __init__(
@@ -84,14 +89,20 @@ class NativeDecoder:
         *,
         merge_adapters: bool,
         dtype: torch.dtype,
-        copy: bool = True,
+        room: float = math.inf,
         move: bool = True,
         device: torch.device,
     ) -> None:
+        make = partial(RolloutLinear, merge=merge_adapters, dtype=dtype, move=move)
+
         def linear(*modules: Any) -> RolloutLinear:
             present = [module for module in modules if module is not None]
-            return RolloutLinear(present, merge=merge_adapters, dtype=dtype, copy=copy, move=move)
+            made = make(present)
+            self.copied_bytes += made.copied_bytes
+            fits = not made.copied_bytes or self.copied_bytes <= room
+            return made if fits else make(present, copy=False)
 
+        self.copied_bytes = 0  # what copies of all weights that need one take
         attn = model.layers[0].attn
         self.vocab = model.tok_embeddings.num_embeddings
         self.heads = attn.num_heads
@@ -112,7 +123,7 @@ class NativeDecoder:
                 out=linear(layer.attn.output_proj),
                 gate_up=linear(layer.mlp.w1, layer.mlp.w3),
                 down=linear(layer.mlp.w2),
-                rotates_last=layer.attn.q_norm is None or type(layer.attn) is NormFirstAttention,
+                rotates_last=layer.attn.q_norm is None or type(layer.attn) is UniformAttention,
             )
             for layer in model.layers
         ]
@@ -152,8 +163,10 @@ class NativeDecoder:
         for rotation in self._rotations.values():
             yield from rotation.tensors()
         yield self._embed.weight
-        for module in (self._norm, *(layer.module for layer in self._layers)):
-            yield from (p for name, p in module.named_parameters() if name.endswith("scale"))
+        layers = (layer.module.modules() for layer in self._layers)
+        for module in chain(self._norm.modules(), *layers):
+            if "Norm" in type(module).__name__:
+                yield from module.parameters(recurse=False)
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
@@ -167,6 +180,15 @@ class NativeDecoder:
         h = self._run_layers(attention.tokens, attention)
         return self._unembed(h[attention.ends])
 
+    def extend(self, rows: Sequence[Row], cache: GroupCache) -> Tensor:
+        """Feed answered rows their turn's last token and the reply, side by side, and cache them.
+
+        Returns [rows, V], the logits of the token after each reply, in float32.
+        """
+        attention = ReplyAttention(rows, cache)
+        h = self._run_layers(attention.tokens, attention)
+        return self._unembed(h[attention.ends])
+
     def decode(self, tokens: Tensor, attention: GridAttention | KernelAttention) -> Tensor:
         """Feed every live row its last token: [n] -> [n, V] logits of the next one, in float32."""
         return self._unembed(self._run_layers(tokens, attention))
@@ -174,15 +196,15 @@ class NativeDecoder:
     def _unembed(self, h: Tensor) -> Tensor:
         return self._output.logits(self._norm(h))
 
-    def _run_layers(
-        self, tokens: Tensor, attention: GridAttention | KernelAttention | PromptAttention
-    ) -> Tensor:
+    def _run_layers(self, tokens: Tensor, attention: Attention) -> Tensor:
         """tokens [K] -> hidden states [K, D], before the last norm."""
         h = self._embed(tokens).to(self.dtype)
         rotation_of = cache(lambda rotation: rotation.at(attention.positions))
         for index, layer in enumerate(self._layers):
             rotate, attend = None, partial(attention, index)
             table = layer.rotation.table if layer.rotates_last else None
+            if table is not None and table.shape[-1] < self.cache_shape.head_dim:
+                table = None  # the kernel rotates whole heads
             if isinstance(attention, KernelAttention) and table is not None:
                 attend = partial(attend, table=table)
             else:
@@ -264,5 +286,6 @@ def _turn_by(module: nn.Module, heads: Tensor, *, positions: Tensor) -> None:
 
 
 def _turn_halves(heads: Tensor, *, cos: Tensor, sin: Tensor) -> None:
+    heads = heads[..., : cos.shape[-1]]  # a model may leave the rest of a head as it is
     rolled = heads.roll(heads.shape[-1] // 2, dims=-1)
     heads.mul_(cos).addcmul_(rolled, sin)

@@ -2,7 +2,7 @@
 
 A CUDA graph repeats its kernels on the recorded step's memory, with the recorded step's numbers
 from the host. So all that a step reads or writes, besides weights and caches, lies in
-:class:`Buffers`, at the same addresses in all rollouts, and its shape is its number of rows alone.
+``Buffers``, at the same addresses in all rollouts, and its shape is its number of rows alone.
 """
 
 from __future__ import annotations

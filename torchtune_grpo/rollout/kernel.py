@@ -45,6 +45,7 @@ def _kernel(
     prompts,
     rows,
     slots,
+    prompt_slots,
     prompt_lengths,
     last,
     token_positions,
@@ -84,9 +85,9 @@ def _kernel(
         q = (q * cos + q_partners * sin).to(q.dtype)
         new_key = (new_key * cos + key_partners * sin).to(new_key.dtype)
 
-    slot = tl.load(slots + row)
-    own = rows + (row * KV_HEADS + kv_head) * width * HEAD_DIM
-    shared = prompts + (slot * KV_HEADS + kv_head) * prompt_width * HEAD_DIM
+    slot, prompt_slot = tl.load(slots + row), tl.load(prompt_slots + row)
+    own = rows + (slot * KV_HEADS + kv_head) * width * HEAD_DIM
+    shared = prompts + (prompt_slot * KV_HEADS + kv_head) * prompt_width * HEAD_DIM
     count = tl.load(last + row)  # tokens of the response that are cached
     new = own + count * HEAD_DIM + dims
     tl.store(new, new_key, mask=in_head)

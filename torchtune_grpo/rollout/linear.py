@@ -13,7 +13,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from torchtune_grpo.machine.attention import float32_product
+from torchtune_grpo.machine.segments import float32_product
 from torchtune_grpo.models.layers import FusedLoRALinear, PeftDoRALinear
 
 KINDS = (nn.Linear, LoRALinear, FusedLoRALinear, PeftDoRALinear, FrozenNF4Linear, TiedLinear)
@@ -29,11 +29,12 @@ class RolloutLinear:
 
         y = W x + B (A x)
 
-    where [W; A] is one matrix and B another, scaled and block-diagonal: two products for any number
-    of layers. Weights that have another dtype, are quantized or are merged are copied;
-    :meth:`refresh` updates the copies and :meth:`release` frees them. Several layers that need no
-    copy move their weights into the common matrix, and their parameters become views of it. With
-    ``move=False`` (FSDP owns a sharded model's memory) each layer is a product of its own.
+    where [W; A] is one matrix, with zeros up to a whole block of eight rows, and B another, scaled
+    and block-diagonal: two products for any number of layers. Weights that have another dtype, are
+    quantized or are merged are copied; ``refresh`` updates the copies and ``release`` frees
+    them. Several layers that need no copy move their weights into the common matrix, and their
+    parameters become views of it. With ``move=False`` (FSDP owns a sharded model's memory) each
+    layer is a product of its own.
 
     ``merge`` adds LoRA to the weights; DoRA, which scales them, is always merged. ``copy=False``
     computes copies anew for every product, which is slow but needs no memory.
@@ -55,11 +56,13 @@ class RolloutLinear:
             for module in modules
         ]
         self.sizes = [len(_base_weight(module)) for module in modules]
+        # Rows of results keep 16-byte aligned addresses, which attention's kernels need.
+        self._rank = -(-sum(self.ranks) // 8) * 8
         self._copies = copy and any(self._needs_copy(module) for module in modules)
         self._moves = move and copy and len(modules) > 1 and not self._copies
-        self._weight: Tensor | None = None  # [out + ranks, in], or [out, in] of a single layer
-        self._a: Tensor | None = None  # [ranks, in], the last rows of _weight or by itself
-        self._b: Tensor | None = None  # [out, ranks]
+        self._weight: Tensor | None = None  # [out + rank, in], or [out, in] of a single layer
+        self._a: Tensor | None = None  # [rank, in], the last rows of _weight or by itself
+        self._b: Tensor | None = None  # [out, rank]
         self._bias: Tensor | None = None  # [out], then 0 for A's rows in _weight
 
     def _needs_copy(self, module: Any) -> bool:
@@ -78,7 +81,7 @@ class RolloutLinear:
         """Return the weight [out, in] of a layer that is not in the common matrix."""
         if not self._needs_copy(module):
             return _base_weight(module)
-        return _whole_weight(module, merge=self._merge).to(self._dtype)
+        return whole_weight(module, merge=self._merge).to(self._dtype)
 
     @property
     def _single_weight(self) -> Tensor:
@@ -108,7 +111,7 @@ class RolloutLinear:
         return torch.zeros(shape, dtype=self._dtype, device=device) if old is None else old
 
     def _refresh_weight(self) -> None:
-        out, rank = sum(self.sizes), sum(self.ranks)
+        out, rank = sum(self.sizes), self._rank
         inputs = _base_weight(self._modules[0]).shape[1]
         if self._copies or self._moves:
             self._weight = self._kept(self._weight, out + rank, inputs)
@@ -116,7 +119,7 @@ class RolloutLinear:
             rows_of = self._weight.split([*self.sizes, rank])
             for module, rows in zip(self._modules, rows_of, strict=False):
                 if self._copies:
-                    rows.copy_(_whole_weight(module, merge=self._merge))
+                    rows.copy_(whole_weight(module, merge=self._merge))
                 elif module.weight.data_ptr() != rows.data_ptr():
                     rows.copy_(module.weight)
                     module.weight.data = rows
@@ -125,7 +128,7 @@ class RolloutLinear:
 
     def _refresh_adapters(self) -> None:
         assert self._a is not None
-        self._b = self._kept(self._b, sum(self.sizes), sum(self.ranks))
+        self._b = self._kept(self._b, sum(self.sizes), self._rank)
         row = column = 0
         for module, size, rank in zip(self._modules, self.sizes, self.ranks, strict=True):
             if rank:
@@ -200,7 +203,7 @@ def _base_weight(module: Any) -> Tensor:
     return module.tied_module.weight if isinstance(module, TiedLinear) else module.weight
 
 
-def _whole_weight(module: Any, *, merge: bool) -> Tensor:
+def whole_weight(module: Any, *, merge: bool) -> Tensor:
     """Return the weight [out, in]; a merged one is float32 at least, so that it is rounded once."""
     if isinstance(module, DoRALinear):
         adapted = _adapted_weight(module)

@@ -6,20 +6,23 @@ import inspect
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torchtune.modules import TransformerDecoder
 from tqdm import tqdm
 
-from torchtune_grpo.config.keys import SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.environments.conversations import Conversations
+from torchtune_grpo.environments.environment import Environment
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.rollout.sampling import row_keys
-from torchtune_grpo.trajectory import Samples, Trajectory, join_rows, length_mask
+from torchtune_grpo.trajectory import Samples, Trajectory, join_rows
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,13 +40,50 @@ class Progress:
         return f"{self.finished}/{self.rows}, {tqdm.format_sizeof(self.tokens)} tokens"
 
 
+class Turns(Protocol):
+    """Replies to the policy at the end of its turns, while the engine goes on with other rows.
+
+    A turn ends with a stop token or a stop string; then the row pauses until it has a reply, whose
+    tokens continue its response: they are not ``Samples.sampled``, and have log-probs of 0. A row
+    that reaches a limit of the request within a turn is cut off, unasked: it is
+    ``Samples.truncated``. So is one that has no reply when a deadline or an interrupt ends the
+    rollout.
+
+    Rows are numbered 0 to N - 1, see ``RolloutRequest``. The engine calls both methods from
+    one thread, between tokens: neither may wait for a tool.
+    """
+
+    def end_turn(self, row: int, response: Sequence[int], *, sampled: int) -> None:
+        """Take note that a row has ended a turn; it is asked about once for each turn.
+
+        ``response`` are all of its tokens so far, earlier replies included; the last one ended the
+        turn. The policy has ``sampled`` so many of them.
+        """
+        ...
+
+    def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]:
+        """Return the replies that have come since the last call, by row: the tokens that come next.
+
+        An empty reply ends the row, which is then not truncated. No reply may fill the response:
+        ``len(response) + len(reply) < request.max_row_tokens`` and ``sampled <
+        params.max_generated_tokens``, so that at least one token is left to sample. With ``wait``
+        no row can be sampled: wait a moment for a reply, but at most about 50 ms, so that the
+        engine sees deadlines and interrupts.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
     """A request for a group of responses to each prompt: N = B*G rows, prompt-major.
 
-    ``keys`` [N] int64 seed the rows' noise, see :func:`row_keys`: a response depends on its prompt,
+    ``keys`` [N] int64 seed the rows' noise, see ``row_keys``: a response depends on its prompt,
     its key and the policy, and on nothing else. ``decode`` turns token ids into text, and is needed
     for ``params.stop_strings``. ``report`` is called with the progress now and then.
+    Ids from ``vocab_size`` on are never sampled; None samples all that the model has.
+    ``params.max_generated_tokens`` bounds the tokens that a row samples, over all of its turns, and
+    ``row_limit`` all of its response's tokens; None is the same bound. Without ``turns`` a response
+    is one turn. ``params.min_new_tokens`` counts from the response's beginning.
     """
 
     prompts: Sequence[Sequence[int]]  # none of them empty
@@ -53,18 +93,66 @@ class RolloutRequest:
     keys: Tensor
     decode: Decode | None = None
     report: Callable[[Progress], None] | None = None
+    vocab_size: int | None = None
+    row_limit: int | None = None
+    turns: Turns | None = None
 
     @property
     def num_rows(self) -> int:
         """N."""
         return len(self.prompts) * self.group_size
 
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of a response, sampled or not."""
+        return self.row_limit or self.params.max_generated_tokens
 
+
+@dataclass(frozen=True)
+class EngineContext:
+    """Arguments of ``Engine(context)``, beside those that the config gives by name.
+
+    The model is neither compiled nor sharded yet. Its weights may be on another device than
+    ``device``, where to compute. ``bytes_to_come`` tells at any time how much of the memory that
+    is free there training is going to take. ``model_dir`` holds the model's ``config.json``.
+    """
+
+    model: TransformerDecoder
+    settings: RolloutConfig
+    device: torch.device
+    is_sharded: bool = False  # whether it will be sharded
+    bytes_to_come: Callable[[], int] = lambda: 0
+    model_dir: str = ""
+
+
+@runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples a group of responses for each prompt."""
+    """Samples a group of responses for each prompt, one call for each round of a step.
+
+    ``is_reproducible`` says whether samples depend on the request and the weights alone. An engine
+    that asks ``request.turns`` also has ``takes_turns = True``; others are never given any.
+    """
+
+    is_reproducible: bool
 
     def generate(self, request: RolloutRequest) -> Samples:
-        """Sample all rows of a request with the policy's current weights."""
+        """Sample all rows of a request with the model's current weights.
+
+        It ends early, with what there is, if ``must_stop`` says so.
+        """
+        ...
+
+
+@runtime_checkable
+class ForeignEngine(RolloutEngine, Protocol):
+    """An engine that samples from a copy of the policy, with memory or processes of its own."""
+
+    def check_step(self, metrics: Mapping[str, float]) -> None:
+        """Raise a ValueError if a step's metrics show that another policy has sampled."""
+        ...
+
+    def close(self) -> None:
+        """Give back all that it holds."""
         ...
 
 
@@ -77,7 +165,7 @@ def must_stop(deadline: float | None) -> Callable[[], bool]:
     return lambda: time.monotonic() > end or interrupt.is_interrupted()
 
 
-def roll_out(
+def sample_groups(
     engine: RolloutEngine,
     prompts: PromptBatch,
     *,
@@ -88,14 +176,27 @@ def roll_out(
     seed: int,
     step: int,
     report: Callable[[Progress], None] | None = None,
+    environment: Environment | None = None,
 ) -> Trajectory:
     """Sample a group of responses for each prompt: N = B*G rows, prompt-major, not yet scored.
 
     ``prefill`` is the beginning of the answer that the prompts end with. The noise is a function of
-    the run's seed, the step, the prompt and the sample. Raises Interrupted on all ranks if the run
-    is to end.
+    the run's seed, the step, the prompt and the sample. With an ``environment`` a response is a
+    whole conversation. Raises Interrupted on all ranks if the run is to end.
     """
     stop_tokens = tokenizer.stop_tokens
+    decode = partial(decode_tokens, tokenizer)
+    talks = None
+    if environment is not None:
+        talks = Conversations(
+            environment,
+            prompts,
+            group_size,
+            max_sampled=params.max_generated_tokens,
+            decode=decode,
+            stop_tokens=stop_tokens,
+            prefill=prefill,
+        )
     keys = row_keys(
         seed=seed,
         step=step,
@@ -104,17 +205,25 @@ def roll_out(
         uses=prompts.uses,
     )
     request = RolloutRequest(
-        prompts=prompts.tokens,
-        group_size=group_size,
+        prompts=prompts.tokens if talks is None else talks.prompt_tokens,
+        group_size=group_size if talks is None else talks.group_size,
         params=params,
         stop_tokens=stop_tokens,
         keys=keys,
-        decode=partial(decode_tokens, tokenizer),
+        decode=decode,
         report=report,
+        vocab_size=_known_ids(tokenizer),
+        row_limit=None if talks is None else talks.row_limit,
+        turns=talks,
     )
     samples = engine.generate(request)
     interrupt.check()
-    tokens, prompt_lengths = join_rows(prompts.tokens, samples)
+    tokens, prompt_lengths = join_rows(request.prompts, samples)
+    completions: Sequence[str]
+    if talks is None:
+        completions = decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill)
+    else:
+        completions = talks.finish(samples)
 
     def of_rows(of_prompts: list[int]) -> Tensor:
         return torch.tensor(of_prompts, device=tokens.device).repeat_interleave(group_size)  # [N]
@@ -122,17 +231,26 @@ def roll_out(
     return Trajectory(
         tokens=tokens,
         prompt_indices=of_rows(prompts.indices),
-        places=of_rows(prompts.places),
+        step_indices=of_rows(prompts.step_indices),
         prompt_lengths=prompt_lengths,
         response_lengths=samples.lengths,
-        response_mask=length_mask(samples.lengths, samples.responses.shape[1]),
+        sampled=samples.sampled,
+        response_mask=samples.sampled,
         truncated=samples.truncated,
         sampler_logprobs=samples.sampler_logprobs,
         behaviour_logprobs=samples.behaviour_logprobs,
-        prompts=_repeat(prompts.prompts, group_size),
-        completions=decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill),
+        prompts=_repeat(prompts.prompts, group_size) if talks is None else [*talks.prompts],
+        completions=[*completions],
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},
     )
+
+
+def _known_ids(tokenizer: Any) -> int | None:
+    """Return the number of ids up to the tokenizer's last; None if it does not tell."""
+    size = getattr(tokenizer, "vocab_size", None)
+    special = getattr(tokenizer, "special_tokens", None) or {}
+    known = [*tokenizer.stop_tokens, *special.values()]
+    return None if size is None else max(size, *(token + 1 for token in known))
 
 
 def _repeat(values: list[Any], times: int) -> list[Any]:
@@ -156,8 +274,8 @@ def decode_responses(
 def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Decode ids to text, special tokens included; an unknown id becomes U+FFFD.
 
-    Models often have more output rows than their tokenizer has tokens, so that a policy can sample
-    an id that its tokenizer cannot decode. The ids around it are then decoded in pieces.
+    A tokenizer may have gaps, and need not tell how many ids it knows; what is around an unknown
+    one is decoded in pieces.
     """
     options = _decode_options(tokenizer.decode)
     try:

@@ -74,7 +74,7 @@ def sample_inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
 
 
 def bytes_per_logit(params: SamplingParams) -> int:
-    """Return the most bytes per entry of a row's logits and what :class:`Sampler` makes of them."""
+    """Return the most bytes per entry of a row's logits and what ``Sampler`` makes of them."""
     logits = 4 if params.temperature in (0, 1) else 8
     changed = 4 * params.changes_logits
     drawn = 4 * params.filters + 2 * 4  # filtered; probabilities, and a copy padded to whole blocks
@@ -84,17 +84,23 @@ def bytes_per_logit(params: SamplingParams) -> int:
 
 
 class Sampler:
-    """Samples one token per row; no stop token before ``min_new_tokens``."""
+    """Samples one token per row below ``vocab_size``; no stop token before ``min_new_tokens``."""
 
     def __init__(
-        self, params: SamplingParams, *, stop_tokens: Sequence[int] = (), buffers: Buffers
+        self,
+        params: SamplingParams,
+        *,
+        stop_tokens: Sequence[int] = (),
+        vocab_size: int | None = None,
+        buffers: Buffers,
     ) -> None:
         def ids(name: str, tokens: Sequence[int]) -> Tensor:
             return buffers.put(name, torch.tensor(tokens, dtype=torch.long))
 
-        self._params = params
+        self._params, self._vocab_size = params, vocab_size
+        known = [n for n in params.suppressed_tokens if vocab_size is None or n < vocab_size]
         self._stops = ids("stop tokens", stop_tokens)
-        self._suppressed = ids("suppressed tokens", params.suppressed_tokens)
+        self._suppressed = ids("suppressed tokens", known)
 
     def __call__(
         self,
@@ -120,9 +126,12 @@ class Sampler:
         if params.temperature not in (0, 1):
             plain = plain / params.temperature
         drawn_from = plain
+        if self._vocab_size is not None and self._vocab_size < plain.shape[-1]:
+            drawn_from = plain[:, : self._vocab_size]
+            seen = None if seen is None else seen[:, : self._vocab_size]
         if params.changes_logits:
             assert counts is not None
-            drawn_from = self._adjust(plain, seen=seen, counts=counts)
+            drawn_from = self._adjust(drawn_from, seen=seen, counts=counts)
         if params.temperature == 0:
             tokens = drawn_from.argmax(dim=-1)
             behaviour_logprobs = torch.zeros_like(plain[:, 0])

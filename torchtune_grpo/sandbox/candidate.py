@@ -18,6 +18,7 @@ import types
 from functools import partial
 from typing import Any
 
+from torchtune_grpo.sandbox.cases import Program, run_case
 from torchtune_grpo.sandbox.fences import LIBRARY_FD, Fences
 from torchtune_grpo.sandbox.wire import NotPlain, dump, load, receive, send
 
@@ -25,7 +26,8 @@ from torchtune_grpo.sandbox.wire import NotPlain, dump, load, receive, send
 def run_candidate(calls: socket.socket, fences: Fences) -> None:
     """Confine this process, run a completion, and answer calls of its function.
 
-    The program comes first: ``code``, ``entry_point``, ``folder``, ``limits`` and ``megabytes``.
+    The program comes first: ``code``, ``entry_point``, ``takes_input`` (it is run on an exam's
+    cases), ``folder``, ``limits`` and ``megabytes``.
     """
     program = receive(calls)
     try:
@@ -37,13 +39,14 @@ def run_candidate(calls: socket.socket, fences: Fences) -> None:
         return
     send(calls, {"begins": True})  # failures from here on are the completion's
     try:
-        candidate = _Candidate(program["code"], program["entry_point"])
+        names = ("code", "entry_point", "takes_input")
+        completion = _Completion(*(program[name] for name in names))
     except BaseException as error:
         send(calls, {"error": _describe(error)})
         return
     send(calls, {"ready": True})
     while True:
-        send(calls, candidate.answer(receive(calls)))
+        send(calls, completion.answer(receive(calls)))
 
 
 def _keep_only(calls: socket.socket) -> socket.socket:
@@ -61,18 +64,23 @@ def _keep_only(calls: socket.socket) -> socket.socket:
 ENTRY, NAMES = 0, 1  # numbers of a completion's function or class, and of its namespace
 
 
-class _Candidate:
+class _Completion:
     """A completion that has run, and those of its objects that the checker knows by number."""
 
-    def __init__(self, code: str, entry_point: str) -> None:
-        self._module = types.ModuleType("completion")
-        sys.modules["completion"] = self._module  # dataclasses and typing look it up
-        names = vars(self._module)
+    def __init__(self, code: str, entry_point: str, takes_input: bool) -> None:
+        module = types.ModuleType("completion")
+        sys.modules["completion"] = module  # dataclasses and typing look it up
+        names = vars(module)
         names["__file__"] = "completion.py"
+        self._objects: dict[Any, Any] = {NAMES: names}
+        if not entry_point:
+            self._objects[ENTRY] = Program(code)
+            return
         exec(compile(code, "<completion>", "exec"), names)
-        self._objects = {ENTRY: eval(entry_point, names), NAMES: names}
-        if not callable(self._objects[ENTRY]):
+        entry = partial(run_case, names, entry_point) if takes_input else eval(entry_point, names)
+        if not callable(entry):
             raise TypeError(f"{entry_point} is not a function")
+        self._objects[ENTRY] = entry
 
     def answer(self, call: dict[str, Any]) -> dict[str, Any]:
         """Perform one call: return its value or error, what it printed, and changed arguments."""

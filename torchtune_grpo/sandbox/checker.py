@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,10 +20,11 @@ import unittest
 from functools import partial, partialmethod
 from typing import Any, NoReturn
 
-from torchtune_grpo.sandbox import kernel
+from torchtune_grpo.sandbox import syscalls, wire
 from torchtune_grpo.sandbox.candidate import ENTRY, NAMES, run_candidate
+from torchtune_grpo.sandbox.cases import run_cases
+from torchtune_grpo.sandbox.exam import Exam, Kind, Verdict
 from torchtune_grpo.sandbox.fences import Fences
-from torchtune_grpo.sandbox.wire import NotPlain, PeerGone, dump, load, receive, refuse, send
 
 MAX_ANSWER = 2**24  # bytes
 # What a stand-in passes on to its object, and what it refuses because it would show the object a
@@ -30,105 +32,178 @@ MAX_ANSWER = 2**24  # bytes
 _DONE_THERE = "call setattr len iter next str repr bool getitem setitem delitem".split()
 _REFUSED = "eq ne lt le gt ge hash".split()
 _OF_PLAIN = {name for kind in (str, bytes, int, float, frozenset, tuple) for name in dir(kind)}
+_KINDS = {
+    "AssertionError": Kind.WRONG,
+    **dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), Kind.SYNTAX),
+    # What the fences raise, or a stand-in.
+    **dict.fromkeys(("PermissionError", "FileNotFoundError"), Kind.REFUSED),
+    **dict.fromkeys(("ModuleNotFoundError", "NotPlain"), Kind.REFUSED),
+}
 
 
 def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     """Fork a candidate, run a test on a stand-in for its function, and send the verdict.
 
-    ``judge`` sends ``program`` (see :func:`run_candidate`), ``setup``, ``test`` and ``limits``. It
+    ``judge`` sends ``program`` (see ``run_candidate``), ``exam`` and the test's ``limits``. It
     gets a verdict, or a ``fault``: why the completion was never started.
     """
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # closes its memory to other processes of its user
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # closes its memory to processes of its user
     calls, theirs = socket.socketpair()
     candidate = fences.fork()  # before this process holds anything to hide from it
     if not candidate:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()  # or its signals to its group would reach this process as well
         calls.close()
         judge.close()
         run_candidate(theirs, fences)
         return
     theirs.close()
-    exam = receive(judge)
-    kernel.set_limits(exam["limits"])
+    task = wire.receive(judge)
+    syscalls.set_limits(task["limits"])
     try:
-        send(calls, exam["program"])
-        begins = receive(calls)
-    except PeerGone as error:
+        wire.send(calls, task["program"])
+        begins = wire.receive(calls)
+    except wire.PeerGone as error:
         begins = {"fault": f"its process {error}"}
     if "fault" in begins:
-        send(judge, begins)
+        wire.send(judge, begins)
         return
-    verdict = _examine(exam, _Candidate(calls, exam["program"]["entry_point"]))
+    exam = Exam(**task["exam"])
+    verdict = _examine(exam, _CandidateProcess(calls, exam))
     # It is stopped, so that all that it has used can still be read.
     os.kill(candidate, signal.SIGSTOP)
-    if not os.WIFSTOPPED(os.waitpid(candidate, os.WUNTRACED)[1]):
-        verdict["why"] = verdict["why"] or "the completion's process ended before its test did"
-    send(judge, verdict)
+    if not os.WIFSTOPPED(os.waitpid(candidate, os.WUNTRACED)[1]) and verdict.passed:
+        why = "the completion's process ended before its test did"
+        verdict = verdict._replace(kind=Kind.CRASH, why=why)
+    wire.send(judge, verdict._asdict())
     signal.pause()
+
+
+def _examine(exam: Exam, candidate: _CandidateProcess) -> Verdict:
+    """Run the test or the cases, and say what came of it."""
+    error: BaseException | None = None
+    share = None
+    try:
+        names = _load(exam, candidate)
+        if exam.cases:
+            cases = json.loads(exam.cases)
+            share, why = run_cases(candidate.entry.__call__, cases, partial=exam.partial)
+            error = AssertionError(why) if why else None
+        else:
+            _run_test(exam, candidate, names)
+    except BaseException as raised:
+        error = raised
+    kind, why = _kind_and_reason(error, candidate)
+    return Verdict(kind, why[:500], candidate.answers, share)
+
+
+def _kind_and_reason(error: BaseException | None, candidate: _CandidateProcess) -> tuple[Kind, str]:
+    """Find who is to blame for what ended the test, if anything did.
+
+    Before its first answer a completion cannot have caused a failure of the test.
+    """
+    if candidate.failure:  # which the test may have caught
+        return candidate.failure
+    why = f"{type(error).__name__}: {error}" if error else ""
+    if not candidate.answers:
+        text = "the test itself failed before it called the function: "
+        return Kind.BROKEN_TEST, text + (why or "it never did")
+    if error is None:
+        return Kind.PASSED, ""
+    explained = error is candidate.raised or isinstance(error, AssertionError)
+    if candidate.objects and not explained:  # the test may have taken an object for a value
+        return Kind.REFUSED, f"refused: {why}"
+    return _KINDS.get(type(error).__name__, Kind.EXCEPTION), why
+
+
+def _load(exam: Exam, candidate: _CandidateProcess) -> dict[str, Any]:
+    """Load the setup and the completion, and return the names that the test may use."""
+    module = types.ModuleType("test")
+    sys.modules["test"] = sys.modules["solution"] = module
+    names = vars(module)
+    exec(compile(exam.setup, "<setup>", "exec"), names)
+    candidate.load()
+    names[exam.entry_point] = candidate.entry
+    names["__getattr__"] = candidate.lookup  # for `from solution import another`
+    return names
+
+
+def _run_test(exam: Exam, candidate: _CandidateProcess, names: dict[str, Any]) -> None:
+    for name in exam.others:
+        if name not in names:
+            with contextlib.suppress(AttributeError):
+                names[name] = candidate.lookup(name)
+    exec(compile(exam.test, "<test>", "exec"), names)
+    own = {name: value for name, value in names.items() if type(value) is not _StandIn}
+    if "check" in own:
+        own["check"](candidate.entry)
+    for name, function in own.items():
+        if name.startswith("test_") and callable(function):
+            function()
+    for kind in own.values():
+        if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+            unittest.defaultTestLoader.loadTestsFromTestCase(kind).debug()  # raises what fails
 
 
 class _NoAnswer(BaseException):
     """Raised when no answer will come; a test's ``except Exception`` does not catch it."""
 
 
-class _Candidate:
+class _CandidateProcess:
     """The candidate's process, as the checker sees it."""
 
-    def __init__(self, calls: socket.socket, entry_point: str) -> None:
+    def __init__(self, calls: socket.socket, exam: Exam) -> None:
         self._calls = calls
         # Judged by its name, as a completion could define a class in place of a function.
-        self._is_class = re.fullmatch(r"_*[A-Z]\w*", entry_point) is not None
+        self._is_class = re.fullmatch(r"_*[A-Z]\w*", exam.entry_point) is not None
         self.entry = _StandIn(self, ENTRY, is_known=True)
         self._names = _StandIn(self, NAMES, is_known=False)
         self.objects: dict[int, _StandIn] = {}
         self.answers = 0
-        self.broken = ""  # why no more answers come; a test's own `except:` may have swallowed it
-        self.test_failed = False
+        self.failure: tuple[Kind, str] | None = None  # why no more answers come
         self.raised: Exception | None = None  # the completion's last exception
 
+    def load(self) -> None:
+        """Wait until the completion is loaded."""
+        answer = self._receive("ready")
+        if "error" in answer:
+            name, message, _ = answer["error"]
+            self.stop(f"{name}: {message}", _KINDS.get(name, Kind.EXCEPTION))
+
     def lookup(self, name: str) -> Any:
-        """Return another name that the completion defines; it does not count as an answer."""
+        """Return another name that the completion defines."""
         if name.startswith("__"):  # `import *` would take all that __all__ names
             raise AttributeError(name)
         try:
             return self.ask(self._names, "getitem", name)
         except KeyError:
             raise AttributeError(name) from None
-        finally:
-            self.answers -= 1
-
-    def start(self) -> None:
-        """Wait until the completion is loaded."""
-        answer = self._receive("ready")
-        if "error" in answer:
-            self.stop("{}: {}".format(*answer["error"]))
 
     def ask(self, known: _StandIn, do: str, *args: Any, **kwargs: Any) -> Any:
         """Have the candidate do something with one of its objects."""
         prints = sys.stdout is not sys.__stdout__
         call: dict[str, Any] = {"on": known._stand_in[1], "do": do, "prints": prints}
         try:
-            call["args"] = [dump(value, self._keep) for value in args]
-            call["kwargs"] = {name: dump(value, self._keep) for name, value in kwargs.items()}
-        except (NotPlain, RecursionError) as error:
+            call["args"] = [wire.dump(value, self._keep) for value in args]
+            call["kwargs"] = {name: wire.dump(value, self._keep) for name, value in kwargs.items()}
+        except (wire.NotPlain, RecursionError) as error:
             # Later arguments may hold answers, so that the completion may be the cause.
-            self.test_failed = not self.answers
-            self.stop(f"refused: the test passes what cannot be sent: {error}")
-        with contextlib.suppress(PeerGone):  # no answer will come either
-            send(self._calls, call)
+            kind = Kind.REFUSED if self.answers else Kind.BROKEN_TEST
+            self.stop(f"refused: the test passes what cannot be sent: {error}", kind)
+        with contextlib.suppress(wire.PeerGone):  # no answer will come either
+            wire.send(self._calls, call)
         answer = self._receive("value")
-        self.answers += 1
+        self.answers += known is not self._names
         if prints:
             sys.stdout.write(str(answer.get("printed", "")))
         # Objects of the class under test are what a row is about; others could pose as a value.
         is_made = self._is_class and known is self.entry and do == "call"
         find = partial(self._find, is_known=is_made)
         try:
-            value = load(answer.get("value"), find)
+            value = wire.load(answer.get("value"), find)
             for position, data in answer.get("changed", ()):
-                _refill([*args, *kwargs.values()][position], load(data, find))
-        except (NotPlain, TypeError, ValueError, LookupError) as error:
+                _refill([*args, *kwargs.values()][position], wire.load(data, find))
+        except (wire.NotPlain, TypeError, ValueError, LookupError) as error:
             self.stop(f"{type(error).__name__}: {error}")
         if "error" in answer:
             self.raised = self._exception(*answer["error"], ends=do == "next")
@@ -140,8 +215,8 @@ class _Candidate:
         if type(value) is _StandIn:
             return [value._stand_in[1]]
         if type(value).__module__ == "test" and hasattr(value, "__dict__"):
-            return [type(value).__name__, dump(vars(value), self._keep)]
-        refuse(value)
+            return [type(value).__name__, wire.dump(vars(value), self._keep)]
+        wire.refuse(value)
 
     def _find(self, number: int, kind: str, *, is_known: bool) -> _StandIn:
         if (type(number), type(kind)) != (int, str):
@@ -150,13 +225,14 @@ class _Candidate:
 
     def _receive(self, kind: str) -> dict[str, Any]:
         """Receive the next answer, which has to be of this kind or an error."""
-        if self.broken:
+        if self.failure:
             raise _NoAnswer
         try:
-            answer = receive(self._calls, limit=MAX_ANSWER)
-        except PeerGone as error:
-            refused = "refused: " if "more than" in str(error) else ""
-            self.stop(f"{refused}the completion's process {error}")
+            answer = wire.receive(self._calls, limit=MAX_ANSWER)
+        except wire.TooLong as error:
+            self.stop(f"refused: the completion's process {error}")
+        except wire.PeerGone as error:
+            self.stop(f"the completion's process {error}", Kind.CRASH)
         if type(answer) is not dict or not answer.keys() & {kind, "error"}:
             self.stop("malformed answer")
         parts = answer.get("error", ["", "", None])
@@ -168,19 +244,20 @@ class _Candidate:
         """Make the builtin exception of that name, with the arguments if they fit its message."""
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            self.stop(f"{name}: {message}")
+            self.stop(f"{name}: {message}", _KINDS.get(name, Kind.EXCEPTION))
         raised: Exception = RuntimeError(f"the function raised {name}: {message}")
         if kind in (StopIteration, StopAsyncIteration) and not ends:
             return raised  # as generators do: the test's own loop must not take it for the end
         with contextlib.suppress(Exception):  # it may want other arguments
             raised = kind(message)
         with contextlib.suppress(Exception):
-            same = kind(*load(arguments))
+            same = kind(*wire.load(arguments))
             raised = same if str(same) == message else raised
         return raised
 
-    def stop(self, why: str) -> NoReturn:
-        self.broken = why
+    def stop(self, why: str, kind: Kind = Kind.REFUSED) -> NoReturn:
+        """End the test, whatever it catches: no more answers come."""
+        self.failure = kind, why
         raise _NoAnswer(why)
 
 
@@ -188,9 +265,9 @@ class _StandIn:
     """Stand-in for an object that stays with the candidate."""
 
     __slots__ = ("_stand_in",)
-    _stand_in: tuple[_Candidate, int, bool]
+    _stand_in: tuple[_CandidateProcess, int, bool]
 
-    def __init__(self, candidate: _Candidate, number: int, *, is_known: bool) -> None:
+    def __init__(self, candidate: _CandidateProcess, number: int, *, is_known: bool) -> None:
         object.__setattr__(self, "_stand_in", (candidate, number, is_known))
 
     def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -216,43 +293,6 @@ for _name in _REFUSED:
 def _refill(argument: Any, changed: Any) -> None:
     """Apply the function's changes to a list, dict or set that was passed to it."""
     if type(changed) not in (list, dict, set) or not isinstance(argument, type(changed)):
-        raise NotPlain("malformed")
+        raise wire.NotPlain("malformed")
     argument.clear()
     (argument.extend if isinstance(argument, list) else argument.update)(changed)
-
-
-def _examine(exam: dict[str, Any], candidate: _Candidate) -> dict[str, Any]:
-    """Run the test. Failures before the first answer are its own, later ones the completion's."""
-    why, module = "", types.ModuleType("test")
-    try:
-        _run_test(exam, candidate, module)
-    except BaseException as error:
-        why = f"{type(error).__name__}: {error}"
-        if candidate.objects and error is not candidate.raised and why[:9] != "Assertion":
-            why = f"refused: {why}"  # the test may have taken an object for a value
-    if candidate.broken:
-        why = candidate.broken
-    elif not candidate.answers:
-        why = f"the test itself failed before it called the function: {why or 'it never did'}"
-        candidate.test_failed = True
-    found = {"why": why[:500], "calls": candidate.answers, "test_failed": candidate.test_failed}
-    return found | {"share": module.__dict__.get("share")}
-
-
-def _run_test(exam: dict[str, Any], candidate: _Candidate, module: types.ModuleType) -> None:
-    sys.modules["test"] = sys.modules["solution"] = module
-    names = vars(module)
-    exec(compile(exam["setup"], "<setup>", "exec"), names)
-    candidate.start()
-    names[exam["program"]["entry_point"]] = candidate.entry
-    names["__getattr__"] = candidate.lookup  # for `from solution import another`
-    exec(compile(exam["test"], "<test>", "exec"), names)
-    own = {n: value for n, value in names.items() if value is not candidate.entry}
-    if "check" in own:
-        own["check"](candidate.entry)
-    for name, function in own.items():
-        if name.startswith("test_") and callable(function):
-            function()
-    for kind in own.values():
-        if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
-            unittest.defaultTestLoader.loadTestsFromTestCase(kind).debug()  # raises what fails

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_grpo.sandbox.kernel import used_by
+from torchtune_grpo.sandbox.exam import Exam, Kind, Verdict
 from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
+from torchtune_grpo.sandbox.syscalls import used_by
 from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 _MEGABYTE = 2**20
@@ -56,17 +57,6 @@ class Limits:
         }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A test's result for a completion."""
-
-    passed: bool
-    why: str = ""  # reason why it did not pass
-    calls: int = 0  # calls of the function that the completion answered
-    test_failed: bool = False  # by itself, which says nothing about the completion
-    share: float | None = None  # share of cases that pass, if the test sets ``share``
-
-
 @dataclass
 class CodeSandbox:
     """Sandbox that judges one completion at a time, and starts its process when first needed."""
@@ -80,31 +70,31 @@ class CodeSandbox:
     _refusal: str = "they are turned off"  # why there are no namespaces
     _worked: bool = False  # has worked once: a later failure is no reason to go without namespaces
 
-    def judge(self, *, code: str, setup: str, test: str, entry_point: str) -> Verdict:
-        """Run a test on a completion's function.
+    def judge(self, code: str, exam: Exam) -> Verdict:
+        """Run a test on a completion.
 
-        ``test`` defines ``check(candidate)``, or calls the function by its name; ``setup`` is what
-        else it may use: the prompt's imports and helpers. Afterwards no process and no file of
-        the completion is left. A SandboxError means that the completion is not to blame.
+        Afterwards no process and no file of the completion is left. A SandboxError means that the
+        completion is not to blame.
         """
         server = self._start()
         program = {
             "code": code,
-            "entry_point": entry_point,
+            "entry_point": exam.entry_point,
+            "takes_input": bool(exam.cases),
             "limits": self.limits.for_completion(),
             "megabytes": self.limits.megabytes,
-            "folder": "/tmp",
+            "folder": "",
         }
-        exam = {"program": program, "setup": setup, "test": test, "limits": self.limits.for_test()}
+        task = {"program": program, "exam": exam._asdict(), "limits": self.limits.for_test()}
         try:
             if self.namespaces:
-                return self._run(server, exam)
+                return self._run(server, task)
             # It can only hold plain files, so that it is quick to delete.
             with tempfile.TemporaryDirectory(
                 prefix="torchtune_grpo_code_", ignore_cleanup_errors=True
             ) as folder:
                 program["folder"] = folder
-                verdict = self._run(server, exam, folder)
+                verdict = self._run(server, task, folder)
                 if not verdict.passed:
                     _check_disk(folder, self.limits.megabytes * _MEGABYTE)
                 return verdict
@@ -119,7 +109,7 @@ class CodeSandbox:
         if self.namespaces:
             return (
                 "completions run in namespaces of their own: no network, no process and no file of "
-                f"this machine but copies of Python's library.{loose}"
+                f"this machine but Python's library, read-only.{loose}"
             )
         files = "" if facts["landlock"] else "READ THIS MACHINE'S FILES, "
         network = "" if facts["filter"] else "USE THE NETWORK, "
@@ -150,8 +140,7 @@ class CodeSandbox:
             server = self._server = ServerProcess(role, self.packages)
             self._check_fences(server.facts)
             # Otherwise a sandbox that does not work here would look like a model that cannot code.
-            code, test = "def f(x): return x", "assert f([1]) == [1]"
-            verdict = self.judge(code=code, setup="", test=test, entry_point="f")
+            verdict = self.judge("def f(x): return x", Exam("f", test="assert f([1]) == [1]"))
             if not verdict.passed:
                 raise SandboxError(f"it does not work here: {verdict.why}")
         except (ServerLost, OSError, SandboxError) as error:
@@ -183,24 +172,21 @@ class CodeSandbox:
                 "everything in a container that may come to harm and set unfenced: true."
             )
 
-    def _run(self, server: ServerProcess, exam: dict[str, Any], folder: str = "") -> Verdict:
-        ours, theirs = socket.socketpair()
+    def _run(self, server: ServerProcess, task: dict[str, Any], folder: str = "") -> Verdict:
         try:
-            with theirs:
-                server.start(theirs, folder)
-            try:
-                with ours:
-                    report = self._await_verdict(ours, server.pid, exam)
-            finally:
-                server.stop()
+            with server.start(folder) as sock:
+                try:
+                    report = self._await_verdict(sock, server.pid, task)
+                finally:
+                    server.stop()
         except ServerLost:
             self._server = None
-            return Verdict(False, "the completion brought its sandbox down")
+            return Verdict(Kind.CRASH, "the completion brought its sandbox down")
         if "fault" in report:
             raise SandboxError(f"the completion was not even begun: {report['fault']}")
-        return Verdict(not report["why"], **report)
+        return Verdict(Kind(report.pop("kind")), **report)
 
-    def _await_verdict(self, sock: socket.socket, server: int, exam: dict[str, Any]) -> Any:
+    def _await_verdict(self, sock: socket.socket, server: int, task: dict[str, Any]) -> Any:
         """Return the checker's report, or a failure in its place."""
         limit, start, answered = self.limits.seconds, time.monotonic(), False
         left, at_once = limit, min(os.cpu_count() or 1, self.limits.processes + 1)
@@ -208,7 +194,7 @@ class CodeSandbox:
         waiter.register(sock, select.POLLIN)
         try:
             sock.settimeout(_PATIENCE * limit)
-            send(sock, exam)
+            send(sock, task)
             while not answered:
                 answered = bool(waiter.poll(max(min(left, _LONGEST_PAUSE), _PAUSE) * 1000))
                 passed = time.monotonic() - start
@@ -217,12 +203,14 @@ class CodeSandbox:
                 ran, waited, memory = used_by(server)
                 left = limit - max(ran, passed - waited)
                 if memory > self.limits.megabytes * _MEGABYTE:
-                    return {"why": f"more than {self.limits.megabytes} MB of memory"}
+                    why = f"more than {self.limits.megabytes} MB of memory"
+                    return {"kind": Kind.CRASH, "why": why}
                 if left <= 0 or passed > _PATIENCE * limit:
-                    return {"why": f"no verdict within {limit} s"}
+                    return {"kind": Kind.TIMEOUT, "why": f"no verdict within {limit} s"}
             return receive(sock, limit=_MAX_VERDICT)
         except (PeerGone, TimeoutError):
-            return {"why": "the test's process ended without a verdict"}
+            why = "the test's process ended without a verdict"
+            return {"kind": Kind.CRASH, "why": why}
 
 
 def _check_disk(folder: str, most: int) -> None:

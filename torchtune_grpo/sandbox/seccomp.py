@@ -14,7 +14,7 @@ import platform
 import struct
 from functools import cache
 
-from torchtune_grpo.sandbox import kernel
+from torchtune_grpo.sandbox import syscalls
 
 # Names, and the kernel's numbers on x86_64 and aarch64 (-: it has no such call).
 _CALLS = """
@@ -103,7 +103,7 @@ class _Program(ctypes.Structure):
 
 def can_filter() -> bool:
     """Whether the kernel filters system calls, and their numbers on this machine are known."""
-    kernel.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, None, 0, 0)
+    syscalls.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, None, 0, 0)
     return platform.machine() in _ARCHITECTURES and ctypes.get_errno() == errno.EFAULT
 
 
@@ -111,7 +111,7 @@ def restrict_calls() -> None:
     """Deny this process and its children all system calls but those listed, for good."""
     program = _program(*_ARCHITECTURES[platform.machine()])
     arguments = ctypes.byref(_Program(len(program) // 8, program))
-    kernel.call_libc("prctl", _PR_SET_SECCOMP, _MODE_FILTER, arguments, 0, 0)
+    syscalls.call_libc("prctl", _PR_SET_SECCOMP, _MODE_FILTER, arguments, 0, 0)
 
 
 @cache

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtune_grpo.sandbox import kernel
+from torchtune_grpo.sandbox import syscalls
 from torchtune_grpo.sandbox.wire import PeerGone, receive, send
 
 Task = Callable[[socket.socket], None]
@@ -55,7 +55,7 @@ class ServerLost(Exception):
 
 
 class ServerProcess:
-    """A process that runs :func:`main`, and the ``facts`` it sent."""
+    """A process that runs ``main``, and the ``facts`` it sent."""
 
     def __init__(self, role: str, packages: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
@@ -78,13 +78,15 @@ class ServerProcess:
         with self._talking(_START_SECONDS):
             self.facts = receive(ours)
 
-    def start(self, sock: socket.socket, folder: str = "") -> None:
-        """Fork a task in the server, which then talks to the socket's other end directly.
+    def start(self, folder: str = "") -> socket.socket:
+        """Fork a task in the server, and return a socket to talk to it directly.
 
         If this process dies, the server removes the folder.
         """
-        with self._talking(_STOP_SECONDS):
-            socket.send_fds(self._control, [b"+" + os.fsencode(folder)], [sock.fileno()])
+        ours, theirs = socket.socketpair()
+        with theirs, self._talking(_STOP_SECONDS):
+            socket.send_fds(self._control, [b"+" + os.fsencode(folder)], [theirs.fileno()])
+        return ours
 
     def stop(self) -> None:
         """End all tasks of the server, and return when none of their processes is left."""
@@ -145,7 +147,7 @@ def main(role: str, fd: int, packages: Sequence[str]) -> None:
 
 
 def _serve(control: socket.socket, task: Task) -> None:
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none gets away
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none gets away
     tasks: list[int] = []
     folder = b""
     while True:
@@ -167,7 +169,7 @@ def _fork(control: socket.socket, task: Task, fd: int) -> int:
     if process:
         return process
     try:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         control.close()
         task(socket.socket(fileno=fd))
@@ -196,7 +198,7 @@ def _end_all(tasks: list[int]) -> None:
 def _kill_others(server: int) -> NoReturn:
     # Stopped first, so that none forks while the others are killed.
     for action in (signal.SIGSTOP, signal.SIGKILL):
-        for process in {*kernel.processes_of(server)} - {os.getpid()}:
+        for process in {*syscalls.processes_of(server)} - {os.getpid()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, action)
     os._exit(0)

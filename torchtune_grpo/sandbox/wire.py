@@ -34,6 +34,10 @@ class PeerGone(Exception):
     """Raised when the other side ended, or sent something unreadable; the text says which."""
 
 
+class TooLong(PeerGone):
+    """Raised when the other side announced a message above the limit."""
+
+
 class NotPlain(Exception):
     """Raised for a value that cannot cross, or for data that stands for no value."""
 
@@ -58,17 +62,17 @@ def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
     """Read one message; raises PeerGone if none will come, or if it exceeds ``limit`` bytes."""
     (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     if length > limit:
-        raise PeerGone(f"sent {length} bytes at once, more than {limit}")
+        raise TooLong(f"sent {length} bytes at once, more than {limit}")
     return _read(sock, length)
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Send a message of plain data, as :func:`send_bytes` does."""
+    """Send a message of plain data, as ``send_bytes`` does."""
     send_bytes(sock, json.dumps(message).encode())
 
 
 def receive(sock: socket.socket, *, limit: int = MAX_BYTES) -> Any:
-    """Read a message of plain data, as :func:`receive_bytes` does."""
+    """Read a message of plain data, as ``receive_bytes`` does."""
     data = receive_bytes(sock, limit=limit)
     try:
         return json.loads(data)
@@ -124,7 +128,7 @@ def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX
 
 
 def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -> Any:
-    """Rebuild what :func:`dump` wrote; raises NotPlain for data that it did not write.
+    """Rebuild what ``dump`` wrote; raises NotPlain for data that it did not write.
 
     ``find`` returns any other object, given the items of the list that ``keep`` returned.
     """

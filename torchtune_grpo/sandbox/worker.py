@@ -1,4 +1,4 @@
-"""What a worker process runs: it loads a function and calls it once for each request."""
+"""Main program of a worker process: load a function, and call it once for each request."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import contextlib
 import importlib
 import inspect
 import json
-import logging
 import os
 import pickle
+import runpy
 import socket
 import sys
 import traceback
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from numbers import Real
 from typing import Any
 
-from torchtune_grpo.sandbox.kernel import set_limits
 from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
 
 
@@ -33,8 +32,7 @@ def run_worker(requests: socket.socket) -> None:
     os.chdir(request["folder"])
     sys.path[:] = request["import_path"]
     try:
-        module, _, name = request["path"].rpartition(".")
-        function = partial(getattr(importlib.import_module(module), name), **request["arguments"])
+        function = partial(_named(request["path"]), **request["arguments"])
         if request["makes"]:
             function = function()
     except BaseException:
@@ -45,6 +43,15 @@ def run_worker(requests: socket.socket) -> None:
         while True:
             arguments = pickle.loads(receive_bytes(requests))
             send_bytes(requests, _answer(function, arguments).encode())
+
+
+def _named(path: str) -> Callable[..., Any]:
+    """Load ``module.name``, or ``file.py:name`` without the package that the file is in."""
+    file, _, name = path.rpartition(":")
+    if file:
+        return runpy.run_path(file)[name]
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def _answer(function: Any, arguments: dict[str, Any]) -> str:
@@ -73,33 +80,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return list(value)
     return float(value) if isinstance(value, Real) else str(value)
-
-
-def expression_comparer() -> Callable[[str, str], bool | None]:
-    """Make a function by which math-verify says whether two bare LaTeX expressions are equal. It
-    returns None if the second one, the gold, cannot be read.
-
-    For a tower of powers, sympy takes unlimited time and memory; the caller limits the time.
-    """
-    from math_verify import parse, verify
-
-    set_limits({"AS": 4 * 2**30})
-    # Each time, it warns that its own timeout is off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-    def equal(given: str, gold: str) -> bool | None:
-        expected = parse(f"${gold}$", parsing_timeout=None)
-        if not expected:
-            return None
-        found = parse(f"${given}$", parsing_timeout=None)
-        return bool(found and verify(expected, found, timeout_seconds=None))
-
-    return equal
-
-
-def task_scorer() -> Callable[[str, dict[str, Any]], float]:
-    """Make a function that scores an answer to an entry of ``reasoning_gym_dataset``."""
-    from reasoning_gym import create_dataset
-
-    made = cache(lambda task, settings: create_dataset(task, **json.loads(settings)))
-    return lambda answer, entry: made(entry["task"], entry["settings"]).score_answer(answer, entry)

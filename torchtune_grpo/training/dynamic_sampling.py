@@ -8,13 +8,13 @@ or ``max_resamples`` rounds have been added. The prompts are the same on any num
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
 from torchtune_grpo.data import PromptBatch
+from torchtune_grpo.data.dataset import Item
 from torchtune_grpo.data.samplers import prompts_of_rank
 from torchtune_grpo.machine.parallel import rank, sum_over_ranks, world_size
 from torchtune_grpo.rewards import RewardScores
@@ -48,7 +48,7 @@ def passes_filter(
 
 
 class Rounds:
-    """The rounds of one step's rollout: iterate over the prompts, and :meth:`add` their results.
+    """The rounds of one step's rollout: iterate over the prompts, and ``add`` their results.
 
     Without dynamic sampling there is one round, and all of its groups are kept. Every rank takes
     part in all rounds; a rank without a prompt gets one whose rows are not kept.
@@ -58,7 +58,7 @@ class Rounds:
     def __init__(
         self,
         cfg: GRPOConfig,
-        dataset: Sequence[Any],
+        dataset: Sequence[Item],
         next_rows: Callable[..., list[int]],
         *,
         gate: str | None = None,

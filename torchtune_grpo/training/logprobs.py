@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear, TransformerDecoder
 
-from torchtune_grpo.machine.attention import float32_product
+from torchtune_grpo.machine.segments import float32_product
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch, dense_mask
 
@@ -37,6 +37,7 @@ from torchtune_grpo.training.packing import Layout, MicroBatch, dense_mask
 _CPU_CHUNK_BYTES = 8 * 2**20
 _GPU_CHUNK_BYTES = 128 * 2**20
 _LEAST_COLUMNS = 1024  # narrower blocks cost more in sums over blocks than they save
+_BLOCK_UNIT = 128  # columns
 
 
 def response_logprobs(
@@ -50,7 +51,7 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute float32 log-probs and entropy [n, L] of n rows' response tokens; 0 where masked.
 
-    For ``chunk_bytes`` see :func:`projection_logprobs`.
+    For ``chunk_bytes`` see ``projection_logprobs``.
     """
 
     def unembed(h: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def response_logprobs(
     with unembed_with(model, unembed, width=layout.tokens.shape[1]):
         values = model(layout.tokens, mask=attention, input_pos=layout.positions)  # [2, K]
     mask = layout.response_mask
-    out = values.new_zeros(2, mask.numel()).index_copy(1, layout.place, values)
+    out = values.new_zeros(2, mask.numel()).index_copy(1, layout.index, values)
     out = out.unflatten(1, mask.shape)  # [2, n, L]
     return out[0], out[1] if entropy_gradient else out[1].detach()
 
@@ -133,7 +134,7 @@ def default_chunk_bytes(device: torch.device, *, tokens: int) -> int:
     return max(bytes_at_once, 4 * tokens * _LEAST_COLUMNS)
 
 
-def plain_weight(output: nn.Module) -> Tensor | None:
+def output_matrix(output: nn.Module) -> Tensor | None:
     """Return the output projection [V, D] if it is a plain matrix without bias; else None."""
     if isinstance(output, TiedLinear):
         output = output.tied_module
@@ -161,21 +162,20 @@ def projection_logprobs(
     the entropy is 0. ``chunk_bytes`` of float32 logits exist at once; None = the device's default.
     """
     chunk_bytes = chunk_bytes or default_chunk_bytes(h.device, tokens=len(h))
-    weight = plain_weight(output)
-    if weight is not None:
-        block = max(1, chunk_bytes // (4 * max(1, len(h))))
+    matrix = output_matrix(output)
+    if matrix is not None:
+        block = _block_size(len(matrix), tokens=len(h), chunk_bytes=chunk_bytes)
         return _BlockedLogprobs.apply(
-            h, weight, targets, temperature, with_entropy, entropy_gradient, block
+            h, matrix, targets, temperature, with_entropy, entropy_gradient, block
         )
 
-    def chunk_logprobs(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            output(h),
-            target,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            entropy_gradient=entropy_gradient,
-        )
+    def chunk_logprobs(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = (output(h).float() / temperature).log_softmax(dim=-1)
+        logprobs = log_p.gather(1, targets[:, None])[:, 0]
+        if not with_entropy:
+            return logprobs, torch.zeros_like(logprobs)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            return logprobs, -(log_p.exp() * log_p).sum(dim=-1)
 
     with torch.no_grad():
         vocab = output(h[:1]).shape[-1]
@@ -188,22 +188,15 @@ def projection_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Do the same as :func:`projection_logprobs` from logits [K, V] of any floating dtype."""
-    log_p = (logits.float() / temperature).log_softmax(dim=-1)
-    logprobs = log_p.gather(1, targets[:, None])[:, 0]
-    if not with_entropy:
-        return logprobs, torch.zeros_like(logprobs)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(log_p.exp() * log_p).sum(dim=-1)
-    return logprobs, entropy
+def _block_size(vocab: int, *, tokens: int, chunk_bytes: int) -> int:
+    """Return the width of blocks of the vocabulary: all about as wide, within ``chunk_bytes``.
+
+    It is a multiple of 128 if so many columns fit, as products on a GPU are slow for odd widths.
+    """
+    most = max(1, chunk_bytes // (4 * max(1, tokens)))
+    unit = _BLOCK_UNIT if most >= _BLOCK_UNIT else 1
+    blocks = -(-vocab // (most // unit * unit))
+    return min(vocab, -(-vocab // (blocks * unit)) * unit)
 
 
 class _BlockedLogprobs(torch.autograd.Function):
@@ -233,15 +226,15 @@ class _BlockedLogprobs(torch.autograd.Function):
         picked = torch.zeros_like(peak)  # the target's logit
         mean = torch.zeros_like(h, dtype=torch.float32) if keep_slope else None  # [K, D]
         # Shared by all blocks: allocating for each would fragment the heap.
-        size = len(h) * min(block, len(weight))
+        size = len(h) * block
         kept_logits, kept_shares = peak.new_empty(size), peak.new_empty(size)
         for _, w, inside, column in _blocks(weight, targets, block):
-            logits = _block_logits(h, w, temperature, out=_shaped(kept_logits, h, w))  # [K, block]
+            logits = _block_logits(h, w, temperature, buffer=kept_logits)  # [K, block]
             picked = torch.where(inside, logits.gather(1, column), picked)
             higher = torch.maximum(peak, logits.amax(dim=1, keepdim=True))
             shrink = (peak - higher).exp()
             peak = higher
-            shares = torch.sub(logits, peak, out=_shaped(kept_shares, h, w)).exp_()
+            shares = torch.sub(logits, peak, out=_narrowed(kept_shares, h, w)).exp_()
             total = total * shrink + shares.sum(dim=1, keepdim=True)
             if with_entropy:
                 moment = moment * shrink + logits.mul_(shares).sum(dim=1, keepdim=True)
@@ -274,13 +267,13 @@ class _BlockedLogprobs(torch.autograd.Function):
         trains_h, trains_weight = ctx.needs_input_grad[:2]
         grad_h = torch.zeros_like(h, dtype=torch.float32) if trains_h else None
         grad_weight = torch.empty_like(weight) if trains_weight else None
-        size = len(h) * min(ctx.block, len(weight))
+        size = len(h) * ctx.block
         kept_logits, kept_grad = normalizer.new_empty(size), normalizer.new_empty(size)
         of_logprobs, of_entropy = (grad[:, None] / -ctx.temperature for grad in grads)  # [K, 1]
         for start, w, inside, column in _blocks(weight, targets, ctx.block):
-            logits = _block_logits(h, w, ctx.temperature, out=_shaped(kept_logits, h, w))
+            logits = _block_logits(h, w, ctx.temperature, buffer=kept_logits)
             log_p = logits.sub_(normalizer)  # [K, block]
-            grad = torch.exp(log_p, out=_shaped(kept_grad, h, w))
+            grad = torch.exp(log_p, out=_narrowed(kept_grad, h, w))
             slope = of_logprobs
             if ctx.entropy_gradient:
                 slope = log_p.add_(entropy).mul_(of_entropy).add_(of_logprobs)
@@ -293,27 +286,26 @@ class _BlockedLogprobs(torch.autograd.Function):
 
 
 def _blocks(
-    weight: Tensor, targets: Tensor, block: int
+    weight: Tensor, targets: Tensor, size: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield W's rows [V, D] in blocks of about the same size, at most ``block``, after their start.
+    """Yield W's rows [V, D] in blocks of a size, each after its start.
 
     Each comes with whether it holds each target, [K, 1], and the target's column or any, [K, 1].
     """
-    size = -(-len(weight) // -(-len(weight) // block))
     number, column = targets[:, None] // size, targets[:, None] % size
     for i, part in enumerate(weight.detach().split(size)):
         yield i * size, part, number == i, column.clamp(max=len(part) - 1)
 
 
-def _shaped(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
-    """View the start of a flat buffer as [K, len(w)]; the last block may be narrower."""
+def _block_logits(h: Tensor, w: Tensor, temperature: float, *, buffer: Tensor) -> Tensor:
+    """Write h w^T / temperature, float32, to the start of a buffer [K * block]; [K, len(w)]."""
+    logits = float32_product(h, w, out=_narrowed(buffer, h, w))
+    return logits.div_(temperature) if temperature != 1 else logits
+
+
+def _narrowed(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
+    """View the start of a buffer as [K, len(w)]; the last block may be narrower than others."""
     return buffer[: len(h) * len(w)].view(len(h), len(w))
-
-
-def _block_logits(h: Tensor, w: Tensor, temperature: float, *, out: Tensor) -> Tensor:
-    """Write h w^T / temperature into ``out``, in float32."""
-    float32_product(h, w, out=out)
-    return out.div_(temperature) if temperature != 1 else out
 
 
 def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:

@@ -17,6 +17,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import Loss
 from torchtune_grpo.machine.parallel import gather_over_ranks, sum_over_ranks
+from torchtune_grpo.machine.segments import fill_parts
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.packing import (
     MicroBatch,
@@ -25,7 +26,8 @@ from torchtune_grpo.training.packing import (
     response_inputs,
     row_layout,
 )
-from torchtune_grpo.training.policy import Reference
+from torchtune_grpo.training.reference import Reference
+from torchtune_grpo.training.teacher import Teacher
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 
@@ -46,8 +48,11 @@ def mini_batches(
     loss: Loss,
     policy: TransformerDecoder,
     reference: Reference | None,
+    teacher: Teacher | None = None,
 ) -> list[MiniBatch]:
     """Deal out a step's scored groups to an epoch's optimizer steps; every rank has to call it."""
+    if teacher is not None:
+        trajectory = _judged(trajectory, cfg, teacher)
     dealt = _deal(trajectory, count=cfg.num_minibatches)
     batches = [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
     if cfg.objective.sampling_correction == "old_logprobs":
@@ -77,12 +82,12 @@ def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
     """
     if count == 1:
         return [trajectory]
-    ranks = gather_over_ranks(trajectory.places.tolist())
-    turns = {place: i % count for i, place in enumerate(sorted({*chain.from_iterable(ranks)}))}
-    turn = torch.tensor([turns[place] for place in trajectory.places.tolist()])  # [N]
+    ranks = gather_over_ranks(trajectory.step_indices.tolist())
+    turns = {index: i % count for i, index in enumerate(sorted({*chain.from_iterable(ranks)}))}
+    turn = torch.tensor([turns[index] for index in trajectory.step_indices.tolist()])  # [N]
     device = trajectory.tokens.device
-    rows = [(turn == number).nonzero()[:, 0] for number in range(count)]
-    return [trajectory.select(each.to(device), numbers=each.tolist()) for each in rows]
+    steps = [(turn == step).nonzero()[:, 0] for step in range(count)]  # each step's rows
+    return [trajectory.select(rows.to(device), on_host=rows.tolist()) for rows in steps]
 
 
 def _mini_batch(
@@ -98,13 +103,22 @@ def _mini_batch(
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
     if not loss.needs_all_rows:  # rows left out only count in the denominators
-        assert trajectory.advantages is not None
-        trajectory = trajectory.select(trajectory.advantages != 0)
+        trajectory = trajectory.select(trajectory.is_informative)
     parts = cut(trajectory, cfg)
     if reference is not None:
         ref_logprobs = reference.logprobs(parts, temperature=cfg.temperature)
         trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
     return MiniBatch(trajectory, parts, num_tokens)
+
+
+def _judged(trajectory: Trajectory, cfg: GRPOConfig, teacher: Teacher) -> Trajectory:
+    """Add the teacher's log-probs of the rows that it teaches, 0 elsewhere."""
+    assert trajectory.teacher_coeffs is not None
+    taught = trajectory.teacher_coeffs > 0
+    parts = cut(teacher.prompted(trajectory.select(taught)), cfg)
+    logprobs = torch.zeros_like(trajectory.sampler_logprobs, dtype=torch.float32)  # [N, L]
+    logprobs[taught] = teacher.model.logprobs(parts, temperature=cfg.temperature)
+    return replace(trajectory, teacher_logprobs=logprobs)
 
 
 def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
@@ -138,7 +152,8 @@ def micro_batches(
     largest comes first: its memory can be reused for the others.
     """
     if token_budget is None:
-        plan = _within_rows(trajectory, most=min(rows, group_size) if pack else 1, rows=rows)
+        groups = _groups(trajectory, most=min(rows, group_size) if pack else 1)
+        plan = fill_parts(groups, size=len, room=rows)
     else:
         most = group_size if pack else 1
         plan = _within_budget(trajectory, most=most, budget=token_budget)
@@ -149,16 +164,16 @@ def micro_batches(
 
 
 def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool) -> MicroBatch:
-    numbers = tuple(chain.from_iterable(packs))
-    rows = torch.tensor(numbers, dtype=torch.long, device=trajectory.tokens.device)
+    on_host = tuple(chain.from_iterable(packs))
+    rows = torch.tensor(on_host, dtype=torch.long, device=trajectory.tokens.device)
     if not packs:
-        return MicroBatch(numbers, rows, empty_layout(trajectory, dense=dense))
-    part = trajectory.select(rows, numbers=())  # without texts
+        return MicroBatch(on_host, rows, empty_layout(trajectory, dense=dense))
+    part = trajectory.select(rows, on_host=())  # without texts
     if not dense and all(len(pack) == 1 for pack in packs):
-        return MicroBatch(numbers, rows, row_layout(part))
+        return MicroBatch(on_host, rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
     of_rows = torch.arange(len(packs)).repeat_interleave(sizes).to(rows.device)
-    return MicroBatch(numbers, rows, packed_layout(part, of_rows, dense=dense))
+    return MicroBatch(on_host, rows, packed_layout(part, of_rows, dense=dense))
 
 
 def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
@@ -173,19 +188,6 @@ def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
         else:
             groups.append([row])
     return groups
-
-
-def _within_rows(trajectory: Trajectory, *, most: int, rows: int) -> list[list[list[int]]]:
-    """Fill each micro-batch with packed rows, of at most ``most`` rows each."""
-    plan: list[list[list[int]]] = []
-    free = 0
-    for group in _groups(trajectory, most=most):
-        if len(group) > free:
-            plan.append([])
-            free = rows
-        plan[-1].append(group)
-        free -= len(group)
-    return plan
 
 
 def _within_budget(trajectory: Trajectory, *, most: int, budget: int) -> list[list[list[int]]]:

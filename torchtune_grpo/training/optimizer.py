@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class PolicyOptimizer:
     def __init__(self, cfg: GRPOConfig, policy: nn.Module) -> None:
         self.optimizer = make_optimizer(cfg.optimizer, policy.parameters())
         self.scheduler = make_lr_scheduler(cfg, self.optimizer)
-        self.guard = NonFiniteGuard(Path(cfg.output_dir))
+        self.guard = NonFiniteGuard(policy, Path(cfg.output_dir))
         self._policy, self._max_norm = policy, cfg.clip_grad_norm
 
     def step(
@@ -53,9 +54,7 @@ class PolicyOptimizer:
         parameters = [*self._policy.parameters()]
         reduce_gradients(self._policy)
         norm = total_grad_norm(parameters)
-        if num_tokens > 0 and self.guard.allows_step(
-            loss=loss, grad_norm=norm, model=self._policy, trajectory=trajectory, step=step
-        ):
+        if num_tokens > 0 and self.guard.allows_step(loss, norm, trajectory, step=step):
             if self._max_norm is not None:
                 nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
             optimizer_step(self.optimizer)
@@ -75,14 +74,12 @@ class PolicyOptimizer:
 
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the config's optimizer for the trained parameters; :func:`optimizer_step` steps it.
+    """Build the config's optimizer for the trained parameters; ``optimizer_step`` steps it.
 
     For weights in bf16, ``bf16_stochastic_round: true`` chooses random rounding instead of masters.
     torchao's own rounding does not work for sharded weights and differs between ranks.
     """
-    # A user can do nothing about these warnings: a first step with nothing to train on, where only
-    # the schedule moves, and the first step of torchao's 8-bit optimizers.
-    warnings.filterwarnings("ignore", message=r"Detected call of .lr_scheduler\.step")
+    # A user can do nothing about this warning, of the first step of torchao's 8-bit optimizers.
     warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = config.instantiate(node, trained)
@@ -158,16 +155,21 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def _step_on_copies(
     optimizer: torch.optim.Optimizer, parameters: list[Tensor], noise: torch.Generator | None = None
 ) -> None:
-    """Step only some parameters, on float32 copies: masters or, with noise, temporary copies."""
+    """Step only some parameters, on float32 copies: masters or, with noise, temporary copies.
+
+    An optimizer steps what its groups list, and finds a parameter's state under the parameter. For
+    one step the copies stand in for the parameters in both. With P for the copy of p:
+
+        groups    [p, q]            [P]             [p, q]
+        state     {p: moments}  ->  {P: moments} -> {p: moments, and P if it is a master}
+    """
     groups = [group["params"] for group in optimizer.param_groups]
     copies = {p: _float32_copy(optimizer, p) for p in parameters}
-    try:
-        for group, own in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [copies[p] for p in own if p in copies]
-        optimizer.step()
-    finally:
-        for group, own in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = own
+    for group, listed in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [copies[p] for p in listed if p in copies]
+    optimizer.step()
+    for group, listed in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = listed
     for p, stepped in copies.items():
         state = optimizer.state[p] = optimizer.state.pop(stepped, {})
         if noise is None:
@@ -179,13 +181,12 @@ def _step_on_copies(
 
 def _float32_copy(optimizer: torch.optim.Optimizer, p: Tensor) -> nn.Parameter:
     """Return a parameter's master, or a new copy, with its gradient and the optimizer's state."""
-    state = optimizer.state.pop(p, {})
-    master = state.pop(MASTER, None)
-    wide = nn.Parameter(p.detach().float() if master is None else master)
     assert p.grad is not None
-    wide.grad = p.grad.float()
-    optimizer.state[wide] = state
-    return wide
+    state = optimizer.state.pop(p, {})
+    copy = nn.Parameter(state.pop(MASTER, p).detach().float())
+    copy.grad = p.grad.float()
+    optimizer.state[copy] = state
+    return copy
 
 
 def round_at_random(values: Tensor, generator: torch.Generator) -> None:
@@ -202,17 +203,15 @@ def make_lr_scheduler(cfg: GRPOConfig, optimizer: torch.optim.Optimizer) -> Any:
     """
     if cfg.lr_scheduler is None:
         return None
-    num_steps = cfg.num_steps * cfg.updates_per_step
+    # torch warns of this step, and of one with nothing to train on, where only the schedule moves.
+    warnings.filterwarnings("ignore", message=r"Detected call of .lr_scheduler\.step")
+    num_steps, make = cfg.num_steps * cfg.updates_per_step, partial(instantiate, "lr_scheduler")
     trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    instantiate("lr_scheduler", cfg.lr_scheduler, trial, num_training_steps=num_steps)
-    starts_at_0 = trial.param_groups[0]["lr"] == 0
-    scheduler = instantiate(
-        "lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=num_steps + starts_at_0
-    )
-    if starts_at_0:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: the optimizer has not taken a step
-            scheduler.step()
+    make(cfg.lr_scheduler, trial, num_training_steps=num_steps)
+    skipped = int(trial.param_groups[0]["lr"] == 0)
+    scheduler = make(cfg.lr_scheduler, optimizer, num_training_steps=num_steps + skipped)
+    if skipped:
+        scheduler.step()
     return scheduler
 
 
@@ -232,8 +231,8 @@ class NonFiniteGuard:
     Each rank writes its part of a batch to a file in ``output_dir/nonfinite``.
     """
 
-    def __init__(self, output_dir: Path) -> None:
-        self._folder = output_dir / "nonfinite"
+    def __init__(self, model: nn.Module, output_dir: Path) -> None:
+        self._model, self._folder = model, output_dir / "nonfinite"
         self._in_a_row = 0
         self.skipped = 0
 
@@ -242,17 +241,11 @@ class NonFiniteGuard:
         return {"skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue the counts of :meth:`state_dict`."""
+        """Continue the counts of ``state_dict``."""
         self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
 
     def allows_step(
-        self,
-        *,
-        loss: Tensor,
-        grad_norm: Tensor,
-        model: nn.Module,
-        trajectory: Trajectory,
-        step: int,
+        self, loss: Tensor, grad_norm: Tensor, trajectory: Trajectory, *, step: int
     ) -> bool:
         """Whether loss and gradient norm are finite on all ranks; if not, save the batch.
 
@@ -265,7 +258,7 @@ class NonFiniteGuard:
             return True
         self.skipped += 1
         self._in_a_row += 1
-        path = self._write(loss, grad_norm, model, trajectory, step)
+        path = self._write(loss, grad_norm, trajectory, step)
         message = (
             f"Step {step}: loss {loss.item()} and gradient norm {grad_norm.item()} are not both "
             f"finite{' on another rank' if finite else ''}; the optimizer step is skipped. The "
@@ -279,18 +272,14 @@ class NonFiniteGuard:
         log.warning(message)
         return False
 
-    def _write(
-        self, loss: Tensor, grad_norm: Tensor, model: nn.Module, trajectory: Trajectory, step: int
-    ) -> Path:
+    def _write(self, loss: Tensor, grad_norm: Tensor, trajectory: Trajectory, step: int) -> Path:
+        gradients = [(name, p.grad) for name, p in self._model.named_parameters()]
+        bad = [name for name, g in gradients if g is not None and not _local(g).isfinite().all()]
         record: dict[str, Any] = {
             "step": step,
             "loss": loss.item(),
             "grad_norm": grad_norm.item(),
-            "parameters": [
-                name
-                for name, p in model.named_parameters()
-                if p.grad is not None and not bool(_local(p.grad).isfinite().all())
-            ],  # those with gradients that are not finite
+            "parameters": bad,  # whose gradients are not finite
             "prompts": [*map(str, trajectory.prompts)],
             "completions": trajectory.completions,
             "columns": trajectory.columns,

@@ -10,29 +10,30 @@ each step's lengths, so they take each group as a padded row, with a dense mask.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from torchtune_grpo.machine.attention import (
+from torchtune_grpo.machine.segments import (
     Segments,
     aligned,
     has_varlen_kernel,
     shared_beginning,
     varlen_attention,
 )
-from torchtune_grpo.models.layers import NormFirstAttention
+from torchtune_grpo.models.layers import UniformAttention
 from torchtune_grpo.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Inputs of a forward pass over n rows, and the places of the hidden states to read."""
+    """Inputs of a forward pass over n rows, and which hidden states to read."""
 
     tokens: Tensor  # [b, S]
     positions: Tensor | None  # [b, S] for the rotary embedding; None = 0, 1, 2, ...
@@ -44,14 +45,14 @@ class Layout:
     response_mask: Tensor  # [n, L] bool
     # [K] each response token's index in the flat mask [n * L]: finding it during a pass would make
     # the host wait for the GPU.
-    place: Tensor
+    index: Tensor
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass; there may be none."""
 
-    numbers: tuple[int, ...]  # [n] the trajectory's rows, on the host
+    rows_on_host: tuple[int, ...]  # [n] the trajectory's rows
     rows: Tensor  # [n] the same on the device
     layout: Layout
 
@@ -63,68 +64,93 @@ def row_layout(batch: Trajectory) -> Layout:
     column = batch.prompt_lengths[row] - 1 + offset  # where the token is predicted
     targets = batch.tokens[row, column + 1]
     mask = batch.response_mask
-    place = row * mask.shape[1] + offset
-    return Layout(batch.tokens[:, :longest], None, None, row, column, targets, mask, place)
+    index = row * mask.shape[1] + offset
+    return Layout(batch.tokens[:, :longest], None, None, row, column, targets, mask, index)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of one row that lie side by side in the packed row."""
+
+    row: int
+    position: int  # of the first one in its own row
+    response: int  # 0: of a prompt; k: of the k-th response to it
+    sees: tuple[range, ...]  # columns of the packed row that come before it
+    own: range  # its columns
+
+
+def _cut(batch: Trajectory, packs: Sequence[int], *, shared: int) -> list[_Part]:
+    """Cut rows into the prompts' beginning, and each pack's rest of the prompt and responses."""
+    prompts, inputs = batch.prompt_lengths.tolist(), response_inputs(batch).tolist()
+    beginning, end = range(shared), shared
+    parts = [_Part(0, 0, 0, (), beginning)]
+    for _, rows in groupby(range(len(packs)), key=lambda row: packs[row]):
+        for number, row in enumerate(rows, 1):
+            if number == 1:
+                prompt = range(end, end := end + prompts[row] - shared)
+                parts.append(_Part(row, shared, 0, (beginning,), prompt))
+            response = range(end, end := end + inputs[row])
+            parts.append(_Part(row, prompts[row], number, (beginning, prompt), response))
+    return parts
 
 
 def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
     """Put rows with the same prompt after one copy of it; ``packs`` [n] is 0, ..., 0, 1, ...
 
-    All packs lie in one row after the beginning they share; with ``dense`` each has its own row.
+    All packs lie in one row after the beginning they share. With the prompts ``a b c``, answered by
+    ``t u v`` and ``x y``, and ``a b d e``, answered by ``p q``:
+
+        column      0 1   2   3 4   5   6 7   8
+        token       a b | c | t u | x | d e | p     a response's last token is not read
+        position    0 1   2   3 4   3   2 3   4
+        predicts         t,x  u v   y     p   q
+
+    With ``dense`` each pack has a row of its own, and nothing is shared.
     """
     device = batch.tokens.device
-    prompts, inputs = batch.prompt_lengths.tolist(), response_inputs(batch).tolist()
-    groups = torch.arange(len(packs)).split(packs.bincount().tolist())
-    heads = [int(rows[0]) for rows in groups]  # [b] each pack's first row
+    pack_of = packs.tolist()
+    heads = [pack_of.index(pack) for pack in range(pack_of[-1] + 1)]  # each pack's first row
     shared = 0
     if not dense:
-        tokens_of = zip(heads, batch.tokens[heads].tolist(), strict=True)
-        shared = shared_beginning([tokens[: prompts[row]] for row, tokens in tokens_of])
-
-    beginning = range(shared)
-    # Each part's row, position in that row, segment number and the ranges that it sees.
-    parts: list[tuple[int, int, int, tuple[range, ...]]] = [(heads[0], 0, 0, (beginning,))]
-    starts: list[int] = []  # [b] start of each pack in the row
-    predicts: list[int] = []  # [n] place of the token that predicts each response's first one
-    begins: list[int] = []  # [n] start of each response
-    end = shared
-    for head, rows in zip(heads, groups, strict=True):
-        starts.append(end)
-        prompt = range(end, end := end + prompts[head] - shared)
-        parts.append((head, shared, 0, (beginning, prompt)))
-        for number, row in enumerate(rows.tolist(), 1):
-            begins.append(end)
-            predicts.append(prompt[-1])
-            response = range(end, end := end + inputs[row])
-            parts.append((row, prompts[row], number, (beginning, prompt, response)))
-    own = [(row, first - seen[-1].start, part, len(seen[-1])) for row, first, part, seen in parts]
+        ends = batch.prompt_lengths[heads].tolist()
+        rows = zip(batch.tokens[heads].tolist(), ends, strict=True)
+        shared = shared_beginning([tokens[:end] for tokens, end in rows])
+    parts = _cut(batch, pack_of, shared=shared)
+    own = [(p.row, p.position - p.own.start, p.response, len(p.own)) for p in parts]
     table = torch.tensor(own, device=device)  # [parts, 4]
-    member, shift, segments = table[:, :3].repeat_interleave(table[:, 3], dim=0).t()  # [S] each
-    place_in_row = torch.arange(end, device=device)
-    positions = place_in_row + shift
-    tokens = batch.tokens[member, positions]
+    source, shift, segments = table[:, :3].repeat_interleave(table[:, 3], dim=0).t()  # [S] each
+    positions = torch.arange(len(source), device=device) + shift
+    tokens = batch.tokens[source, positions]
 
     row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
-    begin, before = torch.tensor([begins, predicts], device=device)
-    read = torch.where(offset == 0, before[row], begin[row] + offset - 1)
+    starts = [(p.sees[-1][-1], p.own.start) for p in parts if p.response]  # by row
+    prompt_end, start = torch.tensor(starts, device=device)[row].t()  # [K] each
+    read = torch.where(offset == 0, prompt_end, start + offset - 1)
     targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
     mask = batch.response_mask
-    place = row * mask.shape[1] + offset
-    if not dense:
-        attention = Segments.of((seen for *_, seen in parts), device=device)
-        where = torch.zeros_like(row), read
-        return Layout(tokens[None], positions[None], attention, *where, targets, mask, place)
+    index = row * mask.shape[1] + offset
+    if dense:
+        begins = torch.tensor([p.own.start for p in parts[1:] if not p.response], device=device)
+        inputs, pack = _one_row_each(tokens, positions, segments, begins), packs[row]
+        return Layout(*inputs, pack, read - begins[pack], targets, mask, index)
+    attention = Segments.from_ranges(((*p.sees, p.own) for p in parts), device=device)
+    where = torch.zeros_like(row), read
+    return Layout(tokens[None], positions[None], attention, *where, targets, mask, index)
 
-    start = torch.tensor(starts, device=device)
-    pack = torch.searchsorted(start, place_in_row, right=True) - 1  # [S]
-    column = place_in_row - start[pack]
 
-    def padded(x: Tensor, padding: int) -> Tensor:  # [b, most columns]
-        rows = x.new_full((len(starts), int(column.max()) + 1), padding)
-        return rows.index_put((pack, column), x)
+def _one_row_each(
+    tokens: Tensor, positions: Tensor, segments: Tensor, begins: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give each pack, [S] from its begin [b] on, a row with padding: [b, most columns] each."""
+    columns = torch.arange(len(tokens), device=tokens.device)
+    pack = torch.searchsorted(begins, columns, right=True) - 1  # [S]
+    column = columns - begins[pack]
+    shape = len(begins), int(column.max()) + 1
 
-    inputs_of_model = padded(tokens, 0), padded(positions, 0), padded(segments, -1)
-    return Layout(*inputs_of_model, packs[row], read - start[packs[row]], targets, mask, place)
+    def padded(x: Tensor, padding: int) -> Tensor:
+        return x.new_full(shape, padding).index_put((pack, column), x)
+
+    return padded(tokens, 0), padded(positions, 0), padded(segments, -1)
 
 
 def empty_layout(batch: Trajectory, *, dense: bool) -> Layout:
@@ -153,13 +179,13 @@ def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend_in_segments(model: TransformerDecoder) -> None:
-    """Let the model's attention take :class:`Segments` as a mask; other masks work as before.
+    """Let the model's attention take ``Segments`` as a mask; other masks work as before.
 
     ``_attention_call`` is where torchtune's attention picks its kernel, between splitting and
     joining the heads. Other classes are refused: a sliding window, say, would count packed
     positions.
     """
-    known = (MultiHeadAttention, NormFirstAttention)
+    known = (MultiHeadAttention, UniformAttention)
     kinds = {type(layer.attn).__name__ for layer in model.layers if type(layer.attn) not in known}
     if kinds:
         raise ValueError(
@@ -193,23 +219,18 @@ def _attend(
     stock: Callable[..., Tensor],
     kv_heads: int,
 ) -> Tensor:
-    """q, k and v [b, heads, S, hd] -> [b, heads, S, hd]; heads may share keys and values.
+    """Attend with q, k and v [b, heads, S, hd]; heads may share keys and values.
 
     Without the kernel, each response needs a copy of the prompt's keys and values; the backward
     pass makes these copies again.
     """
     if not isinstance(mask, Segments):
         return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
-    attend = partial(segment_attention, segments=mask, dropout=dropout_p)
+    attend = partial(varlen_attention, segments=mask, dropout=dropout_p)
     k, v = (x[:, :: x.shape[1] // kv_heads] for x in (k, v))  # torchtune's attention repeats them
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))  # [S, heads, hd]
     if not torch.is_grad_enabled() or (dropout_p == 0 and has_varlen_kernel(q)):
-        return attend(q, k, v)
-    return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
-
-
-def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, segments: Segments, dropout: float = 0.0
-) -> Tensor:
-    """Run :func:`varlen_attention` on q [1, heads, S, hd], k and v [1, kv_heads, S, hd]."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-    return varlen_attention(q, k, v, segments, dropout=dropout).transpose(0, 1)[None]
+        out = attend(q, k, v)
+    else:
+        out = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
+    return out.transpose(0, 1)[None]

@@ -1,6 +1,6 @@
 """A run as one page that can be mailed: data, curves, style and script in one file.
 
-The page runs no other script and fetches nothing. All data passes through :func:`script_json`.
+The page runs no other script and fetches nothing. All data passes through ``script_json``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.config.text import flat, visible
-from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, Start, read_lines
 from torchtune_grpo.monitor.report.panels import MAX_POINTS, panels
 from torchtune_grpo.monitor.report.verdict import verdict
 
@@ -33,7 +33,7 @@ _FILTERS = (
     ("mixed", "informative", "In groups whose advantages differ: these teach."),
     ("ill", "right, ill-formed", "The answer is right, the format's reward is not full."),
     ("wrong", "well-formed, wrong", "The format's reward is full, the answer is wrong."),
-    ("cut", "cut off", "Ended by max_generated_tokens or by the deadline."),
+    ("cut", "cut off", "Ended by a limit on their tokens or by the deadline."),
     ("failed", "failed reward", "A reward raised, timed out or returned no number."),
     ("gap", "largest gap", "Sampler and trainer disagree most about these."),
 )
@@ -43,18 +43,12 @@ Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it 
 
 def main() -> None:
     """Write a run's page, and print its headline and path: ``torchtune-grpo report``."""
-    parser = argparse.ArgumentParser(
-        prog="torchtune-grpo report", description="Writes a run as one HTML page."
-    )
+    parser = argparse.ArgumentParser(description="Writes a run as one HTML page.")
     parser.add_argument("folder", type=Path, help="a run's output_dir")
     parser.add_argument("--output", type=Path, help="default: FOLDER/run.html")
     args = parser.parse_args()
     path = args.output or args.folder / "run.html"
-    try:
-        headline = write_page(args.folder, path)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"{headline}\n{path}")
+    print(f"{write_page(args.folder, path)}\n{path}")
 
 
 def write_page(folder: Path, path: Path | None = None) -> str:
@@ -126,7 +120,7 @@ def _mark(groups: list[list[Record]], *, decider: str | None) -> None:
                 "mixed": mixed,
                 "ill": is_right and formed is not None and not is_formed,
                 "wrong": right is not None and not is_right and is_formed,
-                "cut": row["ended"] in ("length", "deadline"),
+                "cut": row["ended"] in ("length", "deadline", "max_tokens", "context"),
                 "failed": bool(row["failed"]),
                 "gap": id(row) in largest,
             }
@@ -157,7 +151,7 @@ def _for_page(group: list[Record]) -> Record:
     rows = [
         {
             **{name: row[name] for name in kept},
-            "text": _shortened(row["completion"], _LONG_TEXT),
+            "text": _shortened(_transcript(row), _LONG_TEXT),
             "ended": row["ended"].replace("_", " "),
             "rewards": [*row["rewards"].items()],
             "extra": _texts(row["extra"]),
@@ -171,6 +165,21 @@ def _for_page(group: list[Record]) -> Record:
         "columns": _texts(first["columns"]),
         "rows": rows,
     }
+
+
+def _transcript(row: Record) -> str:
+    """Return a completion, or the turns of a conversation, with its calls and their results."""
+    parts = []
+    for turn in row.get("messages", ()):
+        if thought := turn.get("reasoning_content"):
+            parts.append(f"[thinking] {thought}")
+        if turn["content"] or not turn.get("tool_calls"):
+            name = turn.get("name", "")
+            parts.append(f"[{turn['role']}{name and ' '}{name}] {turn['content']}")
+        for call in turn.get("tool_calls", ()):
+            function = call["function"]
+            parts.append(f"[call] {function['name']}({_as_text(function['arguments'])})")
+    return "\n".join(parts) or str(row["completion"])
 
 
 def _texts(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -201,7 +210,8 @@ def _setup(run: RunRecord) -> list[Table]:
     if not run.starts:
         return []
     last = run.starts[-1]
-    facts = [(key, _as_text(last[key])) for key in ("command", "time", "device", "ranks", "seed")]
+    elsewhere = ("kind", "config", "versions")
+    facts = [(key, _as_text(value)) for key, value in last.items() if key not in elsewhere]
     return [
         {"title": "Last start", "rows": facts},
         {"title": "Versions", "rows": [*last["versions"].items()]},
@@ -210,7 +220,7 @@ def _setup(run: RunRecord) -> list[Table]:
     ]
 
 
-def _changes(starts: Sequence[Record]) -> Table:
+def _changes(starts: Sequence[Start]) -> Table:
     """Return a table of the config's keys that differ between starts."""
     configs = [dict(_by_key(start["config"])) for start in starts]
     keys = dict.fromkeys(chain(*configs))

@@ -55,12 +55,15 @@ function bar(ends) {
   return node;
 }
 
-function scoreRow({ label, ends, change, test }) {
-  const cell = (main, below) => el("td", {}, el("strong", {}, main), el("br"), el("small", {}, below));
-  const cells = ends.map(({ text, interval }) => cell(text, interval));
+function scoreRow({ label, ends, change }) {
+  const cell = (text) => {
+    const [main, ...below] = text.split(" ");
+    return el("td", {}, el("strong", {}, main), el("br"), el("small", {}, below.join(" ")));
+  };
+  const cells = ends.map(({ text }) => cell(text));
   if (cells.length === 1) cells.push(el("td"));
   const isShare = ends.every(({ low, high }) => low >= 0 && high <= 1);
-  return el("tr", {}, el("td", {}, label), ...cells, cell(change, test), el("td", {}, isShare ? bar(ends) : ""));
+  return el("tr", {}, el("td", {}, label), ...cells, cell(change), el("td", {}, isShare ? bar(ends) : ""));
 }
 
 function finding({ name, since, until, evidence, key, remedy }) {
@@ -146,7 +149,7 @@ function showGroup(group) {
   const largest = Math.max(0, ...advantages);
   const columns = group.columns.map(([name, value]) => el("small", { dir: "auto" }, `${name}: `, text(value)));
   const title = `Step ${group.step}` + (group.index === null ? "" : `, prompt #${group.index}`);
-  return el("article", { className: "group" }, el("h3", {}, title, columns,
+  return el("article", { className: "group", tabIndex: -1 }, el("h3", {}, title, columns,
     largest ? null : el("small", {}, "all alike: teaches nothing")),
   el("pre", { dir: "auto" }, text(group.prompt)), el("div", { className: "rows" }, merged(group.rows).map((row) => showRow(row, largest))));
 }
@@ -166,7 +169,11 @@ function showGroups() {
   if (!found.length) place.append(el("p", {}, "None."));
   if (found.length > chosen.shown) {
     const more = el("button", { type: "button" }, `more (${found.length - chosen.shown} groups)`);
-    more.onclick = () => choose({ shown: chosen.shown + SHOWN });
+    more.onclick = () => {
+      const next = chosen.shown;
+      choose({ shown: next + SHOWN });
+      place.children[next].focus(); // not lost with the button, for those who use the keyboard
+    };
     place.append(more);
   }
 }

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+T = TypeVar("T")
 # A mask's rows begin at multiples of this: memory-efficient attention needs 16-byte addresses.
 _MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # largest head size that flash attention takes
@@ -39,10 +40,11 @@ class Segments:
     seen: Tensor  # [sum of keys] which token of the row each key is
 
     @classmethod
-    def of(cls, parts: Iterable[Sequence[range]], *, device: torch.device) -> Segments:
+    def from_ranges(cls, parts: Iterable[Sequence[range]], *, device: torch.device) -> Segments:
         """Build segments, once for all layers and passes, from the ranges that each part sees.
 
-        A part's own range is its last one; the parts lie one after another, and may be empty.
+        A part's own range is its last one. The parts' queries lie one after another, and a part
+        may be empty.
         """
         parts = [part for part in parts if part[-1]]
         queries = tuple(len(part[-1]) for part in parts)
@@ -62,10 +64,23 @@ def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
     return len(os.path.commonprefix([list(prompt[:-1]) for prompt in prompts]))
 
 
+def fill_parts(items: Iterable[T], *, size: Callable[[T], int], room: int) -> list[list[T]]:
+    """Split items, in order, into parts whose sizes add up to at most ``room``, or of one item."""
+    parts: list[list[T]] = []
+    left = 0
+    for item in items:
+        if size(item) > left:
+            parts.append([])
+            left = room
+        parts[-1].append(item)
+        left -= size(item)
+    return parts
+
+
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention of each segment; its last query sees all of its keys.
+    """Attend causally in each segment; its last query sees all of its keys.
 
     q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. On GPUs since Ampere one
     kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, each takes a call.
@@ -127,7 +142,7 @@ def _part_by_part(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropou
 
 
 def _split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-    """[T, heads, hd] -> parts [1, heads, n, hd]."""
+    """Split [T, heads, hd] into parts [1, heads, n, hd]."""
     return x.transpose(0, 1)[None].split(list(counts), dim=2)
 
 

@@ -1,0 +1,102 @@
+"""Several data sets as one, whose prompts take turns by weight."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch.utils.data import Dataset
+from torchtune.modules.transforms.tokenizers import ModelTokenizer
+
+from torchtune_grpo.config.check import check_component, instantiate
+from torchtune_grpo.data.chat import PromptEncoder
+from torchtune_grpo.data.dataset import Item, RLDataset, Rule
+
+NAME_COLUMN = "dataset"  # which of the data sets a prompt is from
+
+
+class MixedDataset(Dataset[Item]):
+    """Data sets one after the other; ``MixedSampler`` draws from each as its ``weight`` says.
+
+    ``datasets`` holds nodes by name. Rows get a column ``dataset`` with that name, and None in each
+    column that only other data sets have.
+    """
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, *, datasets: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        if not datasets:
+            raise ValueError("datasets: there is none; give components by name.")
+        self.weights: dict[str, float] = {}
+        self.parts: dict[str, RLDataset] = {}
+        for name, given in datasets.items():
+            key, node = f"datasets.{name}", OmegaConf.create(dict(given))
+            if "_component_" not in node:
+                raise ValueError(
+                    f"{key}: has no _component_, such as torchtune_grpo.data.RLDataset."
+                )
+            weight = node.pop("weight", 1.0)
+            if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+                raise ValueError(f"{key}.weight={weight!r}: give a number above 0.")
+            check_component(key, node)
+            self.parts[name], self.weights[name] = instantiate(key, node, tokenizer), weight
+        self._columns = dict.fromkeys(c for part in self.parts.values() for c in part[0]["columns"])
+        if NAME_COLUMN in self._columns:
+            raise ValueError(
+                f"datasets: their names are the column {NAME_COLUMN!r}, which some rows have. "
+                f"Rename it: columns={{other_name: {NAME_COLUMN}}}."
+            )
+        first = next(iter(self.parts.values()))
+        self.prefill, is_chat = first.prefill, first.encoder.is_chat
+        self.item, self.alike = first.item, first.alike  # prompts that are not in the data
+        for name, part in self.parts.items():
+            if part.prefill != self.prefill or part.encoder.is_chat != is_chat:
+                raise ValueError(
+                    f"datasets.{name}: has prefill={part.prefill!r}, chat={part.encoder.is_chat}, "
+                    f"and the first one {self.prefill!r}, {is_chat}. Make them equal."
+                )
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """The encoder of all prompts, which an environment needs."""
+        first, *others = [part.encoder for part in self.parts.values()]
+        if any(other.messages("-") != first.messages("-") for other in others):
+            raise ValueError(
+                "datasets: an environment needs the same system_prompt in all of them."
+            )
+        return first
+
+    @property
+    def starts(self) -> list[int]:
+        """The position at which each data set begins, and behind them the number of all prompts."""
+        return [0, *accumulate(map(len, self.parts.values()))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Item:
+        starts = self.starts
+        position = range(starts[-1])[index]
+        number = bisect_right(starts, position) - 1
+        name = [*self.parts][number]
+        return self._shown(name, self.parts[name][position - starts[number]])
+
+    def _shown(self, name: str, item: Item) -> Item:
+        """Return a part's item as one of the whole."""
+        start = self.starts[[*self.parts].index(name)]
+        columns = self._columns | item["columns"] | {NAME_COLUMN: name}
+        return {**item, "index": start + item["index"], "columns": columns}
+
+    def check(self, rule: Rule, *, where: str, **options: Any) -> None:
+        """Leave out rows that a rule finds faulty, as each of the data sets does."""
+        for name, part in self.parts.items():
+            own = partial(self._judged, name, rule)
+            part.check(own, where=f"{where}.datasets.{name}", **options)
+
+    def _judged(self, name: str, rule: Rule, items: Sequence[Item]) -> Mapping[int, str | None]:
+        return rule([self._shown(name, item) for item in items])

@@ -1,0 +1,44 @@
+"""An environment and tools in a process of their own, for ``isolation: process``."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune_grpo.environments.results import known_columns, observation_of, step_result
+
+
+class Hosted:
+    """Calls the methods of one environment, and tools; a worker process holds it."""
+
+    def __init__(
+        self, environment: str | None, arguments: Mapping[str, Any], tools: Mapping[str, str]
+    ) -> None:
+        self._tools = {name: _load(path) for name, path in tools.items()}
+        self._environment = None if environment is None else _load(environment)(**arguments)
+        self._loop = asyncio.new_event_loop()  # one, for connections that outlive a call
+
+    def __call__(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ``value`` that a method or tool returned, or the ``error`` that it raised."""
+        function = self._tools.get(name) or getattr(self._environment, name)
+        is_step = name == "step" and name not in self._tools
+        try:
+            if name == "reset":
+                arguments = known_columns(function, arguments)
+            # The parameter of `step` has another name in each library.
+            value = function(*arguments.values()) if is_step else function(**arguments)
+            if inspect.isawaitable(value):
+                value = self._loop.run_until_complete(value)
+            if is_step:
+                value = step_result(value)
+            return {"value": observation_of(value) if name == "reset" else value}
+        except Exception as error:
+            return {"error": str(error), "kind": type(error).__name__}
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,165 @@
+"""The model types that can be built, one row each: what config.json leaves unsaid about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
+from torchtune.models.gemma.rms_norm import GemmaRMSNorm
+from torchtune.modules import RMSNorm
+
+from torchtune_grpo.models.layers import FusedNorm
+
+# torchtune's name of a module in a layer -> Hugging Face's
+_ATTENTION = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.o_proj",
+}
+_QK_NORMS = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
+_FUSED_QKV = dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj"), "self_attn.qkv_proj")
+_GATED = {"mlp.w1": "mlp.gate_proj", "mlp.w2": "mlp.down_proj", "mlp.w3": "mlp.up_proj"}
+_FUSED_GATED = _GATED | dict.fromkeys(("mlp.w1", "mlp.w3"), "mlp.gate_up_proj")
+_UNGATED = {"mlp.w1": "mlp.up_proj", "mlp.w2": "mlp.down_proj"}
+_NORMS_BEFORE = {"sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_AFTER = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
+_NORMS_AROUND = _NORMS_AFTER | {
+    "sa_norm": "input_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+}
+_TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+
+
+class AllHeadsNorm(FusedNorm):
+    """A norm over all heads at once, of x [..., heads, hd]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., heads, hd]."""
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+class ShiftedLayerNorm(nn.LayerNorm):
+    """A layer norm whose weights are kept less 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., D]."""
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class SquaredReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu2": SquaredReLU,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type's modules: a layer has those that are named here.
+
+    Modules with the same name on Hugging Face's side are parts of its rows there, in this order.
+
+    ``biases`` tell of queries, keys and values, of the attention's output and of the MLP whether
+    they have one: the key of config.json that says so, or True or False.
+    """
+
+    norms: Mapping[str, str]
+    mlp: Mapping[str, str]
+    biases: tuple[str | bool, str | bool, str | bool]
+    attention: Mapping[str, str] = field(default_factory=_ATTENTION.copy)
+    norm: type[nn.Module] = RMSNorm
+    eps: str = "rms_norm_eps"  # key of config.json
+    qk_norm: type[nn.Module] | None = None  # of each head, or of all of them
+    embedding: type[nn.Embedding] = nn.Embedding
+    partial_rotation: bool = False  # whether config.json may leave a part of each head unrotated
+
+    @property
+    def linear_names(self) -> dict[str, str]:
+        """The linear modules, for adapters: torchtune's name -> Hugging Face's."""
+        return {**self.attention, **self.mlp, "output": _TOP["output"]}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """All modules: torchtune's name, within a layer or the model -> Hugging Face's."""
+        return {**self.linear_names, **self.norms, **(_QK_NORMS if self.qk_norm else {}), **_TOP}
+
+    @property
+    def fused(self) -> set[str]:
+        """Hugging Face's names of several modules in one, which PEFT adapts as one."""
+        return {name for name, count in Counter(self.names.values()).items() if count > 1}
+
+    def has_bias(self, hf: Any, name: str) -> bool:
+        """Tell whether the linear layer that torchtune calls ``name`` has a bias."""
+        if name == "output":
+            return False
+        of_qkv, of_output, of_mlp = self.biases
+        said = of_mlp if name.startswith("w") else of_output if name == "output_proj" else of_qkv
+        return bool(getattr(hf, said)) if isinstance(said, str) else said
+
+
+_FROM_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
+_ATTENTION_ONLY = ("attention_bias", "attention_bias", False)
+_LLAMA = Family(_NORMS_BEFORE, _GATED, _FROM_CONFIG)
+_MISTRAL = Family(_NORMS_BEFORE, _GATED, (False, False, False))  # ignores attention_bias
+_OLMO = Family(_NORMS_AFTER, _GATED, _ATTENTION_ONLY, qk_norm=AllHeadsNorm)
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "ministral3": _MISTRAL,
+    "qwen2": Family(_NORMS_BEFORE, _GATED, (True, False, False)),
+    "qwen3": Family(_NORMS_BEFORE, _GATED, _ATTENTION_ONLY, qk_norm=RMSNorm),
+    "gemma3_text": Family(
+        _NORMS_AROUND,
+        _GATED,
+        _ATTENTION_ONLY,
+        norm=GemmaRMSNorm,
+        qk_norm=GemmaRMSNorm,
+        embedding=GemmaNormEmbeddings,
+    ),
+    "smollm3": _LLAMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "granite": _LLAMA,
+    "seed_oss": Family(_NORMS_BEFORE, _GATED, ("attention_bias", "attention_out_bias", "mlp_bias")),
+    "phi3": Family(
+        _NORMS_BEFORE,
+        _FUSED_GATED,
+        (False, False, False),
+        attention=_ATTENTION | _FUSED_QKV,
+        partial_rotation=True,
+    ),
+    "arcee": Family(_NORMS_BEFORE, _UNGATED, _FROM_CONFIG),
+    "nemotron": Family(
+        _NORMS_BEFORE,
+        _UNGATED,
+        _FROM_CONFIG,
+        norm=ShiftedLayerNorm,
+        eps="norm_eps",
+        partial_rotation=True,
+    ),
+    "starcoder2": Family(
+        _NORMS_BEFORE,
+        {"mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"},
+        ("use_bias", "use_bias", "use_bias"),
+        norm=nn.LayerNorm,
+        eps="norm_epsilon",
+    ),
+}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json; Llama's for a type that only torchtune builds."""
+    return FAMILIES.get(hf_config.get("model_type", ""), _LLAMA)

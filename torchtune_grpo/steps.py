@@ -1,0 +1,200 @@
+"""The steps around the loop: when a run evaluates, saves and ends, and how it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtune import utils
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.checkpoint.folder import checkpoint_folder
+from torchtune_grpo.checkpoint.push import push
+from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import describe
+from torchtune_grpo.evaluation.statistics import best_step, should_stop
+from torchtune_grpo.machine import interrupt, parallel
+from torchtune_grpo.machine.device import seed_step
+from torchtune_grpo.monitor.metrics import StepMetrics
+from torchtune_grpo.rewards import TrainerState
+from torchtune_grpo.rollout.request import RolloutEngine
+from torchtune_grpo.run import Run
+from torchtune_grpo.training.optimizer import PolicyOptimizer
+
+log = utils.get_logger("INFO")
+
+
+class Steps:
+    """The optimizer steps of a run: iterating yields the metrics of each, to be filled in.
+
+    ``state`` is what ``save`` wrote into the checkpoint that the run goes on from. Without one,
+    a checkpoint is written on trial, so that a run that cannot save ends before its first step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        policy: TransformerDecoder,
+        optimizer: PolicyOptimizer,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        self._run, self._cfg, self._checkpoints = run, run.cfg, run.checkpoints
+        self.done = 0  # finished steps
+        self._is_stopped = False  # by an evaluation
+        parallel.on_first_rank(run.checkpoints.keep_base_files, run.tokenizer.stop_tokens)
+        if state is None:
+            run.checkpoints.rehearse(policy, optimizer.optimizer)
+        else:
+            self._resume(optimizer, state)
+
+    def _resume(self, optimizer: PolicyOptimizer, state: Mapping[str, Any]) -> None:
+        run, self.done = self._run, state["step"]
+        restore_optimizer(
+            optimizer.optimizer,
+            optimizer.scheduler,
+            state["optimizer"],
+            steps=self.done * self._cfg.updates_per_step,
+        )
+        optimizer.guard.load_state_dict(state["guard"])
+        run.sampler.load_state_dict(state["sampler"])
+        if run.outcome_gate is not None:
+            run.outcome_gate.is_shut = state["gate"]
+        run.recorder.resume(self.done)
+        utils.log_rank_zero(log, f"Resumed after step {self.done}.")
+        self._decide_by_evaluations()
+        self._checkpoints.prune()  # a killed run may have saved but not yet deleted
+
+    @contextmanager
+    def running(self, save: Callable[[], None]) -> Iterator[None]:
+        """Show the progress, and profile; a signal ends the block, and ``save`` is called."""
+
+        def stop() -> None:
+            if self.done != self._checkpoints.last_step:
+                save()
+            text = "Interrupted before the first step was done; the same command starts anew."
+            if self.done:
+                folder = checkpoint_folder(Path(self._cfg.output_dir), self.done)
+                text = f"Interrupted. To go on from {folder}, add resume_from_checkpoint=True."
+                if run.cfg.resume_from_checkpoint:
+                    text = f"Interrupted. The same command goes on from {folder}."
+            utils.log_rank_zero(log, text)
+
+        run = self._run
+        with run.interrupts.handled(stop), run.recorder.running(done=self.done), run.profiler:
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise ValueError(f"{error} {_how_to_save_memory(run.cfg)}") from error
+        if self.is_over and (name := self._cfg.saving.push_to_hub) is not None:
+            parallel.on_first_rank(self._push, name)
+
+    def _push(self, name: str) -> None:
+        folder = Path(self._cfg.output_dir)
+        try:
+            push(folder, name)
+        except Exception as error:  # of the network, say; the model is on the disk
+            log.warning(
+                f"saving.push_to_hub={name}: {describe(error)}. To try again: "
+                f"torchtune-grpo push {folder} {name}"
+            )
+
+    def __iter__(self) -> Iterator[StepMetrics]:
+        while not self.is_over:
+            self._seed()
+            yield StepMetrics()
+
+    def finish(self, step: StepMetrics) -> None:
+        """Record a step that was taken, and tell the sampler how its prompts were solved."""
+        run = self._run
+        values = step.finish() | run.sampler.metrics
+        self.done += 1
+        run.profiler.step()
+        seen = run.recorder.step(self.done, values)
+        run.check_samples(values)
+        run.sampler.learn(seen["prompt_index"], seen["pass_rate"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or an evaluation has ended the run."""
+        return self.done >= self._cfg.num_steps or self._is_stopped
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether to evaluate now, unless the run did so before it was resumed."""
+        if self._run.evaluator is None or not self._is_due(self._cfg.evaluation.every_n_steps):
+            return False
+        return self.done not in [event["step"] for event in self._run.recorder.evaluations]
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether to save now: this step is the best so far, or one of every few, or the last."""
+        return self._checkpoints.best == self.done or self._is_due(self._cfg.saving.every_n_steps)
+
+    def _is_due(self, every: int | None) -> bool:
+        return self.done == 0 or self.is_over or (every is not None and self.done % every == 0)
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """The run's progress, for the rewards."""
+        epoch = self._run.sampler.epoch
+        return TrainerState(self.done, max_steps=self._cfg.num_steps, epoch=epoch)
+
+    def evaluate(self, engine: RolloutEngine) -> None:
+        """Evaluate the policy on the held-out prompts."""
+        assert self._run.evaluator is not None  # is_evaluation_due
+        self._seed()
+        evaluation = self._run.evaluator(engine, state=self.trainer_state)
+        self._run.recorder.evaluation(self.done, evaluation)
+        self._decide_by_evaluations()
+
+    def _seed(self) -> None:
+        """End an interrupted run, or seed what a resumed run repeats: a step or its evaluation."""
+        interrupt.check()
+        seed_step(self._cfg.seed, self.done)
+
+    def _decide_by_evaluations(self) -> None:
+        """Keep the best checkpoint and end the run, as the evaluations so far say."""
+        keys, evaluations = self._cfg.evaluation, self._run.recorder.evaluations
+        reason = should_stop(
+            evaluations, metric=keys.keep_best, stop_at=keys.stop_at, patience=keys.patience
+        )
+        if reason is not None:
+            utils.log_rank_zero(log, reason)
+        self._is_stopped = reason is not None
+        self._checkpoints.keep_best(best_step(evaluations, keys.keep_best))
+
+    def save(self, policy: TransformerDecoder, optimizer: PolicyOptimizer) -> None:
+        """Write the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
+        gate = self._run.outcome_gate
+        state = {
+            "step": self.done,
+            "optimizer": optimizer_state(optimizer.optimizer),
+            "guard": optimizer.guard.state_dict(),
+            "sampler": self._run.sampler.state_dict(),
+            "gate": gate is not None and gate.is_shut,
+        }
+        folder = self._checkpoints.save(
+            policy,
+            state,
+            step=self.done,
+            results=self._run.recorder.results,
+        )
+        utils.log_rank_zero(log, f"Saved {folder}")
+
+
+def _how_to_save_memory(cfg: GRPOConfig) -> str:
+    """Say which keys lower the memory that a step takes."""
+    rows = cfg.batch_size * cfg.grpo_samples
+    key, size = "forward_token_budget", cfg.forward_token_budget
+    if size is None:
+        key, size = "forward_batch_size", cfg.forward_batch_size or rows
+    smaller = {key: size // 2, "rollout.max_rows": (cfg.rollout.max_rows or rows) // 2}
+    ways = [f"{key}={value}" for key, value in smaller.items() if value]
+    if not cfg.enable_activation_checkpointing:
+        ways.append("enable_activation_checkpointing=True")
+    advice = f"Set {' or '.join(ways)}" if ways else "Take a smaller model"
+    return f"{advice}: docs/hardware.md#memory."

@@ -1,0 +1,229 @@
+"""Checks of a config against its model's files, before weights are read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import utils
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.config.check import instantiate
+from torchtune_grpo.config.command_line import hub_name
+from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
+from torchtune_grpo.data.dataset import Item, RLDataset, template_fields
+from torchtune_grpo.models.adapter import adapter_files, check_adapter
+from torchtune_grpo.models.tokenizer import HFTokenizer
+from torchtune_grpo.models.weights import hf_config_of
+from torchtune_grpo.rollout.engine import longest_row
+from torchtune_grpo.training.optimizer import make_lr_scheduler
+from torchtune_grpo.training.policy import empty_model
+from torchtune_grpo.training.teacher import Teacher, teacher_config
+
+log = utils.get_logger("INFO")
+
+
+def check_model(cfg: GRPOConfig) -> None:
+    """Check the model's files, the model, its adapter, the optimizer and the schedule."""
+    problems: list[str] = []
+    with noted(problems):
+        _check_files(cfg)
+        model = empty_model(cfg)
+        _check_architecture(cfg, model)
+        if cfg.adapter_dir is not None:
+            _check_adapter_dir(cfg, model)
+    with noted(problems):
+        _check_optimizer(cfg)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_optimizer(cfg: GRPOConfig) -> None:
+    """Make the optimizer and its schedule, and take a step on the run's device, if present."""
+    has_card = cfg.device != "cpu" and torch.cuda.is_available()
+    weight = nn.Parameter(torch.zeros(2, 2, device=cfg.device if has_card else "cpu"))
+    optimizer = instantiate("optimizer", cfg.optimizer, [weight])
+    make_lr_scheduler(cfg, optimizer)
+    # torchao compiles a step for each shape, which is slow.
+    if (has_card or cfg.device == "cpu") and not type(optimizer).__module__.startswith("torchao"):
+        weight.grad = torch.zeros_like(weight)
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise ValueError(
+                f"optimizer._component_={cfg.optimizer._component_}: cannot take a step: "
+                f"{describe(error)}; give another optimizer or other arguments."
+            ) from error
+
+
+def _check_files(cfg: GRPOConfig) -> None:
+    node = cfg.checkpointer
+    key = "model_dir" if node.checkpoint_dir == cfg.model_dir else "checkpointer.checkpoint_dir"
+    folder = Path(node.checkpoint_dir)
+    download = f"`tune download <model> --output-dir {folder}` fetches a model from the hub"
+    for path in (folder, folder / "config.json"):
+        if not path.exists():
+            raise ValueError(f"{key}={folder}: {path} does not exist; {download}.")
+    for name in ("path", "merges_file", "special_tokens_path"):
+        file = cfg.tokenizer.get(name)
+        if file is not None and not Path(file).is_file():
+            raise ValueError(f"tokenizer.{name}={file}: no such file; {download}.")
+    with tempfile.TemporaryDirectory() as output_dir:
+        instantiate("checkpointer", node, output_dir=output_dir)
+
+
+def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
+    """Compare the model with the checkpoint's ``config.json``."""
+    folder, component = cfg.checkpointer.checkpoint_dir, cfg.model._component_
+    if not isinstance(model, TransformerDecoder):
+        raise ValueError(
+            f"model._component_={component}: makes a {type(model).__name__}; only text models "
+            "(torchtune's TransformerDecoder) can be trained."
+        )
+    if any(type(module).__name__ == "Gemma2Attention" for module in model.modules()):
+        raise ValueError(
+            f"model._component_={component}: torchtune 0.6.1 computes another model than Gemma 2's "
+            "weights are for (the norms around its feed-forward are swapped, and logits are capped "
+            "before the output projection); train another model."
+        )
+    hf_config = hf_config_of(cfg.checkpointer)
+    theirs, ours = str(hf_config.get("model_type", "")), cfg.checkpointer.get("model_type")
+    family = re.match("[A-Za-z]*", ours or theirs)
+    if theirs and family and not theirs.startswith(family[0].lower()):
+        raise ValueError(
+            f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the type "
+            "of that model."
+        )
+    size, width = model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim
+    built = {"vocab_size": size, "hidden_size": width, "num_hidden_layers": len(model.layers)}
+    for layer in list(model.layers)[:1]:
+        built["num_attention_heads"] = layer.attn.num_heads
+        built["num_key_value_heads"] = layer.attn.num_kv_heads
+    given = {key: value for key, value in cfg.model.items() if key != "_component_"}
+    for name, value in built.items():
+        if hf_config.get(name) not in (None, value):
+            raise ValueError(
+                f"model: {component} with {given} has {name}={value}, but config.json in "
+                f"{folder} says {hf_config[name]}. Build the model that was downloaded."
+            )
+    if any(getattr(module, "rank", 0) > width for module in model.modules()):
+        raise ValueError(f"model: lora_rank is above the model's width of {width}; lower it.")
+    if any(token >= size for token in cfg.sampling.suppressed_tokens):
+        raise ValueError(
+            f"sampling.suppressed_tokens={list(cfg.sampling.suppressed_tokens)}: the model's "
+            f"vocabulary has {size} tokens; give numbers from 0 to {size - 1}."
+        )
+
+
+def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
+    """Check that ``adapter_dir`` fits the model, and warn if it was trained on another base."""
+    adapter_dir, base = str(cfg.adapter_dir), Path(cfg.checkpointer.checkpoint_dir).resolve()
+    file = adapter_files(adapter_dir)[0].resolve()
+    if file.parent == base or (base in file.parents and (base / "run_config.json").is_file()):
+        raise ValueError(
+            f"adapter_dir={adapter_dir}: the weights in checkpointer.checkpoint_dir={base} hold "
+            "this adapter already; set it to null, or give the base that it was trained on."
+        )
+    check_adapter(adapter_dir, model, hf_config=hf_config_of(cfg.checkpointer))
+    settings = read_json(file.parent, file.name, key="adapter_dir")
+    trained_on = settings.get("base_model_name_or_path")
+    here = hub_name(base)
+    if trained_on and here and trained_on != here and not Path(trained_on).exists():
+        message = f"adapter_dir={adapter_dir}: trained on {trained_on}, but {base} holds {here}."
+        utils.log_rank_zero(log, message, level=logging.WARNING)
+
+
+def check_teacher(
+    cfg: GRPOConfig,
+    teacher: Teacher,
+    dataset: RLDataset,
+    *,
+    model: TransformerDecoder,
+    tokenizer: Any,
+) -> None:
+    """Check the teacher's model, that it has the policy's tokens, and its prompts.
+
+    ``model`` is the policy's, on the meta device.
+    """
+    keys = cfg.objective.teacher
+    if keys.model_dir is not None:
+        where = f"objective.teacher.model_dir={keys.model_dir}"
+        try:
+            own = teacher_config(cfg)
+            _check_files(own)
+            model = empty_model(own)
+            _check_architecture(own, model)
+            theirs = HFTokenizer(keys.model_dir).vocabulary
+            if not isinstance(tokenizer, HFTokenizer):
+                tokenizer = HFTokenizer(cfg.checkpointer.checkpoint_dir)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        differ = [text for text, n in tokenizer.vocabulary.items() if theirs.get(text) != n]
+        if differ:
+            raise ValueError(
+                f"{where}: lacks the policy's tokens ({len(differ)} differ, such as "
+                f"{differ[0]!r}); give a model with the same tokenizer."
+            )
+    if keys.prompt_template is not None:
+        names = {"prompt", *dataset[0]["columns"]}
+        for name in sorted(template_fields(keys.prompt_template) - names):
+            raise ValueError(
+                f"objective.teacher.prompt_template={keys.prompt_template!r}: there is no column "
+                f"{name!r} among {sorted(names)}; name one of these."
+            )
+
+    def rule(items: Sequence[Item]) -> dict[int, str | None]:
+        prompts = [item["tokens"] for item in items]
+        if keys.prompt_template is not None:
+            prompts = [teacher.encode(item["prompt"], item["columns"]) for item in items]
+        check_prompts(cfg, "objective.teacher", prompts, model=model)
+        return {}
+
+    dataset.check(rule, where="dataset")
+
+
+def check_prompts(
+    cfg: GRPOConfig, key: str, prompts: Sequence[Sequence[int]], *, model: TransformerDecoder
+) -> None:
+    """Check that prompts and responses fit the model's context and vocabulary, and the budget.
+
+    ``prompts`` are the tokenized prompts of the data set under ``key``. The model may be on the
+    meta device.
+    """
+    longest, highest = max(map(len, prompts)), max(max(p, default=0) for p in prompts)
+    context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
+    response = cfg.max_response_tokens
+    limited = "environment.max_response_tokens"
+    limited = limited if response != cfg.max_generated_tokens else "max_generated_tokens"
+    if longest + response > context:
+        shorter = f"{key}.max_prompt_tokens" if key.endswith("dataset") else "shorten the prompt"
+        raise ValueError(
+            f"{limited}={response}: with the longest prompt of {key}, {longest} tokens, "
+            f"it exceeds the model's context of {context}; lower it, or {shorter}."
+        )
+    most = longest_row(cfg.rollout)
+    if most is not None and longest + response > most:
+        raise ValueError(
+            f"rollout.engine.max_model_len={most}: the longest prompt of {key} and its response "
+            f"may have {longest + response} tokens; give at least that."
+        )
+    row = longest + response - 1  # the last token is not read
+    if key == "dataset" and cfg.forward_token_budget is not None and row > cfg.forward_token_budget:
+        raise ValueError(
+            f"forward_token_budget={cfg.forward_token_budget}: the longest prompt and response "
+            f"make a row of {row} tokens; give at least {row}, or lower dataset.max_prompt_tokens "
+            f"or {limited}."
+        )
+    if highest >= size:
+        raise ValueError(
+            f"tokenizer: prompts of {key} have the token {highest}, but the model's "
+            f"vocabulary has {size} tokens. Give the model's own tokenizer, or resize the model's "
+            "embeddings with transformers (resize_token_embeddings)."
+        )
