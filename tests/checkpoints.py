@@ -36,7 +36,7 @@ TINY = {
 
 
 def llama_checkpoint(folder: Path) -> Path:
-    """A random two-layer Llama 3.2 with a byte tokenizer."""
+    """Write a random two-layer Llama 3.2 with a byte tokenizer."""
     rope = {
         "factor": 32.0,
         "high_freq_factor": 4.0,
@@ -73,7 +73,7 @@ def llama_checkpoint(folder: Path) -> Path:
 
 
 def qwen_checkpoint(folder: Path) -> Path:
-    """A random two-layer Qwen 2.5 with a byte tokenizer."""
+    """Write a random two-layer Qwen 2.5 with a byte tokenizer."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256}
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
     hf_folder("qwen2", folder, **sizes, rope_parameters=rope, rms_norm_eps=1e-5)
@@ -82,14 +82,14 @@ def qwen_checkpoint(folder: Path) -> Path:
 
 
 def llama_tokenizer_files(folder: Path) -> None:
-    """A byte tokenizer in tiktoken's format."""
+    """Write a byte tokenizer in tiktoken's format."""
     lines = (base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
     _specials(folder, LLAMA_SPECIALS)
 
 
 def qwen_tokenizer_files(folder: Path) -> None:
-    """A byte tokenizer in GPT-2's format."""
+    """Write a byte tokenizer in GPT-2's format."""
     vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("#version: 0.2\n")
@@ -97,7 +97,7 @@ def qwen_tokenizer_files(folder: Path) -> None:
 
 
 def peft_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:
-    """Saves PEFT's adapter of a base with random weights; returns its logits of ``TOKENS``."""
+    """Save PEFT's adapter of a base with random weights; return its logits of ``TOKENS``."""
     from peft import LoraConfig, get_peft_model  # which takes seconds
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +120,7 @@ def _specials(folder: Path, names: list[str]) -> None:
 
 
 def saving_config(checkpointer: dict[str, Any], folder: Path, **saving: Any) -> SimpleNamespace:
-    """As much of a config as a run's checkpoints need."""
+    """Make as much of a config as a run's checkpoints need."""
     return SimpleNamespace(
         checkpointer=OmegaConf.create(checkpointer),
         output_dir=str(folder),

@@ -13,20 +13,22 @@ def decode_attention(
     prompts: Tensor,
     rows: Tensor,
     slots: Tensor,
+    prompt_slots: Tensor,
     prompt_lengths: Tensor,
     last: Tensor,
     positions: Tensor,
     table: Tensor | None,
 ) -> Tensor:
     """Attention over each row's prompt, response and new token, which it rotates and caches."""
-    n, kv, half = len(heads), rows.shape[2], heads.shape[2] // 2
+    kv, half = rows.shape[2], heads.shape[2] // 2
     if table is not None:
         cos, sin = table[positions].unbind(dim=1)  # [n, 1, hd] each
         turned = heads * cos + heads.roll(half, dims=-1) * sin
         heads = torch.cat([turned[:, :-kv], heads[:, -kv:]], dim=1)
     q, new = heads.tensor_split((heads.shape[1] - 2 * kv,), dim=1)
-    rows[:, torch.arange(n), :, last] = new.unflatten(1, (2, kv))
-    keys, values = torch.cat([prompts[:, slots], rows[:, :n]], dim=3)  # [n, kv, P + C, hd]
+    rows[:, slots, :, last] = new.unflatten(1, (2, kv))
+    cached = [prompts[:, prompt_slots], rows[:, slots]]
+    keys, values = torch.cat(cached, dim=3)  # [n, kv, P + C, hd]
     seen = [length_mask(prompt_lengths, prompts.shape[3]), length_mask(last + 1, rows.shape[3])]
     mask = torch.cat(seen, dim=1)[:, None, None]  # [n, 1, 1, P + C]
     attend = F.scaled_dot_product_attention

@@ -25,14 +25,14 @@ _MODE = FakeTensorMode(allow_non_fake_inputs=True)  # one: tensors of two do not
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """In it, what is made on ``cuda`` is fake, and so is all that is computed from it."""
+    """Make tensors on ``cuda`` fake, and all that is computed from them."""
     _let_autograd_know_cuda()
     with _MODE:
         yield
 
 
 def on_cuda(value: Any) -> Any:
-    """A dataclass of tensors, moved with all that it holds."""
+    """Move a dataclass of tensors, with all that it holds."""
     if isinstance(value, torch.Tensor):
         return value.to(CUDA)
     if not is_dataclass(value):
@@ -41,7 +41,7 @@ def on_cuda(value: Any) -> Any:
 
 
 def _let_autograd_know_cuda() -> None:
-    """A build for CPUs has no guard for CUDA devices, and its autograd aborts for want of one.
+    """Give autograd a guard for CUDA devices, without which a build for CPUs aborts.
 
     torch itself does this for a CUDA build without a GPU. The guard of meta tensors does nothing.
     """
@@ -52,7 +52,7 @@ def _let_autograd_know_cuda() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name: ``with Operations() as count: ...; count["aten.mm.default"]``.
+    """Count operations by name: ``with Operations() as count: ...; count["aten.mm.default"]``.
 
     Copies of a CPU's tensor to the GPU count as ``"from the host"``, too.
     """
@@ -77,7 +77,7 @@ class Operations(TorchDispatchMode):
 
 @torch.no_grad()
 def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """As ``torch.autograd.backward``, whose engine asks for a real GPU's stream.
+    """Do what ``torch.autograd.backward`` does, whose engine asks for a real GPU's stream.
 
     It has no gradients of its own, for which some formulas are longer. Leaves get a ``grad``.
     Every node is called once, after all that hands it a gradient.

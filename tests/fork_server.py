@@ -1,4 +1,4 @@
-"""Starts scripts in processes that have imported what a run imports, which takes seconds.
+"""Start scripts in processes that have imported what a run imports, which takes seconds.
 
 As a script, this is the server, one for all workers of a pytest. It forks itself for each who
 connects, and there for each process of a request. A forked process has its own folder, arguments,
@@ -42,12 +42,12 @@ PINNED = {
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's, with pinned kernels and some changes."""
+    """Return this process's environment, with pinned kernels and some changes."""
     return {**os.environ, **PINNED, **changes}
 
 
 class ForkServer:
-    """A connection to the server, which it starts if nobody has: a process that forks on demand."""
+    """Connection to the server, a process that forks on demand; starts it if nobody has."""
 
     def __init__(self) -> None:
         name = f"\0fork_server_{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
@@ -61,7 +61,7 @@ class ForkServer:
     def run(
         self, *arguments: str, cwd: Path, envs: Sequence[dict[str, str]]
     ) -> list[tuple[int, str, str]]:
-        """Runs ``python ARGUMENTS``, a path, or ``-m`` and a module, once for each environment.
+        """Run ``python ARGUMENTS``, a path, or ``-m`` and a module, once for each environment.
 
         All at the same time; when one fails, the others are terminated, as torchrun does.
 
@@ -88,19 +88,20 @@ class ForkServer:
             said = "".join(f"\n{out[-2000:]}\n{err[-4000:]}" for out, err in texts)
             if not reply:
                 self._connection.shutdown(socket.SHUT_RDWR)  # which ends what still runs
+                vars(_of_thread).pop("server", None)  # the next test connects anew
                 raise AssertionError(f"{arguments}: {why}:{said}")
             return [(code, out, err) for code, (out, err) in zip(json.loads(reply), texts)]
 
 
 def fork_server() -> ForkServer:
-    """The one of this thread."""
+    """Return this thread's server."""
     if not hasattr(_of_thread, "server"):
         _of_thread.server = ForkServer()
     return _of_thread.server
 
 
 def _start(name: str) -> None:
-    """Starts the server, unless there is one of this name; it serves until this process ends."""
+    """Start the server, unless there is one of this name; it serves until this process ends."""
     with socket.socket(socket.AF_UNIX) as listener, suppress(OSError):  # the name is taken
         listener.bind(name)
         listener.listen()
@@ -113,7 +114,7 @@ def _start(name: str) -> None:
 
 
 def become(*, cwd: str, env: dict[str, str], files: list[str]) -> None:
-    """Gives the forked process its own folder, environment, stdin, stdout and stderr."""
+    """Give the forked process its own folder, environment, stdin, stdout and stderr."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -124,7 +125,8 @@ def become(*, cwd: str, env: dict[str, str], files: list[str]) -> None:
 
 
 def execute(arguments: list[str]) -> None:
-    """What ``python ARGUMENTS`` executes."""
+    """Execute what ``python ARGUMENTS`` would."""
+    sys.orig_argv = [sys.executable, *arguments]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()
@@ -136,7 +138,7 @@ def execute(arguments: list[str]) -> None:
 
 
 def end_quickly() -> None:
-    """Called at exit behind all others; by then threads have been waited for."""
+    """End the process; called at exit after all others, when threads have been waited for."""
     gc.collect()  # whose finalizers may have something to say
     sys.stdout.flush()
     sys.stderr.flush()
@@ -144,7 +146,7 @@ def end_quickly() -> None:
 
 
 def accepted(listener: socket.socket) -> socket.socket:
-    """Forks for each who connects, until stdin ends; returns the connection in the forked one."""
+    """Fork for each connection, until stdin ends; return the connection in the forked process."""
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -156,7 +158,7 @@ def accepted(listener: socket.socket) -> socket.socket:
 
 
 def next_request(connection: socket.socket) -> dict:
-    """Forks for each process of each request; returns what it is asked to be in the forked one."""
+    """Fork for each process of each request; return, in that process, what it is to run."""
     lines = connection.makefile("rw")
     print(os.getpid(), file=lines, flush=True)
     for line in lines:
@@ -178,7 +180,7 @@ def next_request(connection: socket.socket) -> dict:
 
 
 def wait_for(children: list[int]) -> list[int]:
-    """Exit codes of processes; the first one that fails ends the others."""
+    """Return the exit codes of processes; the first one that fails ends the others."""
     codes: dict[int, int] = {}
     while len(codes) < len(children):
         child, status = os.wait()
@@ -191,6 +193,8 @@ def wait_for(children: list[int]) -> list[int]:
 
 if __name__ == "__main__":
     exit_code = 0
+    gc.disable()  # while importing
+    os.fsync = lambda descriptor: None  # as in conftest.py
     atexit.register(end_quickly)  # the first one is called last
     import datasets  # noqa: F401
     import torchtune._cli.tune
@@ -209,6 +213,7 @@ if __name__ == "__main__":
     assert threading.active_count() == 1  # threads do not survive a fork
     gc.collect()
     gc.freeze()
+    gc.enable()
     weakref.finalize._registry.clear()  # at exit, torch would take its operators apart
     request = next_request(accepted(socket.socket(fileno=int(sys.argv[1]))))
     arguments = request.pop("arguments")

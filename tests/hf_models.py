@@ -28,6 +28,9 @@ _LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+_YARN_ROPE = dict(
+    rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128
+)
 # Name -> model_type and what it has of its own; head_dim differs from hidden_size / heads in some.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", dict(num_key_value_heads=4)),
@@ -47,17 +50,62 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         dict(
             head_dim=16,
+            rope_parameters=_YARN_ROPE,
+        ),
+    ),
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0], tie_word_embeddings=True)),
+    "olmo2": ("olmo2", dict()),
+    "olmo3": (
+        "olmo3",
+        dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "granite": (
+        "granite",
+        dict(
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "seed_oss": (
+        "seed_oss",
+        dict(head_dim=16, residual_dropout=0.0, attention_dropout=0.0, attention_out_bias=False),
+    ),
+    "ministral3": (
+        "ministral3",
+        dict(
+            head_dim=16,
+            rope_parameters=_YARN_ROPE | dict(llama_4_scaling_beta=0.1),
+        ),
+    ),
+    "phi3": ("phi3", dict(sliding_window=64)),
+    "phi3_longrope": (
+        "phi3",
+        dict(
+            max_position_embeddings=2048,
+            original_max_position_embeddings=512,
             rope_parameters=dict(
-                rope_type="yarn",
-                rope_theta=1e6,
-                factor=4.0,
-                original_max_position_embeddings=128,
+                rope_type="longrope",
+                rope_theta=1e4,
+                partial_rotary_factor=0.5,
+                short_factor=[1.0, 1.5, 2.0],
+                long_factor=[2.0, 3.0, 4.0],
+                original_max_position_embeddings=512,
             ),
         ),
     ),
+    "arcee": ("arcee", dict()),
+    "nemotron": ("nemotron", dict(head_dim=16)),
+    "starcoder2": (
+        "starcoder2",
+        dict(residual_dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+        | dict(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, sliding_window=64),
+    ),
     "gemma3": (
         "gemma3_text",
-        dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64, tie_word_embeddings=True)
+        dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=64, tie_word_embeddings=True)
         | dict(
             layer_types=["sliding_attention", "full_attention"],
             rope_parameters={
@@ -70,7 +118,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hf_folder(name: str, folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
-    """Writes the folder of a model of ``MODELS``, with ``changes`` to its config."""
+    """Write the folder of a model of ``MODELS``, with ``changes`` to its config."""
     kind, settings = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cpu"):

@@ -27,7 +27,7 @@ _CHATML = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a model's tokenizer has; a template without a text is that of the trl wheel."""
+    """Tokens and chat template of a model; without a text, the template is the trl wheel's."""
 
     special: tuple[str, ...]
     eos: str
@@ -85,7 +85,7 @@ FAMILIES = {
 
 
 def write_tokenizer(folder: Path, name: str, *, has_template: bool = True) -> Path:
-    """Writes the files of a family's tokenizer, of fewer than 400 tokens, as the hub has them."""
+    """Write the files of a family's tokenizer, of fewer than 400 tokens, as the hub has them."""
     family = FAMILIES[name]
     tokenizer = Tokenizer(models.BPE(byte_fallback=family.is_sentencepiece))
     special = [AddedToken(text, special=True, normalized=False) for text in family.special]

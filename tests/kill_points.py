@@ -1,4 +1,4 @@
-"""Kills a forked process at each of its file operations, and in the middle of what it writes."""
+"""Kill a forked process at each of its file operations, and in the middle of what it writes."""
 
 import os
 import resource
@@ -24,7 +24,7 @@ def kill_points(
     prepare: Callable[[], object],
     sizes: Iterable[int] = (),
 ) -> Iterator[str]:
-    """Runs ``action`` in a forked process again and again, killed elsewhere each time.
+    """Run ``action`` in a forked process again and again, killed elsewhere each time.
 
     Before the first, the second, ... file operation below ``folder``, until there are no more; then
     where a file grows beyond each of ``sizes`` bytes; and at last not at all.
@@ -37,7 +37,7 @@ def kill_points(
     """
 
     def killed(limit: Callable[[], object]) -> int:
-        """The exit code of a process that acts under a limit; no other error is allowed."""
+        """Return the exit code of a process that acts under a limit; no other error is allowed."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         prepare()
@@ -80,14 +80,14 @@ def _die_at(number: int, folder: Path) -> None:
 
 
 def _die_beyond(size: int) -> None:
-    """The kernel kills the process whose file would grow beyond that; what fits is written."""
+    """Let the kernel kill this process when a file would grow beyond that; the rest is written."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @contextmanager
 def disk_of(size: int) -> Iterator[None]:
-    """No file of this process grows beyond ``size`` bytes, as on a disk that is full then."""
+    """Let no file of this process grow beyond ``size`` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores the signal
     yield

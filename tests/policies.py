@@ -55,7 +55,7 @@ KINDS = ("llama", "untied", "qwen", "lora", "dora", "lora_output")  # that diffe
 
 @torch.no_grad()
 def randomize(model: TransformerDecoder) -> TransformerDecoder:
-    """Gives every parameter a random value, LoRA's B matrices too, large enough to matter.
+    """Give every parameter a random value large enough to matter, LoRA's B matrices too.
 
     B is smaller, so that the adapters do not outweigh the weights: gradients would be in the
     hundreds, and their rounding depend on the CPU.
@@ -71,7 +71,7 @@ def randomize(model: TransformerDecoder) -> TransformerDecoder:
 
 
 def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> TransformerDecoder:
-    """A random policy of ``BUILDERS``, as the recipe prepares it."""
+    """Build a random policy of ``BUILDERS``, as the recipe prepares it."""
     torch.manual_seed(0)
     with set_default_dtype(dtype):
         model = BUILDERS[kind]()
@@ -85,21 +85,21 @@ def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Tra
 
 
 def loaded_policy(cfg: GRPOConfig, weights: Mapping[str, Any]) -> TransformerDecoder:
-    """A config's policy with the weights of its checkpoint."""
+    """Make a config's policy with the weights of its checkpoint."""
     model = make_policy(cfg, device=torch.device("cpu"))
     load_policy(model, cfg, weights)
     return model
 
 
 def full_logprobs(model: TransformerDecoder, tokens: torch.Tensor, temperature: float):
-    """The plain way for one row: of all logits, [2, T - 1] log-probs of tokens 1..T-1, entropy."""
+    """Compute [2, T - 1] log-probs of tokens 1..T-1 and entropy of one row from all its logits."""
     log_p = (model(tokens[None])[0, :-1].double() / temperature).log_softmax(dim=-1)
     logprobs = log_p.gather(1, tokens[1:, None])[:, 0]
     return torch.stack([logprobs, -(log_p.exp() * log_p).sum(dim=-1)])
 
 
 def response_rows(model: TransformerDecoder, trajectory: Trajectory, temperature: float):
-    """The plain way for each row's response, 0 where masked: [2, N, L] log-probs and entropy."""
+    """Compute [2, N, L] log-probs and entropy row by row from all logits, 0 where masked."""
     mask = trajectory.response_mask
     result = torch.zeros(2, *mask.shape, dtype=torch.float64)
     lengths = zip(trajectory.prompt_lengths.tolist(), trajectory.response_lengths.tolist())

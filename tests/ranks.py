@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def on_two_ranks(function: Callable[[int], Any], *, folder: Path) -> list[Any]:
-    """What ``function(rank)`` returns on each of two ranks; ``folder`` is where they meet."""
+    """Return what ``function(rank)`` returns on each of two ranks, which meet in ``folder``."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
 

@@ -25,7 +25,7 @@ step_time time/rollout time/reward time/logprobs time/update
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes a record's lines."""
+    """Write a record's lines."""
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
@@ -33,7 +33,7 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def write_run(
     folder: Path, *, steps: int = 12, group_size: int = 8, text: str | None = None
 ) -> Path:
-    """A run whose accuracy rises to 0.95; ``text`` stands for every completion."""
+    """Write a run whose accuracy rises to 0.95; ``text`` stands for every completion."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"num_steps": steps, "optimizer": {"lr": 3e-4}}
     config["rewards"] = [{"name": "correctness"}, {"name": "format", "weight": 0.1}]
@@ -61,7 +61,7 @@ def write_run(
 
 
 def write_hostile_run(folder: Path) -> Path:
-    """A run with a hostile text in completions, prompts, columns, rewards and findings."""
+    """Write a run with a hostile text in completions, prompts, columns, rewards and findings."""
     folder = write_run(folder, steps=2, group_size=2, text=HOSTILE)
     events = [json.loads(line) for line in (folder / RUN_FILE).read_text("utf-8").splitlines()]
     changed = {f"rewards/{HOSTILE}/mean": 0.5, "rewards/$$x$$/mean": 0.5}
@@ -88,7 +88,7 @@ FINDINGS = [
 
 
 def evaluation(step: int, **by_prompt: list[float]) -> dict[str, Any]:
-    """The event of an evaluation, from each prompt's numbers; the intervals are made up."""
+    """Make the event of an evaluation from each prompt's numbers; the intervals are made up."""
     event: dict[str, Any] = {"kind": "evaluation", "step": step, "time/eval": 3.0}
     for name, values in by_prompt.items():
         mean = sum(values) / len(values)
@@ -100,7 +100,7 @@ def evaluation(step: int, **by_prompt: list[float]) -> dict[str, Any]:
 
 
 def completion(sample: int, correct: float | None, formed: float, **more: Any) -> dict[str, Any]:
-    """A completion's line, with both rewards' scores."""
+    """Make a completion's line, with both rewards' scores."""
     row: dict[str, Any] = {"step": 1, "prompt_index": 4, "sample": sample, "prompt": "p"}
     row |= {"completion": "c", "tokens": 1, "ended": "stop_token", "columns": {}, "extra": {}}
     row |= {"reward": 1.0, "rewards": {"correctness": correct, "format": formed}, "failed": []}
@@ -110,7 +110,7 @@ def completion(sample: int, correct: float | None, formed: float, **more: Any) -
 def _completions(
     step: int, skill: float, prompts: list[int], group_size: int, text: str | None
 ) -> list[dict[str, Any]]:
-    """Whole groups: some samples are right, some well-formed, some cut off, and one failed."""
+    """Make whole groups: some samples right, some well-formed, some cut off, and one failed."""
     return [
         completion(
             sample,

@@ -1,7 +1,8 @@
-"""Runs the real ``tune`` command on shipped configs, with only model, checkpoint and data tiny."""
+"""Run the real ``tune`` command on shipped configs, with only model, checkpoint and data tiny."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import tiny_llama
 import torch
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint
 from fork_server import TIMEOUT, environment, fork_server
@@ -42,7 +46,7 @@ OF_LENGTH = "rewards=[{_component_: my_rewards.reward_length}]"
 
 @dataclass
 class Result:
-    """How one command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -52,7 +56,7 @@ class Result:
 def run(
     *arguments: object, cwd: Path, check: bool = True, fresh: bool = False, **env: str
 ) -> Result:
-    """``python ARGUMENTS`` in a process of its own: a path, or ``-m`` and a module, comes first.
+    """Run ``python ARGUMENTS``, a path, or ``-m`` and a module, in a process of its own.
 
     Args:
         check: fail unless it ends well.
@@ -70,7 +74,7 @@ def run(
 
 
 def tune(*arguments: object, cwd: Path, **settings: Any) -> Result:
-    """``tune ARGUMENTS``; settings are those of :func:`run`."""
+    """Run ``tune ARGUMENTS``; settings are those of ``run``."""
     return run(TUNE, *arguments, cwd=cwd, **settings)
 
 
@@ -83,9 +87,9 @@ def run_ranks(
     command: str | None = None,
     **env: str,
 ) -> list[Result]:
-    """The recipe, a copy of it, or one of our commands, as torchrun starts it, in forked processes.
+    """Run the recipe, a copy of it, or one of our commands in forked processes, as torchrun does.
 
-    Of one machine. ``--config`` and the name of a shipped config, or a path, come first.
+    ``--config`` and the name of a shipped config, or a path, come first.
     """
     first, name, *rest = map(str, arguments)
     assert first == "--config"
@@ -115,15 +119,15 @@ def run_ranks(
 
 
 def _needs_gpu(command: list[str]) -> bool:
-    """Forked processes have none: torchtune's import makes use of it in the server."""
+    """Return whether a command needs a GPU, which torchtune's import denies to forked processes."""
     return "device=cuda" in command and torch.cuda.is_available()
 
 
 @contextmanager
 def in_background(function: Callable, *arguments: object, **settings: Any) -> Iterator[Future]:
-    """Calls :func:`tune`, for instance, while others may run.
+    """Call a function, such as ``tune``, while others may run.
 
-    Gives the Future of what it returns, whose ``processes()`` are those that have been started.
+    Yields the Future of what it returns, whose ``processes()`` are those that have been started.
     What still runs when the block is left, is killed.
     """
     with ThreadPoolExecutor(1) as pool:
@@ -139,7 +143,7 @@ def in_background(function: Callable, *arguments: object, **settings: Any) -> It
 
 
 def run_python(*arguments: str, cwd: Path, python: str = sys.executable, **env: str) -> Result:
-    """``python ARGUMENTS``, a new interpreter."""
+    """Run ``python ARGUMENTS`` in a new interpreter."""
     done = subprocess.run(
         [python, *arguments],
         cwd=cwd,
@@ -152,20 +156,32 @@ def run_python(*arguments: str, cwd: Path, python: str = sys.executable, **env: 
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+def random_tiny_llama(folder: Path) -> None:
+    """Put the tiny model with random weights into ``folder/tiny_llama``; it is made only once."""
+    shutil.copytree(Path(_made().name) / "tiny_llama", folder / "tiny_llama")
+
+
+@cache
+def _made() -> TemporaryDirectory:
+    folder = TemporaryDirectory()
+    run(tiny_llama.__file__, "tiny_llama", "--steps", 0, cwd=Path(folder.name))
+    return folder
+
+
 def copy_recipe(config: str, folder: Path, *, recipe: str = RECIPE) -> None:
-    """``tune cp`` of the recipe and a config, to ``my_grpo.py`` and ``my_config.yaml``."""
+    """Copy the recipe and a config with ``tune cp``, to ``my_grpo.py`` and ``my_config.yaml``."""
     tune("cp", recipe, "my_grpo.py", cwd=folder)
     tune("cp", config, "my_config.yaml", cwd=folder)
 
 
 def gsm8k(n: int) -> dict:
-    """A row in GSM8K's format, with its number in columns of a user's own."""
+    """Make a row in GSM8K's format, with its number in columns of a user's own."""
     answer = f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"
     return {"question": f"{n} plus 2?", "answer": answer, "number": n, "weight": n}
 
 
 def humaneval(n: int) -> dict:
-    """A row in HumanEval's format."""
+    """Make a row in HumanEval's format."""
     return {
         "task_id": f"Test/{n}",
         "prompt": f'def add(x):\n    """Adds {n} to x."""\n',
@@ -192,7 +208,7 @@ FROM_FOLDER = {
 
 
 def tiny_overrides(config: str, folder: Path) -> list[str]:
-    """Command-line overrides that make a shipped config run in seconds on a CPU."""
+    """Make a tiny model and data; return overrides with which a shipped config runs in seconds."""
     overrides: dict[str, Any] = {
         "output_dir": folder / "out",
         "device": "cpu",
@@ -218,7 +234,7 @@ def tiny_overrides(config: str, folder: Path) -> list[str]:
 
 
 def _tiny_folder(config: str, folder: Path) -> dict[str, Any]:
-    """A model's folder as the hub has it."""
+    """Make a model's folder as the hub has it."""
     model, tokenizer = FROM_FOLDER[config]
     model_dir = folder / "model"
     shape = QUANTIZABLE if "qlora" in config else {}
@@ -231,7 +247,7 @@ def _tiny_folder(config: str, folder: Path) -> dict[str, Any]:
 
 
 def _tiny_builder(config: str, folder: Path) -> dict[str, Any]:
-    """A builder of torchtune's and a checkpoint for it."""
+    """Make a checkpoint for one of torchtune's builders."""
     qwen = config.startswith("qwen")
     checkpoint = folder / ("qwen" if qwen else "llama")
     if not checkpoint.exists():
@@ -257,44 +273,44 @@ def _tiny_builder(config: str, folder: Path) -> dict[str, Any]:
 
 
 def run_tiny(config: str, folder: Path, *more: str, **settings: Any) -> Result:
-    """``tune run`` of a shipped config made tiny; later overrides win."""
+    """Run a shipped config made tiny; later overrides win."""
     overrides = tiny_overrides(config, folder)
     return tune("run", RECIPE, "--config", config, *overrides, *more, cwd=folder, **settings)
 
 
 def untimed(folder: Path) -> list[dict]:
-    """The metrics without those that depend on how fast the machine is."""
+    """Read the metrics, without those that depend on how fast the machine is."""
     timed = ("time", "per_second")
     return [{k: v for k, v in r.items() if not any(w in k for w in timed)} for r in metrics(folder)]
 
 
 def prompts(folder: Path, *kinds: str) -> list[dict]:
-    """What the record says of each prompt, of steps and of evaluations."""
+    """Read what the record says of each prompt, by step and evaluation."""
     return [event.get("prompts") for event in read(folder, *(kinds or ("step", "evaluation")))]
 
 
 def completions(folder: Path) -> list[dict]:
-    """The groups of completions that were logged."""
+    """Read the groups of completions that were logged."""
     return read_lines(folder / "completions.jsonl")
 
 
 def steps_of(folder: Path) -> list[dict]:
-    """The metrics of training steps, without those of evaluations."""
+    """Read the metrics of training steps, without those of evaluations."""
     return [record for record in metrics(folder) if "reward" in record]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, or of a folder that is a base model."""
+    """Read the weights of a checkpoint or a base model's folder."""
     return load_file(next(folder.glob("model*.safetensors")))
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's adapter in PEFT's form; empty if there is none."""
+    """Read a checkpoint's adapter in PEFT's form; empty if there is none."""
     file = folder / "adapter" / "adapter_model.safetensors"
     return load_file(file) if file.exists() else {}
 
 
 def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two checkpoints' weights."""
+    """Return the largest difference of two checkpoints' weights."""
     assert left.keys() == right.keys()
     return max((left[name].float() - right[name].float()).abs().max().item() for name in left)

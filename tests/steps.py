@@ -1,35 +1,34 @@
-"""A step's rows and what rewards said of them, small enough to compute by hand."""
+"""A step's rows and their scores, small enough to compute by hand."""
 
 import math
 
 import torch
+from common import rows_of
 
 from torchtune_grpo.rewards import RewardScores
-from torchtune_grpo.trajectory import Trajectory, length_mask
+from torchtune_grpo.trajectory import Trajectory
 
 NAN = math.nan
 LENGTHS = torch.tensor([1, 2, 3, 2])
 
 
 def make_trajectory() -> Trajectory:
-    """Two groups of two; the last token of row 2 is not trained on, and row 3 was cut off."""
-    mask = length_mask(LENGTHS, 3)
-    mask[2, 2] = False
-    return Trajectory(
-        tokens=torch.arange(16).view(4, 4),
+    """Make two groups of two; row 2's last token is not trained on, and row 3 was cut off."""
+    rows = rows_of(
+        torch.arange(16).view(4, 4),
+        torch.ones(4, dtype=torch.long),
+        LENGTHS,
         prompt_indices=torch.tensor([7, 7, 3, 3]),
-        places=torch.tensor([0, 0, 1, 1]),
-        prompt_lengths=torch.tensor([1, 1, 1, 1]),
-        response_lengths=LENGTHS,
-        response_mask=mask,
+        step_indices=torch.tensor([0, 0, 1, 1]),
         truncated=torch.tensor([False, False, False, True]),
         sampler_logprobs=torch.full((4, 3), -1.0),
         behaviour_logprobs=torch.full((4, 3), -1.0) - torch.tensor([0.0, math.log(0.5), 9.0]),
         prompts=["p", "p", "q", "q"],
         completions=["a", "b", "c", "d"],
-        columns={},
         advantages=torch.tensor([0.7, -0.7, 0.0, 0.0]),
     )
+    rows.response_mask[2, 2] = False
+    return rows
 
 
 def make_scores() -> RewardScores:

@@ -1,4 +1,4 @@
-"""Makes the weights of the tiny model that the package ships; with 0 steps, random ones.
+"""Make the weights of the tiny model that the package ships; with 0 steps, random ones.
 
     python tests/tiny_llama.py torchtune_grpo/tiny_llama
 
@@ -39,7 +39,7 @@ def random_model(folder: str) -> TransformerDecoder:
 
 
 def examples(folder: str) -> list[list[tuple]]:
-    """By level, the tokens of each question, of its answer worked out, and of a guess."""
+    """Return, by level, the tokens of each question, of its answer worked out, and of a guess."""
     tokenizer = hf_tokenizer(folder)
     data = arithmetic_dataset(
         tokenizer, levels=[*LEVELS], split="train", num_samples=8000, prefill="<think>"
@@ -74,7 +74,7 @@ def teach(model: TransformerDecoder, by_level: list[list[tuple]], steps: int) ->
 
 
 def mean_loss(model: TransformerDecoder, batch: Iterable[tuple]) -> torch.Tensor:
-    """Of the answers' tokens."""
+    """Return the loss of the answers' tokens."""
     rows = [torch.tensor([*question, *answer]) for question, answer in batch]
     golds = [torch.tensor([*[-100] * len(question), *answer]) for question, answer in batch]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -85,7 +85,7 @@ def mean_loss(model: TransformerDecoder, batch: Iterable[tuple]) -> torch.Tensor
 
 
 def main() -> None:
-    """Makes the folder, or only its weights anew."""
+    """Make the folder, or only its weights anew."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=3000, help="3000 take two minutes")

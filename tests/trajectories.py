@@ -3,35 +3,22 @@
 from collections.abc import Sequence
 
 import torch
+from common import rows_of
 from policies import VOCAB
 
-from torchtune_grpo.trajectory import Trajectory, length_mask
+from torchtune_grpo.trajectory import Trajectory
 
 
 def make_trajectory(prompts: Sequence[int], responses: Sequence[int]) -> Trajectory:
-    """Rows of random tokens."""
+    """Make rows of random tokens."""
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor(prompts) + torch.tensor(responses)
-    tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max())), generator=generator)
-    mask = length_mask(torch.tensor(responses), max(responses))
-    return Trajectory(
-        tokens=tokens.where(length_mask(lengths, tokens.shape[1]), 0),
-        prompt_indices=torch.arange(len(prompts)),
-        places=torch.arange(len(prompts)),
-        prompt_lengths=torch.tensor(prompts),
-        response_lengths=torch.tensor(responses),
-        response_mask=mask,
-        truncated=torch.zeros(len(prompts), dtype=torch.bool),
-        sampler_logprobs=torch.zeros(mask.shape),
-        behaviour_logprobs=torch.zeros(mask.shape),
-        prompts=[],
-        completions=[],
-        columns={},
-    )
+    lengths = torch.tensor([prompts, responses])
+    shape = len(prompts), int(lengths.sum(dim=0).max())
+    return rows_of(torch.randint(VOCAB, shape, generator=generator), *lengths)
 
 
 def make_groups(prompts: Sequence[int], responses: Sequence[int], *, shared: int = 0) -> Trajectory:
-    """Like :func:`make_trajectory`, with one prompt length per group and its rows' own prompt.
+    """Make groups of random rows, each with a prompt of its own, of the given length.
 
     All prompts begin with the same ``shared`` tokens.
     """

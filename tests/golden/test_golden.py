@@ -17,9 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 
 import pytest
-import tiny_llama
 import torch
-from runs import RECIPE, metrics, run, run_ranks, tiny_overrides, tune
+from runs import RECIPE, metrics, random_tiny_llama, run, run_ranks, tiny_overrides, tune
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -44,7 +43,7 @@ SHARDED = "distributed.sharding=always"
 
 
 def tiny(*more: str, folder: Path, ranks: int = 1) -> None:
-    """The demo's model with random weights, and some changes."""
+    """Run the demo with random weights and some changes."""
     given = ["--config", "tiny_arithmetic_grpo", *QUICK, *more]
     if ranks == 1:
         tune("run", RECIPE, *given, cwd=folder)
@@ -53,7 +52,7 @@ def tiny(*more: str, folder: Path, ranks: int = 1) -> None:
 
 
 def torchtune_model(config: str, folder: Path) -> None:
-    """torchtune's builder, tokenizer and checkpointer, and a data set in GSM8K's format."""
+    """Run with torchtune's builder, tokenizer and checkpointer, and rows in GSM8K's format."""
     rewards = "rewards=[{_component_: golden_rewards.vowels}]"
     more = ["num_steps=3", rewards, "eval_dataset.num_samples=5", "lr_scheduler=null"]
     command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder), "dtype=fp32"]
@@ -61,7 +60,7 @@ def torchtune_model(config: str, folder: Path) -> None:
 
 
 def resumed(folder: Path) -> None:
-    """Two steps, and two more in a second process."""
+    """Take two steps, and two more in a second process."""
     more = ["num_steps=4", "lr_scheduler=null", "saving.every_n_steps=2"]
     tiny(*more, folder=folder)
     shutil.rmtree(folder / "out" / "step_000004")
@@ -69,7 +68,7 @@ def resumed(folder: Path) -> None:
 
 
 def from_python(folder: Path) -> None:
-    """``GRPO(...)`` with rows and a function, on the demo's model."""
+    """Run ``GRPO(...)`` with rows and a function, on the demo's model."""
     (folder / "script.py").write_text(
         "from torchtune_grpo import GRPO\n"
         "from golden_rewards import vowels\n"
@@ -120,9 +119,9 @@ RUNS: dict[str, Callable[..., None]] = {
 
 
 def record(name: str, folder: Path) -> dict[str, Any]:
-    """The metrics of a run, and a number for each of the last checkpoint's weights."""
+    """Return a run's metrics, and a number for each of the last checkpoint's weights."""
     (folder / "golden_rewards.py").write_text(REWARDS)
-    run(tiny_llama.__file__, "tiny_llama", "--steps", 0, cwd=folder)
+    random_tiny_llama(folder)
     RUNS[name](folder=folder)
     lines = [
         {key: value for key, value in line.items() if not key.startswith(TIMINGS)}
@@ -138,7 +137,7 @@ def record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def waves(tensor: torch.Tensor) -> float:
-    """A weighted sum that depends on each element and on their order."""
+    """Return a weighted sum that depends on each element and on their order."""
     values = tensor.flatten().double()
     return float(values @ torch.arange(len(values)).double().cos())
 
@@ -160,7 +159,7 @@ def test_golden(name, tmp_path):
 
 
 def main() -> None:
-    """Records the runs named on the command line, or all."""
+    """Record the runs named on the command line, or all."""
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     for name in sys.argv[1:] or RUNS:
         with tempfile.TemporaryDirectory() as folder:

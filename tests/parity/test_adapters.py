@@ -25,9 +25,10 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models.adapter import adapter_settings
+from torchtune_grpo.training.checks import check_model
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.policy import AdapterReference, check_model
+from torchtune_grpo.training.reference import AdapterReference
 
 LORA, QWEN, FULL = "llama3_2_1B_lora_grpo", "qwen2_5_1_5B_lora_grpo", "llama3_2_1B_full_grpo"
 TARGETS = {

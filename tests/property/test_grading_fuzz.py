@@ -5,6 +5,7 @@ The oracle is ``fractions.Fraction``, which shares no code with the grader.
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def is_correct(content: str, gold: object) -> bool:
     return grade_math_answer(block(content), str(gold))
 
 
-def plain(value: object) -> str:
+def written(value: object) -> str:
     return format(value, "f")  # type: ignore[arg-type]
 
 
@@ -48,7 +49,7 @@ def test_never_raises_and_returns_a_bool(text, gold):
 @given(NUMBERS, UNITS)
 @settings(deadline=None)
 def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
-    text, size = plain(number), plain(abs(number))
+    text, size = written(number), written(number.copy_abs())  # a library may round abs()
     sign = "-" if text.startswith("-") else ""
     assert format(number, ",f").replace(",", "") == text
     ways = [
@@ -57,7 +58,7 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
         f"{sign}${size}",
         f"${text}",
         format(number, ",f"),
-        f"{sign}${format(abs(number), ',f')}",
+        f"{sign}${format(number.copy_abs(), ',f')}",
         f"{text}000",
         f"{text}%",
         text.replace("-", "−"),
@@ -77,7 +78,7 @@ def test_every_accepted_way_to_write_a_number_is_correct(number, unit):
 @settings(deadline=None)
 def test_another_number_is_never_correct(number, other):
     assume(number != other)
-    text, wrong = plain(number), plain(other)
+    text, wrong = written(number), written(other)
     ways = [wrong, f"${wrong}", f"The answer is {wrong}.", rf"\boxed{{{wrong}}}", f"{wrong} apples"]
     ways += [f"{wrong} or {text}", f"{text}, {wrong}", f"{text} - {wrong}", f"{wrong}\n{text}"]
     assert [way for way in ways if is_correct(way, text)] == []
@@ -87,7 +88,7 @@ def test_another_number_is_never_correct(number, other):
 @settings(deadline=None)
 def test_what_changes_a_number_is_not_correct(number):
     assume(number != 0)
-    text = plain(number)
+    text = written(number)
     negated = text[1:] if text.startswith("-") else f"-{text}"
     ways = [negated, f"1{negated}", f"- {text}", f"--{text}", f"x{text}"]
     ways += [f"{text}1", f"{text}e1", f"{text}k", f"{text} k", f"{text}²", f"{text}^2", f"{text}!"]
@@ -103,7 +104,7 @@ PROSE = st.lists(WORDS, max_size=9).map(" ".join)
 @settings(deadline=None)
 def test_words_around_a_number_do_not_matter(number, before, after):
     """Words of two letters or more: "12 x" and "12 k" are other numbers."""
-    assert is_correct(f"{before} {plain(number)} {after}", plain(number))
+    assert is_correct(f"{before} {written(number)} {after}", written(number))
 
 
 @given(INTEGERS, st.integers(1, 10**6), INTEGERS, st.integers(1, 10**6))
@@ -129,6 +130,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(EXPRESSIONS, st.fractions(max_denominator=50))
 @settings(deadline=None, max_examples=300)
 def test_an_equation_is_correct_exactly_if_it_holds(expression, error):
@@ -151,10 +153,12 @@ def test_an_equation_is_correct_exactly_if_it_holds(expression, error):
 @given(NUMBERS, TEXTS, TEXTS)
 @settings(deadline=None)
 def test_only_the_block_counts(number, before, after):
-    """What stands in the thinking, or behind the block, changes no verdict."""
+    """Text in the thinking, or behind the block, does not change the verdict."""
     for part in ("<answer>", "</answer>", "<think>", "</think>"):
         before, after = before.replace(part, ""), after.replace(part, "")
-    assume("<" not in before + after)
-    text = f"<think>{before}</think>{after}<answer>{plain(number)}</answer>{after}"
-    assert grade_math_answer(text, plain(number))
-    assert not grade_math_answer(f"<think>{before}{plain(number)}</think>{after}", plain(number))
+    assume("<" not in before + after and not grade_math_answer(after, written(number)))
+    text = f"<think>{before}</think>{after}<answer>{written(number)}</answer>{after}"
+    assert grade_math_answer(text, written(number))
+    assert not grade_math_answer(
+        f"<think>{before}{written(number)}</think>{after}", written(number)
+    )

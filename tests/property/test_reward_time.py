@@ -1,17 +1,18 @@
-"""No text takes more than 250 ms of the trainer, whatever shipped reward is configured."""
+"""No text takes more than 400 ms of the trainer, whatever shipped reward is configured."""
 
 import gc
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
+from processes import least_seconds
 
 from torchtune_grpo import rewards as shipped
 from torchtune_grpo.rewards import RewardSet, grade_math_answer
 from torchtune_grpo.rewards.extraction import extract_program
 
 SIZE = 200_000
-BOUND = 0.25  # seconds of this process; none takes 60% of it on an idle core
+BOUND = 0.4  # seconds of this process; none takes 40% of it on an idle core
 UNITS = r"""
 <think> </think> <answer> </answer> <answer>7</answer> <think><answer> ` ``` ~~~ ```python ( ) [ {
 \frac{ \frac12 \boxed{ \( $ ** - 7 7, 7. 7e 7e1 1/ 7+ a a- n't ' " ''' # \ = def f= @ é ~a 7~a | ^
@@ -26,6 +27,7 @@ MATH_UNITS = r"""
 <answer></answer> < > </ \boxed{1} \boxed{{} {} #### answer_is `a` “a USD1 $5m 5th ° 1=1 1e-9* 1/7+
 \[ \text{a} } % / -- $$ * *** 1 , 1, 1,234, 1. . 0. =1 1= 9^ 9** 9* 9+ (9* +( (1) 1e9 a' s' x= 1²
 m²/ \\ \frac{1}{2} \text{ \, \(\) {,} 1{,}234 1,\! $1$ **a** １
+答 1一 μ' ж- .\overline{1} 0.\bar1 « 「1 负1 answer: **answer:** 1ж
 """.split()
 MATH_UNITS += ["\u00a0", "\u202e", "\ud800", "e\u0301", "1 ", "12 or ", "<answer>12 </answer> "]
 # And for what reads letters and words.
@@ -46,7 +48,6 @@ for operator in "+-*/":
     MATH_SHAPES.append(operator.join(["9" * 90] * 10) + "=1")
 CODE_UNITS = [
     '```python\n"""\n```\n',
-    "```\n",
     "<answer>",
     "> ",
     "1. ",
@@ -71,22 +72,15 @@ AROUND_MATH += [("<answer>7</answer>", ""), (r"\boxed{", ""), ("#### ", ""), ("T
 
 COLUMNS = {"answer": ["7"], "entry_point": ["f"], "test": ["assert f() == 1"]}
 COLUMNS |= {"tests": [{"inputs": ["1"], "outputs": ["1"]}]}
+NAMES = """
+math_correctness_reward last_number_reward math_format_reward math_number_reward math_tag_reward
+code_format_reward CodeReward ProgramReward SymbolicMathReward RepetitionPenalty choice_reward
+short_text_reward
+""".split()
 # Of each shipped reward, its arguments.
-REWARDS = {
-    "math_correctness_reward": {},
-    "last_number_reward": {},
-    "math_format_reward": {},
-    "math_number_reward": {},
-    "math_tag_reward": {},
-    "code_format_reward": {},
-    "CodeReward": {},
-    "ProgramReward": {},
-    "SymbolicMathReward": {},
+REWARDS = dict.fromkeys(NAMES, {}) | {
     "CosineLengthReward": {"max_length": 9},
     "OverlongPenalty": {"max_length": 9, "cache": 3},
-    "RepetitionPenalty": {},
-    "choice_reward": {},
-    "short_text_reward": {},
 }
 
 
@@ -96,6 +90,7 @@ def test_every_shipped_reward_is_here() -> None:
     assert marked == REWARDS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REWARDS)
 def test_no_text_takes_long(name: str) -> None:
     """Each shape by itself, and in an answer block or in a fence, through a set of rewards."""
@@ -127,12 +122,13 @@ def test_long_golds_take_no_longer(gold: str) -> None:
     assert slowest(grade, around=AROUND_MATH[1:2], shapes=SHAPES + MATH_SHAPES) < BOUND
 
 
-def test_the_program_of_no_text_takes_long() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("entry_point", ["f", None])
+def test_the_program_of_no_text_takes_long(entry_point: str | None) -> None:
     """CodeReward refuses long completions before it looks for their programs."""
 
     def extract(text: str) -> None:
-        extract_program(text, setup="", entry_point="f")
-        extract_program(text, setup="", entry_point=None)
+        extract_program(text, setup="", entry_point=entry_point)
 
     assert slowest(extract, around=[FENCE], shapes=[*SHAPES, *CODE_SHAPES]) < BOUND
 
@@ -150,8 +146,6 @@ def slowest(
     for shape in shapes:
         for before, after in (("", ""), *around):
             text = before + shape + after
-            start = time.process_time()
-            score(text)
-            took.append(time.process_time() - start)
+            took.append(least_seconds(partial(score, text), enough=BOUND))
     gc.enable()
     return max(took)

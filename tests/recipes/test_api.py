@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
@@ -64,7 +65,7 @@ async def main():  # as in a notebook, a loop runs in the main thread
     greedy = run.generate("1+2=", num_samples=2, temperature=0)
     assert greedy[0] == greedy[1]
     other = GRPO(output_dir="other", **given)  # beside it
-    other.train()
+    await asyncio.to_thread(other.train)  # and not in the main thread
     anew = GRPO(output_dir="out", **given)
     try:
         run.train()
@@ -91,8 +92,9 @@ def run_script(folder, text):
     return run("mine.py", cwd=folder)
 
 
+@pytest.mark.slow
 def test_python_and_tune_run_take_the_same_steps(tmp_path):
-    """Also twice in a process, in the same folder and in another; evaluating changes nothing."""
+    """So do two runs in a process, in the same folder or another; evaluating changes nothing."""
     done = run_script(tmp_path, SAME)
     assert "Traceback" not in done.err
     assert "cannot repeat this run: rewards[1] cannot be imported" in done.err
@@ -134,6 +136,7 @@ for folder, STOPS in (("whole", ()), ("stopped", (4, 6, 9))):
 """
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_the_object_goes_on_where_it_was(tmp_path):
     done = run_script(tmp_path, STOPPED)
     assert done.err.count("Ctrl-C again") == 3
@@ -169,6 +172,13 @@ assert mistakes(rewards=[3])[0].startswith("rewards[0]=3: not a reward;")
 behind = mistakes(rewards=[varied, {"_component_": "no.such.reward"}])
 assert behind[0].startswith("rewards[1]._component_=no.such.reward: not a function"), behind
 assert "nope: no such file" in mistakes(config="nope")[0]
+(problem,) = mistakes(model_dir=torch.nn.Linear(1, 1))
+assert problem.startswith("model_dir=Linear(") and "the path of the model's folder" in problem
+for given in ({"varied": varied}, "my_rewards.varied", varied):
+    (problem,) = mistakes(rewards=given)
+    assert problem.startswith("rewards=") and "give a list, such as [(function, weight)]" in problem
+(problem,) = mistakes(rewards=["math_corectness_reward"])
+assert "Did you mean torchtune_grpo.rewards.math_correctness_reward?" in problem
 
 for given in (dict(config="Qwen/Qwen3-0.6B"), dict(model="Qwen/Qwen3-0")):
     (problem,) = mistakes(**given)
@@ -190,9 +200,9 @@ except AttributeError as error:
     assert str(error).startswith("num_steps=9: the keys of a run are set when it is made")
 else:
     raise AssertionError("a key was set without effect")
-given = dict(optimizer=torch.optim.SGD, lr_scheduler_num_warmup_steps=2)
+given = dict(device=torch.device("cpu"), optimizer=torch.optim.SGD, lr_scheduler_num_warmup_steps=2)
 config = GRPO(output_dir="other", **TINY | given).config
-assert config.optimizer._component_ == "torch.optim.sgd.SGD"
+assert (config.device, config.optimizer._component_) == ("cpu", "torch.optim.sgd.SGD")
 assert config.lr_scheduler.num_warmup_steps == 2
 assert len(mistakes(**bad, output_dir="mine")) == 1
 os.makedirs("elsewhere")
@@ -205,6 +215,7 @@ assert len(mistakes(**bad, output_dir="mine")) == 1 and open("mine/.lock").read(
 """
 
 
+@pytest.mark.slow
 def test_all_mistakes_are_reported_at_once(tmp_path):
     run_script(tmp_path, BAD)
 
@@ -235,10 +246,34 @@ with GRPO(data=table, eval_data=held_out, rewards=[varied], output_dir="out", **
     assert run.train() == run.train()
     assert run.evaluate(pandas.DataFrame(held_out)) == run.evaluate()
     assert [one.get("reward") for one in run.metrics] == [one.get("reward") for one in once]
+
+seen = set()
+def noted(prompts, completions, answer, **columns):
+    seen.update(zip(prompts, answer))
+    return [1.0 * (len(text) % 2) for text in completions]
+
+
+with GRPO(data=train, rewards=[varied], output_dir="out", resume_from_checkpoint=True, **TINY):
+    pass
+anew = GRPO(data=train[1:], rewards=[varied], output_dir="out", resume_from_checkpoint=True, **TINY)
+try:
+    anew.train()
+except ValueError as error:
+    assert str(error).startswith("dataset.rows=in memory (sha256"), error
+else:
+    raise AssertionError("resumed with other rows")
+
+texts = ("${oc.env:HOME}", "${open", "???", "${nowhere}")
+odd = [{"prompt": text, "answer": text} for text in texts]
+with GRPO(data=odd, eval_data=odd, rewards=[noted], output_dir="odd", **TINY) as run:
+    run.train()
+assert seen == {(text, text) for text in texts}, seen
 """
 
 
-def test_data_are_read_once_may_be_a_table_of_pandas_and_a_finished_run_says_so(tmp_path):
+@pytest.mark.slow
+def test_data_are_read_once_as_they_are_and_a_finished_run_says_so(tmp_path):
+    """Data may be a pandas table; a text that a config would resolve is only text."""
     done = run_script(tmp_path, FINISHED)
     assert done.err.count("train: all num_steps=3 are done") == 1
     assert done.err.count("resume_from_checkpoint=True") == 1
@@ -255,7 +290,8 @@ assert "closed" in repr(run)
 """
 
 
-def test_every_rank_calls_the_same(tmp_path):
+@pytest.mark.slow
+def test_all_ranks_return_the_same(tmp_path):
     (tmp_path / "my_rewards.py").write_text(VARIED)
     mine = tmp_path / "mine.py"
     mine.write_text(COMMON + RANKS)
@@ -309,7 +345,7 @@ run.train()
 
 
 def test_a_reward_of_trl_gets_the_messages_of_conversational_rows(tmp_path):
-    """As in TRL's quick start; beside it one of ours, which takes texts."""
+    """It is the reward of TRL's quick start; beside it is one of ours, which takes texts."""
     (tmp_path / "mine.py").write_text(CHATS)
     hf_folder("qwen3", write_tokenizer(tmp_path / "m", "qwen3"), vocab_size=384)
     run("mine.py", cwd=tmp_path)

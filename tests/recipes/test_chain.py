@@ -1,8 +1,9 @@
-"""What a run leaves is what the next one starts from: SFT, GRPO of all kinds, SFT, GRPO."""
+"""Runs that start from what others left: SFT, GRPO of all kinds, SFT, GRPO."""
 
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from runs import (
     tiny_overrides,
     tune,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.folder import find_damage
+from torchtune_grpo.checkpoint.model_card import model_card
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 
@@ -34,13 +36,13 @@ ADAPTERS.append("model.use_dora=true")  # of which torchtune's form for PEFT is 
 
 
 def weights_of(folder):
-    """Overrides: begin from the weights in a folder."""
+    """Return overrides that begin from the weights in a folder."""
     file = next(folder.glob("model*.safetensors")).name
     return [f"checkpointer.checkpoint_dir={folder}", f"checkpointer.checkpoint_files=[{file}]"]
 
 
 def grpo(base, folder, config, *more):
-    """One step of ours from a folder's weights."""
+    """Take one step of ours from a folder's weights."""
     folder.mkdir(exist_ok=True)
     (folder / "my_rewards.py").write_text(LENGTH_REWARD)
     start = [f"model_dir={base}"] if config == FROM_FOLDER else weights_of(base)
@@ -51,7 +53,7 @@ def grpo(base, folder, config, *more):
 
 
 def sft(base, folder):
-    """Two steps of torchtune's own LoRA recipe from a folder's weights."""
+    """Take two steps of torchtune's own LoRA recipe from a folder's weights."""
     folder.mkdir()
     rows = [{"instruction": f"{n} plus 2?", "output": str(n + 2)} for n in range(8)]
     (folder / "rows.json").write_text(json.dumps(rows))
@@ -71,7 +73,7 @@ def sft(base, folder):
 
 @torch.no_grad()
 def logits(folder, adapter=None):
-    """What transformers, or PEFT, makes of a folder's weights."""
+    """Return the logits of a folder's weights in transformers, or in PEFT."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
@@ -80,7 +82,7 @@ def logits(folder, adapter=None):
 
 @torch.no_grad()
 def policy_logits(base, adapter):
-    """What the policy of a run says that begins from an adapter."""
+    """Return the logits of the policy of a run that begins from an adapter."""
     overrides = [*tiny_overrides(LORA, base.parent), *ADAPTERS, *weights_of(base), "dtype=fp32"]
     cfg = read_config(load_config(LORA, [*overrides, f"adapter_dir={adapter}"]))
     weights = Checkpoints(cfg).base_weights()
@@ -93,7 +95,7 @@ def close(one, other):
 
 @pytest.fixture
 def base(tmp_path):
-    """A model as it is downloaded, with what does not belong to others made of it."""
+    """A downloaded model's folder, with files that must not be copied to checkpoints."""
     tiny_overrides(LORA, tmp_path)
     folder = tmp_path / "llama"
     write_tokenizer(folder, "smollm2")
@@ -101,7 +103,7 @@ def base(tmp_path):
         (folder / place).mkdir()
     shutil.copy(folder / "tokenizer.model", folder / "original")
     (folder / "original_repo_id.json").write_text('{"repo_id": "meta-llama/Tiny"}')
-    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 263]}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 257, "pad_token_id": 9}')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<|eot_id|>")
     kept = ["LICENSE.txt", "additional_chat_templates/tools.jinja"]
     for name in [*kept, ".gitattributes", "README.md", "original/params.json", "weights.gguf"]:
@@ -125,12 +127,15 @@ def check_stands_alone(folder, *, files):
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: ") and "of the base" not in card
     assert re.search(r"after (1 step|\d+ steps) of GRPO\n", card) and "after 1 steps" not in card
+    generation = GenerationConfig.from_pretrained(folder)  # with the turn's end
+    assert {257, 260, 261} <= {*generation.eos_token_id} and generation.pad_token_id == 9
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("3 + 4").input_ids) == "3 + 4"
     modes = {oct(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
     assert modes == {oct((folder / "config.json").stat().st_mode)} != {"0o100600"}
 
 
+@pytest.mark.slow
 def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     taught = sft(base, tmp_path / "sft")
     alone = [*NO_EVALUATION, "saving.adapter_weights_only=true"]
@@ -146,6 +151,8 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
         check_stands_alone(folder, files=FILES | WHOLE | ADAPTER)
     check_stands_alone(fourth, files=FILES | WHOLE)
     check_stands_alone(last, files=FILES | {"model.safetensors"})
+    folders = (base, first, second, third, fourth, fifth, last)
+    assert len({len(AutoTokenizer.from_pretrained(folder)) for folder in folders}) == 1
     merged = tmp_path / "sft/merged"  # where PEFT finds no adapter
     shutil.copytree(taught, merged, ignore=shutil.ignore_patterns("adapter*"))
     seen = [logits(base), logits(merged), logits(base, first / "adapter")]
@@ -171,6 +178,26 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     assert re.search(
         f"Held-out mean of reward_length (stayed at|.* from {before} to) {after} ", cards[1]
     )
+
+
+def test_qloras_card_says_how_to_load_its_policy(tmp_path, monkeypatch):
+    """Its adapter alone, on a base that is quantized first, is the merged policy."""
+    (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
+    more = ["num_steps=1", OF_LENGTH, *SGD, "optimizer.fused=false", *NO_EVALUATION]
+    run_tiny("hf_qlora_grpo", tmp_path, *more)
+    monkeypatch.chdir(tmp_path / "out")
+    card = Path("step_000001/README.md").read_text()
+    assert "it\nis another policy: use the merged weights" in card
+    config = json.loads(Path("step_000001/run_config.json").read_text())
+    kind = dict(has_weights=False, has_adapter=True, is_quantized=True)
+    base = str(tmp_path / "model")
+    code = re.search(r"```python\n(.*?)```", model_card(config, "", 1, base, **kind), re.S)[1]
+    loaded: dict = {}
+    exec(code, loaded)
+    merged, naive = logits("step_000001"), logits(base, "step_000001/adapter")
+    with torch.no_grad():
+        close(loaded["model"](TOKENS).logits, merged)
+    assert (naive - merged).abs().max() > 1e-2
 
 
 def test_an_adapter_that_would_not_be_read_is_refused(tmp_path):

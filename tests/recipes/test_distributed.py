@@ -44,15 +44,21 @@ LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 QLORA, QWEN3 = "llama3_2_1B_qlora_grpo", "hf_lora_grpo"
 
 MY_REWARDS = f"""
-import os, signal
+import os, signal, time
 {LENGTH_REWARD}
 def reward_half(prompts, completions, answer, **columns):
     scores = reward_length(prompts, completions)
     return [score if int(gold) % 2 else 1.0 for score, gold in zip(scores, answer)]
 
 def reward_kill(prompts, completions, trainer_state, **columns):
-    if os.environ.get("RANK") == "1" and trainer_state.global_step == 1:
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_first and os.environ.get("RANK") == "1" and trainer_state.global_step == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    return reward_length(prompts, completions)
+
+def reward_hang(prompts, completions, **columns):
+    while os.environ.get("RANK") == "1" and not os.path.exists("out/error.txt"):
+        time.sleep(0.1)
     return reward_length(prompts, completions)
 
 class Broken(KeyboardInterrupt):  # which no signal has raised
@@ -71,7 +77,7 @@ RESUME = "resume_from_checkpoint=true"
 
 
 def settings(folder: Path, config: str, *more: str) -> list[str]:
-    """SGD in fp32 with a reward that always has spread."""
+    """Return overrides for SGD in fp32 with a reward that always has spread."""
     folder.mkdir(exist_ok=True)
     (folder / "my_rewards.py").write_text(MY_REWARDS)
     overrides = [*tiny_overrides(config, folder), *SGD, OF_LENGTH, "log_groups=99"]
@@ -87,7 +93,7 @@ def base_of(folder: Path) -> Path:
 
 
 def from_adapter(folder: Path, config: str) -> list[str]:
-    """Overrides with which a run begins from PEFT's adapter, and has it for its reference."""
+    """Return overrides with which a run begins from PEFT's adapter and has it as reference."""
     tiny_overrides(config, folder)  # makes the base, which is the same in all folders
     peft_adapter(base_of(folder), folder / "sft", **PEFT)
     more = ["loss.kl_coeff=0.5", f"adapter_dir={folder / 'sft'}"]
@@ -98,7 +104,7 @@ def from_adapter(folder: Path, config: str) -> list[str]:
 
 
 def run(folder: Path, config: str, *more: str, ranks: int = 2, **options: Any) -> list[Result]:
-    """Forked ranks; ``ranks=0`` is ``tune run`` without any."""
+    """Run forked ranks; ``ranks=0`` is ``tune run`` without torchrun."""
     arguments = ["--config", config, *settings(folder, config, *more)]
     options |= {"PYTHONPATH": str(folder), "cwd": folder}
     if ranks:
@@ -107,9 +113,9 @@ def run(folder: Path, config: str, *more: str, ranks: int = 2, **options: Any) -
 
 
 def run_copy(folder: Path, config: str, *more: str, ranks: int) -> None:
-    """``tune cp`` of recipe and config into an empty folder, and torchrun on the copies.
+    """Copy recipe and config into an empty folder, and run torchrun on the copies.
 
-    An agent for each rank, which find each other on loopback, as on so many machines.
+    There is an agent for each rank; they find each other on loopback, as machines would.
     """
     changes = settings(folder, config, *more)
     work = folder / "work"
@@ -139,7 +145,8 @@ def answers(folder: Path) -> list[tuple]:
 
 VARIANTS = {
     QWEN3: {
-        "replicated": [],  # by torchrun, on two machines
+        "two machines": [],  # by torchrun
+        "one machine": [],
         "sharded": ["distributed.sharding=always", "forward_batch_size=4"],  # two micro-batches
     },
     FULL: {
@@ -154,9 +161,12 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS)
 def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
-    """Same prompts, same samples, same metrics, and weights equal to 1e-5 after two steps.
+    """Prompts, samples and metrics are the same, and weights equal to 1e-5 after two steps.
+
+    To the last bit, if the ranks are on other machines.
 
     Every denominator is that of all ranks: of the loss (`dapo`: tokens; `prompt`: prompts), and of
     the advantages (`batch`: the spread of all rewards). With seed 0, one draw of the second step is
@@ -167,12 +177,15 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     if config == QLORA:  # QDoRA; half of the groups teach nothing, and get no pass
         objective += ["model.use_dora=True", "optimizer.fused=False", "loss.kl_coeff=0"]
         objective += ["num_minibatches=2", HALF, "loss.aggregation=prompt"]
-    if config == QWEN3:
+    if config == FULL:  # whose teacher is its reference
+        objective.append("objective.teacher.prompt_template='{prompt} It is {answer}.'")
+    if config == QWEN3:  # which is not its teacher
         objective += [*from_adapter(tmp_path, config), HALF, RESAMPLED, "seed=2"]
+        objective.append(f"objective.teacher.model_dir={base_of(tmp_path)}")
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, more) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
-        start = run_copy if name == "replicated" else run
+        start = run_copy if name == "two machines" else run
         start(tmp_path / name, config, *objective, *more, ranks=ranks)
     one = tmp_path / "one"
     expected = weights(one / "out" / "step_000002")
@@ -180,6 +193,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     if config == QWEN3:  # the reference is what the run began with
         kl = [record["kl"] for record in metrics(one / "out") if "kl" in record]
         assert abs(kl[0]) < 1e-6 < 1e-4 < kl[1]
+        saved = [tmp_path / name / "out/step_000002" for name in ("one machine", "two machines")]
+        assert distance(*map(weights, saved)) == distance(*map(adapter, saved)) == 0
     for name in VARIANTS[config]:
         out = tmp_path / name / "out"
         assert answers(out) == answers(one / "out"), name
@@ -200,7 +215,7 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("config", [LORA, FULL])
 def test_two_gpus_take_the_same_step_as_one(tmp_path, config):
-    """The same over NCCL, to 1e-4: kernels on a GPU round differently for other shapes."""
+    """Over NCCL, to 1e-4: kernels on a GPU round differently for other shapes."""
     for name, ranks, batch in (("one", 0, 4), ("two", 2, 2)):
         more = ["device=cuda", "num_steps=1", f"batch_size={batch}"]
         run(tmp_path / name, config, *more, ranks=ranks)
@@ -208,9 +223,10 @@ def test_two_gpus_take_the_same_step_as_one(tmp_path, config):
     assert distance(one, two) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LORA, FULL])
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
-    """To the last bit on as many ranks, and to 1e-5 on another number of them.
+    """It does to the last bit on as many ranks, and to 1e-5 on another number of them.
 
     Adapters train with dropout, so that every rank's generator has to continue; but not for the
     second half, where another number of ranks draws other masks. That is a single step, on samples
@@ -251,8 +267,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torchtune_grpo.checkpoint import checkpoints
 from torchtune_grpo.checkpoint.resume import whole_on_first_rank
+from torchtune_grpo.cli.entry import parse
 from torchtune_grpo.machine.parallel import rank
-from torchtune_grpo.run import Run, parse
+from torchtune_grpo.run import Run
 
 def own_bytes(tensors):  # of those that are neither on meta nor pages of the state's file
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -284,9 +301,10 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LORA, FULL])
 def test_only_the_first_rank_has_a_model_before_it_is_sharded(tmp_path, config):
-    """Weights, the reference's, and a checkpoint's training state; the other one has its part."""
+    """So it is with the reference's weights and the training state; the other has its part."""
     more = ["optimizer=torch.optim.AdamW", "distributed.sharding=always", "num_steps=1"]
     more += from_adapter(tmp_path, config) if config == LORA else ["loss.kl_coeff=0.5"]
     run(tmp_path, config, *more, *NO_EVALUATION)
@@ -300,10 +318,11 @@ def test_only_the_first_rank_has_a_model_before_it_is_sharded(tmp_path, config):
     assert first[2] >= 2 * first[1] > 0  # two moments of what is trained
 
 
+@pytest.mark.slow
 def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
-    """As the config has it, AdamW8bit on weights in bf16, which are rounded at random.
+    """The config's AdamW8bit rounds weights in bf16 at random.
 
-    It is resumed to the rounding of its 8-bit states, far from without them.
+    A resume is exact but for the rounding of 8-bit states; without them it would be far off.
     """
     adam = ["optimizer=torchao.optim.AdamW8bit", "optimizer.bf16_stochastic_round=True"]
     adam += ["dtype=bf16", "optimizer.lr=1e-2", *NO_EVALUATION]
@@ -318,8 +337,9 @@ def test_sharded_low_bit_optimizer_state_survives_a_checkpoint(tmp_path):
     assert error < 0.05 * update
 
 
+@pytest.mark.slow
 def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path):
-    """DoRA, of steps that bf16 would round away; gradients are summed over the ranks in float32."""
+    """With DoRA and steps that bf16 would lose; gradients are summed over ranks in float32."""
     adam = ["optimizer=torch.optim.AdamW", "optimizer.lr=1e-5", "dtype=bf16"]
     adam += ["model.use_dora=True", "num_steps=2", *NO_EVALUATION]
     sharded = ["distributed.sharding=always"]
@@ -331,21 +351,41 @@ def test_adapters_over_bf16_are_the_same_float32_replicated_and_sharded(tmp_path
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0, msg=name)
 
 
-def test_a_rank_that_fails_ends_the_job_and_leaves_nothing_half_written(tmp_path):
-    """In the second step: by kill -9, then by an exception; the job goes on behind both."""
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["kill", "raise"])
+def test_a_rank_that_fails_ends_the_job_and_leaves_nothing_half_written(tmp_path, way):
+    """It fails in step 2."""
+    reward = f"rewards=[{{_component_: my_rewards.reward_{way}}}]"
+    more = ["saving.every_n_steps=1", "num_steps=3", reward, *NO_EVALUATION]
+    ranks = run(tmp_path, LORA, *more, check=False)
+    assert all(rank.code != 0 for rank in ranks)
+    if way == "kill":
+        assert ranks[1].code == -signal.SIGKILL and "Exception in thread" not in ranks[0].err
+    else:
+        assert any("the reward of rank 1 is broken" in rank.err for rank in ranks)
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000001"]
+    assert weights(tmp_path / "out" / "step_000001")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(tmp_path):
+    more = ["rewards=[{_component_: my_rewards.reward_hang}]", "distributed.timeout_minutes=0.1"]
+    first, _ = run(tmp_path, LORA, *more, *NO_EVALUATION, check=False)
+    assert first.code == 1 and "Timed out waiting 6000ms" in first.err
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path):
+    """By torchrun, from the checkpoint of step 1, to the weights of a run that nobody killed."""
     more = ["saving.every_n_steps=1", "num_steps=3", *NO_EVALUATION]
-    out = tmp_path / "out"
-    for way in ("kill", "raise"):
-        resume = [RESUME] if way == "raise" else []
-        reward = f"rewards=[{{_component_: my_rewards.reward_{way}}}]"
-        ranks = run(tmp_path, LORA, *more, *resume, reward, check=False)
-        assert all(rank.code != 0 for rank in ranks)
-        if way == "kill":
-            assert ranks[1].code == -signal.SIGKILL
-            assert "Exception in thread" not in ranks[0].err
-        else:
-            assert any("the reward of rank 1 is broken" in rank.err for rank in ranks)
-        assert [p.name for p in out.glob("step_*")] == ["step_000001"]
-        assert weights(out / "step_000001")
-    run(tmp_path, LORA, *more, RESUME)
-    assert (out / "step_000003").is_dir() and not (out / ".incomplete").exists()
+    kills, whole = tmp_path / "killed", tmp_path / "whole"
+    reward = "rewards=[{_component_: my_rewards.reward_kill}]"
+    launch = ["run", "--nproc_per_node", "2", "--max_restarts", "1", DISTRIBUTED]
+    changes = settings(kills, LORA, *more, reward)
+    done = tune(*launch, "--config", LORA, *changes, cwd=kills, PYTHONPATH=str(kills))
+    assert "Resumed after step 1." in done.err + done.out
+    assert not (kills / "out" / "previous_runs").exists()
+    assert [record["step"] for record in steps_of(kills / "out")] == [1, 2, 3]
+    run(whole, LORA, *more)
+    got, expected = (weights(each / "out" / "step_000003") for each in (kills, whole))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)

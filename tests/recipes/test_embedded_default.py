@@ -10,11 +10,12 @@ QUICK = ["num_steps=2", "eval_dataset.num_samples=8", "batch_size=4"]
 QLORA = ["model=torchtune_grpo.models.lora_hf_model", "model.quantize_base=True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "more"), [(RECIPE, []), (DISTRIBUTED, QLORA)], ids=["full", "qlora"]
 )
 def test_runs_from_an_empty_folder(tmp_path, recipe, more):
-    """Under either name; the model comes with the package."""
+    """It does under either name; the model comes with the package."""
     tune("run", recipe, "--config", CONFIG, *QUICK, "forward_batch_size=64", *more, cwd=tmp_path)
     output = tmp_path / CONFIG
     records = metrics(output)
@@ -28,13 +29,13 @@ def test_runs_from_an_empty_folder(tmp_path, recipe, more):
 
 
 def check_what_shows_it(output, cwd):
-    """The run has written its page, and two problems are answered before and after it."""
+    """Assert that the run has its page, and that two problems are answered before and after."""
     page = output / "run.html"
     assert page.stat().st_size > 1_000_000
     page.unlink()
     report = run("-m", "torchtune_grpo", "report", output, cwd=cwd).out
     assert report.startswith("Held-out accuracy") and report.endswith(f"{page}\n")
-    assert " problems that it never trained on, it does better on " in page.read_text()
+    assert " held-out problems, " in page.read_text()
     shown = run("-m", "torchtune_grpo", "evaluate", output, "--show", "2", cwd=cwd).out
     assert shown.count("=== What is") == 2
     assert shown.count("--- before: wrong") == shown.count("--- after: right") == 2

@@ -1,4 +1,4 @@
-"""Evaluations of real runs: what they end, what they keep, and the command that repeats them."""
+"""Evaluations of real runs: early stopping, the best checkpoint, `torchtune-grpo evaluate`."""
 
 import json
 import os
@@ -21,7 +21,7 @@ import os, signal, sys
 def planned(prompts, completions, trainer_state, n, **columns):
     at(f"evaluation {{trainer_state.global_step}}")
     right = {PLAN}[trainer_state.global_step]
-    return [1.0 if number < right else None for number in n]  # None counts as wrong
+    return [float(number < right) if number < 4 else None for number in n]  # rows of training
 
 def varied(prompts, completions, **columns):
     return [len(set(text)) / 9 for text in completions]
@@ -63,7 +63,7 @@ def go(folder: Path, *more: str, at: str = "", check: bool = True) -> Result:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Iterator[Path]:
-    """The folder of a run that nobody has touched; tests only read it.
+    """The folder of an uninterrupted run, which tests only read.
 
     It saves what is the best so far, and what it ends with.
     """
@@ -95,8 +95,9 @@ def test_patience_ends_a_run_and_the_best_is_kept(whole):
     assert [r["step"] for r in metrics(whole / "out") if "reward" in r] == [1, 2, 3, 4]
 
 
-def test_a_killed_run_ends_as_if_nobody_had_killed_it(whole, tmp_path):
-    """And then at once, until a key allows more."""
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path):
+    """Resumed again, it ends at once, until a key allows more."""
     term, kill = 15, 9
     first = go(tmp_path, at=f"evaluation 2:{term}", check=False)  # dropped: is step 2 the best?
     out, both = tmp_path / "out", ["step_000001", "step_000002"]
@@ -115,8 +116,9 @@ def test_a_killed_run_ends_as_if_nobody_had_killed_it(whole, tmp_path):
     assert kept(out) == (["step_000006"], "step_000006") and evaluations(out)[-1]["step"] == 6
 
 
+@pytest.mark.slow
 def test_two_ranks_end_together(whole, tmp_path):
-    """With the same numbers, and one best checkpoint; the policy is sharded."""
+    """They have the numbers and the best checkpoint of one rank; the policy is sharded."""
     for name in ("mine.py", "rows.jsonl"):
         (tmp_path / name).write_bytes((whole / name).read_bytes())
     run_ranks("--config", CONFIG, *QUICK, TWO, ranks=2, cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -125,7 +127,7 @@ def test_two_ranks_end_together(whole, tmp_path):
 
 
 def evaluate(folder: Path, *arguments: str, ranks: int = 0, **settings) -> Result:
-    """``torchtune-grpo evaluate out``; of several ranks, what the first one says."""
+    """Run ``torchtune-grpo evaluate out``; of several ranks, return the first one's result."""
     settings |= {"cwd": folder, "PYTHONPATH": str(folder)}
     if ranks:
         start = ["--config", "out", *arguments]
@@ -135,8 +137,8 @@ def evaluate(folder: Path, *arguments: str, ranks: int = 0, **settings) -> Resul
     return run("-m", "torchtune_grpo", "evaluate", "out", *arguments, **settings)
 
 
-def test_the_command_says_what_the_run_said(whole, tmp_path):
-    """To the last digit, before and after; one prompt of four is right, then three."""
+def test_the_command_repeats_the_runs_evaluations(whole, tmp_path):
+    """It does to the last digit; one prompt of four is right before, and three after."""
     file = tmp_path / "found.json"
     said = evaluate(whole, "--show", "2", "--output", str(file)).out
     report = json.loads(file.read_text())
@@ -168,6 +170,7 @@ def test_the_command_says_what_the_run_said(whole, tmp_path):
         assert done.code == 1 and done.err.startswith(f"Error: {told}"), done.err
 
 
+@pytest.mark.slow
 def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, tmp_path):
     """Each answer begins with the prefill, hence every strict verdict is known: the gold is 7.
 
@@ -213,7 +216,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
 
 
 def check(found: dict, said: list[list[int]], golds: list[int]) -> None:
-    """[prompt][greedy and 4 samples]: what each says -> the metrics, by counting."""
+    """Count the metrics anew from answers [prompt][greedy and 4 samples]."""
     rows = [[number == gold for number in each] for each, gold in zip(said, golds, strict=True)]
     assert found["eval/accuracy"] == pytest.approx(sum(row[0] for row in rows) / len(rows))
     for k in (1, 2, 4):

@@ -12,7 +12,7 @@ CONFIG = "llama3_2_1B_lora_grpo"
 SHORT = ["num_steps=1", *NO_EVALUATION]
 # One from each stage of the start; tests/unit/test_config.py has the others.
 MISTAKES = {
-    "batch_size": "batch_size: not an override; write key=value",
+    "batch_size": "batch_size: not an override; write batch_size=value",
     "device=cuda": r"device=cuda: torch .* finds no GPU here",
     "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
     "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
@@ -21,7 +21,7 @@ MISTAKES = {
 
 
 def check(*arguments, cwd, **settings):
-    """``torchtune-grpo config``."""
+    """Run ``torchtune-grpo config``."""
     return run("-m", "torchtune_grpo", "config", CONFIG, *arguments, cwd=cwd, **settings)
 
 
@@ -42,8 +42,8 @@ def test_a_mistake_ends_in_one_line(tmp_path, mistake):
     assert len((done.out + done.err).splitlines()) <= 4
 
 
-def test_all_mistakes_are_told_at_once_by_the_run_and_by_the_check(tmp_path):
-    """Those of keys, before any file is looked for, and then those of files and components."""
+def test_all_mistakes_are_reported_at_once_by_the_run_and_by_the_check(tmp_path):
+    """Keys are checked before any file is looked for, then files and components."""
     overrides = tiny_overrides(CONFIG, tmp_path)
     wrong = ["grpo_sample=4", "temperature=0", "model.lora_rnk=4", "optimizer.lr=fast"]
     wrong += ["tokenizer=no.such", "loss.kl_coeff=-1"]
@@ -74,7 +74,7 @@ def test_rewards_are_checked_before_the_model_is_made(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
+def test_a_config_without_mistakes_is_reported_as_such(tmp_path):
     overrides = tiny_overrides(CONFIG, tmp_path)
     done = check(*overrides, "device=cuda", cwd=tmp_path)
     assert done.out.startswith("Note: device=cuda: torch")
@@ -86,8 +86,9 @@ def test_a_config_without_mistakes_is_said_to_be_so(tmp_path):
     assert done.out.splitlines()[-1] == "run: no mistake found."
 
 
-def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
-    """And of an error that says nothing about the user's keys, always on the terminal."""
+@pytest.mark.slow
+def test_a_traceback_goes_to_a_file_or_on_request_to_the_terminal(tmp_path):
+    """An error that is not about the user's keys always shows it on the terminal."""
     (tmp_path / "my_parts.py").write_text(
         "import os, torch\n"
         "class Late(torch.optim.SGD):\n"
@@ -121,3 +122,25 @@ def test_the_traceback_is_in_a_file_or_asked_for(tmp_path):
         CONFIG, tmp_path, "forward_batch_size=5", "batch_size=3", "num_steps=1", "eval_dataset=null"
     )
     assert not file.exists()
+
+
+FULL = """
+import torch
+from torchtune_grpo.loss import GRPOLoss
+
+class Full(GRPOLoss):
+    def __call__(self, **tensors):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+"""
+
+
+def test_a_full_device_is_an_error_that_names_the_keys_to_lower(tmp_path):
+    """As a real one is: torch's error out of an update, with other keys set than by default."""
+    (tmp_path / "full.py").write_text(FULL)
+    keys = ["loss._component_=full.Full", "forward_batch_size=3", "rollout.max_rows=4"]
+    done = run_tiny(CONFIG, tmp_path, *SHORT, *keys, check=False)
+    assert done.code == 1 and "Traceback (most" not in done.err
+    assert done.err.splitlines()[-1] == (
+        "Error: CUDA out of memory. Tried to allocate 2.00 GiB. Set forward_batch_size=1 or "
+        "rollout.max_rows=2: docs/hardware.md#memory."
+    )

@@ -1,4 +1,4 @@
-"""A fork as docs/forking.md has it trains on some of the rows; the loss of docs/loss.md trains."""
+"""The examples of docs/extending.md, as they stand on the page: a loss, and a forked recipe."""
 
 import math
 import re
@@ -22,27 +22,24 @@ from runs import (
     weights,
 )
 
-from torchtune_grpo.config.check import read_config
-from torchtune_grpo.config.command_line import load_config
-
 LORA = "llama3_2_1B_lora_grpo"
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 REWARDS = """
 def reward_letters(prompts, completions, weight, **columns):
     return [float(sum(map(ord, c)) % 7) if n % 3 else 1.0 for c, n in zip(completions, weight)]
 """
 
 
-def blocks(kind: str, page: str = "forking.md") -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def fork(folder: Path) -> None:
-    """``tune cp``, then the page: classes and imports, methods, replaced lines, and the loss."""
+    """Copy the recipe and change it as the page says; put the page's last loss beside it."""
     copy_recipe(LORA, folder)
     path = folder / "my_grpo.py"
     source = path.read_text()
-    above, methods, loss = blocks("python")
+    _, above, methods, loss = blocks("python")
     (folder / "my_loss.py").write_text(loss)
     for block in blocks("diff"):
         old = "".join(f"{line[1:]}\n" for line in block.splitlines() if line[0] == "-")
@@ -59,7 +56,7 @@ def fork(folder: Path) -> None:
 
 
 def settings(folder: Path, *more: str) -> list[str]:
-    """A fork in a folder, and the overrides to run it."""
+    """Make a fork in a folder; return the overrides to run it."""
     folder.mkdir()
     fork(folder)
     (folder / "my_rewards.py").write_text(REWARDS)
@@ -75,12 +72,15 @@ def settings(folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_fork_trains_on_some_rows_on_one_rank_and_on_two(tmp_path):
     changes = settings(tmp_path / "one", "batch_size=4")
     command = ["run", "my_grpo.py", "--config", "my_config.yaml", *changes]
     check = ["-m", "torchtune_grpo", "config", "my_config.yaml", "--table", "my_grpo.MyConfig"]
     checked = run(*check, *changes, "trained_samples=5", cwd=tmp_path / "one")
     assert "no mistake found" in checked.out
+    wrong = run(*check, *changes, "trained_sampels=2", cwd=tmp_path / "one", check=False)
+    assert "Did you mean trained_samples?" in wrong.err
     tune(*command, cwd=tmp_path / "one")
     one = tmp_path / "one" / "out"
     for line in metrics(one):  # of all six, whose std is 1, the mean could hardly be so large
@@ -98,28 +98,10 @@ def test_a_fork_trains_on_some_rows_on_one_rank_and_on_two(tmp_path):
             assert got[key] == pytest.approx(want[key], abs=1e-5, rel=1e-4), key
 
 
-def test_keys_of_a_fork_are_checked_like_all(tmp_path):
-    space: dict = {}
-    exec(blocks("python")[0], space)
-
-    def trained_samples(*overrides):
-        cfg = load_config(LORA, [f"output_dir={tmp_path}", *overrides])
-        return read_config(cfg, table=space["MyConfig"]).trained_samples
-
-    assert (trained_samples(), trained_samples("trained_samples=2")) == (4, 2)
-    for override, said in (
-        ("trained_sampels=2", "Did you mean trained_samples?"),
-        ("trained_samples=0", "should be greater than 0"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            trained_samples(override)
-
-
 def test_the_example_of_a_loss_trains(tmp_path):
     """At most 20 lines; weights move, and the loss's own metric is in each step's log."""
-    (source,) = [text for text in blocks("python", "loss.md") if text.startswith("# my_loss.py")]
-    (node,) = [text for text in blocks("yaml", "loss.md") if "my_loss." in text]
-    (own,) = re.findall(r"The metric `([\w/]+)`", (DOCS / "loss.md").read_text())
+    source, node = blocks("python")[0], blocks("yaml")[0]
+    (own,) = re.findall(r"The metric `([\w/]+)`", PAGE)
     assert len(source.splitlines()) <= 20
     (tmp_path / "my_loss.py").write_text(source)
     (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)

@@ -16,7 +16,7 @@ LLAMA = ["llama3_2_1B_lora_grpo", "llama3_2_1B_qlora_grpo", "llama3_2_1B_full_gr
 
 
 def run(folder: Path, config: str, *more: str) -> Path:
-    """Where the run writes to."""
+    """Run a config made tiny; return its output folder."""
     folder.mkdir()
     (folder / "my_rewards.py").write_text(LENGTH_REWARD)
     run_tiny(config, folder, OF_LENGTH, *more, PYTHONPATH=str(folder), **EAGER)
@@ -33,8 +33,8 @@ def test_shipped_configs_train_evaluate_and_save(tmp_path, config):
 
 
 @pytest.mark.parametrize("config", [LLAMA[0], LLAMA[2]])
-def test_a_step_in_float32_is_that_of_a_cpu(tmp_path, config):
-    """To 1e-4: kernels round differently."""
+def test_a_step_in_float32_equals_a_cpus(tmp_path, config):
+    """Weights are equal to 1e-4: kernels round differently."""
     cpu, gpu = (
         weights(run(tmp_path / device, config, *SGD, "num_steps=1", f"device={device}") / STEP)
         for device in ("cpu", "cuda")

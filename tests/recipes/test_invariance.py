@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import VOCAB
-from runs import NO_EVALUATION, tiny_overrides
+from runs import NO_EVALUATION, completions, tiny_overrides
 from torch import Tensor
 
 from recipes import grpo_full_finetune as module
@@ -41,6 +42,7 @@ BASE = [
     "enable_activation_checkpointing=false",
     "loss.kl_coeff=0.1",
     "loss.aggregation=dapo",
+    "log_groups=99",
 ]
 VARIANTS = {
     "rows two at a time": ["forward_batch_size=2"],
@@ -82,12 +84,12 @@ class Own(GRPOLoss):
 EVERY_ROW, OWN = (f"loss._component_={__name__}.{loss.__name__}" for loss in (EveryRow, Own))
 
 
-def reordered(roll_out: Callable[..., Trajectory], order: tuple) -> Callable[..., Trajectory]:
-    """``roll_out`` with many stop tokens, so that lengths vary, and each group in ``order``."""
+def reordered(sample_groups: Callable[..., Trajectory], order: tuple) -> Callable[..., Trajectory]:
+    """Give it many stop tokens, so that lengths vary, and put each group in ``order``."""
 
     def wrapped(*args, tokenizer, **kwargs) -> Trajectory:
         tokenizer.stop_tokens = list(range(0, VOCAB, 8))
-        rows = roll_out(*args, tokenizer=tokenizer, **kwargs)
+        rows = sample_groups(*args, tokenizer=tokenizer, **kwargs)
         index = [start + i for start in range(0, rows.num_rows, GROUP) for i in order]
         return rows.select(torch.tensor(index))
 
@@ -96,9 +98,10 @@ def reordered(roll_out: Callable[..., Trajectory], order: tuple) -> Callable[...
 
 @dataclass
 class Outcome:
-    """What a run left: adapters by name, and what passed through its optimizer steps."""
+    """A run's adapters by name, and what passed through its optimizer steps."""
 
     before: dict[str, Tensor]
+    logged: list[dict] = field(default_factory=list)  # completions.jsonl
     after: dict[str, Tensor] = field(default_factory=dict)
     batches: list[MiniBatch] = field(default_factory=list)
     received: list[Tensor | None] = field(default_factory=list)  # old log-probs
@@ -106,7 +109,7 @@ class Outcome:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The first step's."""
+        """The first step's rows."""
         return self.batches[0].trajectory
 
 
@@ -120,14 +123,14 @@ def adapters(recipe) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Runs the recipe, once for the same arguments."""
+    """Run the recipe, once for the same arguments."""
     tmp_path = tmp_path_factory.mktemp("invariance")
     overrides = [*tiny_overrides(CONFIG, tmp_path), *BASE]
 
     @cache
     def run(*more, rows=(0, 1, 2, 3), prompts=(0, 1, 2, 3), reward="length") -> Outcome:
-        folder = f"output_dir={tempfile.mkdtemp(dir=tmp_path)}"
-        cfg = load_config(CONFIG, [*overrides, *more, folder])
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        cfg = load_config(CONFIG, [*overrides, *more, f"output_dir={folder}"])
         cfg.rewards = [{"_component_": f"{__name__}.{reward}"}]
         recipe = module.GRPOFullFinetuneRecipe(cfg)
         recipe.setup(cfg)
@@ -145,12 +148,12 @@ def train(tmp_path_factory):
 
         recipe.update = watched_update
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "roll_out", reordered(module.roll_out, rows))
+            patch.setattr(module, "sample_groups", reordered(module.sample_groups, rows))
             patch.setattr(module, "in_order", watched_order)
             patch.setattr(ShuffledSampler, "next", lambda *_, skip: list(prompts))
             recipe.train()
         recipe.cleanup()
-        outcome.after = adapters(recipe)
+        outcome.after, outcome.logged = adapters(recipe), completions(folder)
         return outcome
 
     return run
@@ -161,6 +164,17 @@ def assert_same(result: Outcome, base: Outcome, *, atol: float = 1e-5) -> None:
         torch.testing.assert_close(result.after[name], value, atol=atol, rtol=0, msg=name)
 
 
+def assert_logged_alike(result: Outcome, base: Outcome) -> None:
+    """Each row's texts, rewards and log-probs; the numbers are rounded in another order."""
+    assert len(result.logged) == len(base.logged) == 16
+    for row, expected in zip(result.logged, base.logged, strict=True):
+        numbers = {key for key, value in expected.items() if isinstance(value, float)}
+        assert {"advantage", "trainer_logprob", "sampler_logprob"} < numbers
+        for key, value in expected.items():
+            assert row[key] == (pytest.approx(value, abs=1e-5) if key in numbers else value), key
+
+
+@pytest.mark.slow
 def test_weights_do_not_depend_on_how_the_step_is_cut(train):
     base = train()
     assert len(base.trajectory.response_lengths.unique()) > 3
@@ -173,13 +187,15 @@ def test_weights_do_not_depend_on_how_the_step_is_cut(train):
         cuts.add(len(result.batches[0].parts))
         try:
             assert_same(result, base)
+            assert_logged_alike(result, base)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     assert len(cuts) >= 5  # they really were cut differently
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
-    """Other rows side by side, other prompts in a batch, and the same sums."""
+    """Other rows are side by side, other prompts in a batch; the sums are the same."""
     base = train()
     assert_same(train("forward_batch_size=2", rows=(2, 0, 3, 1)), base)
     assert_same(train("forward_token_budget=64", rows=(3, 1, 0, 2)), base)
@@ -197,7 +213,7 @@ def test_weights_do_not_depend_on_the_order_of_rows_or_prompts(train):
     ],
 )
 def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
-    """The same weights without them: to the bit where the passes are cut the same."""
+    """Weights are the same without them, to the bit where the passes are cut the same."""
     change = [*cut, "loss.kl_coeff=0", "optimizer.lr=0.1"]
     every = train(*change, EVERY_ROW, reward=reward)
     assert every.trajectory.num_rows == 16
@@ -221,8 +237,9 @@ def test_rows_that_may_have_a_gradient_stay(train, change, rows):
     assert train(*change, reward="first_two_differ").trajectory.num_rows == rows
 
 
+@pytest.mark.slow
 def test_a_prompt_that_comes_twice_in_a_step_has_other_samples(train):
-    """Of its first time, those that it has alone."""
+    """The first time has the samples that the prompt has alone."""
     twice = train(prompts=(3, 1, 3, 3)).trajectory
     groups = [twice.select(torch.arange(i, i + GROUP)).completion_ids for i in (0, 8, 12)]
     assert groups[0] != groups[1] != groups[2] != groups[0]
@@ -246,7 +263,7 @@ def test_old_logprobs_are_those_of_the_first_epoch_or_the_samplers(train):
 
 
 def test_old_logprobs_are_without_dropout(train):
-    """As the samples were drawn. In the second step, since adapters begin with doing nothing."""
+    """So are the samples. Step 2 is looked at, since adapters do nothing at first."""
     dropout = ["model.lora_dropout=0.5", "num_minibatches=2", "num_steps=2"]
     result = train(*dropout)
     dropped = []
@@ -258,8 +275,9 @@ def test_old_logprobs_are_without_dropout(train):
     assert len(dropped) == 4 and min(dropped) > 1e-2
 
 
+@pytest.mark.slow
 def test_an_epoch_in_several_optimizer_steps(train):
-    """Each on its own groups, with old log-probs of the policy that sampled, in both epochs."""
+    """Each step has its own groups; in both epochs old log-probs are the sampling policy's."""
     base = train("num_minibatches=2")
     steps = [batch.trajectory.prompt_indices.unique().tolist() for batch in base.batches]
     assert steps == [[0, 2], [1, 3]] * 2
@@ -286,11 +304,13 @@ OBJECTIVES = {
     "cispo": ["loss.surrogate=cispo", "objective.advantage=batch"],
     "sequence": ["loss.importance_sampling_level=sequence"],
     "dppo": ["loss.surrogate=dppo", "objective.sampling_correction=old_logprobs"],
+    "teacher": ["objective.teacher.prompt_template='{prompt} It is {answer}.'"],
 }
 
 
+@pytest.mark.slow
 def test_objectives_act_in_the_recipe(train):
-    """Each takes another step than the default, and the same however it is cut."""
+    """Each takes a step that differs from the default's, and is the same however it is cut."""
     base = train()
     for name, change in OBJECTIVES.items():
         result, cut = train(*change), train(*change, "forward_batch_size=2")
@@ -300,3 +320,20 @@ def test_objectives_act_in_the_recipe(train):
         if name == "prompt":  # four prompts, whose tokens share a quarter each
             shares = result.trajectory.weights.sum(dim=1).view(4, GROUP).sum(dim=1)
             torch.testing.assert_close(shares, torch.full((4,), 0.25))
+
+
+@pytest.mark.parametrize("aggregation", ["grpo", "dapo"])
+def test_truncated_rows_count_among_the_rows_and_not_among_the_tokens(train, aggregation):
+    """As in TRL: the rows' mean is over all rows, the tokens' mean over those trained on."""
+    change = ["objective.mask_truncated_completions=true", f"loss.aggregation={aggregation}"]
+    rows = train(*change).trajectory
+    cut = rows.truncated
+    assert 0 < cut.sum() < 16 and not rows.weights[cut].any()
+    share = 1.0 if aggregation == "dapo" else 1 - cut.double().mean().item()
+    assert rows.weights.sum().item() == pytest.approx(share)
+
+
+def test_a_step_whose_rows_are_all_truncated_leaves_the_weights_alone(train):
+    result = train("objective.mask_truncated_completions=true", "sampling.min_new_tokens=12")
+    assert result.trajectory.truncated.all() and result.batches[0].num_tokens == 0
+    assert all(result.after[name].equal(value) for name, value in result.before.items())

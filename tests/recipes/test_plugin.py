@@ -1,4 +1,4 @@
-"""Proves that an installed torchtune-grpo shows up in the stock `tune` command, and only there.
+"""Check that an installed torchtune-grpo shows up in the stock `tune` command, and only there.
 
 The commands run in processes of their own, from an unrelated folder, and need the package installed
 (`pip install -e .`).
@@ -10,7 +10,8 @@ import filecmp
 import logging
 import re
 import shutil
-import zipfile
+import sys
+import venv
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ CONFIGS = sorted(path.stem for path in (REPO / "recipes" / "configs").glob("*.ya
 
 
 def listed(out: str) -> dict[str, list[str]]:
-    """What `tune ls` printed: the names of the configs, by recipe."""
+    """Return the configs that `tune ls` printed, by recipe."""
     recipes: dict[str, list[str]] = {}
     for line in out.splitlines()[1:]:
         names = line.split()
@@ -39,7 +40,7 @@ def listed(out: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def tune_ls(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the stock `tune ls` prints."""
+    """Output of the stock `tune ls`."""
     return run(TUNE, "ls", cwd=tmp_path_factory.mktemp("unrelated")).out
 
 
@@ -64,6 +65,14 @@ def test_the_single_device_recipe_is_not_for_torchrun(tmp_path: Path) -> None:
     launch = ["run", "--nproc_per_node", 1, RECIPE, "--config", CONFIG, "no_such_key=1"]
     done = run(TUNE, *launch, cwd=tmp_path, check=False)
     assert f"{RECIPE} does not support distributed training" in done.err
+
+
+def test_our_own_command_trains_and_prints_versions(tmp_path: Path) -> None:
+    done = run("-m", "torchtune_grpo", "train", CONFIG, "no_key=1", cwd=tmp_path, check=False)
+    assert "Error: no_key=1: unknown config key." in done.err
+    versions = run("-m", "torchtune_grpo", "--version", cwd=tmp_path).out
+    for name in ("python", "torchtune-grpo", "torch", "torchtune", "torchao", "transformers"):
+        assert re.search(rf"^{name} \d+\.\d+", versions, re.M), name
 
 
 # Stands for a recipe that torchrun starts: ends as it is told.
@@ -98,7 +107,7 @@ TOLD = r"(?s).*failed \(exitcode: 1\).*Traceback.*"
 def test_torchrun_adds_no_traceback_to_what_a_rank_says(
     tmp_path: Path, end: str, ranks: int, settings: dict[str, str], code: int, said: str
 ) -> None:
-    """But on request, and of other recipes."""
+    """It does on request, and for other recipes."""
     end, _, owner = end.partition(", ")
     (tmp_path / "my_recipe.py").write_text(f"# {owner or 'torchtune_grpo'}\n{ENDS}")
     launch = ["run", "--nproc_per_node", ranks, "my_recipe.py", "--config", "no.yaml", end]
@@ -107,8 +116,9 @@ def test_torchrun_adds_no_traceback_to_what_a_rank_says(
     assert re.fullmatch(said, result.err), result.err
 
 
+@pytest.mark.slow
 def test_module_works_where_the_hook_is_turned_off(tmp_path: Path, tune_ls: str) -> None:
-    """Stock `tune` and the module, one after the other in one process."""
+    """Stock `tune` and the module run one after the other in one process."""
     (tmp_path / "both.py").write_text(
         "import runpy, sys\n"
         "from torchtune._cli.tune import main\n"
@@ -124,12 +134,13 @@ def test_module_works_where_the_hook_is_turned_off(tmp_path: Path, tune_ls: str)
     assert ours == tune_ls
 
 
+@pytest.mark.slow
 def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path) -> None:
     def python(*arguments: str) -> Result:
         return run_python(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
 
     load = "from torchtune_grpo.cli import tune as _plugin; _plugin.autoload(); print('alive')"
-    for wrapt in ("", "raise ImportError('broken')", "raise RuntimeError('broken')"):
+    for wrapt in ("", "raise RuntimeError('broken')"):
         (tmp_path / "wrapt.py").write_text(wrapt)
         assert python("-c", load) == Result(0, "alive\n", ""), wrapt
         told = python("-m", "torchtune_grpo", "ls")
@@ -140,7 +151,7 @@ def test_a_broken_wrapt_breaks_only_the_plugin(tmp_path: Path) -> None:
 
 
 def test_hook_imports_nothing_else_than_wrapt(tmp_path: Path) -> None:
-    """So that every `import torch` pays for no more."""
+    """Every `import torch` pays for it."""
     code = (
         "import sys; before = set(sys.modules)\n"
         "from torchtune_grpo.cli.tune import autoload; autoload()\n"
@@ -152,8 +163,8 @@ def test_hook_imports_nothing_else_than_wrapt(tmp_path: Path) -> None:
 
 def test_a_hook_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        _plugin._guarded(_plugin.add_recipes)(ModuleType("a_registry_without_a_list"))
-    assert "could not extend a_registry_without_a_list: AttributeError" in caplog.text
+        _plugin._extend(ModuleType("torchtune._recipe_registry"))
+    assert "could not extend torchtune._recipe_registry: AttributeError" in caplog.text
 
 
 def files_below(folder: Path) -> set[str]:
@@ -161,23 +172,49 @@ def files_below(folder: Path) -> set[str]:
     return {str(name) for name in names if "__pycache__" not in name.parts}
 
 
-def test_a_wheel_brings_the_recipes_and_touches_nothing_else(tmp_path: Path, tune_ls: str) -> None:
-    """Nor does running it: uninstalling leaves nothing, as all is below two folders of our own."""
-    source = tmp_path / "source"  # building leaves files behind, which must not be in the repo
+PIP = (
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--no-compile",
+    "--no-deps",
+    "--no-index",
+    "--no-build-isolation",
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """What pip builds from; building leaves files behind, which must not be in the repo."""
+    source = tmp_path / "source"
     source.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE"):
+    for name in (
+        "setup.cfg",
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+        "torchtune_grpo_autoload.py",
+    ):
         shutil.copy(REPO / name, source)
     for name in ("torchtune_grpo", "recipes"):
-        shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
-    built = run_python("-m", "pip", "wheel", *options, str(source), cwd=tmp_path)
-    assert built.code == 0, built.err
-    (wheel,) = tmp_path.glob("torchtune_grpo-*-py3-none-any.whl")
-    site_packages = tmp_path / "site_packages"
-    zipfile.ZipFile(wheel).extractall(site_packages)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPO / name, source / name, ignore=ignored, symlinks=True)
+    return source
 
-    package, about = sorted(site_packages.iterdir())
+
+@pytest.mark.slow
+def test_an_install_brings_the_recipes_and_touches_nothing_else(
+    tmp_path: Path, source: Path, tune_ls: str
+) -> None:
+    """Nor does running it: uninstalling leaves nothing, as all is below three names of our own."""
+    site_packages = tmp_path / "site_packages"
+    done = run_python(*PIP, "--target", str(site_packages), str(source), cwd=tmp_path)
+    assert done.code == 0, done.err
+    names = sorted(path.name for path in site_packages.iterdir() if path.name != "bin")
+    package, about, module = (site_packages / name for name in names)
     assert (package.name, about.suffix) == ("torchtune_grpo", ".dist-info")
+    assert module.name == "torchtune_grpo_autoload.py"
     recipes = {f"recipes/{name}" for name in files_below(REPO / "recipes")}
     assert files_below(package) == files_below(REPO / "torchtune_grpo") | recipes
     before = files_below(site_packages)
@@ -188,3 +225,25 @@ def test_a_wheel_brings_the_recipes_and_touches_nothing_else(tmp_path: Path, tun
     assert installed == [str(package / "__init__.py"), str(about)]
     assert run_python(str(TUNE), "ls", cwd=tmp_path, **path).out == tune_ls
     assert files_below(site_packages) == before
+
+
+@pytest.mark.slow
+def test_a_clone_that_was_moved_leaves_import_torch_whole(tmp_path: Path, source: Path) -> None:
+    """Where pip has installed it editable, beside the packages of this environment."""
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    (site,) = environment.glob("lib/python*/site-packages")
+    others = [folder for folder in sys.path if folder.endswith("site-packages")]
+    (site / "others.pth").write_text("\n".join(others))  # but not what a .pth file there brings
+
+    def python(*arguments: str) -> str:
+        interpreter = str(environment / "bin" / "python")
+        done = run_python(*arguments, cwd=tmp_path, python=interpreter, PYTHONPATH="")
+        assert done.code == 0, done.err
+        return done.out
+
+    knows = "import sys, torch; print('torchtune_grpo.cli.tune' in sys.modules)"
+    python(*PIP, "--editable", str(source))
+    assert python("-c", knows) == "True\n"
+    source.rename(tmp_path / "moved")
+    assert python("-c", knows) == "False\n"

@@ -38,7 +38,7 @@ SETTINGS = [
 
 
 def trained(out, step):
-    """What the optimizer has made, and holds."""
+    """Read the weights and the optimizer's state."""
     folder = out / f"step_{step:06d}"
     state = torch.load(folder / "training_state.pt", weights_only=True)["optimizer"]["state"]
     held = [torch.as_tensor(value) for entry in state.values() for value in entry.values()]
@@ -49,6 +49,7 @@ def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.slow
 def test_steps_take_as_many_prompts_as_they_need(tmp_path):
     """Step 1 is full at once, 2 has nothing, 3 fills up, 4 (resumed, more rounds) stays short."""
     teaches = {0: set(ORDER[:2]), 1: set(), 2: {ORDER[6], ORDER[8]}, 3: {ORDER[14]}}

@@ -2,15 +2,16 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from processes import wait_until
-from runs import RECIPE, in_background, metrics, run, run_python, tune
+from runs import RECIPE, in_background, metrics, run, tune, untimed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from torchtune_grpo.checkpoint.folder import SUMS_FILE, publish
+from torchtune_grpo.checkpoint.folder import SUMS_FILE
 from torchtune_grpo.monitor.record import read
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -28,14 +29,15 @@ def tiny(folder: Path, *more: str, check: bool = True, **env: str):
 
 
 def refused(folder: Path, *more: str) -> str:
-    """The last line that a run says which must fail."""
+    """Return the last line of a resume that must fail."""
     done = tiny(folder, RESUME, *more, check=False)
     assert done.code != 0
     return done.err.strip().splitlines()[-1]
 
 
-def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path):
-    """benchmarks/kills.py, for seconds; it runs for as long as one likes."""
+@pytest.mark.slow
+def test_killed_runs_resume_to_the_same_end(tmp_path):
+    """Run benchmarks/kills.py for seconds; by itself it runs for as long as one likes."""
     script = Path(__file__).parents[2] / "benchmarks/kills.py"
     done = run(script, "--minutes", "0.1", "--kills", "3", cwd=tmp_path)
     results = json.loads(done.out.splitlines()[-1])["results"]
@@ -43,7 +45,22 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path):
     assert results["bit_equal"] == results["runs"] and results["lost"] == 0
 
 
-def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
+@pytest.mark.slow
+def test_a_resumed_run_has_the_teacher_that_it_began_with(tmp_path):
+    """The policy before training; the second step is the same to the bit."""
+    teacher = "objective.teacher.prompt_template='{prompt} It is {answer}.'"
+    tiny(tmp_path, teacher)
+    last = tmp_path / "out" / "step_000002"
+    expected, step = load_file(next(last.glob("model*.safetensors"))), untimed(tmp_path / "out")[-1]
+    shutil.rmtree(last)
+    tiny(tmp_path, teacher, RESUME)
+    assert untimed(tmp_path / "out")[-1] == step and step["teacher/kl"] != 0
+    resumed = load_file(next(last.glob("model*.safetensors")))
+    assert all(value.equal(expected[name]) for name, value in resumed.items())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_changes_that_are_allowed_and_refuses_others(tmp_path):
     tiny(tmp_path)
     refusals = {
         LORA: "model._component_=torchtune_grpo.models.lora_hf_model: ",
@@ -81,25 +98,16 @@ def test_a_resumed_run_takes_what_may_change_and_refuses_the_rest(tmp_path):
     assert "checkpointer.checkpoint_files.0=model.safetensors" in said and "was made with" in said
 
 
-def test_missing_weights_are_never_made_up_from_the_base(tmp_path):
-    tiny(tmp_path)
-    newest = tmp_path / "out" / "step_000002"
-    file = next(newest.glob("model*.safetensors"))
-    tensors = load_file(file)
-    file.unlink()
-    done = tiny(tmp_path, RESUME)
-    assert f"step_000002 cannot be used: {file.name}: No such file" in done.err + done.out
-    assert "Resumed after step 1." in done.err + done.out
-    # A tensor is gone, and the sums were made anew.
-    tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, next(newest.glob("model*.safetensors")), {"format": "pt"})
-    (newest / SUMS_FILE).unlink()
-    publish(newest.rename(tmp_path / "changed"), newest)
-    said = refused(tmp_path)
-    assert "=out/step_000002: its weights do not match its config.json: " in said
-    assert "model.layers.1.mlp.up_proj.weight is missing (1 differ)" in said
+def test_auto_starts_a_run_and_goes_on_with_it(tmp_path):
+    """The same command, as a scheduler that requeues a job gives it."""
+    auto = "resume_from_checkpoint=auto"
+    tiny(tmp_path, auto, "num_steps=1")
+    assert "Resumed after step 1." in tiny(tmp_path, auto).err
+    assert not (tmp_path / "out" / "previous_runs").exists()
+    assert " seed=5: " in refused(tmp_path, auto, "seed=5")
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
     more = ["num_steps=9999", "saving.keep_last=2"]
     out = tmp_path / "out"
@@ -127,7 +135,7 @@ def test_a_second_run_in_the_same_folder_fails_and_the_first_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("model", [(), (LORA,)], ids=["full", "lora"])
-def test_a_save_needs_nothing_of_the_base_models_folder(tmp_path, model):
+def test_a_save_does_not_need_the_base_models_folder(tmp_path, model):
     (tmp_path / "own.py").write_text(
         "import shutil\n"
         "def gone(prompts, completions, **columns):\n"
@@ -142,6 +150,7 @@ def test_a_save_needs_nothing_of_the_base_models_folder(tmp_path, model):
     assert AutoModelForCausalLM.from_pretrained(saved).num_parameters() > 100_000
 
 
+@pytest.mark.slow
 def test_a_secret_is_in_no_file_and_a_resume_sees_that_it_has_changed(tmp_path):
     (tmp_path / "own.py").write_text(
         "from torchtune_grpo.data import arithmetic_dataset\n"
@@ -154,7 +163,7 @@ def test_a_secret_is_in_no_file_and_a_resume_sees_that_it_has_changed(tmp_path):
     judge = "{_component_: own.judge, api_key: sk-1, home_key: '${oc.env:HOME}', rounds_key: 3}"
     more = [f"rewards=[{judge}]", "dataset._component_=own.rows", "dataset.hub_token=sk-2"]
     command = ["-m", "torchtune_grpo", "run", RECIPE, "--config", CONFIG, *QUICK, *more]
-    run_python(*command, cwd=tmp_path)
+    run(*command, cwd=tmp_path)
     said = [refused(tmp_path, *more, "dataset.hub_token=sk-3")]
     assert "dataset.hub_token=... (sha256 " in said[0]
     done = tiny(tmp_path, RESUME, *more, "rewards.0.api_key=sk-4", "num_steps=3")

@@ -44,14 +44,15 @@ def sometimes_hangs(prompts, completions, share=0.2, **kwargs):
 '''
 
 
+@pytest.mark.slow
 def test_a_file_next_to_the_config(tmp_path):
-    """Copied recipe and config in one folder, started from another; every kind of reward."""
+    """Copied recipe and config are run from another folder, with every kind of reward."""
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "my_rewards.py").write_text(REWARDS)
     copy_recipe(CONFIG, mine)
     config = yaml.safe_load((mine / "my_config.yaml").read_text())
-    isolated = {"isolation": "process", "timeout": 0.5, "workers": 2}
+    isolated = {"isolation": "process", "timeout": 0.3, "workers": 2}
     config["rewards"] = [
         {"_component_": "my_rewards.judge", "name": "judge", "format": "chat"},
         {"_component_": "my_rewards.waits", "name": "waits", "weight": 0.1},
@@ -60,7 +61,7 @@ def test_a_file_next_to_the_config(tmp_path):
     config["max_reward_failure_share"] = 1.0
     (mine / "my_config.yaml").write_text(yaml.safe_dump(config))
     command = ["run", "mine/my_grpo.py", "--config", "mine/my_config.yaml"]
-    small = ["batch_size=4", "grpo_samples=4", *NO_EVALUATION]
+    small = ["batch_size=2", "grpo_samples=4", *NO_EVALUATION]
     tune(*command, *tiny_overrides(CONFIG, tmp_path), *small, cwd=tmp_path)
     steps = metrics(tmp_path / "out")
     assert [step["step"] for step in steps] == [1, 2]
@@ -77,15 +78,41 @@ def test_a_file_next_to_the_config(tmp_path):
 
 
 def test_a_gold_that_cannot_be_read_stops_the_run_before_the_model(tmp_path):
-    """Rows as GSM8K has them, given to RLDataset; the data set that is trained on is fine."""
+    """RLDataset is given GSM8K's rows for evaluation; the training data are fine."""
     key = "eval_dataset"
     component = f"{key}._component_=torchtune_grpo.data.RLDataset"
     done = run_tiny(CONFIG, tmp_path, component, f"{key}.prompt_column=question", check=False)
     assert done.code != 0 and not metrics(tmp_path / "out")
     said = done.err.strip().splitlines()[-1]
-    wrong = "the reward 'correctness' can score no answer to 12 of 12 rows"
-    assert f"{key}: {wrong} (counted from 0): row 0: answer='0 + 2 =" in said
+    wrong = "the reward 'correctness' can score no answer: answer='0 + 2 ="
+    assert f"{key}: 12 of 12 rows (counted from 0) are left out: {wrong}" in said
     assert "torchtune_grpo.data.gsm8k_dataset" in said
+
+
+MISCHIEF = """
+import os, threading
+from torchtune_grpo.cli import entry
+
+entry._PATIENCE = 0.5
+
+def mischief(prompts, completions, **columns):
+    threading.Thread(target=threading.Event().wait, name="left behind").start()
+    if not (child := os.fork()): os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_neither_ends_the_process_nor_keeps_it_alive(tmp_path):
+    """It calls os._exit, which fails, and leaves a thread that never ends."""
+    (tmp_path / "my_rewards.py").write_text(MISCHIEF)
+    keys = ["rewards.1={_component_: my_rewards.mischief, name: mischief}", *NO_EVALUATION]
+    done = run_tiny(CONFIG, tmp_path, *keys, "max_reward_failure_share=1", "num_steps=1")
+    assert "Ends without waiting for threads that a reward may have left: left behind" in done.err
+    assert [step["rewards/mischief/errors"] for step in steps_of(tmp_path / "out")] == [1.0]
+    done = run_tiny(CONFIG, tmp_path, *keys, "max_reward_failure_share=0", check=False)
+    assert done.code == 1 and "SystemExit: os._exit(0)" in done.err
 
 
 GYM = """
@@ -97,6 +124,7 @@ rewards.0._component_=torchtune_grpo.rewards.ReasoningGymReward
 """
 
 
+@pytest.mark.slow
 def test_a_task_of_reasoning_gym(tmp_path):
     pytest.importorskip("reasoning_gym")
     tune("run", RECIPE, *GYM.split(), cwd=tmp_path)
@@ -114,6 +142,7 @@ def length(prompts, completions, **columns):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [None, "false"])
 def test_a_shaping_reward_trains_only_where_outcomes_differ(tmp_path, gate):
     """Nothing is right in step 1; in step 2 one of two groups has right answers and wrong ones.
@@ -137,10 +166,13 @@ def test_a_shaping_reward_trains_only_where_outcomes_differ(tmp_path, gate):
     assert ("only train groups" in done.out + done.err) == (gate is None)
 
 
-def test_only_a_reward_that_decides_is_called_accuracy(tmp_path):
-    """Where none is known to, the first one is reported under its own name, everywhere."""
+@pytest.mark.slow
+def test_only_a_deciding_reward_is_called_accuracy_and_can_be_the_gate(tmp_path):
+    """Without one, the first reward is reported under its own name, everywhere."""
     (tmp_path / "my_rewards.py").write_text(GATED)
     keys = ["rewards=[{_component_: my_rewards.length}]", "evaluation.samples=2", "num_steps=1"]
+    done = run_tiny(CONFIG, tmp_path, *keys, "objective.outcome_gate=true", check=False)
+    assert "objective.outcome_gate=True: no reward is known to decide" in done.err
     done = run_tiny(CONFIG, tmp_path, *keys)
     said, out = done.out + done.err, tmp_path / "out"
     assert re.search(r"Step 1/1: reward \d\.\d+, length \d\.\d+, informative", said)
@@ -161,7 +193,7 @@ def test_only_a_reward_that_decides_is_called_accuracy(tmp_path):
     assert not any(re.search("(?i)(?<!eval/)accuracy", text) for text in texts)
 
 
-def test_a_reward_that_decides_need_not_be_the_first(tmp_path):
+def test_the_deciding_reward_need_not_be_the_first(tmp_path):
     names = ("format", "correctness")
     nodes = [f"{{_component_: torchtune_grpo.rewards.math_{n}_reward, name: {n}}}" for n in names]
     keys = [f"rewards=[{nodes[0][:-1]}, weight: 0.1}}, {nodes[1]}]", "num_steps=1"]
@@ -169,10 +201,3 @@ def test_a_reward_that_decides_need_not_be_the_first(tmp_path):
     assert "format: only train groups in which correctness differs" in done.out + done.err
     (start,) = read(tmp_path / "out", "start")
     assert start["decider"] == "correctness" and "accuracy 0.00" in done.out + done.err
-
-
-def test_the_gate_needs_a_reward_that_decides(tmp_path):
-    (tmp_path / "my_rewards.py").write_text(GATED)
-    keys = ["rewards=[{_component_: my_rewards.length}]", "objective.outcome_gate=true"]
-    done = run_tiny(CONFIG, tmp_path, *NO_EVALUATION, *keys, check=False)
-    assert "objective.outcome_gate=True: no reward is known to decide" in done.err

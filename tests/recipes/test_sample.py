@@ -1,5 +1,6 @@
 """`torchtune-grpo sample` shows what a policy says: base weights, then trained ones."""
 
+import pytest
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
 from runs import LENGTH_REWARD, NO_EVALUATION, OF_LENGTH, Result, run, run_tiny, tiny_overrides
@@ -10,7 +11,7 @@ CONFIG = "llama3_2_1B_lora_grpo"
 
 
 def say(folder, *more: str, config: object = CONFIG, check: bool = True) -> Result:
-    """``torchtune-grpo sample`` with the tiny model's overrides in front."""
+    """Run ``torchtune-grpo sample`` with the tiny model's overrides."""
     start = ["-m", "torchtune_grpo", "sample", config]
     settings = [*tiny_overrides(str(config), folder), "dtype=fp32"]
     return run(*start, *settings, "--samples", "2", *more, cwd=folder, check=check)
@@ -20,6 +21,7 @@ def samples(text: str) -> str:
     return text[text.index("===") :]
 
 
+@pytest.mark.slow
 def test_shows_samples_of_base_and_trained_weights(tmp_path):
     question, shown = "2 plus 2?\x1b[2J", r"2 plus 2?\x1b[2J"
     base = say(tmp_path, "--prompt", question).out
@@ -50,7 +52,7 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
     assert done.code == 1 and "Did you mean temperature?" in done.err
 
 
-def test_a_models_folder_is_asked_as_it_is(tmp_path):
+def test_a_models_folder_can_be_sampled(tmp_path):
     hf_folder("qwen3", write_tokenizer(tmp_path / "model", "qwen3"), vocab_size=384)
     command = ["-m", "torchtune_grpo", "sample", "model"]
     small = ["device=cpu", "max_generated_tokens=4", "--samples", "2"]
@@ -76,7 +78,7 @@ with GRPO("tiny_arithmetic_grpo", dataset_prefill="<think>", **given) as run:
 """
 
 
-def test_a_run_whose_rows_were_in_memory_can_be_asked(tmp_path):
+def test_a_run_whose_rows_were_in_memory_can_be_sampled(tmp_path):
     (tmp_path / "mine.py").write_text(IN_MEMORY)
     run("mine.py", cwd=tmp_path)
     said = run("-m", "torchtune_grpo", "sample", "out", "--prompt", "1+1=", cwd=tmp_path).out

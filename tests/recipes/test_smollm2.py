@@ -18,7 +18,6 @@ from runs import (
     completions,
     distance,
     run,
-    run_python,
     run_ranks,
     steps_of,
     tune,
@@ -44,12 +43,12 @@ clip_grad_norm=null
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The model's folder, made as a user makes it, once for all workers."""
+    """The model's folder, made as users make it, once for all workers."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     base = tmp_path_factory.getbasetemp()
     made = (base.parent if is_worker else base) / "smollm2" / "model"
     made.parent.mkdir(exist_ok=True)
-    done = run_python("-m", "torchtune_grpo.smollm2", str(made), cwd=made.parent)
+    done = run("-m", "torchtune_grpo.smollm2", made, cwd=made.parent, check=False)
     if "could not fetch" in done.err:
         pytest.skip(done.err.strip().splitlines()[-1])
     assert done.code == 0, done.err
@@ -61,6 +60,7 @@ def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return model.eval()(tokens).logits
 
 
+@pytest.mark.slow
 def test_the_folder_opens_here_and_in_transformers_alike(folder):
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), hf_tokenizer(str(folder))
     text = tokenizer.chat_text([{"role": "user", "content": QUESTION}])
@@ -77,15 +77,12 @@ def test_the_folder_opens_here_and_in_transformers_alike(folder):
     assert "90" in tokenizer.decode(said.tolist())
 
 
-def test_a_run_learns_resumes_and_saves_what_others_open(folder, tmp_path):
+@pytest.mark.slow
+def test_a_run_learns_and_saves_what_others_open(folder, tmp_path):
     model_dir = os.path.relpath(folder, tmp_path)  # PEFT has to find it from elsewhere
     command = ["run", RECIPE, "--config", CONFIG, f"model_dir={model_dir}", "output_dir=out"]
-    command += [*SMALL, "num_steps=2", "saving.every_n_steps=1"]
-    tune(*command, cwd=tmp_path)
+    tune(*command, *SMALL, "num_steps=2", cwd=tmp_path)
     out, saved = tmp_path / "out", tmp_path / "out/step_000002"
-    straight = saved.rename(tmp_path / "straight")
-    tune(*command, "resume_from_checkpoint=True", cwd=tmp_path)
-    assert distance(weights(straight), weights(saved)) == 0
     assert [line["step"] for line in steps_of(out)] == [1, 2]
     assert any(line["grad_norm"] > 0 for line in steps_of(out))
     written = completions(out)
@@ -102,7 +99,7 @@ def test_a_run_learns_resumes_and_saves_what_others_open(folder, tmp_path):
 
 
 def first_layers(folder: Path, target: Path, *, count: int = 3) -> Path:
-    """A copy of the model's folder with its first layers alone, which opens and saves faster."""
+    """Copy the model's folder with its first layers alone, which opens and saves faster."""
     shutil.copytree(folder, target)
     file = target / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": count}))
@@ -112,8 +109,9 @@ def first_layers(folder: Path, target: Path, *, count: int = 3) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_is_the_same_on_two_ranks_and_in_transformers(folder, tmp_path):
-    """The embedding is the output projection, too: trained once, in shards, and saved once."""
+    """The embedding is also the output projection: trained once, in shards, and saved once."""
     folder = first_layers(folder, tmp_path / "model")
     (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
     common, own = [f"model_dir={folder}", *SMALL, *FULL, OF_LENGTH], {"PYTHONPATH": str(tmp_path)}
@@ -130,7 +128,7 @@ def test_full_fine_tuning_is_the_same_on_two_ranks_and_in_transformers(folder, t
 
 
 def packed(gguf: bytes) -> bytes:
-    """A package's file with another model."""
+    """Pack a wheel with another model."""
     file = io.BytesIO()
     with ZipFile(file, "w") as archive:
         archive.writestr(smollm2._GGUF, gguf)
@@ -154,7 +152,7 @@ def test_a_broken_file_is_named(tmp_path, monkeypatch, content, reason):
     assert {path.name for path in tmp_path.iterdir()} <= {"model.whl", ".model.lock"}
 
 
-def test_without_a_network_or_the_extra_it_says_what_to_do(tmp_path, monkeypatch):
+def test_without_a_network_or_the_extra_the_error_says_what_to_do(tmp_path, monkeypatch):
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
         monkeypatch.setenv(name, "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

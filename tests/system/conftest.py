@@ -7,14 +7,14 @@ import pytest
 from code_sandboxes import LIMITS
 from processes import children
 
-from torchtune_grpo.sandbox import CodeSandbox
+from torchtune_grpo.sandbox.code import CodeSandbox
 
 FENCES = ["namespaces", "landlock"]
 
 
 @pytest.fixture(scope="module", params=FENCES)
 def sandbox(request, tmp_path_factory):
-    """One sandbox for all programs, so that one of them could harm the next."""
+    """Share one sandbox among all programs, so that one of them could harm the next."""
     tmp_path_factory.getbasetemp()  # which pytest would make in the folder below
     folder, before = tempfile.mkdtemp(), tempfile.tempdir
     os.chmod(folder, 0o755)  # as /tmp is
@@ -25,5 +25,5 @@ def sandbox(request, tmp_path_factory):
     yield sandbox
     sandbox.close()
     tempfile.tempdir = before
-    assert set(children()) == processes
+    assert not set(children()) - processes  # of those, some may have ended
     os.rmdir(folder)  # it is empty

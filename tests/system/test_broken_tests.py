@@ -6,6 +6,7 @@ import pytest
 from code_sandboxes import judge
 from processes import children
 from ranks import on_two_ranks
+from rows import rows_of
 
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet
 from torchtune_grpo.rewards import code as _code
@@ -13,27 +14,13 @@ from torchtune_grpo.rewards import code as _code
 TEST = "assert solve(1) == 1"
 
 
-class Rows:
-    """A data set that rows can be left out of."""
-
-    def __init__(self, *tests, setup=""):
-        self.tests, self.row_numbers = list(tests), list(range(len(tests)))
-        self.setup = setup
-
-    def __len__(self):
-        return len(self.row_numbers)
-
-    def __getitem__(self, index):
-        test = self.tests[self.row_numbers[index]]
-        return {"columns": {"test": test, "entry_point": "solve", "setup": self.setup}}
-
-    def leave_out(self, positions):
-        self.row_numbers = [n for i, n in enumerate(self.row_numbers) if i not in positions]
+def rows(*tests, setup=""):
+    return rows_of(*({"test": test, "entry_point": "solve", "setup": setup} for test in tests))
 
 
 @pytest.fixture
 def rewards():
-    rewards = RewardSet([Reward("code", CodeReward(timeout=0.7))])
+    rewards = RewardSet([Reward("code", CodeReward(workers=2, timeout=0.7))])
     yield rewards
     rewards.close()
 
@@ -100,19 +87,21 @@ SOUND = [
 ]
 
 
+@pytest.mark.slow
 def test_at_start_every_test_is_tried_on_a_function_that_raises(rewards):
     call, count = rewards.rewards[0].function, len(TRIED)
     found = call.check_rows([{"test": test, "entry_point": "solve"} for test in TRIED])
     assert list(found) == list(range(count))
     for (test, message), said in zip(TRIED.items(), found.values(), strict=True):
         assert message in said and said.startswith("test="), test
-    rows = Rows("assert True", *TRIED, *SOUND * 4)
-    rewards.check_data(rows, key="dataset")
-    assert rows.row_numbers == list(range(1 + count, len(rows.tests)))
+    data = rows("assert True", *TRIED, *SOUND * 4)
+    total = len(data)
+    rewards.check_data(data, key="dataset")
+    assert [*data.row_numbers] == list(range(1 + count, total))
     forbidden = "import socket\nsocket.socket()\n"  # to a completion, not to a test
     for setup, error in ("one = 1 / 0\n", "ZeroDivisionError"), (forbidden, "PermissionError"):
-        with pytest.raises(ValueError, match=f"1 of 1 rows .*row 0: .*: {error}.*Correct or"):
-            rewards.check_data(Rows(TEST, setup=setup), key="dataset")
+        with pytest.raises(ValueError, match=f"1 of 1 rows .*: {error}.*Correct or"):
+            rewards.check_data(rows(TEST, setup=setup), key="dataset")
 
 
 # Broken behind the first call, where a function that raises in every call does not get.
@@ -149,29 +138,29 @@ def test_of_many_rows_some_are_tried(rewards, monkeypatch, caplog):
     missed = min(set(range(40)) - tried.keys())
     for n in (missed, max(tried)):
         tests[n] = broken.format(n)
-    rows = Rows(*tests)
+    data = rows(*tests)
     with caplog.at_level(logging.INFO):
-        rewards.check_data(rows, key="dataset")
-    assert rows.row_numbers == [n for n in range(40) if n != max(tried)]
+        rewards.check_data(data, key="dataset")
+    assert [*data.row_numbers] == [n for n in range(40) if n != max(tried)]
     assert "Code rewards: trying the tests of 5 of 40 rows." in caplog.messages
     with pytest.raises(ValueError, match="5 of 5 rows"):
-        rewards.check_data(Rows(*map(broken.format, range(40))), key="dataset")
+        rewards.check_data(rows(*map(broken.format, range(40))), key="dataset")
 
 
 def test_the_first_rank_tries_for_all(tmp_path):
     """Each leaves the same rows out, raises the same error; the second starts no process."""
 
     def check(rank):
-        rewards = RewardSet([Reward("code", CodeReward())])
-        rows = Rows("for _ in (): solve(1)", TEST, TEST)
-        rewards.check_data(rows, key="dataset")
+        rewards = RewardSet([Reward("code", CodeReward(workers=1))])
+        data = rows("for _ in (): solve(1)", TEST, TEST)
+        rewards.check_data(data, key="dataset")
         with pytest.raises(ValueError) as raised:
-            rewards.check_data(Rows("for _ in (): solve(1)"), key="dataset")
+            rewards.check_data(rows("for _ in (): solve(1)"), key="dataset")
         processes = len(children())
         rewards.close()
-        return rows.row_numbers, str(raised.value), processes
+        return [*data.row_numbers], str(raised.value), processes
 
-    (rows, said, processes), second = on_two_ranks(check, folder=tmp_path)
-    assert rows == [1, 2] and processes > 0
-    assert "row 0: test='for _ in (): solve(1)': the test itself failed" in said
-    assert second == (rows, said, 0)
+    (kept, said, processes), second = on_two_ranks(check, folder=tmp_path)
+    assert kept == [1, 2] and processes > 0
+    assert "answer: test='for _ in (): solve(1)': the test itself failed" in said
+    assert second == (kept, said, 0)

@@ -1,5 +1,6 @@
 """Which checkpoint is resumed from, what is kept and cleared, and what a new run puts aside."""
 
+import ctypes
 import math
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 from checkpoints import TINY, llama_checkpoint, saving_config
 from kill_points import kill_points
+from runs import run
 from torchtune.models.llama3_2 import llama3_2
 
 from torchtune_grpo.checkpoint.checkpoints import STATE_FILE, Checkpoints
@@ -25,6 +27,9 @@ from torchtune_grpo.checkpoint.folder import (
 )
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.machine import lock
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # of unshare(2)
+REFUSED = 77  # the exit code where the kernel allows none of them
 
 
 def complete(folder, step, **state):
@@ -166,8 +171,16 @@ def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
 
 
 def save_on_a_full_disk(tmp_path) -> None:
+    """Mount a disk of 16 MB in namespaces of this process's own, and save there."""
+    out, user, group = tmp_path / "out", f"0 {os.getuid()} 1", f"0 {os.getgid()} 1"
+    if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        sys.exit(REFUSED)
+    for name, text in (("setgroups", "deny"), ("uid_map", user), ("gid_map", group)):
+        Path("/proc/self", name).write_text(text)
+    out.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", out]).returncode:
+        sys.exit(REFUSED)
     checkpoints, model = saving(tmp_path)
-    out = tmp_path / "out"
     state = {"optimizer": torch.zeros(300_000)}
     size = shutil.disk_usage(out).free
     first = checkpoints.save(model, state, step=1)
@@ -189,15 +202,10 @@ def save_on_a_full_disk(tmp_path) -> None:
 
 def test_a_full_disk_is_named_and_gets_back_what_was_half_written(tmp_path):
     """A real one of 16 MB, in a namespace; each time, other files are those that do not fit."""
-    (tmp_path / "out").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "out"]
-    if subprocess.run(["unshare", "-rm", *mount], cwd=tmp_path).returncode:
+    done = run(__file__, cwd=tmp_path, check=False, PYTHONPATH=os.pathsep.join(sys.path))
+    if done.code == REFUSED:
         pytest.skip("no file system of its own is allowed")
-    script = f'{" ".join(mount)} && exec "$@"'
-    command = ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, __file__]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
 
 
 def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
@@ -242,6 +250,7 @@ def test_a_new_run_moves_no_folder_that_is_not_its_own(tmp_path, monkeypatch, fo
     assert names(tmp_path / "out" / "previous_runs" / "1") == ["step_000001"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "best"), [(3, 3), (2, 1)], ids=["a new step and best", "a step once more"]
 )
@@ -288,3 +297,22 @@ def test_a_name_that_the_hub_cannot_have_is_none(tmp_path):
 
 if __name__ == "__main__":
     save_on_a_full_disk(Path.cwd())
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_lock_that_other_code_has_closed_is_not_a_deleted_folder(tmp_path, reused):
+    """Even if another file has its descriptor now, which is not emptied."""
+    other = tmp_path / "other"
+    other.write_text("kept")
+    lock.claim(tmp_path)
+    descriptor = lock._claimed[tmp_path][0].fileno()
+    os.close(descriptor)
+    if reused:
+        with other.open("r+") as file:
+            os.dup2(file.fileno(), descriptor)
+    with pytest.raises(lock.LostFolderError, match="has closed this process's files"):
+        with lock.writing(tmp_path):
+            pytest.fail("it writes")
+    assert not lock.is_lost(tmp_path)
+    lock.release(tmp_path)
+    assert other.read_text() == "kept" and tmp_path not in lock.held()

@@ -85,6 +85,9 @@ solve = lambda *_: Always()
 def test_no_object_pretends_to_be_the_value_expected(sandbox, test):
     for written in (f"assert solve(1) {test}", f"assert 2 == solve(1) {test}"):
         assert judge(sandbox, ALWAYS, test=written).why.startswith("refused: "), written
+
+
+def test_no_object_pretends_to_be_a_number_or_a_text(sandbox):
     other = "import math\nx = solve(1)\nassert {}"
     for use in ("abs(x - 2) < 1e-6", "math.isclose(x, 2)", "2 in x", "sorted([x, 2]) == [2, 2]",
                 "max(x, 2) == 2", "f'{x:.2f}' == '2.00'", "{x: 1}[x]", "divmod(x, 2)"):  # fmt: skip
@@ -149,7 +152,7 @@ def test_what_is_no_message_is_refused(sandbox):
 
 
 def test_a_right_answer_of_a_process_that_has_ended_is_none(sandbox):
-    """What it used could not be read any more."""
+    """Its resources could no longer be read."""
     data, test = b'{"value": 1}', "import time\nassert solve(1) == 1\ntime.sleep(0.05)"
     why = judge(sandbox, forges(data), test=test).why
     assert why == "the completion's process ended before its test did"
@@ -245,6 +248,7 @@ def score(rewards, texts, tests, **more):
     return rewards(prompts=[""] * len(texts), completions=texts, columns=columns, **more)
 
 
+@pytest.mark.slow
 def test_hostile_and_honest_ones_at_once():
     """Many in parallel, in any order; a set that was closed starts anew."""
     before = set(children())
@@ -265,41 +269,19 @@ def test_hostile_and_honest_ones_at_once():
 @pytest.mark.parametrize(
     ("text", "program"),
     [
-        ("Sure:\n```\ndef f(x): return 1\n```\nBye", "S\n\ndef f(x): return 1\n\n"),
-        ("```py\ndef f(): 1\n```\n```python\nprint(f())\n```", "S\n\ndef f(): 1\n\n"),
-        (
-            "<think>```python\ndef f(): 1\n```</think>\n```python\ndef f(): 2\n```",
-            "S\n\ndef f(): 2\n\n",
-        ),
         ("```bash\ndef f(): 1\n```", "S\n\ndef f(): 1\n"),
         ("    return 1", "S    return 1\n"),
-        ("def f(x): return 1", "S\n\ndef f(x): return 1\n"),
-        ("```python\ndef f(): 1\n", "S\n\ndef f(): 1\n\n\n"),  # cut off
         ("```python\ndef ff(): 1\n```", "S```python\ndef ff(): 1\n```\n"),
-        ("1. So:\n   ```py\n   def f():\n       1\n   ```\n", "S\n\ndef f():\n    1\n\n"),
-        ("```py\r\ndef f():\r\n  1\r\n```\r\n", "S\n\ndef f():\n  1\n\n"),
-        ("~~~python\ndef f(): 1\n```\n~~~", "S\n\ndef f(): 1\n```\n\n"),
-        ("````python\ndef f(): 1\n```\n````", "S\n\ndef f(): 1\n```\n\n"),
-        ("```{.py .x}\ndef f(): 1\n```", "S\n\ndef f(): 1\n\n"),
         ("```def f(): 1```\ndef f(): 2", "S\n\ndef f(): 2\n"),
-        (
-            '```\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n```\nBye\n```\nf()\n```',
-            'S\n\ndef f():\n  """D.\n  ```\n  f()\n  ```\n  """\n\n',
-        ),
-        (
-            "```\ndef f(): 1\n```\n```\ndef f(): g()\n```\n```\ndef g(): 1\n```",
-            "S\n\ndef f(): g()\n\n\ndef g(): 1\n\n",
-        ),
-        ("```\nf = lambda x: 1\n```", "S\n\nf = lambda x: 1\n\n"),
+        ("~~~python\ndef f(): 1\n```\n~~~", "S\n\ndef f(): 1\n```\n\n"),
         ("```\nf: F = lambda x: 1\n```", "S\n\nf: F = lambda x: 1\n\n"),
         ("```\nf == 1\n```", "S```\nf == 1\n```\n"),
-        (
-            "```\nimport re\nA = 1\ndef g():\n  2\n```\n```\ndef f(): g()\n```\n```\nx = f()\n```",
-            "S\n\nimport re\nA = 1\ndef g():\n  2\n\n\ndef f(): g()\n\n",
-        ),
+        ("```\nA = 1\n```\n```\ndef f(): g()\n```\n```\nx = f()\n```\n```\ndef g(): 1\n```",
+         "S\n\nA = 1\n\n\ndef f(): g()\n\n\ndef g(): 1\n\n"),
     ],
-)
+)  # fmt: skip
 def test_the_program_of_a_completion(text, program):
+    """The setup comes first, and blocks that only define something are kept."""
     assert extract_program(text, setup="S", entry_point="f") == program
 
 
@@ -319,13 +301,14 @@ def test_code_format_reward():
     assert scores == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_what_a_reward_tells_of_its_verdicts():
     """Why each completion failed, the share of each kind, and a failure that is the test's own."""
     bodies = ["return 1", "return 2", "1 / 0", "(", "while True: 0", "os._exit(0)", "return 1"]
     texts = [f"import os\ndef solve():\n    {body}" for body in bodies]
     texts[3:3] = ["def g(): 1", "x" * 100_001]
     tests = ["assert solve() == 1"] * 8 + ["if 0:\n solve()"]
-    rewards = RewardSet([Reward("code", CodeReward(timeout=0.7))], max_failure_share=0.5)
+    rewards = RewardSet([Reward("code", CodeReward(workers=2, timeout=0.7))], max_failure_share=0.5)
     scores = score(rewards, texts, tests, trainer_state=TrainerState(global_step=0, max_steps=1))
     rewards.close()
     assert scores.scores[:8, 0].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
@@ -341,6 +324,7 @@ def test_what_a_reward_tells_of_its_verdicts():
 TESTS = {
     "HumanEval": "def check(candidate):\n    assert candidate(2) == 4",
     "MBPP": ["assert double(2) == 4", "assert set([double(0)]) == {0}"],
+    "MBPP, two functions": "assert double(2) == 4 and half(2) == 1",
     "MBPP, nested": ["import math", "assert math.isclose(double(0.5), 1)"],
     "KodCode": "from solution import double\ndef test_two():\n    assert double(2) == 4\n"
     "def test_none():\n    n = int()\n    assert double(n) == 0",
@@ -354,32 +338,44 @@ TESTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def code():
+    reward = CodeReward(workers=1)
+    yield reward
+    reward.close()
+
+
 @pytest.mark.parametrize("form", TESTS)
-def test_forms_of_tests(form):
+def test_forms_of_tests(code, form):
     """The function's name is the column's, or the one that the test calls."""
-    right, code = "def double(x): return 2 * x", CodeReward()
+    right = "def double(x): return 2 * x"
     named = {"HumanEval": "double", "LeetCode": "Solution().double"}.get(form)
     if form == "LeetCode":
         right = "class Solution:\n    def double(self, x: int) -> int: return 2 * x"
-    right = f"HALF = 0.5\n{right}"
+    right = f"HALF = 0.5\ndef half(x): return x * HALF\n{right}"
     programs = [right, right.replace("2 *", "3 *"), right.replace("return", "raise"), "1"]
     columns = {"test": [TESTS[form]] * 4} | ({"entry_point": [named] * 4} if named else {})
     assert code([""] * 4, programs, **columns) == [1, 0, 0, 0]
     row = {name: values[0] for name, values in columns.items()}
     assert code.check_row(**row) is None
     assert code.check_rows([{**row, "solution": right}]) == {0: None}
-    code.close()
 
 
-def test_tests_that_name_no_function():
+def test_tests_that_name_no_function(code):
     for test in ("assert 1", "def check(candidate): candidate(int())", "def f(x", ["print(1)"]):
         assert "calls no function; name it by entry_point" in CodeReward.check_row(test=test)
     assert "test=[1] is not text" in CodeReward.check_row(test=[1], entry_point="f")
     assert "is not the name of" in CodeReward.check_row(test="f()", entry_point="f()")
-    assert CodeReward.check_row(test="check(1)") is None
-    code, check = CodeReward(), "def check(n): return n > 1"
+    for test, why in (
+        ("import asyncio\nassert asyncio.run(f(1)) == 2", "awaits f(), which stays in another"),
+        ("async def test_it():\n    assert await f(1) == 2", "awaits f(), which stays in another"),
+        ("with patch('builtins.input', lambda: '1'): assert f() == 1", "replaces input(), which"),
+    ):
+        assert f": {why}" in CodeReward.check_row(test=test)
+    alone = "async def test_it(): assert f(1) == 2\nimport asyncio\nasyncio.run(test_it())"
+    assert CodeReward.check_row(test="check(1)") is CodeReward.check_row(test=alone) is None
+    check = "def check(n): return n > 1"
     assert code([""], [check], test=["assert check(2) and not check(1)"]) == [1.0]
-    code.close()
 
 
 def test_bad_settings():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from runs import EAGER, run
 SCRIPT = Path(gpu.__file__)
 
 
+@pytest.mark.slow
 def test_pieces_run_and_are_written_down(tmp_path):
     pieces = ["decoding", "recipe_lora", "update", "peers", "smollm2"]
     done = run(SCRIPT, "--device", "cpu", "--tiny", "--pieces", *pieces, cwd=tmp_path, **EAGER)
@@ -65,6 +67,30 @@ def test_an_entry_outlives_one_that_fails_and_the_end_of_its_piece(measure, end,
     assert re.match(said, result.get("error", ""))
 
 
+def test_two_calls_at_one_commit_fill_one_file_without_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+
+    def pieces_after(name):
+        monkeypatch.setitem(gpu.RUN, name, lambda bench: None)
+        options = ["--device", "cpu", "--tiny", "--output-dir", str(tmp_path), "--pieces", name]
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+        assert gpu.main() == 0
+        return list(json.loads((tmp_path / "results.json").read_text())["pieces"])
+
+    assert pieces_after("update") == ["update"]
+    assert pieces_after("peers") == ["update", "peers"]
+    monkeypatch.setattr(gpu, "commit", lambda: "another")
+    assert pieces_after("decoding") == ["decoding"]
+
+
+def test_a_target_is_that_of_its_card():
+    assert gpu.tokens_a_second("NVIDIA H100 80GB HBM3") > gpu.tokens_a_second(
+        "NVIDIA A800-SXM4-80GB"
+    )
+    assert gpu.tokens_a_second("NVIDIA H100 PCIe") is None
+
+
+@pytest.mark.slow
 def test_a_piece_that_hangs_is_ended(measure):
     result = measure(lambda bench: os.read(os.pipe()[0], 1), seconds=2)
     assert result["error"] == "ended after 2 s"

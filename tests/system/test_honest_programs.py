@@ -1,11 +1,14 @@
 """Honest programs of many kinds: they pass, or are refused as such, and are never called wrong."""
 
+import os
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
+from code_sandboxes import run_without
 
 from torchtune_grpo.rewards import CodeReward
-from torchtune_grpo.rewards.code import failure_kind
 
 LIST_NODES = """class ListNode:
     def __init__(self, val=0, next=None):
@@ -27,7 +30,6 @@ def values_of(node):
 
 # Name: the program, and the test that calls it. `f` is the function, unless the test names a class.
 FUNCTIONS = {
-    "arithmetic": ("def f(a, b):\n  return a // b, a % b", "assert f(17, 5) == (3, 2)"),
     "big numbers": ("def f(n):\n  return 7 ** n", "assert f(300) == 7 ** 300"),
     "floats": ("def f(x):\n  return x / 3", "assert abs(f(1.0) - 0.333333) < 1e-4"),
     "not a number": ("def f():\n  return float('nan')", "x = f()\nassert x != x"),
@@ -41,35 +43,16 @@ FUNCTIONS = {
     "processes": ("from multiprocessing import Pool\ndef f(xs):\n  with Pool(2) as p:\n"
                   "    return p.map(str, xs)", "assert f([1]) == ['1']"),
     "commands": ("import subprocess\ndef f(): return subprocess.check_output('ls')", "assert f()"),
-    "text": ("def f(s):\n  return s[::-1].title()", "assert f('ünï x') == 'X Ïnü'"),
     "bytes": ("def f(b):\n  return b.hex().encode()", "assert f(b'\\x01z') == b'017a'"),
     "bytearray": ("def f(b):\n  b[0] = 0\n  return b", "assert f(bytearray(b'ab')) == b'\\0b'"),
     "nothing": ("def f(x):\n  pass", "assert f(1) is None"),
     "booleans": ("def f(x):\n  return x > 1", "assert f(2) is True and f(1) is False"),
-    "lists": ("def f(xs):\n  return sorted(xs)[1:]", "assert f([3, 1, 2]) == [2, 3]"),
-    "matrix": ("def f(m):\n  return [*map(list, zip(*m))]", "assert f([[1, 2], [3, 4]]) == "
-               "[[1, 3], [2, 4]]"),
-    "tuples as keys": ("def f(n):\n  return {(i, i): {i} for i in range(n)}",
-                       "assert f(2) == {(0, 0): {0}, (1, 1): {1}}"),
-    "frozen set": ("def f(xs):\n  return frozenset(xs)", "assert f([1, 1]) == frozenset([1])"),
     "keyword": ("def f(a, *, b=2, **c):\n  return a, b, c", "assert f(1, b=3, d=4) == "
                 "(1, 3, {'d': 4})"),
-    "variadic": ("def f(*xs):\n  return sum(xs)", "assert f(*range(5)) == 10"),
-    "lambda": ("f = lambda x: x + 1", "assert f(1) == 2"),
-    "partial": ("from functools import partial\nf = partial(pow, 2)", "assert f(5) == 32"),
-    "callable object": ("class F:\n  def __call__(self, x): return x\nf = F()", "assert f(3) == 3"),
-    "recursion": ("def f(n):\n  return n and n + f(n - 1)", "assert f(900) == 405450"),
     "deep recursion": ("import sys\nsys.setrecursionlimit(20_000)\ndef f(n):\n"
                        "  return n and 1 + f(n - 1)", "assert f(5000) == 5000"),
-    "cache": ("from functools import lru_cache\n@lru_cache(None)\ndef f(n):\n"
-              "  return n if n < 2 else f(n - 1) + f(n - 2)", "assert f(80) == 23416728348467685"),
-    "helper": ("def g(x):\n  return x * 2\ndef f(x):\n  return g(g(x))", "assert f(1) == 4"),
-    "nested function": ("def f(n):\n  def g(k):\n    return k if k == n else g(k + 1)\n"
-                        "  return g(0)", "assert f(9) == 9"),
     "global state": ("count = 0\ndef f():\n  global count\n  count += 1\n  return count",
                      "assert [f(), f()] == [1, 2]"),
-    "default that lasts": ("def f(x, seen=[]):\n  seen.append(x)\n  return seen",
-                           "f(1)\nassert f(2) == [1, 2]"),
     "in place": ("def f(xs):\n  xs[:] = sorted(xs)", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
     "in place, nested": ("def f(m):\n  m[0][0] = 9", "x = [[1]]\nf(x)\nassert x == [[9]]"),
     "prints": ("def f(x):\n  print('got', x)\n  return x", "assert f(1) == 1"),
@@ -80,27 +63,18 @@ FUNCTIONS = {
                "  assert str(e) == 'bad 1'\nelse: assert 0"),
     "raises its own": ("class Bad(KeyError): pass\ndef f():\n  raise Bad('k')",
                        "try: f()\nexcept KeyError: pass\nelse: assert 0"),
-    "assertion of its own": ("def f(x):\n  assert x > 0, 'low'", "try: f(0)\n"
-                             "except AssertionError as e: assert 'low' in str(e)\nelse: assert 0"),
-    "stops an iteration": ("def f(xs):\n  return next(iter(xs), None)", "assert f([]) is None"),
     "generator": ("def f(n):\n  yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
     "endless generator": ("def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
                           "from itertools import islice\nassert [*islice(f(), 3)] == [0, 1, 2]"),
     "generator, sent to": ("def f():\n  x = yield 1\n  yield x + 1",
                            "g = f()\nnext(g)\nassert g.send(4) == 5"),
-    "map": ("def f(xs):\n  return map(str, xs)", "assert [*f([1, 2])] == ['1', '2']"),
-    "zip": ("def f(a, b):\n  return zip(a, b)", "assert dict(f('ab', [1, 2])) == {'a': 1, 'b': 2}"),
     "views": ("def f(d):\n  return d.keys()", "assert sorted(f({'b': 1, 'a': 2})) == ['a', 'b']"),
     "range": ("def f(n):\n  return range(n)", "assert list(f(2)) == [0, 1] and f(2) == range(2)"),
-    "infinite": ("from itertools import count\ndef f(): return count(5)", "assert next(f()) == 5"),
     "closure": ("def f(n):\n  return lambda x: x + n", "assert f(2)(3) == 5"),
     "counter closure": ("def f():\n  n = 0\n  def g():\n    nonlocal n\n    n += 1\n    return n\n"
                         "  return g", "c = f()\nassert (c(), c()) == (1, 2) and f()() == 1"),
     "list of functions": ("def f():\n  return [lambda x: x + 1, abs]", "inc, a = f()\n"
                           "assert inc(1) == 2 and a(-3) == 3"),
-    "decorator of its own": ("from functools import wraps\ndef twice(g):\n  @wraps(g)\n"
-                             "  def inner(*a): return g(g(*a))\n  return inner\n@twice\n"
-                             "def f(x): return x + 1", "assert f(1) == 3"),
     "namedtuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f():\n"
                    "  return P(1, 2)", "p = f()\nassert p == (1, 2) and p.y == 2"),
     "typed namedtuple": ("from typing import NamedTuple\nclass P(NamedTuple):\n  x: int = 1\n"
@@ -117,8 +91,6 @@ FUNCTIONS = {
                     "assert list(f()) == ['b', 'a']"),
     "deque": ("from collections import deque\ndef f(): return deque([1, 2], 3)",
               "from collections import deque\nassert f() == deque([1, 2])"),
-    "heap": ("import heapq\ndef f(xs, k): return heapq.nsmallest(k, xs)", "assert f([3, 1, 2], 2) "
-             "== [1, 2]"),
     "Fraction": ("from fractions import Fraction\ndef f(): return Fraction(1, 3)",
                  "from fractions import Fraction\nassert f() == Fraction(2, 6)"),
     "Decimal": ("from decimal import Decimal\ndef f(x): return Decimal(x) * 3",
@@ -129,20 +101,8 @@ FUNCTIONS = {
                  "assert f('2024-05').month == 5"),
     "timedelta": ("from datetime import timedelta\ndef f(n): return timedelta(hours=n)",
                   "assert f(2).total_seconds() == 7200"),
-    "regular expression": ("import re\ndef f(s): return re.findall(r'\\d+', s)",
-                           "assert f('a1b22') == ['1', '22']"),
     "match object": ("import re\ndef f(s): return re.match('(a+)', s)",
                      "assert f('aab').group(1) == 'aa' and f('b') is None"),
-    "pattern matching": ("def f(x):\n  match x:\n    case [a, *_]: return a\n    case _: return 0",
-                         "assert f([4, 5]) == 4 and f(1) == 0"),
-    "walrus": ("def f(xs): return [y for x in xs if (y := x * 2) > 2]", "assert f([1, 2]) == [4]"),
-    "typing": ("from typing import Dict, List, Optional\ndef f(x: Optional[List[int]] = None) -> "
-               "Dict[str, int]:\n  return {'n': len(x or [])}", "assert f([1]) == {'n': 1}"),
-    "json": ("import json\ndef f(s): return json.loads(s)['a']", "assert f('{\"a\": [1]}') == [1]"),
-    "hash": ("import hashlib\ndef f(s): return hashlib.md5(s.encode()).hexdigest()[:4]",
-             "assert f('a') == '0cc1'"),
-    "random with a seed": ("import random\ndef f(): return random.Random(0).randint(0, 9)",
-                           "import random\nassert f() == random.Random(0).randint(0, 9)"),
     "files": ("import os, tempfile\ndef f(s):\n  with tempfile.NamedTemporaryFile('w+') as t:\n"
               "    t.write(s); t.seek(0); return t.read()", "assert f('x') == 'x'"),
     "threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(xs):\n"
@@ -161,18 +121,6 @@ FUNCTIONS = {
     "class": ("class Stack:\n  def __init__(self): self.xs = []\n  def push(self, x): "
               "self.xs.append(x)\n  def pop(self): return self.xs.pop()",
               "s = Stack()\ns.push(1)\ns.push([2])\nassert s.pop() == [2] and s.xs == [1]"),
-    "class with state": ("class LRUCache:\n  def __init__(self, n): self.n, self.d = n, {}\n"
-                         "  def get(self, k):\n    if k not in self.d: return -1\n"
-                         "    self.d[k] = self.d.pop(k)\n    return self.d[k]\n"
-                         "  def put(self, k, v):\n    self.d.pop(k, 0)\n    self.d[k] = v\n"
-                         "    if len(self.d) > self.n: del self.d[next(iter(self.d))]",
-                         "c = LRUCache(2)\nc.put(1, 1)\nc.put(2, 2)\nassert c.get(1) == 1\n"
-                         "c.put(3, 3)\nassert c.get(2) == -1"),
-    "class of sets": ("class UnionFind:\n  def __init__(self, n): self.p = [*range(n)]\n"
-                                  "  def find(self, x):\n    while self.p[x] != x: x = self.p[x]\n"
-                                  "    return x\n  def union(self, a, b):\n"
-                                  "    self.p[self.find(a)] = self.find(b)",
-                                  "u = UnionFind(3)\nu.union(0, 1)\nassert u.find(0) == u.find(1)"),
     "class, subclass of list": ("class Bag(list):\n  def total(self): return sum(self)",
                                 "assert Bag([1, 2]).total() == 3"),
     "class methods": ("class Temp:\n  def __init__(self, c): self.c = c\n  @classmethod\n"
@@ -232,12 +180,13 @@ def verdicts():
     names = [(re.findall(r"^class (\w+)", code, re.MULTILINE) or "f")[-1] for code in codes]
     names = [name if name in test else "f" for name, test in zip(names, tests, strict=True)]
     names[-1] = "Solution().add"
-    reward = CodeReward()
+    reward = CodeReward(workers=2)
     found = reward.judge(codes, test=tests, entry_point=names, setup=[LIST_NODES] * len(codes))
     reward.close()
     return dict(zip(FUNCTIONS, found, strict=True))
 
 
+@pytest.mark.slow
 def test_packages_that_are_allowed():
     """With namespaces and without, and no others."""
     test = """import numpy as np
@@ -249,7 +198,7 @@ def check(f):
     double += "x.dtype.kind == 'U' else np.multiply(x, 2)"
     programs = [double, "def f(x): return x", "import torch\ndef f(x): return x * 2"]
     starts = ["", "AssertionError", "ModuleNotFoundError: No module named 'torch'"]
-    reward = CodeReward(packages=["numpy"])
+    reward = CodeReward(packages=["numpy"], workers=1)
     for namespaces in (True, False):
         for sandbox in reward._sandboxes:
             sandbox.close()
@@ -262,8 +211,43 @@ def check(f):
         CodeReward(packages=["nunpy"])
 
 
+# The files of a package that imports another when asked to, and starts a thread when imported.
+PACKAGE = {
+    "threaded/__init__.py": "import threading, neighbour\n"
+    "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    "def two():\n  from threaded import later\n  return later.two",
+    "threaded/later.py": "two = 2",
+    "neighbour.py": "",
+}
+JUDGE = """
+import sys
+from torchtune_grpo.sandbox.code import CodeSandbox, Limits
+from torchtune_grpo.sandbox.exam import Exam
+code = "import threaded, tempfile\\ndef f():\\n  tempfile.TemporaryFile()\\n  return threaded.two()"
+for namespaces in (True, False):
+    sandbox = CodeSandbox(Limits(seconds=5), [f"{sys.argv[1]}/threaded"], namespaces)
+    print(sandbox.judge(code, Exam("f", test="assert f() == 2")).passed, sandbox.confinement())
+    sandbox.close()
+"""
+
+
+def test_a_package_below_tmp_that_starts_a_thread():
+    """As pandas does; from then on the kernel refuses an ordinary user namespaces."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        for name, text in PACKAGE.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_text(text)
+        ran = run_without([21], JUDGE, folder)  # SYS_ADMIN, as an ordinary user
+    assert ran.returncode == 0, ran.stderr
+    namespaces, landlock = ran.stdout.splitlines()
+    assert namespaces.startswith("True ") and landlock.startswith("True "), ran.stdout
+    assert "Invalid argument" not in namespaces  # from unshare, if there is a thread
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_classes(verdicts, name):
     why = REFUSED.get(name, "")
     assert verdicts[name].why[: len(why) or None] == why
-    assert not why or failure_kind(verdicts[name].why) == "refused"
+    kind = "passed" if not why else "broken_test" if "the test passes what" in why else "refused"
+    assert verdicts[name].kind == kind

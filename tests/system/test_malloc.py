@@ -1,4 +1,4 @@
-"""What glibc does with freed memory, in a process of its own: its settings cannot be undone."""
+"""glibc's use of freed memory, in a process of its own: its settings cannot be undone."""
 
 import platform
 

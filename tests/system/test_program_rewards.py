@@ -99,6 +99,7 @@ def score():
         reward.close()
 
 
+@pytest.mark.slow
 def test_programs_of_many_kinds_pass(score):
     scores = dict(zip(PROGRAMS, score([*PROGRAMS.values()]), strict=True))
     assert scores == dict.fromkeys(PROGRAMS, 1.0)
@@ -109,6 +110,7 @@ def test_wrong_ones_do_not(score):
     assert scores == dict.fromkeys(WRONG, 0.0)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_tests(score):
     """None of those that did not come to their end counts."""
     half = "n = int(input())\nprint(6)\nprint(8)"
@@ -175,14 +177,17 @@ def test_rows_that_cannot_be_judged(tests, why):
     assert why in ProgramReward.check_row(tests=tests)
 
 
+@pytest.mark.slow
 def test_a_row_is_tried_by_its_own_solution():
     reward = ProgramReward(timeout=1.5)
     right = "import sys\nx = 1\n" + DOUBLE
     solution = [right, WRONG["another number"], json.dumps([right, ""]), ["1 / 0"], "[]", None]
+    solution.append(["print 2", "import sys\nsys.stdout.fileno()", right])  # Python 2, no file
     for column in ("solution", "solutions", "canonical_solution"):
         faults = reward.check_rows([{"tests": TESTS, column: own} for own in solution])
         assert faults[0] is None and "solution fails: AssertionError: test 1 of 2" in faults[1]
-        assert "ZeroDivision" in faults[3] and faults[2] is faults[4] is faults[5] is None
+        assert "ZeroDivision" in faults[3]
+        assert faults[2] is faults[4] is faults[5] is faults[6] is None
     empty = {"inputs": ["1"], "outputs": [""]}
     assert reward.check_rows([{"tests": TESTS}, {"tests": empty}]) == {0: None, 1: None}
     rewards = RewardSet([Reward("programs", reward)])

@@ -101,6 +101,8 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
           steps: choose("step", ""),
           filters: ["right, ill", "well-formed, wrong", "cut off", "failed reward", "largest gap",
             "informative", "informative"].map(click),
+          more: (choose("prompt", ""), all("#groups > button")[0].click(),
+            all(".group").indexOf(page.document.activeElement)),
           prompt: choose("prompt", "0"),
           empty: all(".row pre").filter((text) => text.textContent === "[empty]").length,
         };
@@ -146,6 +148,7 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
     for sign, feet in zip(signs, found["filters"], strict=True):
         assert feet and all(sign in foot for foot in feet), sign
     assert found["prompt"] == ["Step 4, prompt #0", "Step 8, prompt #0", "Step 12, prompt #0"]
+    assert found["more"] == 6, "the keyboard goes on at the first new group"
     whole, zoomed, reset = found["ends"]
     assert found["told"] and found["shrinks"]
     assert len({*zoomed}) == 1 and zoomed[0] < whole[0] and reset == whole

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +28,10 @@ class Actor:
         if text == "regex":  # holds the interpreter's lock, so that no thread of it can help
             re.match("(a+)+$", "a" * 60 + "b")
         if text == "sleep": time.sleep(1000)
+        if text == "work":
+            end = time.process_time() + 0.4
+            while time.process_time() < end: pass
+            text = "1"
         if text == "raise": raise KeyError("mine")
         if text == "exit": os._exit(0)
         if text == "sysexit": sys.exit(3)
@@ -90,6 +95,19 @@ def actors(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def busy_core():
+    """One core for this process, those that it starts, and four that do nothing else."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    yield
+    os.sched_setaffinity(0, cores)
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
 def make(actors):
     """Builds sets of one isolated reward, and closes them."""
     made = []
@@ -112,6 +130,13 @@ def score(rewards, *completions, **more):
     return rewards(prompts=["p"] * len(completions), completions=list(completions), **more)
 
 
+def test_waiting_for_a_cpu_is_not_the_rewards_time(make, busy_core):
+    """0.4 s of work take 2 s, of which 0.4 count."""
+    scores = make(timeout=1.0, workers=1)(prompts=[""], completions=["work"], columns={})
+    assert scores.total.tolist() == [1.0]
+
+
+@pytest.mark.slow
 def test_each_way_to_fail_costs_one_sample(make):
     bad = "loop regex sleep raise exit sysexit segfault deaf nan print".split()
     texts = [text for name in bad for text in (name, "1.5")] + ["none", "alarm"]
@@ -160,12 +185,13 @@ def test_after_ctrl_c_no_worker_is_lost(make):
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_workers_run_side_by_side_and_keep_their_state(make):
-    rewards = make(workers=4)
+    rewards = make(workers=4, timeout=1)
     score(rewards, "1", "1", "1", "1")
     start = time.perf_counter()
     scores = score(rewards, *["sleep"] * 4)
-    assert time.perf_counter() - start < 1.5
+    assert time.perf_counter() - start < 3
     assert scores.failed.all()
     scores = score(make(workers=1), "calls", "calls", "loop", "calls").scores[:, 0]
     assert scores.nan_to_num(-1).tolist() == [1, 2, -1, 1]  # the last in a new process
@@ -181,7 +207,7 @@ def test_a_request_that_nobody_takes_costs_one_sample(make):
 
 
 def test_what_workers_call(make):
-    """What a factory makes, with messages, with an argument from the config and not the column."""
+    """Workers call what a factory makes, with messages or with an argument of the config."""
     assert score(make("make_scaled", factor=3), "2").total.tolist() == [6]
     assert score(make("chats", format="chat"), "2").total.tolist() == [2]
     scaled = make("scaled", factor=3)

@@ -36,6 +36,11 @@ RIGHT = [
     (r"\{1, 2\}", r"\{2, 1\}"),
     (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}"),
     ("12 apples", "12"),
+    (r"\frac{1}{3}", r"0.\overline{3}"),
+    ("8/11", r"0.\overline{72}"),
+    (r"-1.1\bar{6}", r"-\frac{7}{6}"),
+    (r"\sqrt{2} + \frac{1}{3}", r"\sqrt{2} + 0.\overline{3}"),
+    ("n = 4210_{7}", "4210_7"),
     (r"x = \sqrt{2}", r"\sqrt{2}"),
     (r"f(x) = \sqrt{x}", r"\sqrt{x}"),
     (r"n = \sqrt{2} + \sum_{i=1}^{2} 0", r"\sqrt{2}"),
@@ -48,6 +53,12 @@ RIGHT = [
 WRONG = [
     (r"\frac{\sqrt{2}}{3}", r"\frac{1}{\sqrt{2}}"),
     ("(0, 1)", "[0,1)"),
+    ("0", r"0.\overline{3}"),
+    ("0.33", r"0.\overline{3}"),
+    ("0", r"0.\overline{72}"),
+    ("4210_5", "4210_7"),
+    ("4210", "4210_7"),
+    ("4210_{7} + 1", "4210_7"),
     ("x^2 + 1 or x^2 + 2", "x^2 + 1"),
     (r"x^2 + 1 \text{ or } x^2 + 2", "x^2 + 1"),
     (r"$x^2 + 1$ and $x^2 + 2$", "x^2 + 1"),
@@ -70,6 +81,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_right_and_wrong_answers(reward):
     scores = grade(reward, RIGHT + WRONG)
     expected = dict.fromkeys(RIGHT, 1.0) | dict.fromkeys(WRONG, 0.0)
@@ -146,6 +158,7 @@ def test_towers_cost_nothing(reward):
     assert sum(after[:4]) - sum(before[:4]) < 0.5  # seconds of CPU, in all
 
 
+@pytest.mark.slow
 def test_what_keeps_sympy_busy_is_wrong_in_time(reward):
     """Expansions of large powers; the answers beside them are graded as ever.
 
@@ -162,7 +175,7 @@ def test_what_keeps_sympy_busy_is_wrong_in_time(reward):
 
 
 def test_a_chain_is_compared_up_to_its_first_wrong_side(reward):
-    """What stands behind it would cost a process, as its time limit does."""
+    """The sides behind it would cost a process, by their time limit."""
     assert wait_until(lambda: grade(reward, RIGHT[:2]) == [1.0, 1.0] and len(workers()) == 2)
     before = workers()
     chains = [(f"3 = (x+1)^{{300{digit}}}", "(1+x)^2") for digit in range(4)]
@@ -174,6 +187,7 @@ def workers() -> list[int]:
     return [worker for server in children() for worker in children(of=server)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_a_failure(reward):
     """Nobody knows whether the answer is right; other answers are graded as ever."""
     assert wait_until(lambda: grade(reward, RIGHT[:2]) == [1.0, 1.0] and len(workers()) == 2)
@@ -185,6 +199,15 @@ def test_a_worker_that_is_killed_is_a_failure(reward):
     assert grade(reward, RIGHT[:2]) == [1.0, 1.0]
 
 
+@pytest.mark.slow
+def test_an_answer_that_hardly_got_a_cpu_is_a_failure(reward, monkeypatch):
+    """Here its patience is over at its first time limit; nobody knows whether it is right."""
+    monkeypatch.setattr("torchtune_grpo.rewards.workers._PATIENCE", 0)
+    (score,) = grade(reward, [("(x+1)^{3000}", "(1+x)^2")])
+    assert "the machine is too busy" in str(score)
+    assert grade(reward, RIGHT[:1]) == [1.0]
+
+
 def test_an_unreadable_gold_is_a_failure(reward):
     (score,) = grade(reward, [("x", "")])
     assert isinstance(score, ValueError)
@@ -193,7 +216,7 @@ def test_an_unreadable_gold_is_a_failure(reward):
 def test_the_answer_must_be_located(reward):
     golds = [r"\sqrt{2}"] * 4
     texts = [
-        r"\sqrt{2}",
+        "It is this:\n" + r"\sqrt{2}",
         r"<think><answer>\sqrt{2}</answer>",
         r"</think><answer>\sqrt{2}</answer><answer>\sqrt{3}</answer>",
         r"</think><answer>\sqrt{2}</answer>",

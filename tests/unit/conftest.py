@@ -30,7 +30,7 @@ from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
 
 @pytest.fixture(scope="session", autouse=True)
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps the files of tests out of the user's cache of data sets."""
+    """Keep the files of tests out of the user's cache of data sets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         yield
@@ -72,7 +72,7 @@ def qwen2_5_tokenizer(qwen_files: dict[str, Any]) -> Qwen2_5Tokenizer:
 
 @pytest.fixture(scope="session")
 def sentencepiece_tokenizers(tokenizer_dir: Path) -> dict[str, Any]:
-    """Of models that put a space before a text, as Llama 2's does, but for Gemma's."""
+    """Make sentencepiece tokenizers, which all but Gemma's put a space before a text."""
     words = "what is the sum of these numbers think step by answer reply INST SYS user"
     for add_dummy_prefix in (True, False):
         sentencepiece.SentencePieceTrainer.train(

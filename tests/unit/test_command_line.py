@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.command_line import load_config, set_key
 
 TEXT = """
 output_dir: out
@@ -33,8 +33,8 @@ CHANGES = [
     ("checkpoint_files.max_filename=00004", "checkpoint_files.max_filename", "00004"),
 ]
 REFUSED = [
-    ("seed", "write key=value"),
-    ("--seed=5", "write key=value"),
+    ("seed", "write seed=value"),
+    ("--seed=5", "write seed=5, "),
     ("~sed", "there is no key sed"),
     ("rewards.7.weight=1", "out of range"),
     ("seed=[1,", "flow node"),
@@ -72,9 +72,39 @@ def test_a_config_starts_from_another(config, tmp_path):
     assert cfg.log_dir == "out/logs" and "base_config" not in cfg
     child.write_text("base_config: my.yaml\nmodel: {_component_: other.model}\n")
     assert load_config(str(child)).model == {"_component_": "other.model"}
-    with pytest.raises(ValueError, match="--config none.yaml: no such file"):
-        child.write_text("base_config: none.yaml\n")
-        load_config(str(child))
+    for base, said in (("none", "--config none.yaml: no such"), ("child", ".* starts from itself")):
+        child.write_text(f"base_config: {base}.yaml\n")
+        with pytest.raises(ValueError, match=said):
+            load_config(str(child))
+
+
+def test_another_component_drops_what_it_does_not_take_and_says_so(tmp_path, caplog):
+    """A mapping with another component replaces the node; one with the same changes it."""
+    file = tmp_path / "my.yaml"
+    file.write_text("optimizer: {_component_: torch.optim.AdamW, lr: 0.1, betas: [0.5, 0.9]}\n")
+    cfg = load_config(str(file), ["optimizer=torch.optim.SGD"])
+    assert cfg.optimizer == {"_component_": "torch.optim.SGD", "lr": 0.1}
+    assert caplog.messages == [
+        "optimizer=torch.optim.SGD: does not take betas, which the config had set."
+    ]
+    node = {"_component_": "torch.optim.SGD", "momentum": 0.9}
+    set_key(cfg := load_config(str(file)), "optimizer", node)
+    assert cfg.optimizer == node
+    node = {"_component_": "torch.optim.AdamW", "lr": 0.2}
+    set_key(cfg := load_config(str(file)), "optimizer", node)
+    assert cfg.optimizer == {**node, "betas": [0.5, 0.9]}
+
+
+def test_an_environment_keeps_what_stands_beside_its_component(config):
+    """In whatever order, and where the file has its path alone."""
+    changes = ["environment=my.Game", "environment.max_turns=3"]
+    for overrides in (changes, changes[::-1]):
+        cfg = load_config(config, overrides)
+        assert cfg.environment == {"_component_": "my.Game", "max_turns": 3}
+    with open(config, "a") as file:
+        file.write("environment: my.Game\n")
+    cfg = load_config(config, ["environment.form=inline", "environment=collections.Counter"])
+    assert cfg.environment == {"_component_": "collections.Counter", "form": "inline"}
 
 
 @pytest.mark.parametrize(("override", "remedy"), REFUSED, ids=lambda x: x)

@@ -1,25 +1,21 @@
-"""What docs/data.md, docs/models.md and docs/objectives.md say, run as it stands on the page."""
+"""Examples of docs/data.md and docs/models.md, run as they stand on the page."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
-from torchtune_grpo.config.check import instantiate, read_config
-from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import DynamicSamplingConfig, without_effect
+from torchtune_grpo.config.check import instantiate
+from torchtune_grpo.config.keys import DynamicSamplingConfig
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.samplers import make_sampler
-from torchtune_grpo.loss import make_loss
-from torchtune_grpo.models.build import SUPPORTED
+from torchtune_grpo.models.families import FAMILIES
+from torchtune_grpo.rewards import RewardSet
 
 ROOT = Path(__file__).parents[2]
-DATA, MODELS, OBJECTIVES = (
-    (ROOT / f"docs/{name}.md").read_text() for name in ("data", "models", "objectives")
-)
+DATA, MODELS = ((ROOT / f"docs/{name}.md").read_text() for name in ("data", "models"))
 
 
 def blocks(language):
@@ -38,13 +34,19 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_forms_of_a_data_set(folder, llama3_tokenizer):
-    *nodes, other, resampling = map(OmegaConf.create, blocks("yaml"))
+    *nodes, mixed, other, resampling = map(OmegaConf.create, blocks("yaml"))
     nodes = [node.dataset for node in nodes]
     local = [node for node in nodes if node.source != "openai/gsm8k"]
     assert len(nodes) == 3 and len(local) == 2
     for node in local:
         data = instantiate("dataset", node, llama3_tokenizer)
         assert len(data) == 2 and data[1]["prompt"] == "What is 3 + 4?"
+    for node in mixed.dataset.datasets.values():
+        node |= {"_component_": "torchtune_grpo.data.RLDataset", "source": "problems.jsonl"}
+        node.split = "train"
+    data = instantiate("dataset", mixed.dataset, llama3_tokenizer)
+    assert [item["columns"]["dataset"] for item in data] == ["math"] * 2 + ["code"] * 2
+    assert RewardSet.from_config(mixed.rewards).names == ["correctness"]
     leveled = [{"columns": {"level": level}} for level in (2, 1)]
     assert make_sampler(other.sampler, leveled, seed=0).next(1) == [1]
     assert DynamicSamplingConfig(**resampling.dynamic_sampling).max_resamples == 3
@@ -70,35 +72,4 @@ def test_each_proof_of_a_model_is_a_test():
     for file, name in re.findall(r"`(tests/[\w/]+\.py|)::(\w+)`", MODELS):
         files = (ROOT / file).read_text() if file else files  # `::name` is of the file before
         assert f"def {name}(" in files, name
-    assert tuple(re.findall(r"^\| `(\w+)` \|", MODELS, re.M)) == SUPPORTED
-
-
-BLOCKS = re.findall(r"```yaml\n# ([^:]+):.*\n((?:.|\n)*?)```", OBJECTIVES)
-PRESETS = {name: yaml.safe_load(text) for name, text in BLOCKS}
-# The advantage, the aggregation, the ratio and its distances, as the papers have them.
-PAPERS = {
-    "GRPO": ("group", "grpo", "clipped", 0.2, 0.2),
-    "Dr. GRPO": ("none", "dr_grpo", "clipped", 0.2, 0.2),
-    "DAPO": ("group", "dapo", "clipped", 0.2, 0.28),
-    "GSPO": ("group", "grpo", "sequence", 3e-4, 4e-4),
-    "ScaleRL": ("batch", "prompt", "cispo", 1.0, 4.0),
-    "DPPO": ("group", "dapo", "dppo", 0.15, 0.15),
-    "GDPO": ("group", "dapo", "clipped", 0.2, 0.2),
-    "MaxRL": ("max_rl", "dr_grpo", "clipped", 0.2, 0.2),
-}
-
-
-@pytest.mark.parametrize("name", {**PRESETS, **PAPERS})
-def test_a_preset_is_what_its_paper_says(name):
-    """No key is unknown, or without effect; each stands in the table of what they did."""
-    settings = read_config(OmegaConf.merge(load_config("tiny_arithmetic_grpo"), PRESETS[name]))
-    assert list(without_effect(settings)) == []
-    assert re.search(rf"^\| {re.escape(name)} \| ", OBJECTIVES, re.M)
-    loss, objective = make_loss(settings.loss), settings.objective
-    ratio = "sequence" if loss.importance_sampling_level == "sequence" else loss.surrogate
-    found = (objective.advantage, loss.aggregation, ratio, *loss.epsilons)
-    assert found == PAPERS[name]
-    assert loss.needs_reference == (name == "GRPO")
-    aggregation = objective.multi_objective_aggregation
-    assert (aggregation == "normalize_then_sum") == (name == "GDPO")
-    assert (objective.sampling_correction == "old_logprobs") == (name == "DPPO")
+    assert tuple(re.findall(r"^\| `(\w+)` \|", MODELS, re.M)) == tuple(FAMILIES)

@@ -158,6 +158,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_scores_and_tries(stub, scores_of):
     """Each gets what its replies are worth, or a failure, whatever happens to the others."""
     start = time.monotonic()

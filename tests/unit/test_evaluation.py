@@ -1,4 +1,4 @@
-"""What is refused of an evaluation's keys, who is lenient, and when a run ends by evaluations."""
+"""An evaluation's keys, the lenient grader, and when evaluations end a run."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -29,8 +29,9 @@ def length(prompts, completions, **columns):
 def test_a_reward_that_cannot_do_it_is_refused(keys, message):
     keys = {"reward": None, "samples": 4, "keep_best": None} | keys
     cfg = SimpleNamespace(evaluation=SimpleNamespace(**keys))
-    rewards = RewardSet([Reward("length", length), Reward("last", last_number_reward)])
+    given = [Reward("length", length), Reward("last", last_number_reward)]
     with pytest.raises(ValueError, match=message) if message else nullcontext():
+        rewards = RewardSet(given, deciding=keys["reward"])
         Evaluator(cfg, [], tokenizer=None, rewards=rewards)
 
 
@@ -56,7 +57,7 @@ def test_answers_of_one_value_vote_together():
     assert {stated_answer(f"<answer>{text}</answer>") for text in spellings} == {"7"}
     assert stated_answer("<answer>1,000.50</answer>") == "2001/2"
     assert stated_answer("<answer>7</answer><answer>8</answer>") is None
-    assert stated_answer("7") is stated_answer("<answer>x</answer>") is None
+    assert stated_answer("7") == "7" and stated_answer("<answer>x</answer>") is None
     long = "1" * 300
     assert stated_answer(f"<answer>{long}</answer>") == long
     lenient = Reward("last", last_number_reward).answer_of

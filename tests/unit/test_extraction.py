@@ -2,6 +2,7 @@
 
 import pytest
 
+from torchtune_grpo.rewards import extraction
 from torchtune_grpo.rewards.extraction import extract_program
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -58,6 +59,7 @@ SHAPES = {
     "from the future": "```python\nfrom __future__ import annotations\n" + ADD + "```",
     "a constant function": "```python\nadd = lambda a, b: a + b\n```",
     "output block behind": f"{FENCED}\nOutput:\n```\n3\n```",
+    "unnamed draft behind": f"{FENCED}\nIt was:\n```\n{WRONG}```",
     "shell block before": f"```bash\npip install x\n```\n{FENCED}",
     "an open quote in a block before": '```python\nprint(""" a\n```\nNo.\n' + FENCED,
     "glued to the code": FENCED.replace("\n```", "```"),
@@ -106,13 +108,26 @@ def test_there_is_no_program(shape):
     [
         "```python\nprint(int(input()) + 1)\n```",
         "First:\n```\nprint(0)\n```\nBetter:\n```python\nprint(int(input()) + 1)\n```\nDone.",
+        "```python\nprint(int(input()) + 1)\n```\nSample output:\n```\n7\n```",
         "<think>```\nprint(0)\n```</think><answer>```py\nprint(int(input()) + 1)\n```</answer>",
         "<answer>print(int(input()) + 1)</answer>",
         "print(int(input()) + 1)<|im_end|>",
         "Here you are.\n\nimport sys\nprint(int(input()) + 1)\n\nThis reads a number.",
     ],
 )
-def test_a_program_that_reads_its_input_is_the_last_block(text, capsys, monkeypatch):
+def test_a_program_that_reads_its_input_is_the_last_block_of_python(text, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda: "6")
     exec(extract_program(text, setup="", entry_point=None), {})
     assert capsys.readouterr().out == "7\n"
+
+
+@pytest.mark.parametrize("unit", ['```"""\n"""#\n', '"""\'\'\'\n```"""\n', "```\nx\n", "x\n\n"])
+def test_the_search_for_fences_is_linear(unit, monkeypatch):
+    """No line is read more than a dozen times, whatever fences and strings 25,000 lines have."""
+    read, count = extraction._open_string, []
+    monkeypatch.setattr(extraction, "_open_string", lambda *line: count.append(1) or read(*line))
+    text = '"""#\n' + unit * 12_500
+    for name in ("add", None):
+        extract_program(f"{text}{FENCED}", setup="", entry_point=name)
+        extract_program(text, setup="", entry_point=name)
+    assert len(count) < 4 * 12 * 25_000

@@ -1,6 +1,6 @@
 """Each finding begins at its threshold and not below, once, and ends once."""
 
-import re
+import tomllib
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -67,11 +67,11 @@ def watch_of(*changes: str) -> Watch:
 
 
 def findings(watch: Watch, events: list[dict]) -> list[dict]:
-    return [{"step": event["step"], **found} for event in events for found in watch.add(event)]
+    return [found for event in events for found in watch.add(event)]
 
 
 def run(records: list[dict], *changes: str) -> list[dict]:
-    """What begins and ends in a run with these metrics."""
+    """Return the findings that begin and end in a run with these metrics."""
     return findings(watch_of(*changes), events(records))
 
 
@@ -98,6 +98,8 @@ CASES = {
     "kl_runaway": ("kl", 1.01, 1.0, 3, "loss.kl_coeff=0.04", "loss.kl_coeff", "0.04 -> 0.08"),
     "sampler_trainer_gap": (GAP, 0.11, 0.1, 3, "",
         "objective.sampling_correction", "token_truncate"),
+    "learning_rate_zero": ("learning_rate", 0.0, 1e-9, 3, "", "lr_scheduler",
+        "Let lr_scheduler end later, or above 0."),
     "reward_fails": ("rewards/format/errors", 0.01, 0.009, 3, "",
         "rewards.1", "Correct what its error in the log says, or return None there."),
     "reward_never_applies": ("rewards/format/none", 1.0, 0.99, 7, "",
@@ -125,12 +127,12 @@ def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
     (first,) = findings(watch, events([*good, *bad, *bad, HEALTHY, *bad]))
     assert (first["step"], first["event"]) == (5 + steps, "begins")
     (current,) = watch.current
-    assert first == current | {"step": first["step"], "event": "begins"}
+    assert first == current | {"kind": "finding", "step": first["step"], "event": "begins"}
     (last,) = findings(watch, events([*good, *good]))
     assert (last["step"], watch.current) == (5, [])
     assert (first["name"], first["since"], first["key"]) == (name, 6, key)
     assert first["remedy"] in (remedy, f"Set {key}: {remedy}.") and first["evidence"].endswith(".")
-    assert last == current | {"step": last["step"], "event": "ends"}
+    assert last == current | {"kind": "finding", "step": last["step"], "event": "ends"}
 
 
 def level_of(level: float, **more: float) -> dict:
@@ -208,6 +210,38 @@ REMEDIES = {
     # A response may have ended early for a rollout that took too long.
     "rollout.deadline=2 max_generated_tokens=99": (CUT, 1.0, "rollout.deadline: 2 -> 4"),
 }
+
+
+PLAYED = ["environment._component_=my.Game", "environment.max_response_tokens=96"]
+LIMITS = {
+    "max_tokens": "max_generated_tokens: 48 -> 96.",
+    "context": "environment.max_response_tokens: 96 -> 192.",
+    "deadline": "rollout.deadline: 2 -> 4.",
+}
+
+
+@pytest.mark.parametrize("end", LIMITS)
+def test_the_limit_that_cuts_off_conversations_is_named(end):
+    ended = {f"environment/ended/{each}": 0.9 if each == end else 0.05 for each in LIMITS}
+    (line,) = run(
+        [step_with(CUT, 0.95, **{LEVEL: 0.1, **ended})] * 6, *PLAYED, "rollout.deadline=2"
+    )
+    assert line["remedy"] == f"Set {LIMITS[end]}"
+
+
+def test_an_environments_own_reward_has_its_key():
+    def lines(records: list[dict], decider: str) -> list[dict]:
+        watch = Watch(config(*PLAYED), ["correctness", "format", "Game"], decider=decider)
+        return findings(watch, events(records))
+
+    own = {"mean": 0.3, "std": 0.0, "errors": 0.0, "none": 0.0}
+    own = {f"rewards/Game/{what}": value for what, value in own.items()}
+    for decider in ("Game", "correctness"):
+        (line,) = lines([HEALTHY | own] * 9, decider)
+        assert (line["name"], line["key"]) == ("reward_constant", "environment")
+    paid = [HEALTHY | own | {"rewards/Game/mean": level} for level in noisy(0.1, 0.9, 30)]
+    (line,) = lines([{**each, LEVEL: 0.2} for each in paid], "correctness")
+    assert (line["key"], line["remedy"]) == ("environment", "Multiply what Game pays by 0.5.")
 
 
 @pytest.mark.parametrize("changes", REMEDIES)
@@ -367,7 +401,8 @@ NAMES = [*HEALTHY, "eval/accuracy", "eval/accuracy/low", "eval/accuracy/high"]
 CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), max_size=4)
 
 
-@hypothesis.settings(deadline=None)
+@pytest.mark.slow
+@hypothesis.settings(deadline=None, max_examples=40)
 @given(changes=CHANGES, common=st.sampled_from([{}, HEALTHY]), repeat=st.integers(1, 60))
 def test_no_record_raises(changes, common, repeat):
     """Missing, null, infinite, huge or foreign values."""
@@ -380,12 +415,12 @@ SAME = {"rewards/format/std": 0.0}
 def test_a_reward_that_is_the_same_from_the_first_step_on():
     """After 5 steps of 4 prompts; not if that is its best, or it ever moved."""
     nothing = step_with("rewards/format/none", 1.0, **{FORMAT: None, **{k: None for k in SAME}})
-    says = {0.0: "was 0", 0.5: "was 0.5", None: "returned None"}
+    says = {0.0: "0", 0.5: "0.5", None: "None"}
     for value, said in says.items():
         same = nothing if value is None else HEALTHY | SAME | {FORMAT: value}
         (line,) = run([same] * 26, "batch_size=4")
         assert (line["name"], line["step"], line["key"]) == ("reward_constant", 5, "rewards.1")
-        assert line["evidence"] == f"Since step 1 format always {said}."
+        assert line["evidence"] == f"format has been {said} on all rows so far."
         assert [each["step"] for each in run([same] * 20, "batch_size=2")] == [10]
         assert run([HEALTHY, *[same] * 20], "batch_size=4") == []
         ends = run([*[same] * 120, *[HEALTHY] * 5])
@@ -397,13 +432,61 @@ def test_a_reward_that_is_the_same_from_the_first_step_on():
     penalty = {k.replace("format", "overlong_penalty"): v for k, v in zero.items()}
     watch = Watch(config(), ["correctness", "overlong_penalty"], decider="correctness")
     assert findings(watch, events([penalty] * 30)) == []
-    deciding = HEALTHY | {LEVEL: 0.25, "rewards/correctness/std": 0.0}
-    assert run([deciding] * 30) == []
+
+
+@pytest.mark.parametrize("level", [0.0, 0.25, 0.5, 1.0])
+def test_a_deciding_reward_that_is_constant_is_not_called_easy_or_hard(level):
+    """Unless it says of all answers that they are right, or wrong."""
+    nothing = {"frac_informative_groups": 0.0, "rewards/correctness/std": 0.0}
+    found = run([HEALTHY | nothing | {LEVEL: level}] * 30)
+    expected = {0.0: "all_wrong", 1.0: "all_right"}.get(level, "reward_constant")
+    assert [each["name"] for each in found] == [expected]
+    assert "correctness" in found[0]["evidence"]
+    form = HEALTHY | nothing | {LEVEL: 0.2, "rewards/correctness/std": 0.4, FORMAT: 0.0} | SAME
+    assert {each["name"] for each in run([form] * 30)} == {"all_wrong", "reward_constant"}
+
+
+MISSING = "rewards/correctness/no_answer"
+
+
+@pytest.mark.parametrize(
+    ("level", "missing", "expected"),
+    [
+        (0.0, 0.0, "never_right"),
+        (0.0, 0.1, "all_wrong"),
+        (0.0, 0.5, "no_answer"),
+        (0.04, 0.5, "no_answer"),
+        (0.05, 0.5, "all_wrong"),
+        (0.0, 0.49, "all_wrong"),
+    ],
+)
+def test_answers_that_are_never_right_are_shown_and_missing_ones_counted(level, missing, expected):
+    bad = {"frac_informative_groups": 0.0, LEVEL: level, MISSING: missing}
+    bad |= {"rewards/correctness/std": 0.0 if level == 0 else 0.1, "wrong": "7 where answer is 8"}
+    (found,) = run([HEALTHY | bad] * 9)
+    assert found["name"] == expected
+    assert found["key"] == ("dataset" if expected == "all_wrong" else "rewards.0")
+    shown = "100% of the responses hold an answer, such as 7 where answer is 8."
+    assert (shown in found["evidence"]) == (expected == "never_right")
+    assert run([HEALTHY, *[HEALTHY | bad] * 9])[0]["name"] != "never_right"
+
+
+@pytest.mark.parametrize("level", [0.0, 0.7])
+def test_groups_of_equal_texts_are_told_by_the_temperature(level):
+    """Not by the prompts; what is solved may be said in one way."""
+    nothing = {"frac_informative_groups": 0.0, LEVEL: level}
+    (found,) = run([HEALTHY | nothing | {"frac_groups_same_text": 0.5}] * 9, "temperature=0.01")
+    assert (found["name"], found["key"]) == ("same_texts", "temperature")
+    assert found["remedy"] == "Set temperature: 0.01 -> 1."
+    (found,) = run([HEALTHY | nothing | {"frac_groups_same_text": 0.4}] * 9)
+    assert found["name"] in ("all_right", "all_wrong")
 
 
 def test_every_finding_is_tested_here_and_in_the_docs():
     special = {
         "collapsed",
+        "no_answer",
+        "never_right",
         "reward_constant",
         "reward_hacking",
         "only_shaping_rises",
@@ -411,5 +494,5 @@ def test_every_finding_is_tested_here_and_in_the_docs():
         "steps_skipped",
     }
     assert {*CASES} | special | {"learning_stopped"} == {*BEGINS_AFTER}
-    page = (Path(__file__).parents[2] / "docs/findings.md").read_text()
-    assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == {*BEGINS_AFTER}
+    described = tomllib.loads((Path(__file__).parents[2] / "docs/findings.toml").read_text())
+    assert {*described} == {*BEGINS_AFTER}

@@ -77,6 +77,23 @@ def test_control_text_in_calls_of_tools_stays_text(load):
         assert tokens.count(id_) == expected.count(id_)
 
 
+@pytest.mark.parametrize("content", ["", None])
+def test_a_call_of_a_tool_needs_no_words(folders, load, qwen2_tokenizer, content):
+    """torchtune's tokenizers would leave out the call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "Call f."},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    (item,) = RLDataset(load("qwen3"), rows=[{"prompt": turns}])
+    theirs = AutoTokenizer.from_pretrained(folders["qwen3"])
+    expected = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert item["tokens"] == expected and '"name": "f"' in theirs.decode(expected)
+    with pytest.raises(ValueError, match="Qwen2Tokenizer writes no tool_calls"):
+        RLDataset(qwen2_tokenizer, rows=[{"prompt": turns}])
+
+
 def test_a_template_that_leaves_out_the_prompt_is_refused(load):
     """As those do that take a list of parts for the content, and get a text."""
     parts = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}A:"

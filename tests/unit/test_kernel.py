@@ -29,7 +29,8 @@ GPU = [
 HEADS = [(1, 1, 8), (2, 4, 64), (3, 3, 64), (1, 20, 96), (2, 2, 128)]  # kv heads, group, size
 ATOL = {torch.float32: 1e-6, torch.float16: 1e-3}  # half a unit of results up to 4
 # The last row is for padding: it has no prompt. Some lengths are whole blocks of the kernel.
-PROMPT_LENGTHS, LAST, SLOTS = [300, 17, 17, 128, 0], [0, 149, 64, 1, 100], [0, 2, 2, 1, 0]
+PROMPT_LENGTHS, LAST, PROMPT_SLOTS = [300, 17, 17, 128, 0], [0, 149, 64, 1, 100], [0, 2, 2, 1, 0]
+SLOTS = [5, 0, 7, 2, 6]  # the others are of rows that pause
 POSITIONS = [300, 166, 81, 129, 100]
 
 
@@ -59,19 +60,20 @@ def given(
 ) -> list:
     """Arguments with NaN after each cached length; the heads are a slice of a wider tensor."""
     generator = torch.Generator().manual_seed(0)
-    n, heads = len(LAST), group + 2
+    heads = group + 2
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    new = normal(n, heads * kv_heads * size + 7)[:, :-7].unflatten(1, (-1, size))
-    prompts, rows = normal(2, 3, kv_heads, 320, size), normal(2, n + 3, kv_heads, 192, size)
-    for slot in SLOTS:
-        longest = max(n for n, of in zip(PROMPT_LENGTHS, SLOTS) if of == slot)
+    new = normal(len(LAST), heads * kv_heads * size + 7)[:, :-7].unflatten(1, (-1, size))
+    prompts, rows = normal(2, 3, kv_heads, 320, size), normal(2, 8, kv_heads, 192, size)
+    for slot in PROMPT_SLOTS:
+        longest = max(n for n, of in zip(PROMPT_LENGTHS, PROMPT_SLOTS) if of == slot)
         prompts[:, slot, :, longest:] = torch.nan
-    for row, last in enumerate(LAST):
-        rows[:, row, :, last:] = torch.nan
-    layout = [torch.tensor(x, device=device) for x in (SLOTS, PROMPT_LENGTHS, LAST, POSITIONS)]
+    for slot in range(8):
+        rows[:, slot, :, LAST[SLOTS.index(slot)] if slot in SLOTS else 0 :] = torch.nan
+    vectors = SLOTS, PROMPT_SLOTS, PROMPT_LENGTHS, LAST, POSITIONS
+    layout = [torch.tensor(vector, device=device) for vector in vectors]
     angles = torch.arange(500)[:, None] / 10 ** torch.arange(size // 2)
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)[:, :, None]
@@ -125,7 +127,9 @@ def test_it_compiles_for_every_card_since_ampere(capability, dtype, size, group)
     constants = kernel.constants(4, group=group, head_dim=size, itemsize=itemsize)
     kinds = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     kinds |= dict.fromkeys(("out", "heads", "prompts", "rows", "table"), f"*{dtype}")
-    kinds |= dict.fromkeys(("slots", "prompt_lengths", "last", "token_positions"), "*i64")
+    kinds |= dict.fromkeys(
+        ("slots", "prompt_slots", "prompt_lengths", "last", "token_positions"), "*i64"
+    )
     source = ASTSource(
         kernel._kernel,
         {name: kinds.get(name, "i32") for name in names},
@@ -149,4 +153,11 @@ def test_without_triton_or_a_compiler_torch_s_operators_do_it(monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         assert not kernel_runs(shape, heads=4)
     (said,) = caplog.messages
-    assert "Failed to find C compiler" in said and "gcc" in said and "and more" not in said
+    assert "Failed to find C compiler" in said and "and more" not in said
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/no/include")
+    assert not kernel_runs(shape, heads=4)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    said = "slower: a C compiler and /no/include/Python.h not found; `apt-get install gcc python"
+    assert f"{said}{version}-dev`" in caplog.text

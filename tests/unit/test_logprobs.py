@@ -68,6 +68,7 @@ def one_layer(model):
 
 
 # In bf16, compiled code may round once where eager code rounds after every operation.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "atol"),
     [
@@ -93,8 +94,9 @@ def test_compiled_layers_equal_eager_ones(kind, dtype, atol, monkeypatch):
         torch.testing.assert_close(got, want, atol=atol * scale, rtol=0)
 
 
+@pytest.mark.slow
 def test_all_lengths_are_one_graph_and_single_rows_another(monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = one_layer(build_policy())

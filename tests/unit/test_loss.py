@@ -101,11 +101,30 @@ def test_a_reward_that_does_not_apply_is_left_out():
     torch.testing.assert_close(apart, expected / (expected.std() + 1e-4))
 
 
+@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
+@pytest.mark.parametrize("normalization", get_args(Advantage))
+def test_a_row_to_which_no_reward_applies_is_left_out(normalization, aggregation):
+    """Its advantage is 0, and the others get what they would get without it."""
+    nan, weights = math.nan, torch.tensor([2.0, 0.0])
+
+    def advantages(column: list[float], size: int) -> list[float]:
+        scores = torch.tensor([column, [0.5] * len(column)]).T
+        total = total_reward(scores, torch.zeros_like(scores).bool(), weights, group_size=size)
+        options = {"normalization": normalization, "aggregation": aggregation}
+        return reward_advantages(total, scores, weights, group_size=size, **options).tolist()
+
+    alone = advantages([1.0, 0.0, 0.5, 0.0, 3.0, 1.0], 3)
+    beside = advantages([1.0, nan, 0.0, 0.5, 0.0, 3.0, 1.0, nan], 4)
+    expected = [alone[0], 0, *alone[1:], 0]
+    assert beside == pytest.approx(expected, abs=1e-6)
+    assert any(alone) and advantages([nan, nan, 1.0, nan], 2) == [0, 0, 0, 0]
+
+
 def test_a_failed_reward_counts_as_its_groups_mean():
     """Group 1: 1, 1, 1, failed teaches nothing. Group 2: the mean of 0.1, 0.1 and 0.4 is 0.2.
 
-    A group in which all failed counts as 0, and so does one that does not apply, beside one that
-    failed; 0.1 is no binary fraction, and three of them still have exactly the mean 0.1.
+    A group in which all failed counts as 0, and one that does not apply has no total; 0.1 is no
+    binary fraction, and three of them still have exactly the mean 0.1.
     """
     nan = math.nan
     column = [1, 1, 1, nan, 0.1, nan, 0.1, 0.4, nan, nan, nan, nan, 0.1, 0.1, 0.1, nan]
@@ -113,8 +132,8 @@ def test_a_failed_reward_counts_as_its_groups_mean():
     failed = scores.isnan()
     failed[8] = False
     total = total_reward(scores, failed, torch.tensor([1.0]), group_size=4)
-    expected = [1, 1, 1, 1, 0.1, 0.2, 0.1, 0.4, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1]
-    torch.testing.assert_close(total, torch.tensor(expected))
+    expected = [1, 1, 1, 1, 0.1, 0.2, 0.1, 0.4, nan, 0, 0, 0, 0.1, 0.1, 0.1, 0.1]
+    torch.testing.assert_close(total, torch.tensor(expected), equal_nan=True)
     assert total[3] == 1 and total[15] == total[12]
     advantages = group_advantages(total, group_size=4)
     assert (advantages.view(4, 4) != 0).any(dim=1).tolist() == [False, True, False, False]
@@ -283,6 +302,39 @@ def test_loss_and_gradients_equal_the_loop(options, kl_coeff):
         torch.testing.assert_close(grad, expected_grad, atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize("masked", ["by the mask", "by an advantage of 0", "by the clip"])
+@pytest.mark.parametrize(
+    "surrogate",
+    [{}, {"dual_clip": 3.0}, {"surrogate": "cispo"}, {"surrogate": "dppo"}],
+    ids=lambda options: "-".join(map(str, options.values())) or "clipped",
+)
+def test_a_token_that_teaches_nothing_may_have_any_ratio(surrogate, masked):
+    """e^200 is infinite in float32, and 0 * inf is NaN: others would have no gradient."""
+    loss, advantage = GRPOLoss(kl_coeff=0, **surrogate), 1.0
+    if masked == "by the clip" and "dual_clip" in surrogate:
+        advantage = -1.0
+
+    def gradient(log_ratio: float) -> torch.Tensor:
+        logprobs = torch.tensor([[-0.1, -0.5], [-0.3, -0.2]], requires_grad=True)
+        old = logprobs.detach() - torch.tensor([[log_ratio, 0.1], [0.0, 0.05]])
+        mask = torch.ones(2, 2, dtype=torch.bool)
+        mask[0, 0] = masked != "by the mask"
+        first = 0.0 if masked == "by an advantage of 0" else advantage
+        output = loss(
+            logprobs=logprobs,
+            old_logprobs=old,
+            ref_logprobs=None,
+            advantages=torch.tensor([first, -1.0]),
+            weights=torch.full((2, 2), 0.25),
+            response_mask=mask,
+        )
+        (grad,) = torch.autograd.grad(output.loss, logprobs)
+        assert output.loss.isfinite() and (surrogate.get("surrogate") == "cispo" or grad[0, 0] == 0)
+        return grad
+
+    assert gradient(200.0).equal(gradient(2.0))
+
+
 # --- Metrics, defaults and bad options --------------------------------------------------------
 
 
@@ -349,6 +401,6 @@ def test_a_loss_that_returns_a_tensor_is_refused_before_the_run():
 
 
 def test_a_loss_that_is_none_is_refused_before_the_run():
-    problem = "torch.nn.L1Loss: it has no weights, needs_reference, needs_ent.*docs/loss.md"
+    problem = "torch.nn.L1Loss: it has no weights, needs_reference, needs_ent.*docs/extending.md"
     with pytest.raises(ValueError, match=problem):
         make_loss(OmegaConf.create({"_component_": "torch.nn.L1Loss"}))

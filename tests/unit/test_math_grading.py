@@ -80,7 +80,7 @@ def test_correctness_reward():
     texts += [block("nan"), block("inf"), block("0")]
     golds = ["12", 0.5, 12, "12", 1e22, 0.1, math.nan, math.inf, -math.inf]
     scores = math_correctness_reward(prompts=["p"] * 9, completions=texts, answer=golds)
-    assert scores == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert scores == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_strict_reads_answer_blocks_alone():

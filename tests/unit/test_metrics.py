@@ -22,7 +22,7 @@ from torchtune_grpo.trajectory import Trajectory
 
 
 def of_rollout(total=(1.0, 3.0, 5.0, 5.0), **changes):
-    """What a rollout logs whose rows have these totals."""
+    """Return the metrics of a rollout whose rows have these totals."""
     metrics, scores = StepMetrics(), replace(make_scores(), total=torch.tensor(total))
     metrics.add_rollout(replace(make_trajectory(), **changes), scores, group_size=2)
     return metrics.compute()
@@ -61,6 +61,19 @@ def test_what_a_rollout_logs():
         "sampling/kept_mass": (4 * 1 + 3 * 0.5) / 7,
     }
     assert of_rollout() == pytest.approx(expected)
+
+
+def test_a_reply_within_a_response_is_neither_sampled_nor_trained_on():
+    """Row 2 has three tokens, the second of them a reply; its last one is not trained on."""
+    rows = make_trajectory()
+    rows.sampled[2, 1] = rows.response_mask[2, 1] = False
+    values = of_rollout(sampled=rows.sampled, response_mask=rows.response_mask)
+    assert values["completions/mean_length"] == 7 / 4
+    assert values["completions/max_length"] == 2 and values["num_tokens"] == 12
+    assert values["sampling/kept_mass"] == pytest.approx((4 * 1 + 2 * 0.5) / 6)
+    assert rows.response_ids[2] == [9, 10, 11] and rows.completion_ids[2] == [9, 11]
+    groups, _ = take(rows, make_scores())
+    assert [record["tokens"] for record in groups[1]] == [2, 2]
 
 
 def test_a_failed_reward_makes_no_group_informative():
@@ -142,8 +155,9 @@ def test_names_are_trls_where_trl_has_one():
     assert ours - trl_names() == {*NOT_TRLS}
 
 
-def make_recorder(num_groups=2):
+def make_recorder(num_groups=2, deadline=60.0):
     cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, max_generated_tokens=3, seed=0)
+    cfg.rollout = SimpleNamespace(deadline=deadline)
     return GroupRecorder(cfg, decider="a", stop_tokens=(1,))
 
 
@@ -162,7 +176,7 @@ def test_a_record_has_the_numbers_of_the_step():
     logprobs = trajectory.sampler_logprobs - torch.tensor([0.25, 0.5, 99.0])
     recorder.update(trajectory, logprobs)
     (first, second), summary = recorder.take(5)
-    assert summary == {"prompt_index": [7, 3], "pass_rate": [1.5, 2.0], "reward": [2.0, 5.0]}
+    assert summary == {"prompt_index": [7, 3], "pass_rate": [1.5, 4.0], "reward": [2.0, 5.0]}
     assert first[1] == {
         "step": 5,
         "prompt_index": 7,
@@ -187,6 +201,22 @@ def test_a_record_has_the_numbers_of_the_step():
     assert recorder.take(6) == ([], nothing)  # it has forgotten them
 
 
+def test_mean_logprobs_leave_out_what_is_not_trained_on():
+    """A tool's output in the middle of a response, and all of a response that was cut off."""
+    trajectory = make_trajectory()
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0]]).bool()
+    sampler = torch.tensor([-1.0, -99.0, -3.0]).expand(4, 3)
+    recorder = make_recorder()
+    rows = replace(trajectory, response_mask=mask, sampler_logprobs=sampler)
+    recorder.rollout(rows, make_scores())
+    recorder.update(rows, 2 * sampler)
+    groups, _ = recorder.take(1)
+    found = {
+        r["completion"]: (r["sampler_logprob"], r["trainer_logprob"]) for g in groups for r in g
+    }
+    assert found == {"a": (-1, -2), "b": (-50, -100), "c": (-2, -4), "d": (None, None)}
+
+
 def test_why_a_response_ended():
     trajectory = replace(
         make_trajectory(),
@@ -197,6 +227,9 @@ def test_why_a_response_ended():
     groups, _ = take(trajectory, make_scores())
     ends = [record["ended"] for group in groups for record in group]
     assert ends == ["stop_token", "stop_string", "length", "deadline"]
+    recorder = make_recorder(deadline=None)  # then it was the limit of all tokens
+    recorder.rollout(trajectory, make_scores())
+    assert [record["ended"] for record in recorder.take(1)[0][1]] == ["length", "length"]
 
 
 def many(count, informative):
@@ -206,7 +239,7 @@ def many(count, informative):
         replace(
             part,
             prompt_indices=torch.tensor([i, i]),
-            places=torch.tensor([i, i]),
+            step_indices=torch.tensor([i, i]),
             advantages=torch.tensor([1.0, -1.0]) * (i in informative),
         )
         for i in range(count)

@@ -12,7 +12,7 @@ from trajectories import make_groups, make_trajectory
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.machine.attention import Segments
+from torchtune_grpo.machine.segments import Segments
 from torchtune_grpo.training import mini_batches, response_logprobs
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
@@ -136,7 +136,7 @@ def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
     """The output is linear in the values, so that <g, out> = <v, gradient> under one pattern."""
     prompt = range(5)
     parts = [[prompt], [prompt, range(5, 8)], [prompt, range(8, 8)], [prompt, range(8, 12)]]
-    segments = Segments.of(parts, device=CPU)
+    segments = Segments.from_ranges(parts, device=CPU)
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, 4, 12, 8, generator=generator).requires_grad_() for _ in "qkvg")
     call = tiny_policy().layers[0].attn._attention_call  # takes every second head's k and v

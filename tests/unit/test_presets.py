@@ -1,9 +1,8 @@
-"""What rows of GSM8K and HumanEval become; the synthetic problems are right and their splits apart.
+"""Rows of GSM8K and HumanEval; our own problems, which are right and whose splits are apart.
 
 Presets are checked like the class they are of.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -12,11 +11,12 @@ from collections import Counter
 
 import pytest
 from omegaconf import OmegaConf
+from rows import Bytes
 
 import torchtune_grpo.data
 from torchtune_grpo.config.check import check_component
 from torchtune_grpo.data import arithmetic_dataset, gsm8k_dataset, humaneval_dataset, number_dataset
-from torchtune_grpo.data.presets import LEVELS, _canonical, arithmetic_problems
+from torchtune_grpo.data.presets import LEVELS
 
 PROBLEMS = [
     {
@@ -64,7 +64,7 @@ def test_columns_hold_gold_and_worked_answer(load, llama3_tokenizer):
 def test_an_answer_without_gold_is_left_out(load, answer, caplog):
     with caplog.at_level(logging.INFO):
         data = load(gsm8k_dataset, [*PROBLEMS, {"question": "q", "answer": answer}])
-    assert data.row_numbers == [0, 1]
+    assert [*data.row_numbers] == [0, 1]
     assert (
         "1 of 3 rows (counted from 0) are left out: answer does not end in '#### '" in caplog.text
     )
@@ -103,10 +103,8 @@ def test_a_misspelt_key_gets_the_nearest_before_the_hub_is_asked(llama3_tokenize
         arithmetic_dataset(llama3_tokenizer, levels=1, split="train", num_samples=2, sed=1)
 
 
-# --- Synthetic problems -----------------------------------------------------------------------
+# --- Shipped and generated problems -----------------------------------------------------------
 
-# Level 1 has only a few dozen problems in its test split.
-SIZES = {level: 15 if level == 1 else 300 for level in LEVELS}
 ACTS = {"finds": "+", "buys": "+", "gets": "+", "wins": "+"}
 ACTS |= {"loses": "-", "sells": "-", "gives away": "-", "lends out": "-"}
 
@@ -128,68 +126,44 @@ def answer_from_question(question: str) -> int:
     return value
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_answers_and_worked_steps_are_right(level, split):
-    rows = arithmetic_problems(levels=level, split=split, num_samples=SIZES[level], seed=3)
-    assert len({row["question"] for row in rows}) == SIZES[level]
-    for row in rows:
-        assert row["level"] == level
-        assert int(row["answer"]) == answer_from_question(row["question"]), row
-        *lines, last = row["solution"].split("\n")
-        assert last == f"#### {row['answer']}"
-        for line in lines:
-            left, right = line.split("=")
-            assert eval(left) == int(right) >= 0, line
-        assert lines[-1].endswith(f"={row['answer']}")
+def test_answers_and_worked_steps_are_right_and_the_splits_apart():
+    """Of all shipped rows; a sum is not in both splits, in whatever order of its terms."""
+    seen: dict[str, set] = {}
+    for split, count in (("train", 10_000), ("test", 1100)):
+        data = arithmetic_dataset(Bytes(), levels=[*LEVELS], split=split, chat=False)
+        assert len(data) == len({item["prompt"] for item in data}) == count
+        assert [item["columns"]["level"] for item in data][:16] == [*LEVELS] * 2
+        seen[split] = set()
+        for item in data:
+            question, row = item["prompt"], item["columns"]
+            assert int(row["answer"]) == answer_from_question(question), row
+            *lines, last = row["solution"].split("\n")
+            assert last == f"#### {row['answer']}" and lines[-1].endswith(f"={row['answer']}")
+            for line in lines:
+                left, right = line.split("=")
+                assert eval(left) == int(right) >= 0, line
+            terms = re.findall(r"[+-]?\d+", question.replace(" ", "").replace("is", "+"))
+            seen[split].add(question if row["level"] > 4 else tuple(sorted(terms)))
+    assert not seen["train"] & seen["test"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_splits_share_no_problem_whatever_the_seeds(level):
-    size = SIZES[level]
-    test = arithmetic_problems(levels=level, split="test", num_samples=size, seed=1)
-    train = arithmetic_problems(levels=level, split="train", num_samples=2 * size, seed=2)
-    assert {row["question"] for row in test}.isdisjoint(row["question"] for row in train)
+def test_levels_take_turns_while_they_last():
+    def counts(**given):
+        data = arithmetic_dataset(Bytes(), chat=False, **given)
+        return Counter(item["columns"]["level"] for item in data)
+
+    expected = {1: 80, 2: 460, 3: 460}
+    assert counts(levels=[1, 2, 3], split="train", num_samples=1000) == expected
+    assert counts(levels=8, split="test") == {8: 100}
+    for bad in (9, [], [1, 0]):
+        with pytest.raises(ValueError, match=re.escape(f"levels={bad}: give some of [1, 2,")):
+            counts(levels=bad, split="test")
 
 
-def test_the_same_seed_gives_the_same_problems_and_another_gives_others():
-    make = lambda seed: arithmetic_problems(levels=[2, 6], split="train", num_samples=40, seed=seed)  # noqa: E731
-    assert make(0) == make(0)
-    assert make(0) != make(1)
-    assert [row["level"] for row in make(0)] == [2, 6] * 20
-
-
-def test_a_level_without_problems_left_leaves_the_rest_to_the_others():
-    rows = arithmetic_problems(levels=[1, 2, 3], split="train", num_samples=1000)
-    assert [row["level"] for row in rows[:6]] == [1, 2, 3] * 2
-    assert Counter(row["level"] for row in rows) == {1: 80, 2: 460, 3: 460}
-    assert len({row["question"] for row in rows}) == 1000
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"levels": 9}, "levels=9: give some of .1, 2,"),
-        ({"levels": 1, "num_samples": 1000}, "80 were found. Lower num_samples"),
-        ({"levels": [1, 2], "num_samples": 9000}, "than levels .1, 2. have"),
-    ],
-)
-def test_bad_arguments_are_named(bad, message):
-    with pytest.raises(ValueError, match=message):
-        arithmetic_problems(**{"levels": 2, "split": "train", "num_samples": 4, **bad})
-
-
-def test_numbers_that_may_swap_places_do_not_change_the_split():
-    for a, b in itertools.product(range(1, 10), repeat=2):
-        assert _canonical((("+", a), ("*", b))) == _canonical((("+", b), ("*", a)))
-        orders = itertools.permutations([("+", a), ("+", b), ("-", 1)])
-        assert len({repr(_canonical(chain)) for chain in orders if chain[0][0] == "+"}) == 1
-
-
-@pytest.mark.parametrize("task", ["largest", "product", "sum"])
+@pytest.mark.parametrize("task", ["largest", "product", "long_product", "sum"])
 def test_questions_about_numbers_are_right_and_held_out(llama3_tokenizer, task):
     """Also in another order of the numbers."""
-    solve = {"largest": max, "product": math.prod, "sum": sum}[task]
+    solve = {"largest": max, "product": math.prod, "long_product": math.prod, "sum": sum}[task]
     numbers: dict[str, set] = {}
     for split, count in (("train", 80), ("test", 20)):
         data = number_dataset(llama3_tokenizer, task=task, split=split, num_samples=count)

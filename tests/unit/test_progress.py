@@ -1,4 +1,4 @@
-"""What is shown of a run's progress, with a terminal and without."""
+"""Display of a run's progress, with a terminal and without."""
 
 import io
 

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.modules import TiedLinear
 from torchtune.modules.peft import LoRALinear
 
-from torchtune_grpo.training.logprobs import plain_weight, projection_logprobs, token_logprobs
+from torchtune_grpo.training import logprobs
+from torchtune_grpo.training.logprobs import output_matrix, projection_logprobs
 
 TOKENS, DIM, VOCAB = 300, 16, 1000
 CHUNK = 20_000  # logits at once, of 300,000
@@ -51,9 +52,10 @@ def step(output, *, blocked: bool, entropy_gradient: bool, dtype: torch.dtype):
     if blocked:
         values = projection_logprobs(output, h, targets, **kw, chunk_bytes=4 * CHUNK)
     else:
-        weight = plain_weight(output)
+        weight = output_matrix(output)
         logits = output(h) if weight is None else h.float() @ weight.float().t()
-        values = token_logprobs(logits, targets, **kw)
+        log_p = (logits.float() / 0.7).log_softmax(dim=-1)
+        values = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
     total = (values[0] * probe[0]).sum()
     if entropy_gradient:
         total = total + (values[1] * probe[1]).sum()
@@ -70,7 +72,7 @@ def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
     output = KINDS[kind]()
     for parameter in nn.Module.parameters(getattr(output, "tied_module", output)):
         parameter.data = (torch.randn_like(parameter) * 0.5).to(dtype)
-    assert (plain_weight(output) is None) == (kind in ("bias", "lora"))
+    assert (output_matrix(output) is None) == (kind in ("bias", "lora"))
     kw = dict(entropy_gradient=entropy_gradient, dtype=dtype)
     with LargestTensor() as plain:
         expected, expected_grads = step(output, blocked=False, **kw)
@@ -92,7 +94,7 @@ def test_in_bf16_each_tokens_gradient_is_right_however_likely_it_is(kind):
     """At 0.999 the target's row of W and the mean of all rows nearly cancel."""
     torch.manual_seed(0)
     output = KINDS[kind]()
-    weight = plain_weight(output)
+    weight = output_matrix(output)
     weight.data = (torch.randn_like(weight) * 0.3).bfloat16()
     targets = torch.randint(VOCAB, (TOKENS,))
     toward = weight[targets].detach().float()
@@ -108,3 +110,23 @@ def test_in_bf16_each_tokens_gradient_is_right_however_likely_it_is(kind):
     assert shares.min() < 0.5 and 0.999 < shares.max() < 0.9999
     error = (grad - exact_grad).norm(dim=1) / exact_grad.norm(dim=1)
     assert error.max() < 0.01
+
+
+@pytest.mark.parametrize("vocab", [32_000, 151_936, 128_256])
+def test_blocks_begin_at_multiples_of_128_and_stay_within_the_bytes(monkeypatch, vocab):
+    """For any number of tokens; CUDA's products in bf16 are slow or unaligned for other widths."""
+    output = nn.Linear(1, vocab, bias=False).requires_grad_(False)
+    widths: list[int] = []
+    product = logprobs.float32_product
+    monkeypatch.setattr(
+        logprobs,
+        "float32_product",
+        lambda h, w, out: widths.append(len(w)) or product(h, w, out=out),
+    )
+    for tokens in (1, 7, 333):
+        widths.clear()
+        chunk = 4 * tokens * 20_001
+        h, targets = torch.zeros(tokens, 1), torch.zeros(tokens, dtype=torch.long)
+        projection_logprobs(output, h, targets, temperature=1.0, chunk_bytes=chunk)
+        assert sum(widths) == vocab and max(widths) <= 20_001
+        assert all(width % 128 == 0 for width in widths[:-1]) and min(widths) > 0.9 * max(widths)

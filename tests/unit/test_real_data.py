@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rows import rows_of
 
 from torchtune_grpo.data import gsm8k_dataset, humaneval_dataset
 from torchtune_grpo.rewards import CodeReward, RewardSet, grade_math_answer
@@ -57,9 +58,9 @@ def test_every_gold_of_gsm8k(llama3_tokenizer, split, num_rows):
         assert item["prompt"] == row["question"] == item["columns"]["question"]
         assert "<<" not in item["prompt"] + item["columns"]["solution"]
     start = time.process_time()
-    RewardSet.from_config(MATH).check_data(items, key="dataset")
+    RewardSet.from_config(MATH).check_data(data, key="dataset")
     assert time.process_time() - start < 5  # 0.6 s by itself, for three rewards and all rows
-    given = [{"index": index, "columns": row} for index, row in enumerate(raw[:1000])]
+    given = rows_of(*raw[:1000])
     for node in MATH:  # the worked answers as they stand in the file are refused
         with pytest.raises(ValueError, match="1000 of 1000 rows"):
             RewardSet.from_config([node]).check_data(given, key="dataset")

@@ -24,7 +24,7 @@ def data(tokenizer, task="chain_sum", split="train", num_samples=40, **options):
 
 @contextmanager
 def scorer(**node):
-    """What the reward makes of texts that answer one item."""
+    """Score texts that answer one item."""
     rewards = RewardSet.from_config([REWARD | node])
 
     def score(item, *texts):
@@ -60,6 +60,7 @@ def test_no_question_is_asked_twice_or_in_both_splits(llama3_tokenizer):
 TASKS = ["chain_sum", "spell_backward", "knights_knaves", "sudoku", "gsm_symbolic"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_the_gold_scores_1_and_another_less(llama3_tokenizer, scores, task):
     item, other = data(llama3_tokenizer, task, num_samples=2)
@@ -87,6 +88,7 @@ def test_a_full_stop_counts_where_the_gold_has_one(llama3_tokenizer, scores):
     assert scores(item, item["columns"]["answer"]) == [1.0]
 
 
+@pytest.mark.slow
 def test_scores_in_part_are_given_when_asked_for(llama3_tokenizer):
     """Here for an answer that contains the gold; then the reward does not tell right from wrong."""
     item, *_ = data(llama3_tokenizer, "lcm", num_samples=1)
@@ -97,6 +99,7 @@ def test_scores_in_part_are_given_when_asked_for(llama3_tokenizer):
     assert ReasoningGymReward().decides and not ReasoningGymReward(partial=True).decides
 
 
+@pytest.mark.slow
 def test_scorers_that_evaluate_the_answer_are_kept_apart(llama3_tokenizer, scores):
     """Reasoning-gym calls `eval` with what was said of queens."""
     item, *_ = data(llama3_tokenizer, "n_queens", num_samples=1)

@@ -1,4 +1,4 @@
-"""What of its config a resumed run may change, and what the optimizer takes from which side."""
+"""Changes to the config that a resumed run allows, and the optimizer's restored state."""
 
 from pathlib import Path
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pandas
 import pytest
 
@@ -37,6 +38,7 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
 
 def make(tokenizer: Any, rows: Any = ROWS, **options: Any) -> RLDataset:
@@ -60,7 +62,6 @@ def test_an_item_holds_tokens_text_and_the_other_columns(llama3_tokenizer):
         "columns": {"answer": "144", "level": 3},
     }
     assert data.prefill == "<think>"
-    assert [*map(len, data.checked_prompts)] == [len(item["tokens"]) for item in data]
 
 
 def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):
@@ -94,6 +95,13 @@ def test_templates_and_columns(llama3_tokenizer):
     columns = {"answer": "gold", "solution": "answer", "problem": "prompt"}
     found = item_of({"answer": 1, "gold": 2}, columns=columns)
     assert found == ("1+1?", {"answer": 2, "solution": 1, "problem": "1+1?"})
+    found = item_of({"q": {"text": "2+2?"}}, prompt_column="q.text")
+    assert found == ("2+2?", {"prompt": "1+1?", "q": {"text": "2+2?"}})
+    choices = {"choices": ["red {n}", 7]}
+    found, _ = item_of(choices, prompt_template="{prompt}\n{choices}\n({choices:, })")
+    assert found == "1+1?\nred {n}\n7\n(red {n}, 7)"
+    with pytest.raises(ValueError, match="column 'n' is not text, a number or a list of these: "):
+        item_of({"n": [[1]]}, prompt_template="{n}")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +131,8 @@ def test_data_that_take_long_say_how_far_they_are(llama3_tokenizer, monkeypatch,
 def test_later_rows_are_read_when_they_are_drawn(
     llama3_tokenizer, monkeypatch, caplog, tmp_path, kind
 ):
-    """In the place of one that cannot be used comes the next one, or at last the first."""
-    monkeypatch.setattr("torchtune_grpo.data.dataset._CHECKED", 2)
+    """In the place of one that cannot be used comes the next one, after the last the first."""
+    monkeypatch.setattr("torchtune_grpo.data.dataset._FIRST", 2)
     table = [*ROWS, ("long " * 9, "7"), ("3+3?", "six?"), (None, "1"), ("4+4?", "8"), (" ", "9")]
     table = [dict(zip(ROWS[0], (*row, 1))) if isinstance(row, tuple) else row for row in table]
     given = {"rows": table}
@@ -133,23 +141,31 @@ def test_later_rows_are_read_when_they_are_drawn(
         write = {"parquet": datasets.Dataset.to_parquet}.get(kind, datasets.Dataset.to_json)
         write(datasets.Dataset.from_list(table), file)
         given = {"source": str(file), "split": "train[:5]+train[5:]"}
+
+    def short(items):
+        """A rule that ends the run if it raises for the first rows, and only skips later ones."""
+        if max(len(item["tokens"]) for item in items) > 25:
+            raise ValueError("too long")
+        return {}
+
     with caplog.at_level("INFO"):
         data = RLDataset(llama3_tokenizer, **given, chat=False)
-        assert len(data) == 8 and data.num_checked == 2 and data.row_numbers == [0, 1]
-        rewards = RewardSet([Reward("right", math_correctness_reward)])
-        rewards.check_data(data, key="dataset")
-        data.check_unread(max_tokens=25, fault=rewards.fault_of)
-        drawn = [(item["index"], item["prompt"]) for item in data]
+        RewardSet([Reward("right", math_correctness_reward)]).check_data(data, key="dataset")
+        data.check(short, where="dataset")
+        drawn = [(item["index"], item["prompt"]) for item in [*data, *data][: len(data)]]
     later = [(6, "4+4?")] * 4
     first = [(0, "1+1?"), (1, "twelve times twelve?"), (2, "2+3?")]
     assert drawn == [*first, *later, (0, "1+1?")]
-    said = [text.partition(": ")[2] for text in caplog.messages]
-    assert "6 later rows are read when they are drawn." in said[0]
-    assert any("longer than the model's context" in text for text in said)
-    assert any("answer='six?' does not state one number" in text for text in said)
+    assert [text.partition("row ")[2] for text in caplog.messages] == [
+        "3 (counted from 0) is skipped: too long; 1 so far.",
+        "4 (counted from 0) is skipped: the reward 'right' can score no answer: answer='six?' does "
+        "not state one number; 2 so far.",
+        "5 (counted from 0) is skipped: column 'prompt' is not text: None; 3 so far.",
+        "7 (counted from 0) is skipped: column 'prompt' is blank; 4 so far.",
+    ]
     assert data[-2] == data[6] and data[6]["columns"] == {"answer": "8", "level": 1}
     assert len(RLDataset(llama3_tokenizer, **given, num_samples=4)) == 4
-    data.leave_out([0])
+    data.check(lambda items: {0: "odd", 1: None}, where="dataset", drawn_rows=False)
     assert len(data) == 7 and data[1]["prompt"] == "2+3?"
 
 
@@ -177,6 +193,29 @@ def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
     assert scores.total.tolist() == [1, 0, 0, 0]
     with pytest.raises(ValueError, match="columns: there is no column 'reward_model.gold' among"):
         make(llama3_tokenizer, None, source=str(path), columns={"answer": "reward_model.gold"})
+
+
+def test_rows_of_sharegpt_are_messages_and_end_before_the_reply(llama3_tokenizer, caplog):
+    def talk(*turns):
+        return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+
+    start = (("system", "Be brief."), ("human", "1+1?"), ("gpt", "2"), ("human", "Plus 1?"))
+    rows = [talk(*start, ("gpt", "3")), talk(*start), talk(("human", "a"), ("observation", "b"))]
+    rows += [talk(("bird", "chirp"))]
+    with caplog.at_level("INFO"):
+        data = make(
+            llama3_tokenizer, rows, prompt_column="conversations", columns={"answer": "reply"}
+        )
+    first = chat(*start[:1], ("user", "1+1?"), ("assistant", "2"), ("user", "Plus 1?"))
+    assert [item["prompt"].messages for item in data] == [
+        *(first, first),
+        chat(("user", "a"), ("tool", "b")),
+    ]
+    assert [item["columns"] for item in data] == [{"answer": "3"}, {"answer": None}] + [
+        {"answer": None}
+    ]
+    (said,) = caplog.messages
+    assert "message 0 has no role among system, user, assistant, tool: {'role': 'bird'" in said
 
 
 def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer):
@@ -208,7 +247,7 @@ BAD_ROWS = [
 def test_rows_without_a_prompt_are_left_out_and_reported(llama3_tokenizer, caplog, row, reason):
     caplog.set_level(logging.INFO)
     data = make(llama3_tokenizer, [{"prompt": "a"}, row, {"prompt": "b"}])
-    assert [item["prompt"] for item in data] == ["a", "b"] and data.row_numbers == [0, 2]
+    assert [item["prompt"] for item in data] == ["a", "b"] and [*data.row_numbers] == [0, 2]
     (message,) = caplog.messages
     assert message.startswith(f"rows: 1 of 3 rows (counted from 0) are left out: {reason}")
     assert message.endswith(" (row 1).")
@@ -259,6 +298,11 @@ def test_arguments_that_contradict_each_other_are_refused(llama3_tokenizer):
         make(llama3_tokenizer, source="x.json")
     with pytest.raises(ValueError, match="^sep=';': unknown argument for rows"):
         make(llama3_tokenizer, sep=";")
+    table = datasets.Dataset.from_list(ROWS)
+    with pytest.raises(ValueError, match="^rows: a mapping of train, test; give one split of it"):
+        make(llama3_tokenizer, datasets.DatasetDict({"train": table, "test": table}))
+    with pytest.raises(ValueError, match="^rows: a mapping of prompt, answer; give a list of dic"):
+        make(llama3_tokenizer, {"prompt": ["1+1?"], "answer": ["2"]})
     with pytest.raises(ValueError, match="^row 1 .*answer.*before it "):
         make(llama3_tokenizer, [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
 
@@ -271,7 +315,7 @@ def test_the_tokenizers_limit_leaves_prompts_out_and_cuts_none(qwen2_tokenizer):
     assert [*make(limited)] == whole
     limited.max_seq_len = longest - 1
     kept = make(limited)
-    assert kept.row_numbers == [0, 2]
+    assert [*kept.row_numbers] == [0, 2]
     assert [item["tokens"] for item in kept] == [whole[row]["tokens"] for row in (0, 2)]
     with pytest.raises(ValueError, match="longer than tokenizer.max_seq_len=2 "):
         limited.max_seq_len = 2
@@ -293,19 +337,20 @@ def write(folder: Path, name: str, rows: Any) -> str:
         "parquet": table.to_parquet,
         "arrow": table.to_feather,
     }
-    writers[name.removesuffix(".gz").rpartition(".")[2]](path)
+    plain = name.removesuffix(".gz").removesuffix(".xz").removesuffix(".bz2")
+    writers[plain.rpartition(".")[2].replace("ndjson", "jsonl")](path)
     return str(path)
 
 
 @pytest.mark.parametrize(
     "ending",
-    "jsonl json csv tsv txt jsonl.gz csv.gz txt.gz parquet arrow".split(),
+    "jsonl json csv tsv txt ndjson jsonl.gz jsonl.xz csv.bz2 txt.gz parquet arrow".split(),
 )
 def test_a_file_is_known_by_its_name(llama3_tokenizer, tmp_path, ending):
     """The rows are what the file holds; CSV has no types, so that its numbers are read as such."""
     rows = [{"prompt": f"{n} + ü?", "answer": n, "other": "None"} for n in (1, 2, 30)]
     path = write(tmp_path, f"my.rows.{ending}", rows)
-    ending = ending.removesuffix(".gz")
+    ending = ending.partition(".")[0]
     options = {"prompt_column": "text"} if ending == "txt" else {}
     if ending == "txt":
         rows = [{"prompt": row["prompt"]} for row in rows]
@@ -313,7 +358,9 @@ def test_a_file_is_known_by_its_name(llama3_tokenizer, tmp_path, ending):
     assert [*RLDataset(llama3_tokenizer, source=path, **options)] == expected
     (second,) = RLDataset(llama3_tokenizer, source=path, split="any[1:2]", **options)
     assert second["prompt"] == rows[1]["prompt"]
-    file_format = {"jsonl": "json", "tsv": "csv", "txt": "text"}.get(ending, ending)
+    file_format = {"jsonl": "json", "ndjson": "json", "tsv": "csv", "txt": "text"}.get(
+        ending, ending
+    )
     old = RLDataset(llama3_tokenizer, source=file_format, data_files=path, **options)
     assert [*old] == expected
 
@@ -341,6 +388,24 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
         for item in RLDataset(llama3_tokenizer, source=str(csv))
     ]
     assert items == [("NA, or\nnull", "nan"), ("None", "3"), ("x", "")]
+
+
+def test_a_stream_is_read_as_far_as_num_samples(llama3_tokenizer, tmp_path, monkeypatch):
+    path = str(tmp_path / "rows.parquet")
+    table = [{"prompt": f"{n}?"} for n in range(40)]
+    datasets.Dataset.from_list(table).to_parquet(path, batch_size=4)
+    read, yields = [], datasets.IterableDataset.__iter__
+
+    def counted(self):
+        for row in yields(self):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
+    stream = {"source": "parquet", "data_files": path, "streaming": True}
+    data = RLDataset(llama3_tokenizer, num_samples=6, **stream)
+    assert [item["prompt"] for item in data] == [row["prompt"] for row in table[:6]]
+    assert len(read) == 6
 
 
 def test_data_sets_of_the_library(llama3_tokenizer, tmp_path):
@@ -387,8 +452,8 @@ def test_messages_need_the_chat_format_and_no_template(
     llama3_tokenizer, sentencepiece_tokenizers, caplog
 ):
     rows = [{"prompt": "1+1?"}, {"prompt": TURNS}]
-    with pytest.raises(ValueError, match="^prompt_template='Q: {prompt}': row 1 has a list"):
-        make(llama3_tokenizer, rows, prompt_template="Q: {prompt}")
+    with pytest.raises(ValueError, match="'Q: {prompt}' takes no list of messages"):
+        make(llama3_tokenizer, rows[1:], prompt_template="Q: {prompt}")
     assert len(make(llama3_tokenizer, rows, prompt_template="{prompt}")) == 2
     with pytest.raises(ValueError, match="messages need chat=True"):
         make(llama3_tokenizer, rows[1:], chat=False)
@@ -413,15 +478,27 @@ def test_messages_need_the_chat_format_and_no_template(
             "prompt_column: there is no column 'prompt'",
         ),
         ({"source": "my.csv"}, "source='my.csv', .* Unable to find"),
+        (
+            {"source": "rows.xlsx"},
+            r"rows.xlsx'.* a file ends in .jsonl, .*source=json data_files=ro",
+        ),
+        ({"source": "rows.jsonl.zst"}, "pip install zstandard"),
+        ({"source": "some/name"}, "^source='some/name', .* Couldn't reach 'some/name' on the Hub"),
+        ({"data_files": "rows.jsonl", "split": "trian"}, "split='trian': .*Did you mean train"),
         ({"data_files": "rows.jsonl", "source": "parquet"}, "source='parquet', .*magic bytes"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(llama3_tokenizer, tmp_path, monkeypatch, options, message):
+def test_what_cannot_be_loaded_is_named(
+    llama3_tokenizer, tmp_path, monkeypatch, caplog, options, message
+):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("broken.jsonl").write_text('{"prompt": "a"}\n{"prompt":\n')
     Path("empty.jsonl").write_text("")
+    Path("rows.xlsx").touch()
+    Path("rows.jsonl.zst").touch()
     Path("latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as raised:
         RLDataset(llama3_tokenizer, **{"source": "json", **options})
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 700
+    assert ("There is no file some/name, and https://" in caplog.text) == ("some" in message)

@@ -20,7 +20,7 @@ def make(name, **arguments):
 
 
 def draw(sampler, count, steps, rate=lambda row: 0.5):
-    """What comes in some steps."""
+    """Return the prompts of some steps."""
     drawn = []
     for _ in range(steps):
         rows = sampler.next(count)
@@ -97,10 +97,10 @@ def test_ranks_share_a_round_and_count_what_came_before():
     first, second = shares([4, 2, 4, 4, 9, 2], 2)
     assert [batch.indices for batch, _ in (first, second)] == [[4, 2, 4], [4, 9, 2]]
     assert [batch.uses for batch, _ in (first, second)] == [[0, 0, 1], [2, 0, 1]]
-    assert [batch.places for batch, _ in (first, second)] == [[0, 1, 2], [3, 4, 5]]
+    assert [batch.step_indices for batch, _ in (first, second)] == [[0, 1, 2], [3, 4, 5]]
     (spare, none), (batch, one) = shares([4], 2, before=[4, 2])
     assert (none, one) == (0, 1) and spare.indices == batch.indices == [4]
-    assert batch.uses == [1] and batch.places == [2]
+    assert batch.uses == [1] and batch.step_indices == [2]
 
 
 def test_bad_arguments_of_a_sampler_are_named():

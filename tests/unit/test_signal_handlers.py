@@ -34,6 +34,18 @@ def test_handlers_are_those_of_before_afterwards():
     assert breakable(lambda: 7) == 7
 
 
+def test_an_echo_at_the_end_does_not_kill():
+    """The second of two signals, a moment after the run has saved and ended."""
+    signal.signal(signal.SIGINT, lambda *_: pytest.fail("it is no second Ctrl-C"))
+    run = Interrupts()
+    echo = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    with run.handled(echo.start):
+        os.kill(os.getpid(), signal.SIGTERM)
+        check()
+    echo.join()
+    assert run.exit_code == 143
+
+
 def test_a_closed_terminal_ends_a_run_that_cannot_say_so(monkeypatch):
     """Also one that Ctrl-C has asked to end, whose checkpoint may be half written."""
     stderr, (terminal, slave) = os.dup(2), pty.openpty()

@@ -50,6 +50,7 @@ def test_an_empty_folder_is_filled_and_what_a_kill_has_left_goes(tmp_path):
     assert not (tmp_path / ".model.part").exists()
 
 
+@pytest.mark.slow
 def test_the_weights_can_be_taught_anew(folder):
     """Thirty steps make worked answers more likely."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What autograd keeps of a packed group, and that the estimate of a GPU's memory counts it."""
+"""Memory that autograd keeps for a packed group, and the estimate that counts it."""
 
 import memory_estimate
 import pytest

@@ -1,0 +1,130 @@
+"""Runs of the real commands with vLLM: they learn, end quietly, and go on after a kill."""
+
+import json
+import signal
+
+import pytest
+from runs import (
+    NO_EVALUATION,
+    RECIPE,
+    completions,
+    prompts,
+    run_ranks,
+    steps_of,
+    tune,
+    untimed,
+)
+from runs import run as run_command
+
+from torchtune_grpo.checkpoint.folder import checkpoint_folder
+
+pytest.importorskip("vllm")
+
+# One that is killed in its third rollout, and one that keeps its first weights.
+ENGINES = """
+import os, signal
+from dataclasses import replace
+from torchtune_grpo.rollout import vllm
+
+vllm.REPORT_SECONDS = 0.0
+
+
+class Killed(vllm.VLLMEngine):
+    rollouts = 0
+
+    def generate(self, request):
+        self.rollouts += 1
+        if self.rollouts == 3:
+            kill = lambda progress: os.kill(os.getpid(), signal.SIGKILL)
+            request = replace(request, report=kill)
+        return super().generate(request)
+
+
+class Stale(vllm.VLLMEngine):
+    has_weights = False
+
+    def _compare(self, request, samples):  # which tells in the rollout already
+        pass
+
+    def _bring_weights(self):
+        if not self.has_weights:
+            super()._bring_weights()
+        self.has_weights = True
+"""
+CORRECTED = ("objective.sampling_correction=token_truncate",)
+SIZE = ("num_steps=4", "grpo_samples=8", "saving.every_n_steps=1", "seed=1", *NO_EVALUATION)
+
+
+def run(folder, *options, **settings):
+    return tune(
+        *("run", RECIPE, "--config", "tiny_arithmetic_grpo", f"output_dir={folder}"),
+        *("batch_size=4", *SIZE, *options),
+        cwd=folder.parent,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A run in an interpreter of its own, whose end is quiet."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    done = run(folder, "rollout.engine=vllm", fresh=True)
+    assert "Traceback" not in done.err and "vllm" not in (done.out + done.err).lower()
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_after_a_kill_and_stale_weights_goes_on_as_if_nothing_was(whole):
+    steps = steps_of(whole)
+    assert len(steps) == 4
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < 1e-3
+        assert step["grad_norm"] > 0
+
+    parts, resumed = whole.with_name("parts"), "resume_from_checkpoint=True"
+    whole.with_name("my_engine.py").write_text(ENGINES)
+    killed = run(parts, "rollout.engine=my_engine.Killed", *CORRECTED, check=False)
+    assert killed.code == -signal.SIGKILL and len(steps_of(parts)) == 2
+    stale = run(parts, "rollout.engine=my_engine.Stale", *CORRECTED, resumed, check=False)
+    assert stale.code == 1 and "vLLM samples from another policy" in stale.err
+    assert checkpoint_folder(parts, 3).exists() and not checkpoint_folder(parts, 4).exists()
+    run(parts, "rollout.engine=vllm", resumed)
+    assert untimed(parts) == untimed(whole)
+    assert completions(parts) == completions(whole)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_adapter_beside_the_weights(whole):
+    folder = whole.with_name("beside")
+    lora = ("model=torchtune_grpo.models.lora_hf_model", "rollout.merge_adapters=never")
+    run(folder, "rollout.engine=vllm", *lora, "optimizer.lr=1e-2", "num_steps=3")
+    gaps = [step["sampling/sampling_logp_difference/max"] for step in steps_of(folder)]
+    assert len(gaps) == 3 and max(gaps) < 1e-3
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_the_model_take_the_same_steps(whole):
+    folder = whole.with_name("ranks")
+    options = ("batch_size=2", *SIZE, "rollout.engine=vllm", "distributed.sharding=always")
+    run_ranks(
+        *("--config", "tiny_arithmetic_grpo", f"output_dir={folder}", *options),
+        ranks=2,
+        cwd=whole.parent,
+    )
+    assert prompts(folder, "step") == prompts(whole, "step")
+    for found, expected in zip(steps_of(folder), steps_of(whole), strict=True):
+        assert found["sampling/sampling_logp_difference/max"] < 1e-3
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_and_after_training_gives_the_native_engines_answers(whole):
+    answers = []
+    for engine in ("vllm", "native"):
+        file = whole.with_name(f"{engine}.json")
+        options = (f"rollout.engine={engine}", "--samples", 0, "--output", file)
+        data = ("--dataset", "split=test", "--dataset", "num_samples=32")
+        command = ("-m", "torchtune_grpo", "evaluate", whole, *options, *data)
+        run_command(*command, cwd=whole.parent)
+        answers.append(json.loads(file.read_text())["answers"])
+    assert answers[0] == answers[1] and answers[0]["before"] != answers[0]["after"]

@@ -1,0 +1,115 @@
+"""Runs on several data sets at once, through the real commands."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import RECIPE, run, tune
+from safetensors.torch import load_file
+
+from torchtune_grpo.monitor.record import read
+
+CONFIG = """
+base_config: tiny_arithmetic_grpo
+output_dir: out
+dataset:
+  _component_: torchtune_grpo.data.MixedDataset
+  datasets:
+    sums:
+      _component_: torchtune_grpo.data.arithmetic_dataset
+      weight: 3
+      levels: 1
+      split: train
+      num_samples: 40
+      prefill: "<think>"
+    talks:
+      _component_: torchtune_grpo.data.RLDataset
+      source: talks.jsonl.gz
+      prompt_column: conversations
+      columns: {wanted: reply}
+      prefill: "<think>"
+eval_dataset:
+  _component_: torchtune_grpo.data.MixedDataset
+  datasets:
+    sums: {_component_: torchtune_grpo.data.arithmetic_dataset, levels: 1, split: test,
+           num_samples: 3, prefill: "<think>"}
+    talks: "${dataset.datasets.talks}"
+rewards:
+  - _component_: torchtune_grpo.rewards.RewardByDataset
+    name: right
+    rewards:
+      sums: {_component_: torchtune_grpo.rewards.math_correctness_reward}
+      talks: {_component_: mine.as_long}
+evaluation: {samples: 0, reward: right, every_n_steps: null}
+num_steps: 3
+batch_size: 4
+grpo_samples: 2
+max_generated_tokens: 8
+saving: {every_n_steps: 2}
+"""
+MINE = """
+def as_long(prompts, completions, wanted, log_extra=None, **columns):
+    if log_extra:
+        log_extra("wanted", wanted)
+    return [abs(len(text) - len(goal)) for text, goal in zip(completions, wanted)]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "mixed.yaml").write_text(CONFIG)
+    (folder / "mine.py").write_text(MINE)
+    turns = [("system", "Be brief."), ("human", "2 + 3?"), ("gpt", "5"), ("human", "And 1 more?")]
+    talks = [[*turns, ("gpt", "6" * size)] for size in range(3)]
+    with gzip.open(folder / "talks.jsonl.gz", "wt") as file:
+        for talk in talks:
+            row = {"conversations": [{"from": who, "value": text} for who, text in talk]}
+            print(json.dumps(row), file=file)
+    tune("run", RECIPE, "--config", "mixed.yaml", cwd=folder)
+    return folder
+
+
+def test_a_step_has_the_shares_of_the_weights_and_each_row_its_own_reward(folder):
+    steps = read(folder / "out", "step")
+    texts = [json.loads(line) for line in (folder / "out/completions.jsonl").open()]
+    assert {text["prompt"] == "And 1 more?" for text in texts} == {True, False}
+    for text in texts:
+        wanted = text["extra"]["wanted"]
+        if text["prompt"] == "And 1 more?":
+            assert text["rewards"]["right"] == abs(len(text["completion"]) - len(wanted))
+        else:
+            assert wanted is None and text["rewards"]["right"] in (0, 1)
+    for step in steps:
+        assert sum(index >= 40 for index in step["prompts"]["prompt_index"]) == 1
+    rates = [name for name in steps[-1] if name.startswith("sampler/")]
+    assert rates == ["sampler/pass_rate/sums", "sampler/pass_rate/talks"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_in_the_same_weights_and_refuses_other_rows(folder):
+    once = (folder / "out/step_000003").rename(folder / "once")
+    command = ["run", RECIPE, "--config", "mixed.yaml", "resume_from_checkpoint=True"]
+    refused = tune(*command, "dataset.datasets.sums.weight=1", cwd=folder, check=False)
+    assert "dataset.datasets.sums.weight=1: " in refused.err and refused.code
+    tune(*command, cwd=folder)
+    was, now = (
+        load_file(each / "model.safetensors") for each in (once, folder / "out/step_000003")
+    )
+    assert was.keys() == now.keys() and all(torch.equal(was[name], now[name]) for name in was)
+    file = folder / "talks.jsonl.gz"
+    rows = file.read_bytes()
+    file.write_bytes(gzip.compress(gzip.decompress(rows).replace(b"more", b"less")))
+    refused = tune(*command, cwd=folder, check=False)
+    file.write_bytes(rows)
+    assert "dataset.datasets.talks.source=talks.jsonl.gz (sha256 " in refused.err and refused.code
+
+
+def test_an_evaluation_tells_the_data_sets_apart(folder):
+    command = ("evaluate", "out", "--by", "dataset", "--output", "found.json")
+    run("-m", "torchtune_grpo", *command, cwd=folder)
+    groups = json.loads((folder / "found.json").read_text())["groups"]
+    counts = {name: group["prompts"] for name, group in groups.items()}
+    assert counts == {"all": 6, "dataset=sums": 3, "dataset=talks": 3}

@@ -1,0 +1,589 @@
+"""Conversations with tools and environments, as TRL plays them; and what a bad one costs."""
+
+import asyncio
+import copy
+import threading
+from types import SimpleNamespace
+
+import pytest
+from conversations import END, ScriptedEngine, play
+from hf_tokenizers import write_tokenizer
+from hostile_environment import Hostile
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import EnvironmentConfig
+from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data.chat import PromptEncoder
+from torchtune_grpo.environments.environment import (
+    Environment,
+    environment_rewards,
+    make_environment,
+    make_kinds,
+)
+from torchtune_grpo.environments.examples import GuessNumber
+from torchtune_grpo.environments.replies import ReplyEncoder
+from torchtune_grpo.evaluation import evaluator
+from torchtune_grpo.models import hf_tokenizer
+from torchtune_grpo.rewards import Reward, RewardSet
+
+
+def call(tool, **arguments):
+    return f'<tool_call>\n{{"name": "{tool}", "arguments": {to_json(arguments)}}}\n</tool_call>'
+
+
+def to_json(value):
+    return str(value).replace("'", '"')
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return hf_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("qwen"), "qwen3")))
+
+
+# --- TRL's own examples, from its documentation, unmodified -----------------------------------
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    return a + b
+
+
+class IncrementEnv:
+    def reset(self, **kwargs) -> str | None:
+        self.counter = 0
+        return None
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+class WordleEnv:
+    def __init__(self):
+        self.reward = 0.0
+        self.done = False
+
+    def reset(self, **kwargs) -> str | None:
+        self.secret = kwargs["secret"]
+        self.reward, self.done = 0.0, False
+        return " Guess the word."
+
+    def guess(self, guess: str) -> str:
+        """
+        Make a guess in the Wordle environment.
+
+        Args:
+            guess: The guessed word, formatted as '[abcde]'
+
+        Returns:
+            The feedback message from the environment.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = guess == f"[{self.secret}]"
+        self.reward = float(self.done)
+        return "G G G G G" if self.done else "X X X X X"
+
+
+class EchoEnv:
+    def reset(self, **kwargs):
+        self.reward = 0.0
+
+    async def echo(self, message: str) -> str:
+        """
+        Echo the message back from the environment.
+
+        Args:
+            message: The message to echo
+
+        Returns:
+            The echoed message.
+        """
+        await asyncio.sleep(0)
+        self.reward = len(message) * 0.1
+        return message
+
+    async def get_reward(self) -> float:
+        return self.reward
+
+
+def test_trl_tools(qwen):
+    rows, _ = play(
+        qwen,
+        [[call("multiply", a=6, b=7) + call("async_add", a=1, b=2) + END, "It is 42." + END]],
+        tools=[multiply, async_add],
+    )
+    (talk,) = rows.completions
+    results = [turn["content"] for turn in talk.messages if turn["role"] == "tool"]
+    assert (results, talk, talk.ended) == (["42", "3"], "It is 42.", "answered")
+    assert "Multiplies two integers." in qwen.decode(rows.tokens[0].tolist())
+
+
+def test_trl_environment_with_a_reward_function_of_its_environments(qwen):
+    def reward_func(completions, environments, **kwargs):
+        assert [turn["role"] for turn in completions[0]] == ["assistant", "tool", "assistant"]
+        return [environment.counter for environment in environments]
+
+    turns = [call("increment", step=2) + END, "Done." + END]
+    rows, scores = play(
+        qwen,
+        [turns, [call("increment", step=5) + END, call("increment", step=1) + END, "Ok" + END]],
+        objects={None: IncrementEnv},
+        rewards=[Reward("count", reward_func)],
+    )
+    assert scores.of("count").tolist() == [2, 6]
+
+
+def test_trl_environment_whose_reset_adds_to_the_prompt(qwen):
+    def reward_func(environments, **kwargs):
+        return [environment.reward for environment in environments]
+
+    data = [{"prompt": [{"role": "user", "content": "Play."}], "secret": "crane"}]
+    rows, scores = play(
+        qwen,
+        [
+            [
+                call("guess", guess="[stare]") + END,
+                call("guess", guess="[crane]") + END,
+                "Yes" + END,
+            ],
+            [call("guess", guess="[stare]") + END, call("guess", word="x") + END, "No" + END],
+        ],
+        rows=data,
+        objects={None: WordleEnv},
+        rewards=[Reward("reward_func", reward_func)],
+    )
+    assert scores.of("reward_func").tolist() == [1, 0]
+    assert "Play. Guess the word.<|im_end|>" in qwen.decode(
+        rows.tokens[0].tolist(), skip_special_tokens=False
+    )
+    assert rows.prompts[0] == "Play. Guess the word."
+    error = rows.completions[1].messages[3]["content"]
+    assert error.startswith("{'error': \"") and "unexpected keyword argument 'word'" in error
+
+
+def test_trl_environments_by_name_with_rewards_of_their_own(qwen):
+    prompt = [{"role": "user", "content": "Hi"}]
+    data = [
+        {"prompt": prompt, "environment": "echo", "secret": ""},
+        {"prompt": prompt, "environment": "wordle", "secret": "crane"},
+    ]
+    rows, scores = play(
+        qwen,
+        [
+            [call("echo", message="hello") + END, "." + END],
+            [call("echo", message="x") + END, "." + END],
+        ],
+        rows=data,
+        objects={"echo": EchoEnv, "wordle": WordleEnv},
+    )
+    echo = scores.of("EchoEnv").tolist()
+    assert echo[0] == pytest.approx(0.5) and echo[1] != echo[1]  # NaN: it is not of this one
+    texts = [qwen.decode(row, skip_special_tokens=False) for row in rows.tokens.tolist()]
+    assert ['"name": "echo"' in text.partition("user\nHi")[0] for text in texts] == [True, False]
+    assert rows.completions[1].messages[1]["content"] == "{'error': 'Tool echo not found.'}"
+
+
+# --- Tokens and masks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_2"])
+def test_tokens_and_masks_are_those_of_trl(name, tmp_path):
+    folder = str(write_tokenizer(tmp_path, name))
+    ours, theirs = hf_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    first, second = call("multiply", a=6, b=7), "<think>\nhm\n</think>\n\n" + call("multiply", a=1)
+    if name == "llama3_2":
+        first, second = (
+            '{"name": "multiply", "parameters": {"a": 6, "b": 7}}',
+            '{"name": "multiply", "parameters": {"a": 1}}',
+        )
+    script = [first + END, second + END, "42" + END]
+    rows, _ = play(ours, [script], tools=[multiply])
+
+    add_response_schema(theirs)
+    chat_template = get_training_chat_template(theirs) if name == "qwen3" else None
+    end = "<|im_end|>" if name == "qwen3" else "<|eot_id|>"
+    said = [theirs.encode(t.replace(END, end), add_special_tokens=False) for t in script]
+    prompt = [{"role": "user", "content": "Hi"}]
+    prompt_ids = theirs.apply_chat_template(
+        prompt,
+        tools=[multiply],
+        chat_template=chat_template,
+        add_generation_prompt=True,
+        date_string="26 Jul 2024",
+    )["input_ids"]
+    left = copy.deepcopy(said)
+    trainer = SimpleNamespace(
+        max_tool_calling_iterations=10,
+        max_completion_length=5000,
+        use_vllm=False,
+        _is_vlm=False,
+        _tokenizer=theirs,
+        processing_class=theirs,
+        chat_template=chat_template,
+        chat_template_kwargs={},
+        environment_factories=None,
+        tools=[multiply],
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9000)),
+        _sync_tool_dicts=[{"multiply": multiply}],
+        _async_tool_dicts=[{}],
+        _generate_single_turn=lambda *args, **kwargs: ([left.pop(0)], None),
+    )
+    trainer._get_tool_suffix_ids = lambda turns: GRPOTrainer._get_tool_suffix_ids(trainer, turns)
+    begun = left.pop(0)
+    completions = [[parse_response(theirs, begun, prefix=prompt_ids, tools=[multiply])]]
+    mask, messages, ids, *_ = GRPOTrainer._tool_call_loop(
+        trainer, [prompt], [prompt_ids], [begun], completions, None, None, {}
+    )
+    assert rows.tokens[0].tolist() == prompt_ids + ids[0]
+    assert rows.response_mask[0].long().tolist() == mask[0]
+    assert rows.completions[0].messages == messages[0]
+
+
+# --- step(text) -------------------------------------------------------------------------------
+
+
+class Guess:
+    """Guess a number: the base of the forms below."""
+
+    def reset(self, secret, **row):
+        self.secret = secret
+
+    def play(self, text):
+        is_right = text == str(self.secret)
+        return ("" if is_right else "higher"), float(is_right), is_right
+
+
+class GuessTuple(Guess):
+    def step(self, text):
+        return self.play(text)
+
+
+class GuessGym(Guess):
+    def reset(self, *, seed=None, options=None):
+        self.secret = 7
+        return " Go.", {}
+
+    def step(self, action):
+        seen, reward, done = self.play(action)
+        return seen, reward, done, False, {}
+
+
+class GuessObject(Guess):
+    async def reset(self, secret, **row):
+        self.secret = secret
+        return SimpleNamespace(observation=None, reward=None, done=False)
+
+    async def step(self, text):
+        seen, reward, done = self.play(text)
+        return SimpleNamespace(observation=seen, reward=reward, done=done)
+
+
+class GuessMapping(Guess):
+    def step(self, text):
+        seen, reward, done = self.play(text)
+        return {"observations": [{"role": "user", "content": seen}], "reward": reward, "done": done}
+
+
+@pytest.mark.parametrize("kind", [GuessTuple, GuessGym, GuessObject, GuessMapping])
+def test_forms_of_step(kind, tmp_path):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
+    rows, scores = play(
+        tokenizer,
+        [["5" + END, "7" + END], ["5" + END, "6" + END]],
+        rows=[{"prompt": "Guess.", "secret": 7}],
+        objects={None: kind},
+        max_turns=2,
+    )
+    assert scores.of(kind.__name__).tolist() == [1, 0]
+    assert [talk.ended for talk in rows.completions] == ["done", "max_turns"]
+    response = rows.tokens[0, rows.prompt_lengths[0] :][: rows.response_lengths[0]]
+    text = tokenizer.decode(response.tolist(), skip_special_tokens=False)
+    assert (
+        text
+        == "5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+    )
+    assert (
+        tokenizer.decode(rows.completion_ids[0], skip_special_tokens=False)
+        == "5<|im_end|>7<|im_end|>"
+    )
+
+
+class Search:
+    def reset(self, **row):
+        pass
+
+    def step(self, text):
+        if text.endswith("</search>"):
+            return f"<information>{text[8:-9]}?</search></information>", 0.0, False
+        return None, float("<answer>" in text), False
+
+
+def test_an_answer_within_the_policys_message(qwen):
+    rows, scores = play(
+        qwen,
+        [["<search>ab</search>", "So <answer>c</answer>" + END]],
+        rows=[{"prompt": "Q: x\n"}],
+        objects={None: Search},
+        form="inline",
+        chat=False,
+    )
+    whole = "<search>ab</search><information>ab?</search></information>So <answer>c</answer>"
+    assert rows.completions == [whole] and rows.completions[0].ended == "answered"
+    assert scores.of("Search").tolist() == [1]
+    text = qwen.decode(rows.completion_ids[0], skip_special_tokens=False)
+    assert text == "<search>ab</search>So <answer>c</answer><|im_end|>"
+
+
+# --- Side by side, and what a bad one costs ---------------------------------------------------
+
+
+def test_sync_tools_run_side_by_side(qwen):
+    everyone = threading.Barrier(6, timeout=30)  # none goes on before all are there
+
+    def meet(name: str) -> str:
+        """
+        Waits for the others.
+
+        Args:
+            name: One's own name.
+        """
+        everyone.wait()
+        return name
+
+    rows, _ = play(qwen, [[call("meet", name="a") + END, "." + END]] * 6, tools=[meet])
+    assert [talk.messages[1]["content"] for talk in rows.completions] == ["a"] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_a_bad_answer_costs_its_row_only(isolation, qwen):
+    ways = ["fine", "hang", "raise", "huge", "surrogate", *(["die"] if isolation else ["exit"])]
+    rows, _ = play(
+        qwen,
+        [[call("behave", how=how) + END, "So." + END] for how in ways],
+        **(
+            {"_component_": "hostile_environment.Hostile"}
+            if isolation
+            else {"objects": {None: Hostile}}
+        ),
+        isolation=isolation,
+        timeout=2.0,
+    )
+    ends = ["answered", "tool_failed", "answered", "context", "answered", "tool_failed"]
+    assert [talk.ended for talk in rows.completions] == ends
+    said = [talk.messages[1]["content"] for talk in rows.completions if talk.ended == "answered"]
+    assert said == ["fine", "{'error': 'as you wish <|im_end|>'}", "?\x00"]
+    if not isolation:
+        assert Hostile.closed >= 4  # all but the one that hangs
+
+
+def test_a_process_takes_the_methods_of_other_libraries(qwen):
+    """Gymnasium's `reset` takes no columns, and the parameter of its `step` is `action`."""
+    game = {"_component_": "hostile_environment.Gym", "form": "inline", "isolation": "process"}
+    row = {"prompt": "Guess: ", "seed": 7, "answer": "7"}
+    rows, scores = play(qwen, [["5", "7"]], rows=[row], chat=False, **game)
+    assert scores.of("Gym").tolist() == [1]
+    assert rows.completions == ["5 low 7"] and rows.completions[0].ended == "done"
+
+
+def test_an_evaluation_has_only_so_many_processes_at_once(tmp_path, monkeypatch):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
+    monkeypatch.setattr(evaluator, "MAX_WORKERS", 4)
+    game = "environment._component_=torchtune_grpo.environments.examples.GuessNumber"
+    changes = [game, "environment.isolation=process", "rewards=[]", "evaluation.samples=2"]
+    cfg = read_config(load_config("tiny_arithmetic_grpo", changes))
+    kinds = make_kinds(cfg.environment, [])
+    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": n} for n in "787"]
+    data = RLDataset(tokenizer, rows=rows)
+    environment = make_environment(
+        kinds, cfg.environment, encoder=data.encoder, tokenizer=tokenizer, context=8000
+    )
+    rewards = RewardSet.from_config(environment_rewards(kinds))
+    measure = evaluator.Evaluator(
+        cfg, data, tokenizer=tokenizer, rewards=rewards, environment=environment
+    )
+    engine = ScriptedEngine(tokenizer, [["7" + END, "8" + END]] * 4)
+    found = measure(engine).answered
+    assert [request.num_rows for request in engine.asked] == [3, 4, 2]
+    scores = [[each.scores["GuessNumber"] for each in asked.samples] for asked in found]
+    assert scores == [[1, 1], pytest.approx([0.9, 0.9]), [1, 1]]
+    assert len(kinds[None].idle) == 4
+    kinds[None].close()
+
+
+def test_limits_end_a_conversation(qwen):
+    again = call("multiply", a=2, b=2) + END
+    size = len(qwen.encode(again.replace(END, ""), add_bos=False, add_eos=False)) + 1
+    short, talks = {"max_tokens": 2 * size}, [[again] * 9]
+    rows, _ = play(qwen, talks, tools=[multiply], max_response_tokens=9000 // 2, **short)
+    (talk,) = rows.completions
+    assert (talk.ended, talk.turns, bool(rows.truncated[0])) == ("max_tokens", 2, False)
+    rows, _ = play(qwen, talks, tools=[multiply], max_response_tokens=2 * size, max_tokens=2 * size)
+    (talk,) = rows.completions
+    assert (talk.ended, talk.turns, bool(rows.truncated[0])) == ("context", 2, True)
+    assert [turn["role"] for turn in talk.messages] == ["assistant", "tool", "assistant"]
+    reply = [{"role": "tool", "name": "multiply", "content": "4"}]
+    length = size + len(ReplyEncoder(qwen, roles=["tool"])(reply))
+    for limit, turns in ((length, 1), (length + 1, 2)):  # a token has to be left for the policy
+        rows, _ = play(qwen, talks, tools=[multiply], max_response_tokens=limit)
+        assert (rows.completions[0].ended, rows.completions[0].turns) == ("context", turns)
+    rows, _ = play(qwen, talks, tools=[multiply], max_turns=3)
+    (talk,) = rows.completions
+    assert (talk.ended, talk.turns) == ("max_turns", 3)
+    rows, _ = play(qwen, [["So so" + END]], tools=[multiply], max_tokens=2)
+    assert (rows.completions[0].ended, rows.truncated.tolist()) == ("max_tokens", [True])
+
+
+# --- Mistakes, before a model is loaded -------------------------------------------------------
+
+
+class OneAtATime:
+    """An environment whose server takes one session."""
+
+    in_use = False
+
+    def reset(self, **row):
+        if OneAtATime.in_use:
+            raise ConnectionError("CAPACITY_REACHED")
+        OneAtATime.in_use = True
+
+    def step(self, text):
+        return "", 0.0, True
+
+    def close(self):
+        OneAtATime.in_use = False
+
+
+def test_a_server_of_one_session_is_refused_at_the_start(qwen):
+    settings = EnvironmentConfig(_component_="my.OneAtATime")
+    kinds = make_kinds(settings, [], {"environment": OneAtATime})
+    encoder = PromptEncoder(qwen)
+    environment = Environment(kinds, settings, encoder, ReplyEncoder(qwen, roles=()), None, 100)
+    with pytest.raises(ValueError, match="a second session.*CAPACITY_REACHED.*max_concurrent_envs"):
+        environment.check_sessions({}, encoder.text("Hi"))
+    assert not OneAtATime.in_use
+
+
+class NoReset:
+    def step(self, text):
+        return "", 0.0, True
+
+
+class NoTools:
+    def reset(self, **row):
+        return None
+
+
+class NoHints(NoTools):
+    def look(self, where):
+        """Looks."""
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("environment", "tools", "said"),
+    [
+        (NoReset, [], "has no method reset"),
+        (NoTools, [], "neither step.text. nor a public method"),
+        (NoHints, [], r"NoHints.look: a tool needs type hints"),
+        (GuessTuple, [multiply], "tools: .* has step"),
+        (None, [no_docstring], r"tools\[0\]: a tool needs type hints"),
+    ],
+)
+def test_what_an_environment_lacks_is_said(environment, tools, said):
+    keys = {} if environment is None else {"_component_": f"my.{environment.__name__}"}
+    objects = {"environment": environment} | {f"tools.{n}": tool for n, tool in enumerate(tools)}
+    with pytest.raises(ConfigError, match=said):
+        make_kinds(EnvironmentConfig(**keys), [f"my.{t.__name__}" for t in tools], objects)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"max_trns": 3}, "environment.max_trns=3: unknown key.*mean environment.max_turns"),
+        ({"_component_": "no.such.Class"}, "environment._component_=no.such.Class: cannot be imp"),
+        ({"_component_": "hostile_environment.Hostile", "speed": 1}, "environment.speed=1: host"),
+        ({"_component_": "hostile_environment.Hostile", "max_turn": 1}, "environment.max_turns"),
+    ],
+)
+def test_mistakes_in_the_node_are_said(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        make_kinds(EnvironmentConfig(**keys), [])
+
+
+# --- The shipped environments ---------------------------------------------------------------
+
+
+def test_the_calculator_of_the_shipped_config(qwen):
+    cfg = load_config("smollm2_calculator_grpo")
+    prompt = cfg.dataset.prompt_template.replace("{prompt}", "What is 312 * 405?")
+    assert cfg.sampling.stop_strings[0] == ")" and cfg.dataset.chat is False
+    rows, scores = play(
+        qwen,
+        [
+            ["\ncalc(312 * 405)", " The answer is 126360.\n\n"],
+            ["\ncalc(312, 405)", " The answer is 717.\n\n"],
+            ["\nThe answer is 12636." + END],
+        ],
+        rows=[{"prompt": prompt, "answer": "126360"}],
+        chat=False,
+        **OmegaConf.to_object(cfg.environment),
+    )
+    assert scores.of("Calculator").tolist() == [1, 0, 0]
+    assert rows.completions[0] == "\ncalc(312 * 405) = 126360. The answer is 126360.\n\n"
+    assert " = ?" in rows.completions[1]
+
+
+def test_the_game_of_guessing(tmp_path):
+    rows, scores = play(
+        hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2"))),
+        [["5" + END, "7" + END], ["7" + END], ["?" + END], ["9" + END] * 9],
+        rows=[{"prompt": "Guess.", "answer": "7"}],
+        objects={None: GuessNumber},
+        max_turns=5,
+    )
+    assert scores.of("GuessNumber").tolist() == pytest.approx([0.9, 1, 0, 0])
+    assert [talk.ended for talk in rows.completions] == ["done", "done", "done", "max_turns"]
+    assert rows.completions[0].messages[1]["content"] == "higher"

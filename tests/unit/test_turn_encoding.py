@@ -1,0 +1,132 @@
+"""What stands between two turns, and calls as the models write them: equal to TRL's."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trl
+from hf_tokenizers import write_tokenizer
+from transformers import AutoTokenizer
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+)
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from torchtune_grpo.environments.calls import find_parser, read_turn
+from torchtune_grpo.environments.replies import ReplyEncoder
+from torchtune_grpo.models import hf_tokenizer
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+ENDS = {"qwen3": "<|im_end|>", "qwen2_5": "<|im_end|>", "llama3_2": "<|eot_id|>"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+TURNS = {
+    "qwen3": [
+        f"<think>\nhm\n</think>\n\nLet me see. {CALL}",
+        f"{CALL}\n{CALL}",
+        "<think>\nhm\n</think>\n\nIt is 3.",
+        "It is 3.",
+        '<tool_call>{"name": "now"}</tool_call>',
+        '<tool_call>{"name": "add", "argu</tool_call>',
+    ],
+    "llama3_2": [
+        '{"name": "add", "parameters": {"a": 1, "b": [2]}}',
+        'So: {"name": "add", "parameters": {"a": 1}}',
+        "It is 3.",
+        '{"name": "add", "parameters": {"a": 1}',
+    ],
+}
+
+
+@pytest.fixture(params=["qwen3", "qwen2_5", "llama3_2"])
+def model(request, tmp_path):
+    folder = write_tokenizer(tmp_path, request.param)
+    return request.param, hf_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+
+
+def test_turns_are_read_as_by_trl(model):
+    name, ours, theirs = model
+    parse = find_parser(lambda turns: ours.chat_text(turns, add_generation_prompt=False))
+    add_response_schema(theirs)
+    prompt = theirs.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=False
+    )
+    for text in TURNS.get(name, TURNS["qwen3"]):
+        ids = theirs.encode(text + ENDS[name], add_special_tokens=False)
+        assert read_turn(text, parse) == parse_response(theirs, ids, prefix=prompt)
+
+
+def test_results_have_the_tokens_of_trl(model):
+    _, ours, theirs = model
+    keeps = is_chat_template_prefix_preserving(theirs)
+    trainer = SimpleNamespace(
+        _is_vlm=False,
+        _tokenizer=theirs,
+        processing_class=theirs,
+        chat_template=None if keeps else get_training_chat_template(theirs),
+        chat_template_kwargs={},
+    )
+    encode = ReplyEncoder(ours, roles=["tool"])
+    results = [("add", '3 {"a": "b"}\n'), ("find", "ü")]
+    turns = [{"role": "tool", "name": name, "content": text} for name, text in results]
+    assert encode(turns) == GRPOTrainer._get_tool_suffix_ids(trainer, turns)
+    ended_otherwise = encode(turns, ended=False)  # as by a stop string
+    assert ended_otherwise == [ours.stop_tokens[0], *encode(turns)]
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_2"])
+def test_special_tokens_in_a_result_are_text(name, role, tmp_path):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
+    encode = ReplyEncoder(tokenizer, roles=[role])
+
+    def reply(text):
+        turn = {"role": role, "content": text} | ({"name": "find"} if role == "tool" else {})
+        return encode([turn])
+
+    names = [text for text in tokenizer.added_tokens if text != tokenizer.CUT]
+    special = {tokenizer.encode(text, add_bos=False, add_eos=False)[0] for text in names}
+    hostile = "".join(names) + tokenizer.CUT
+    assert sum(token in special for token in reply(hostile)) == sum(
+        token in special for token in reply("x")
+    )
+    assert all(
+        text in tokenizer.decode(reply(hostile), skip_special_tokens=False) for text in names
+    )
+    assert not special & {*encode.inline(hostile)}
+
+
+def test_gemma_writes_arguments_without_quotes(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "gemma3"))
+    tokenizer.chat_template = (TEMPLATES / "gemma4.jinja").read_text()
+    given = {"city": 'Rio "{a:1}"', "days": 3, "deep": {"x": [True, "b"]}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": given}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def render(turns):
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+
+    text = render([{"role": "user", "content": "q"}, turn]).rpartition("model\n")[2]
+    parse = find_parser(render)
+    assert read_turn(text.removesuffix("<|tool_response>"), parse) == turn
+
+
+@pytest.mark.parametrize(
+    ("template", "form"), [("glm4moe", "GLM's"), ("qwen3_6", "XML"), ("phi3", "writes no tool")]
+)
+def test_other_forms_of_calls_are_refused_by_name(template, form, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    with pytest.raises(ValueError, match=form):
+        find_parser(lambda turns: tokenizer.apply_chat_template(turns, tokenize=False))
+
+
+@pytest.mark.parametrize("role, options", [("user", {}), ("tool", {"enable_thinking": False})])
+def test_a_template_that_drops_earlier_thinking_is_refused(role, options, tmp_path):
+    folder = str(write_tokenizer(tmp_path, "qwen3"))
+    with pytest.raises(ValueError, match="drops a part of earlier turns.*chat_template.jinja"):
+        ReplyEncoder(hf_tokenizer(folder, options), roles=[role])
+    keeps = {"chat_template": (TEMPLATES / "qwen3_training.jinja").read_text()}
+    ReplyEncoder(hf_tokenizer(folder, options | keeps), roles=[role])

@@ -1,0 +1,230 @@
+"""Responses of several turns equal a plain loop that runs the model's full forward for each token.
+
+Every token, mask and log-prob, and everything that the replies are asked about. A reply depends on
+the row and its response alone; when it comes, and how many rows are sampled at once, changes
+nothing.
+"""
+
+import itertools
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from decode_attention import decode_attention  # noqa: F401
+from policies import build_policy
+from test_rollout import (
+    HostRecorder,
+    assert_same_samples,
+    context,
+    native,
+    random_prompts,
+    request,
+    responses,
+    text_of,
+)
+
+from torchtune_grpo.rollout import batch
+from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.graphs import Buffers
+from torchtune_grpo.rollout.native import NativeEngine
+from torchtune_grpo.rollout.request import RolloutRequest, StopStrings
+from torchtune_grpo.rollout.sampling import Sampler, uniforms
+from torchtune_grpo.rollout.torchtune import TorchtuneEngine
+from torchtune_grpo.trajectory import Samples
+
+STOPS = (7, 11, 30, 44, 52)
+MAX_TURNS = 4
+
+
+def reply_to(row: int, response: list[int], turn: int) -> list[int]:
+    """Reply with up to 6 tokens, stop tokens and stop strings among them; at times with none."""
+    chance = random.Random(f"{row} {turn} {response}")
+    length = chance.choice([0, 1, 1, 3, 6])
+    return [chance.choice([*STOPS, 9, 13, 21]) for _ in range(length)]
+
+
+class Scripted:
+    """Replies in the order and after the number of looks that ``late`` gives for a turn."""
+
+    def __init__(self, late=lambda row, turn: 0) -> None:
+        self.limits = None  # tokens that are sampled, and of a response
+        self.asked: list[tuple] = []
+        self._late, self._pending, self.waits = late, [], 0
+
+    def end_turn(self, row, response, *, sampled) -> None:
+        turn = sum(asked[0] == row for asked in self.asked)
+        self.asked.append((row, list(response), sampled))
+        reply = limited_reply(row, list(response), turn, sampled, self.limits)
+        self._pending.append([self._late(row, turn), row, reply])
+
+    def replies(self, *, wait):
+        self.waits += wait
+        ready = [each for each in self._pending if each[0] <= 0]
+        self._pending = [[looks - 1, *more] for looks, *more in self._pending if looks > 0]
+        return {row: reply for _, row, reply in reversed(ready)}
+
+
+def limited_reply(row, response, turn, sampled, limits) -> list[int]:
+    reply = reply_to(row, response, turn)
+    fits = sampled < limits[0] and len(response) + len(reply) < limits[1]
+    return reply if fits and turn < MAX_TURNS - 1 else []
+
+
+def with_turns(asked: RolloutRequest, turns: Scripted) -> RolloutRequest:
+    turns.limits = asked.params.max_generated_tokens, asked.max_row_tokens
+    return replace(asked, turns=turns)
+
+
+@torch.no_grad()
+def plain(model, asked: RolloutRequest) -> tuple[Samples, list[tuple]]:
+    """Play every conversation by itself, with the whole sequence's logits for each token."""
+    params, limit = asked.params, asked.max_row_tokens
+    limits = params.max_generated_tokens, limit
+    sampler = Sampler(params, stop_tokens=asked.stop_tokens, buffers=Buffers(torch.device("cpu")))
+    strings = params.stop_strings and StopStrings(params.stop_strings, decode=asked.decode)
+    noise, rows, questions = uniforms(asked.keys, limit), [], []
+    for number in range(asked.num_rows):
+        prompt = asked.prompts[number // asked.group_size]
+        tokens, kept, begin, turn, truncated = [], [], 0, 0, True
+        while sum(sampled for sampled, *_ in kept) < limits[0] and len(tokens) < limit:
+            seen = torch.zeros(1, model.tok_embeddings.num_embeddings, dtype=torch.bool)
+            seen[0, prompt + tokens] = True
+            token, *logprobs = sampler(
+                model(torch.tensor([prompt + tokens]))[:, -1],
+                uniforms=noise[number, len(tokens), None],
+                counts=torch.tensor([len(tokens)]),
+                seen=seen,
+            )
+            tokens.append(int(token))
+            kept.append((True, *map(float, logprobs)))
+            start = max(len(tokens) - 1 - begin, params.min_new_tokens - 1 - begin)
+            stops = strings and strings.end(tokens[begin:], start=start)
+            if tokens[-1] not in asked.stop_tokens and not stops:
+                continue
+            sampled = sum(sampled for sampled, *_ in kept)
+            questions.append((number, list(tokens), sampled))
+            reply = limited_reply(number, tokens, turn, sampled, limits)
+            if not reply:
+                truncated = False
+                break
+            tokens, kept = tokens + reply, kept + [(False, 0.0, 0.0)] * len(reply)
+            begin, turn = len(tokens), turn + 1
+        rows.append((tokens, kept, truncated))
+    width = max(len(tokens) for tokens, *_ in rows)
+
+    def padded(values) -> torch.Tensor:
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in values])
+
+    return Samples(
+        responses=padded(tokens for tokens, *_ in rows),
+        lengths=torch.tensor([len(tokens) for tokens, *_ in rows]),
+        truncated=torch.tensor([truncated for *_, truncated in rows]),
+        sampled=padded([each[0] for each in kept] for _, kept, _ in rows).bool(),
+        sampler_logprobs=padded([each[1] for each in kept] for _, kept, _ in rows),
+        behaviour_logprobs=padded([each[2] for each in kept] for _, kept, _ in rows),
+    ), questions
+
+
+CASES = {
+    "plain": ("qwen", {}),
+    "greedy": ("lora", {"temperature": 0.0}),
+    "strings": ("dora", {"stops": (7,), "stop_strings": ("ca", "bf", "nb"), "decode": text_of}),
+    "penalty": ("llama", {"repetition_penalty": 1.5, "min_new_tokens": 6}),
+    "filters": ("llama", {"temperature": 1.4, "top_k": 20, "top_p": 0.9}),
+    "row_limit": ("lora_output", {"row_limit": 27}),
+    "long": ("qwen", {"max_generated_tokens": GroupCache.BLOCK + 9, "stops": (7, 11, 30)}),
+}
+
+
+@cache
+def case(name: str):
+    """A model, a request, and what the plain loop makes of it."""
+    kind, options = CASES[name]
+    model, options = build_policy(kind), dict(options)
+    limit = options.pop("row_limit", 130 if name == "long" else 60)
+    options = {"group_size": 2, "stops": STOPS, "max_generated_tokens": 24, **options}
+    asked = replace(request(random_prompts([5, 2, 9]), **options), row_limit=limit)
+    return model, asked, *plain(model, asked)
+
+
+LATE = {
+    "at_once": lambda row, turn: 0,
+    "late": lambda row, turn: 5 * (row % 3) + turn,
+    "last_first": lambda row, turn: 2 * (12 - row),
+    "much_later": lambda row, turn: 40,
+}
+
+
+def assert_plays(engine: NativeEngine, name: str, late=LATE["at_once"]) -> Scripted:
+    _, asked, expected, questions = case(name)
+    turns = Scripted(late)
+    got = engine.generate(with_turns(asked, turns))
+    assert_same_samples(got, expected)
+    assert torch.equal(got.sampled, expected.sampled)
+    given = (torch.arange(got.sampled.shape[1]) < got.lengths[:, None]) & ~got.sampled
+    assert not got.sampler_logprobs[given].any() and not got.behaviour_logprobs[given].any()
+    assert sorted(turns.asked) == sorted(questions)
+    return turns
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conversations_equal_a_plain_loop(name, monkeypatch):
+    """With few rows at once and many, both attentions, replayed steps, and rows that overshoot."""
+    model, asked, expected, questions = case(name)
+    turns = [sum(each[0] == row for each in questions) for row in range(asked.num_rows)]
+    assert (
+        (max(turns) > 1 or name == "row_limit")
+        and expected.truncated.any()
+        and not expected.truncated.all()
+    )
+    for rows in (2, None):
+        assert_plays(native(model, max_rows=rows), name)
+    monkeypatch.setitem(batch.POLL_STEPS, "cpu", 3)
+    assert_plays(native(model, max_rows=3), name)
+    engine = native(model, max_rows=4)
+    recorder = HostRecorder(engine)
+    assert_plays(engine, name, LATE["late"])
+    assert recorder.recorded
+
+
+@pytest.mark.parametrize("rows", [1, 2, None])
+@pytest.mark.parametrize("late", LATE)
+def test_when_replies_come_changes_nothing(late, rows):
+    turns = assert_plays(native(case("plain")[0], max_rows=rows), "plain", LATE[late])
+    assert turns.waits or late in ("at_once", "last_first")
+
+
+@pytest.mark.parametrize("rows", [2, None])
+def test_a_deadline_cuts_off_rows_that_wait_for_a_reply(rows, monkeypatch):
+    """Their last turn has ended, but not they; without live rows the clock is still looked at."""
+    model, asked, expected, _ = case("plain")
+    clock = itertools.count()  # it ticks at every look
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    turns = Scripted(lambda row, turn: 10**9)
+    engine = NativeEngine(context(model, max_rows=rows, deadline=500))
+    got = engine.generate(with_turns(asked, turns))
+    assert got.truncated.all() and turns.waits > 300
+    firsts = {row: response for row, response, _ in turns.asked}
+    assert len(firsts) == len(turns.asked) == min(5, 2 * (rows or 3))
+    for row, response in enumerate(responses(got)):
+        assert response == firsts.get(row, response)
+        assert response == responses(expected)[row][: len(response)]
+
+
+def test_slots_of_rows_that_pause_are_in_the_memory_budget():
+    model, asked, *_ = case("plain")
+    engine, with_pauses = native(model, max_rows=2), with_turns(asked, Scripted())
+    bound = engine.cache_bytes(with_pauses, rows=2)
+    engine.generate(with_pauses)
+    held = sum(tensor.nbytes for tensor in engine._cache.tensors())
+    # Four prompts (all three) and four rows, with one for padding, of 64 tokens each.
+    assert held == 2 * 2 * 2 * 8 * 4 * (3 * 64 + 5 * 64) < bound
+    assert engine.cache_bytes(asked, rows=2) < bound
+
+
+def test_torchtunes_engine_refuses_turns():
+    model, asked, *_ = case("plain")
+    with pytest.raises(ValueError, match="rollout.engine=torchtune.* to native"):
+        TorchtuneEngine(context(model)).generate(with_turns(asked, Scripted()))

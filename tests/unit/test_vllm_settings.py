@@ -1,0 +1,102 @@
+"""What the vLLM engine refuses or sets in a config is known before any weights are read."""
+
+import math
+import re
+
+import pytest
+import torch
+from hf_models import hf_folder
+from policies import build_policy
+
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import VLLM, RolloutConfig
+from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.models import hf_model
+from torchtune_grpo.rollout import vllm
+from torchtune_grpo.rollout.request import EngineContext
+from torchtune_grpo.run import Run
+from torchtune_grpo.training.checks import check_prompts
+
+
+def config(*options):
+    return read_config(load_config("tiny_arithmetic_grpo", ["rollout.engine=vllm", *options]))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(vllm, "_version", lambda: "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("sampling.top_k=5", "sampling.top_k=5: rollout.engine=vllm cannot give log-probs"),
+        ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty=1.1: "),
+        ("sampling.suppressed_tokens=[3]", "sampling.suppressed_tokens=(3,): "),
+        ("evaluation.top_p=0.9", "evaluation.top_p=0.9: "),
+        ("temperature=0.001", "temperature=0.001: rollout.engine=vllm takes 0.01 to 2.0"),
+        ("evaluation.temperature=3", "evaluation.temperature=3.0: "),
+    ],
+)
+def test_each_key_that_it_cannot_follow_is_named(installed, option, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        vllm.VLLMEngine.check(config(option))
+
+
+def test_what_changes_nothing_is_taken_and_another_version_is_told(installed, monkeypatch, caplog):
+    options = ["sampling.top_p=1.0", "evaluation.min_p=0", "sampling.stop_strings=[x]"]
+    vllm.VLLMEngine.check(config(*options))
+    assert not caplog.text
+    monkeypatch.setattr(vllm, "_version", lambda: "0.34.0")
+    vllm.VLLMEngine.check(config())
+    assert "tested with vLLM 0.32 and 0.33, not 0.34.0" in caplog.text
+
+
+def test_a_missing_vllm_is_one_line_before_a_model_is_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm, "_version", lambda: None)
+    options = ["rollout.engine=vllm", f"output_dir={tmp_path / 'out'}"]
+    run = Run(load_config("tiny_arithmetic_grpo", options))
+    problems, _ = run.check()
+    assert len(problems) == 1 and "not installed; pip install 'vllm" in problems[0]
+    with pytest.raises(ConfigError, match="not installed; pip install 'vllm"):
+        run.prepare_model()
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_gap_is_corrected_unless_the_config_says_otherwise():
+    assert config().objective.sampling_correction == "token_truncate"
+    node = [f"rollout.engine={{_component_: {VLLM}, max_model_len: 64}}"]
+    own = read_config(load_config("tiny_arithmetic_grpo", node))
+    assert own.objective.sampling_correction == "token_truncate"
+    assert config("objective.sampling_correction=null").objective.sampling_correction is None
+    other = read_config(load_config("tiny_arithmetic_grpo", []))
+    assert other.objective.sampling_correction is None
+    with pytest.raises(ValueError, match="max_model_len=64: .* of dataset .* 78 tokens"):
+        check_prompts(own, "dataset", [[1] * 30], model=build_policy())
+
+
+def test_keys_and_values_fill_the_room_at_most_and_hold_one_row():
+    model = build_policy()  # 2 layers, 2 heads of 8 numbers with keys and values, in float32
+    of_token, spare = 2 * 2 * 2 * 8 * 4, 2 * vllm.BLOCK
+    for room, expected in (
+        (math.inf, 10 * (2 * 30 + spare) * of_token),
+        (99_999.5, 99_999),
+        (-1.0, (128 + spare) * of_token),
+    ):
+        assert vllm.cache_bytes(model, 10, longest=30, most=128, room=room) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "fits", "fails"),
+    [("fp32", "max", 0.009, 0.011), ("bf16", "mean", 0.09, float("nan"))],
+)
+def test_a_step_whose_logprobs_differ_ends_the_run(dtype, name, fits, fails, tmp_path):
+    folder = str(hf_folder("llama3", tmp_path / "model"))
+    model = hf_model(folder).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    context = EngineContext(model, RolloutConfig(), torch.device("cpu"), model_dir=folder)
+    engine, key = vllm.VLLMEngine(context), f"sampling/sampling_logp_difference/{name}"
+    engine.check_step({})  # nothing was trained on
+    engine.check_step({key: fits})
+    with pytest.raises(ValueError, match="samples from another policy"):
+        engine.check_step({key: fails})
