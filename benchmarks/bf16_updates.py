@@ -1,4 +1,4 @@
-"""What 200 optimizer steps at the shipped learning rates do to weights in bf16.
+"""Compares ways to keep weights over 200 optimizer steps at the shipped learning rates.
 
     python benchmarks/bf16_updates.py
 

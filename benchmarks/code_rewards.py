@@ -31,7 +31,7 @@ from common import report
 from hostile_code import HONEST, HOSTILE, TEST, WRONG
 
 from torchtune_grpo.rewards import CodeReward, code
-from torchtune_grpo.sandbox import CodeSandbox, Verdict
+from torchtune_grpo.sandbox.code import CodeSandbox
 
 COUNT, SECONDS, MEGABYTES = 1000, 3, 512
 ASLEEP = "import time\ndef solve(n):\n    time.sleep(99)"
@@ -44,7 +44,7 @@ def judge(reward: CodeReward, rows: list[dict[str, str]]) -> tuple[list[bool], f
     start = time.perf_counter()
     verdicts = reward.judge([f"```python\n{row['program']}```" for row in rows], **columns)
     milliseconds = (time.perf_counter() - start) / len(rows) * 1000
-    return [isinstance(v, Verdict) and v.passed for v in verdicts], round(milliseconds, 1)
+    return [v.passed for v in verdicts], round(milliseconds, 1)
 
 
 def rows_of(programs: list[str], count: int) -> list[dict[str, str]]:

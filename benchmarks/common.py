@@ -1,10 +1,11 @@
-"""What the benchmarks share: random models and rows, memory use, processes and runs."""
+"""Parts that benchmarks share: random models and rows, memory use, processes and runs."""
 
 import json
 import os
 import random
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -32,35 +33,18 @@ from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 BIN = Path(sys.executable).parent
-DEMO = "tiny_arithmetic_grpo"
-SHAPE_S = dict(
-    vocab_size=32_768,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    embed_dim=512,
-    intermediate_dim=1536,
-    max_seq_len=4096,
-)
-SMOLLM2 = dict(
-    vocab_size=49_152,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    embed_dim=576,
-    intermediate_dim=1536,
-    max_seq_len=2048,
-)
-LLAMA_1B = dict(
-    vocab_size=128_256,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    embed_dim=2048,
-    intermediate_dim=8192,
-    max_seq_len=4096,
-)
-SHAPES = {"S": SHAPE_S, "M": LLAMA_1B, "SmolLM2": SMOLLM2}
+_SIZES = (
+    "vocab_size embed_dim intermediate_dim num_layers num_heads num_kv_heads max_seq_len"
+).split()
+SHAPES = {
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "S": (32_768, 512, 1536, 8, 8, 4, 4096),
+        "M": (128_256, 2048, 8192, 16, 32, 8, 4096),  # Llama 3.2 1B
+        "SmolLM2": (49_152, 576, 1536, 30, 9, 3, 2048),
+    }.items()
+}
+SHAPE_S, LLAMA_1B, SMOLLM2 = SHAPES.values()
 GROUP = 8
 PROMPT_LENGTHS = (96, 160, 212, 292)
 
@@ -116,7 +100,7 @@ def random_prompts(lengths: list[int], vocab: int) -> PromptBatch:
         prompts=[""] * len(lengths),
         columns={},
         uses=[0] * len(lengths),
-        places=list(range(len(lengths))),
+        step_indices=list(range(len(lengths))),
     )
 
 
@@ -140,36 +124,50 @@ class Words:
         return " ".join(f"w{token}" for token in tokens)
 
 
+def rows_of(
+    tokens: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, **more: Any
+) -> Trajectory:
+    """Make rows with prompts and responses of these lengths; ``more`` replaces what is made up."""
+    mask = length_mask(response_lengths, int(response_lengths.max()))
+    numbers, zeros = torch.arange(len(tokens)), torch.zeros(mask.shape)
+    made_up = {
+        "tokens": tokens.where(length_mask(prompt_lengths + response_lengths, tokens.shape[1]), 0),
+        "prompt_indices": numbers,
+        "step_indices": numbers,
+        "prompt_lengths": prompt_lengths,
+        "response_lengths": response_lengths,
+        "sampled": mask.clone(),
+        "response_mask": mask,
+        "truncated": torch.zeros(len(tokens), dtype=torch.bool),
+        "sampler_logprobs": zeros,
+        "behaviour_logprobs": zeros,
+        "prompts": [],
+        "completions": [],
+        "columns": {},
+    }
+    return Trajectory(**made_up | more)
+
+
 def random_rows(
     *, vocab: int, prompt: int, shortest: int, longest: int, groups: int = 1, group: int = GROUP
 ) -> Trajectory:
     """Make groups of random responses, the first as long as any, with all that a loss needs."""
     generator = torch.Generator().manual_seed(0)
-    rows, width = groups * group, prompt + longest
-    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
+    count = groups * group
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator)
     lengths[0] = longest
-    tokens = torch.randint(vocab, (rows, width), generator=generator)
+    tokens = torch.randint(vocab, (count, prompt + longest), generator=generator)
     tokens[:, :prompt] = tokens[::group, :prompt].repeat_interleave(group, dim=0)
-    mask = length_mask(lengths, longest)
-    zeros, no_rows = torch.zeros(mask.shape), torch.zeros(rows, dtype=torch.long)
-    return with_weights(
-        Trajectory(
-            tokens=tokens.where(length_mask(lengths + prompt, width), 0),
-            prompt_indices=no_rows,
-            places=no_rows,
-            prompt_lengths=torch.full((rows,), prompt),
-            response_lengths=lengths,
-            response_mask=mask,
-            truncated=torch.zeros(rows, dtype=torch.bool),
-            sampler_logprobs=zeros,
-            behaviour_logprobs=zeros,
-            prompts=[],
-            completions=[],
-            columns={},
-            advantages=torch.randn(rows, generator=generator),
-            ref_logprobs=zeros,
-        )
+    rows = rows_of(
+        tokens,
+        torch.full((count,), prompt),
+        lengths,
+        prompt_indices=torch.zeros(count, dtype=torch.long),
+        step_indices=torch.zeros(count, dtype=torch.long),
+        advantages=torch.randn(count, generator=generator),
+        ref_logprobs=torch.zeros(count, longest),
     )
+    return with_weights(rows)
 
 
 def with_weights(rows: Trajectory) -> Trajectory:
@@ -211,6 +209,33 @@ def loss_of(
     ).loss
 
 
+# --- TRL ------------------------------------------------------------------------------------------
+
+
+def trl_settings(folder: str) -> dict[str, Any]:
+    """Return arguments of TRL's ``GRPOConfig``: the same computation, on a CPU, and no logs."""
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "activation_checkpointing": False,
+        "loss_type": "grpo",
+        "optim": "adamw_torch",
+    }
+
+
+def lora(rank: int) -> Any:
+    """Return PEFT's settings for LoRA on all linear layers."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+
+
 # --- Processes ------------------------------------------------------------------------------------
 
 
@@ -220,7 +245,7 @@ def resident_mb() -> float:
 
 
 def peak_mb() -> float:
-    """Return the most that it has held since :func:`forget_peak`."""
+    """Return the most that it has held since ``forget_peak``."""
     return _memory_mb("VmHWM")
 
 
@@ -269,9 +294,8 @@ def tune_run(
     return run(command, threads=threads)
 
 
-def report(benchmark: str, settings: Any = None, **results: Any) -> None:
+def report(benchmark: str, settings: Namespace | None = None, **results: Any) -> None:
     """Print a benchmark's line of JSON."""
     line: dict[str, Any] = {"benchmark": benchmark, "torch": torch.__version__}
-    if settings is not None:
-        line["settings"] = settings if isinstance(settings, dict) else vars(settings)
+    line |= {"settings": vars(settings)} if settings else {}
     print(json.dumps(line | results, default=str))

@@ -49,6 +49,10 @@ def packed(message):
 """
 
 
+_EXCEPTIONS = ("AssertionError", "KeyboardInterrupt", "StopIteration")
+_EQUAL = "class Yes({}): __eq__, __hash__ = lambda *_: True, None\ndef solve(n): return Yes()\n"
+
+
 def _programs(text: str) -> dict[str, str]:
     """Split a text into programs, each with its name above it; some write to the socket."""
     parts = re.split(r"^=== (.+)$", text, flags=re.MULTILINE)[1:]
@@ -126,47 +130,32 @@ QUICK = {
     "nan": "def solve(n): return float('nan')\n",
     "true": "def solve(n): return True\n",
     "generator": "def solve(n):\n    yield n\n",
-    "raises AssertionError": "def solve(n): raise AssertionError\n",
-    "raises KeyboardInterrupt": "def solve(n): raise KeyboardInterrupt\n",
     "prints a pass": "def solve(n):\n    print('1 passed'); print('{\"passed\": true}')\n",
-    "raises StopIteration": "def solve(n): raise StopIteration\n",
     "long announcement": "import os\ndef solve(n): os.write(3, b'\\xff' * 8)\n",
+    "stack overflow": "import sys\nsys.setrecursionlimit(10**9)\ndef solve(n): return solve(n)\n",
+    "growing memory": "def solve(n):\n    x = [0]\n    while True: x += x\n",
+    "answer in itself": "def solve(n):\n    x = []; x.append(x)\n    return x\n",
+    "nested answer": f"{_PACKED}def solve(n): os.write(3, packed(b'[' * 10 ** 5))\n",
+    "closes its files": "import os\nos.closerange(0, 100)\ndef solve(n): return 0\n",
+    "at exit": "import atexit, os\natexit.register(os.fork)\ndef solve(n): raise SystemExit\n",
+    "no imports": "import sys\nsys.path.clear(); sys.modules.clear()\ndef solve(n): return 0\n",
+    "becomes root": "import os\ndef solve(n):\n    os.setuid(0); os.chroot('/'); return 0\n",
+    "forges an exception": f"{_PACKED}def solve(n):\n"
+    "    os.write(3, packed({'error': ['StopIteration', 'x', []]}))\n",
+    "starts a shell": "import subprocess\ndef solve(n):\n"
+    "    return subprocess.getoutput('grep -r the-secret / | head -1')\n",
+    **{f"raises {name}": f"def solve(n): raise {name}\n" for name in _EXCEPTIONS},
+    **{f"equal {kind}": _EQUAL.format(kind) for kind in ("int", "object", "list")},
 } | _programs(r"""
-=== stack overflow
-import sys
-sys.setrecursionlimit(10**9)
-def solve(n): return solve(n)
-=== growing memory
-def solve(n):
-    x = [0]
-    while True: x += x
 === deep answer
 def solve(n):
     x = []
     for _ in range(10 ** 5): x = [x]
     return x
-=== self-containing answer
-def solve(n):
-    x = []
-    x.append(x)
-    return x
-=== equal to all
-class Yes(int):
-    def __eq__(self, other): return True
-    def __hash__(self): return 0
-def solve(n): return Yes(1)
-=== equal object
-class Yes:
-    def __eq__(self, other): return True
-def solve(n): return Yes()
-=== equal in a list
-class Yes(list):
-    def __eq__(self, other): return True
-def solve(n): return Yes()
 === patches builtins
 import builtins, operator, sys
 builtins.AssertionError = type('Never', (Exception,), {})
-builtins.check = lambda candidate: None
+builtins.check = check = lambda candidate: None
 builtins.isinstance = lambda *a: True
 sys.modules['__main__'].check = lambda candidate: None
 def solve(n): return 0
@@ -178,10 +167,6 @@ for name, module in list(sys.modules.items()):
             if callable(getattr(module, attribute)):
                 setattr(module, attribute, lambda *a, **k: True)
 def solve(n): return 0
-=== defines check
-def check(candidate): pass
-def solve(n): return 0
-check(solve)
 === walks frames
 import sys
 def solve(n):
@@ -219,12 +204,6 @@ def solve(n):
         if libc.write(writer, ctypes.c_void_p(address), 32768) > 0:  # no crash where nothing is
             found = re.search(rb"n \* n \+ (\d{5})", os.read(reader, 32768))
             if found: return n * n + int(found[1])
-=== leaves messages
-import ctypes, os, platform
-libc, add_key = ctypes.CDLL(None), {"x86_64": 248, "aarch64": 217}[platform.machine()]
-def solve(n):
-    for ring in range(-8, 0): libc.syscall(add_key, b"user", b"left", b"x", 1, ring)
-    libc.shmget(4711, 4096, 0o1666), libc.semget(4712, 1, 0o1666), libc.msgget(4713, 0o1666)
 === searches the disk
 import os
 def solve(n):
@@ -242,25 +221,13 @@ def solve(n):
         for name in ('environ', 'cmdline', 'mem', 'maps'):
             data = open(f'/proc/{process}/{name}', 'rb').read(10 ** 6)
             if b'SECRET' in data: return n * n + int(data.split(b'n * n + ')[1][:5])
-=== traces other processes
-import ctypes
-def solve(n):
-    libc, attached = ctypes.CDLL(None), []
-    for process in range(1, 40000):
-        if libc.ptrace(16, process, 0, 0) == 0: attached.append(process)
-    raise ValueError(attached)
 === kills everything
 import os, signal
 def solve(n):
-    for target in (os.getppid(), 1, -1):
-        try: os.kill(target, signal.SIGKILL)
-        except OSError: pass
-=== stops everything
-import os, signal
-def solve(n):
-    for target in (os.getppid(), 1, -1):
-        try: os.kill(target, signal.SIGSTOP)
-        except OSError: pass
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for target in (os.getppid(), 1, -1):
+            try: os.kill(target, number)
+            except OSError: pass
 === forges an answer
 os.write(3, packed({'ready': True}) + packed({'value': True}) * 10)
 os._exit(0)
@@ -276,38 +243,18 @@ def solve(n):
     os.write(3, packed({'value': ['dict', ['x']]}) + packed({'value': ['int', 'zz']}))
     os.write(3, packed({'value': ['set', ['list', 1]]}))
     os.write(3, packed({'error': ['SystemExit', 'x', None]}))
-=== nested answer
-def solve(n): os.write(3, packed(b'[' * 10 ** 5))
 === hash collisions
 def solve(n):
     keys = [['int', '%x' % (k * (2 ** 61 - 1))] for k in range(1, 30000)]
     os.write(3, packed({'value': ['set', *keys]}))
-=== forges an exception
-def solve(n): os.write(3, packed({'error': ['StopIteration', 'x', []]}))
-=== closes its files
-import os
-os.closerange(0, 100)
-def solve(n): return 0
 === daemon
-import os, time
-def solve(n):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            for number in range(100):
-                try: os.close(number)
-                except OSError: pass
-            time.sleep(1000)
-        os._exit(0)
-    return 0
-=== many daemons
 import os, time
 def solve(n):
     for _ in range(200):
         try: child = os.fork()
         except OSError: continue
         if child == 0:
-            try: os.setsid(); os.fork()
+            try: os.setsid(); os.fork(); os.closerange(0, 100)
             except OSError: pass
             time.sleep(1000)
     return 0
@@ -327,14 +274,6 @@ import os
 def solve(n):
     os.symlink('/etc/passwd', 'link'); os.link('/etc/passwd', 'hard')
     return open('link').read()
-=== starts a shell
-import subprocess
-def solve(n):
-    return subprocess.run('grep -r the-secret / | head -1', shell=True, capture_output=True)
-=== becomes root
-import os
-def solve(n):
-    os.setuid(0); os.chroot('/'); return 0
 === raises its limits
 import resource
 def solve(n):
@@ -347,14 +286,6 @@ def solve(n):
     for host in ('127.0.0.1', '::1'):
         try: socket.create_connection((host, PORT), timeout=0.2).sendall(b'hello')
         except OSError: pass
-=== at exit
-import atexit, os
-atexit.register(os.fork)
-def solve(n): raise SystemExit
-=== meddles with imports
-import sys
-sys.path.insert(0, '/tmp'); sys.modules.clear()
-def solve(n): return 0
 """)
 
 HOSTILE = {**SLOW, **QUICK}

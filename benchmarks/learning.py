@@ -1,13 +1,12 @@
 """Trains a config with several settings and seeds, and reports how far each one gets.
 
     python benchmarks/learning.py --vary optimizer.lr=1e-4,4e-4,1e-3 --vary model.lora_rank=1,8,32
-    python benchmarks/learning.py --config tiny_arithmetic_grpo --presets --seeds 0
+    python benchmarks/learning.py --config tiny_arithmetic_grpo --vary algorithm=dapo,gspo --seeds 0
     python benchmarks/learning.py --vary full optimizer.lr=2e-5
 
 Settings are combined with each other and with the seeds. ``full`` instead of a key trains all
-weights; ``--presets`` are those of docs/objectives.md, all or the named ones. Every run uses one
-thread, and keeps its record in a folder of its own below ``--work``, so that a second call
-continues where the first one was stopped.
+weights. Every run uses one thread, and keeps its record in a folder of its own below ``--work``,
+so that a second call continues where the first one was stopped.
 
 Prints one JSON line: per run the held-out pass@1 and pass@k of each evaluation, the samples until
 pass@1 reached 0.9, the clipped share of tokens, the findings, and the CPU seconds.
@@ -17,38 +16,19 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import yaml
 from common import report, tune_run
 
 from torchtune_grpo.monitor.record import RunRecord
 
-PAGE = Path(__file__).parents[1] / "docs" / "objectives.md"
 GOAL = 0.9  # pass@1 to reach
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 FULL = "model=torchtune_grpo.models.hf_model"
-
-
-def presets(names: list[str]) -> list[list[str]]:
-    """Return each preset's name and its keys from the page, as on tune's command line."""
-    blocks = re.findall(r"```yaml\n# ([^:]+):.*\n((?:.|\n)*?)```", PAGE.read_text())
-    keys = {name: [f"# {name}", *overrides(yaml.safe_load(text))] for name, text in blocks}
-    return [keys[name] for name in names or keys]
-
-
-def overrides(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a nested config with dots."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from overrides(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}={value}"
 
 
 def choices(text: str) -> list[list[str]]:
@@ -96,14 +76,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="smollm2_135M_grpo")
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE")
-    parser.add_argument("--presets", nargs="*", metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--work", type=Path, default=Path("/tmp/torchtune-grpo-learning"))
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     args = parser.parse_intermixed_args()
     axes = [[[f"seed={seed}"] for seed in args.seeds], *map(choices, args.vary)]
-    settings = product(*axes, [[]] if args.presets is None else presets(args.presets))
+    settings = product(*axes)
 
     def run(parts: tuple[list[str], ...]) -> dict[str, Any]:
         keys = [*args.overrides, *(key for part in parts for key in part)]

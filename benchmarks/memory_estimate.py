@@ -1,23 +1,17 @@
-"""Estimates a config's GPU memory, or compares the estimate with a real run on a CPU.
+"""Estimates a config's GPU memory.
 
     python benchmarks/memory_estimate.py recipes/configs/llama3_2_1B_lora_grpo.yaml --card 24
     python benchmarks/memory_estimate.py recipes/configs/hf_lora_grpo.yaml model_dir=/tmp/Qwen3-1.7B
-    python benchmarks/memory_estimate.py recipes/configs/hf_lora_grpo.yaml model_dir=shape-S \
-        batch_size=2 max_generated_tokens=256 dataset.max_prompt_tokens=256 --measure
 
 A model's shape is read from the config.json in `model_dir`; without such a folder, a few models are
-known by its name; shape-S is that of benchmarks/rollout.py. Prompts and responses are as long
-as the config allows. The parts, in GiB:
+known by its name. Prompts and responses are as long as the config allows. The parts, in GiB:
 
-    weights    the parameters' bytes; NF4 base weights take 0.52 bytes a parameter
-    moments    the optimizer's moments, and float32 masters if it keeps any
-    gradients  gradients of what is trained
-    reference  full fine-tuning with kl_coeff > 0: a second copy of the weights
+    weights, gradients, moments (with float32 masters, if kept), reference (a copy of the weights)
     context    what CUDA and its libraries take
-    cache      keys and values of a rollout, which stay; the larger of a step's and an evaluation's,
-               although the next step's rollout gives the latter's back
-    graphs     what recorded decoding steps write to, which stays
-    adapter_copies  copies of adapters that a rollout reads, which stay
+    cache      keys and values of a step's rollout or an evaluation's, the larger of the two
+    copy       vLLM's copy of the weights, which stays, as its cache does
+    graphs     what recorded decoding steps write to
+    adapter_copies  copies of adapters that a rollout reads
     rollout    on top during a rollout: copies of weights, and a prefill's activations or logits
     update     on top during a micro-batch: the real update runs on tensors without memory (torch's
                FakeTensorMode), and what is alive at once is added up
@@ -27,38 +21,22 @@ The peak is the sum of all, except that of `rollout`, `gradients` + `update` and
 `optimizer` only the largest counts. `--card` is a GPU's memory in GiB: where rollout.max_rows is
 null, a rollout takes as many rows as fit into the engine's share of what is free before the first
 step, less moments and gradients; without `--card`, all. The allocator's fragmentation is not
-included: leave 10 to 15%.
-
-`--measure` runs two real steps (rollout, reference, update) of the config with random weights on
-this CPU, in a process of its own. It prints the estimate for a CPU, the peak resident memory less
-what the process had before the model was made, and their ratio. The C library is told to give back
-what is freed; otherwise the holes in its heap would be measured as well. Prints one JSON line.
+included: leave 10 to 15%. Prints one JSON line. benchmarks/gpu.py compares the estimate with what
+steps take on a card.
 """
 
 import argparse
-import copy
 import json
 import math
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import (
-    apart,
-    forget_peak,
-    loss_of,
-    peak_mb,
-    random_prompts,
-    random_rows,
-    report,
-    request_of,
-    resident_mb,
-)
+from common import random_prompts, random_rows, report, request_of
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,20 +50,21 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.keys import VLLM, GRPOConfig
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.rollout import vllm
 from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.engine import MEMORY_SHARE, NativeEngine, make_engine
-from torchtune_grpo.rollout.request import RolloutRequest
+from torchtune_grpo.rollout.native import MEMORY_SHARE, NativeEngine
+from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.training import packing, response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
-from torchtune_grpo.training.mini_batches import cut, mini_batches
-from torchtune_grpo.training.optimizer import make_optimizer, optimizer_step
+from torchtune_grpo.training.mini_batches import cut
+from torchtune_grpo.training.optimizer import has_masters, later_bytes, make_optimizer
 from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
-from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, make_reference
+from torchtune_grpo.training.policy import empty_model
 from torchtune_grpo.trajectory import Trajectory
 
 GIB = 2**30
@@ -93,7 +72,6 @@ NF4_BYTES = 0.52  # a parameter, with the scales of its blocks
 CONTEXT_BYTES = 0.5 * GIB
 VOCAB = 1000  # vocabulary of prompts and responses
 IN_TURN = ("rollout", "gradients", "update", "optimizer")
-EXACT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**26)}
 # What a model's size depends on in its public config.json.
 KEYS = (
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -101,7 +79,6 @@ KEYS = (
 ).split()
 KNOWN = {
     "shape-tiny": ("llama", 128, 256, 2, 2, 2, 64, 2048, True, 4096),
-    "shape-S": ("llama", 512, 1536, 8, 8, 4, 64, 32768, True, 4096),
     "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 40960),
     "Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True, 40960),
     "Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True, 40960),
@@ -111,12 +88,7 @@ KNOWN = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sum of the storages that are made within it and are alive at once.
-
-    Attributes:
-        now (int): bytes alive.
-        peak (int): the most that were alive.
-    """
+    """Bytes of the storages that are made within it and alive, ``now`` and at the ``peak``."""
 
     def __init__(self, known: nn.Module | None = None) -> None:
         super().__init__()
@@ -166,8 +138,8 @@ def estimate(
     trained = sum(p.numel() for p in adapters.values()) or count
     nf4 = sum(p.numel() for p in model.parameters() if isinstance(p.data, NF4Tensor))
     base = count - (trained if adapters else 0)
-    width = 4 if adapters else size
-    masters = width == 2 and not cfg.optimizer.get("bf16_stochastic_round", False)
+    dtype = torch.float32 if adapters or size == 4 else torch.bfloat16  # of what is trained
+    width = dtype.itemsize
     update, buffers = update_bytes(cfg, device=torch.device(device))
     parts = {
         "weights": (base - nf4) * size + nf4 * NF4_BYTES + buffers,
@@ -177,8 +149,10 @@ def estimate(
     if adapters:
         parts["weights"] += trained * width
     free = math.inf if card is None else card * GIB - sum(parts.values())  # before the first step
+    optimizer = make_optimizer(cfg.optimizer, [nn.Parameter(torch.zeros(1, dtype=dtype))])
+    masters = has_masters(optimizer)
     training = {
-        "moments": trained * ((2 if "8bit" in cfg.optimizer._component_ else 8) + 4 * masters),
+        "moments": later_bytes(optimizer, [torch.empty(trained, dtype=dtype, device="meta")]),
         "gradients": trained * (4 if masters else width),
     }
     free -= sum(training.values())
@@ -189,13 +163,16 @@ def estimate(
     gib = {name: value / GIB for name, value in parts.items()}
     stays = sum(gib.values()) - sum(gib[name] for name in IN_TURN)
     trains = gib["gradients"] + max(gib["update"], gib["optimizer"])
-    return gib | {"peak": stays + max(gib["rollout"], trains)} | rows
+    gib["peak"] = stays + max(gib["rollout"], trains)
+    return {name: round(value, 2) for name, value in gib.items()} | rows
 
 
 def rollout_bytes(
     model: TransformerDecoder, cfg: GRPOConfig, *, free: float, cuda: bool
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return the bytes that a rollout takes, some of them for good, and the rows at once."""
+    if getattr(cfg.rollout.engine, "_component_", "") == VLLM:
+        return vllm_bytes(model, cfg, free=free)
     meta = torch.device("meta")
     merges = cfg.rollout.merge_adapters
     decoder = NativeDecoder(
@@ -204,7 +181,7 @@ def rollout_bytes(
         dtype=model.tok_embeddings.weight.dtype,
         device=meta,
     )
-    engine = NativeEngine(model, cfg.rollout, device=meta)
+    engine = NativeEngine(EngineContext(model, cfg.rollout, meta))
     engine._decoder, engine._cache = decoder, GroupCache(decoder.cache_shape)
     graphs = cuda and cfg.rollout.cuda_graphs == "auto"
     copies = sum(linear.copied_bytes for linear in decoder.linears())
@@ -235,6 +212,27 @@ def rollout_bytes(
     # On a CPU the logits' projection is widened to float32 for its product.
     widened = 0 if cuda or cfg.dtype == "fp32" else 4 * decoder.vocab * dim
     return parts | {"rollout": copies + max(prefill, widened + (0 if graphs else step))}, rows
+
+
+def vllm_bytes(
+    model: TransformerDecoder, cfg: GRPOConfig, *, free: float
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return what ``rollout_bytes`` does, with vLLM as the engine."""
+    arguments, rows = cfg.rollout.engine, cfg.rollout.max_rows or vllm.MAX_ROWS
+    adapters = get_adapter_params(model)
+    numbers = sum(p.numel() for name, p in model.named_parameters() if name not in adapters)
+    size = model.tok_embeddings.weight.dtype.itemsize
+    cache = vllm.cache_bytes(
+        model,
+        rows,
+        longest=cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens,
+        most=min(arguments.get("max_model_len", vllm.MAX_MODEL_LEN), model.max_seq_len),
+        room=arguments.get("memory_share", vllm.MEMORY_SHARE) * (free - numbers * size),
+    )
+    hidden, dim = model.layers[0].mlp.w1.weight.shape
+    prefill = vllm.PREFILL_TOKENS * (4 * hidden + 4 * dim) * size
+    parts = {"copy": numbers * size, "cache": cache, "graphs": 0, "adapter_copies": 0}
+    return parts | {"rollout": prefill}, {"rows": rows}
 
 
 def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float]:
@@ -350,71 +348,6 @@ def log_probs(
     )
 
 
-# --- The measurement ------------------------------------------------------------------------------
-
-
-def measure(name: str, node: DictConfig, tiny: DictConfig) -> dict[str, float]:
-    """Return the GiB that two real steps take on this CPU, by stage, beyond those of a tiny model.
-
-    The tiny model's steps load all libraries.
-    """
-    run_steps(read_config(tiny), before=0)
-    return run_steps(read_config(node), before=resident_mb())
-
-
-def tiny_like(node: DictConfig, folder: Path) -> DictConfig:
-    """Return the config of a tiny model that is trained in the same way."""
-    cfg = read_config(node)
-    model = empty_model(cfg)
-    wanted: dict[str, Any] = {"_component_": "torchtune_grpo.models.hf_model"}
-    if get_adapter_params(model):
-        quantized = any(isinstance(p.data, NF4Tensor) for p in model.parameters())
-        wanted = {
-            "_component_": "torchtune_grpo.models.lora_hf_model",
-            "quantize_base": quantized,
-        }
-    tiny = copy.deepcopy(node)
-    tiny.model_dir = str(shape_folder(folder / "tiny", "shape-tiny"))
-    tiny.model = wanted | {"model_dir": tiny.model_dir}
-    tiny.max_generated_tokens = 4
-    return tiny
-
-
-def run_steps(cfg: GRPOConfig, *, before: float) -> dict[str, float]:
-    """Run two steps with random weights; return GiB by stage, less ``before`` MB."""
-    model = make_policy(cfg, device=torch.device("cpu"))
-    load_policy(model, cfg, random_weights(cfg))
-    loss = make_loss(cfg.loss)
-    reference = make_reference(model, cfg) if loss.needs_reference else None
-    engine = make_engine(model, cfg.rollout)
-    checkpoint_layers(model, cfg)
-    optimizer = make_optimizer(cfg.optimizer, model.parameters())
-    wanted, rows = request(cfg, prompts=cfg.batch_size, group=cfg.grpo_samples), longest_rows(cfg)
-    peaks = dict.fromkeys(("rollout", "update", "optimizer"), 0.0)
-
-    @contextmanager
-    def stage(name: str) -> Iterator[None]:
-        forget_peak()
-        yield
-        peaks[name] = max(peaks[name], (peak_mb() - before) * 1e6 / GIB)
-
-    for _ in range(2):
-        with stage("rollout"):
-            model.eval()
-            engine.generate(wanted)
-        with stage("update"):
-            batches = mini_batches(rows, cfg, loss=loss, policy=model, reference=reference)
-            model.train()
-            for batch in batches:
-                for part in batch.parts:
-                    of_part = batch.trajectory.select(part.rows)
-                    loss_of(model, part, of_part, loss, temperature=cfg.temperature).backward()
-        with stage("optimizer"):
-            optimizer_step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-    return peaks | {"peak": max(peaks.values())}
-
-
 def random_weights(cfg: GRPOConfig) -> dict[str, Tensor]:
     """Return random weights: normal with a deviation of 0.02, and ones for the norms."""
     with default_dtype(cfg):
@@ -436,20 +369,13 @@ def main() -> None:
     parser.add_argument("config", help="a shipped config's name, or a file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
     parser.add_argument("--card", type=float, help="memory of the GPU in GiB; default: all fits")
-    parser.add_argument("--measure", action="store_true", help="compare with a CPU's peak")
     args = parser.parse_intermixed_args()
     cfg = load_config(args.config, args.overrides)
-    device, result = "cpu" if args.measure else "cuda", {}
     with TemporaryDirectory() as folder:
         name = Path(cfg.get("model_dir") or "").name
         if name in KNOWN and not Path(cfg.model_dir).is_dir():
             cfg.model_dir = str(shape_folder(Path(folder), name))
-        estimated = estimate(cfg, card=args.card, device=device)
-        if args.measure:  # in a process whose C library gives back what is freed
-            tiny = tiny_like(cfg, Path(folder))
-            result["measured"] = apart(measure, args.config, cfg, tiny, **EXACT_HEAP)
-            result["ratio"] = estimated["peak"] / result["measured"]["peak"]
-    report("memory_estimate", args, device=device, **rounded({"estimate": estimated} | result))
+        report("memory_estimate", args, estimate=estimate(cfg, card=args.card))
 
 
 def shape_folder(parent: Path, name: str) -> Path:
@@ -459,13 +385,6 @@ def shape_folder(parent: Path, name: str) -> Path:
     shape = dict(zip(KEYS, KNOWN[name], strict=True))
     (folder / "config.json").write_text(json.dumps(shape))
     return folder
-
-
-def rounded(value: Any) -> Any:
-    """Round numbers to two decimals."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return round(value, 2) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

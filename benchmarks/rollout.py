@@ -5,21 +5,26 @@
     python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --prompt-length 16 \
         --new-tokens 9 --ways native stock --repeats 1
     python benchmarks/rollout.py --shape SmolLM2 --prompts 16 --prompt-length 57 --new-tokens 12
+    python benchmarks/rollout.py --ways native turns slow_tool     # responses of several turns
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
 3.2 1B, SmolLM2 is the 135M model; weights are random. Ways: `native` and `torchtune` are this
 package's engines, `stock` is torchtune's own `generate`, `transformers` is its `generate` with the
-same weights. Each way runs in a process of its own, because the recipes change how the C library
-allocates memory: once to warm up, then `--repeats` times; the line holds medians. A decoding step's
-time is the time for all tokens less that for one, which leaves out the prompts' computation and
-copies of weights. Prints one JSON line.
+same weights. `turns` and `slow_tool` are the native engine with turns of 32 tokens in the mean, and
+replies of 16 that count as tokens and come at once, or after a second: a rollout takes as long as
+`slowest_chain`, the most seconds that one response waits for its replies, and not `all_chains`, the
+sum over all. Each way runs in a process of its own, because the recipes change how the C library
+allocates memory: once to warm up, then `--repeats` times; the line holds medians. Prints one JSON
+line.
 """
 
 import argparse
-import platform
 import statistics
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -38,18 +43,52 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.rollout.engine import NativeEngine, TorchtuneEngine
-from torchtune_grpo.rollout.request import RolloutRequest
+from torchtune_grpo.rollout.engine import make_engine
+from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OURS = ("native", "torchtune")  # these allocate as the recipes do, the others as their users do
+TOOLS = {"turns": 0.0, "slow_tool": 1.0}  # seconds
+# These allocate as the recipes do, the others as their users do.
+OURS = ("native", "torchtune", *TOOLS)
 WAYS = (*OURS, "stock", "transformers")
+TURN, REPLY = 32, 16  # tokens
+
+
+class Tool:
+    """Replies some seconds after a turn's end, until a response has ``limit`` tokens."""
+
+    def __init__(self, seconds: float, *, limit: int) -> None:
+        self._seconds, self._limit = seconds, limit
+        self._due: list[tuple[float, int, list[int]]] = []  # in the order of time
+        self.calls: Counter[int] = Counter()  # by row
+
+    def end_turn(self, row: int, response: Sequence[int], *, sampled: int) -> None:
+        """Take a call."""
+        self.calls[row] += 1
+        reply = [1] * min(REPLY, self._limit - len(response) - 1)
+        self._due.append((time.perf_counter() + self._seconds, row, reply))
+
+    def replies(self, *, wait: bool) -> dict[int, list[int]]:
+        """Return the replies that are due."""
+        if wait:
+            time.sleep(min(0.05, max(0.0, self._due[0][0] - time.perf_counter())))
+        count = bisect_right(self._due, time.perf_counter(), key=lambda each: each[0])
+        due, self._due = self._due[:count], self._due[count:]
+        return {row: reply for _, row, reply in due}
+
+    def waited(self) -> dict[str, float]:
+        """Return the seconds that calls took since the last time."""
+        calls, self.calls = self.calls.values(), Counter()
+        chains = {"slowest_chain": max(calls), "all_chains": sum(calls)}
+        return {name: calls * self._seconds for name, calls in chains.items()}
 
 
 def make_way(name: str, model: TransformerDecoder, request: RolloutRequest) -> Callable[[], int]:
-    """Make a function that rolls out once and returns the number of tokens sampled."""
+    """Make a function that rolls out once and returns the number of tokens of all responses."""
     if name in OURS:
-        engine = (TorchtuneEngine if name == "torchtune" else NativeEngine)(model, RolloutConfig())
+        kind = "native" if name in TOOLS else name
+        device = model.tok_embeddings.weight.device
+        engine = make_engine(EngineContext(model, RolloutConfig(engine=kind), device))
         return lambda: int(engine.generate(request).lengths.sum())
     device, new_tokens = model.tok_embeddings.weight.device, request.params.max_generated_tokens
     prompts = [prompt for prompt in request.prompts for _ in range(request.group_size)]
@@ -112,44 +151,36 @@ def to_transformers(model: TransformerDecoder):
     return peer.to(model.tok_embeddings.weight).eval()
 
 
-def timed(
-    way: Callable[[], int], device: torch.device, *, repeats: int
-) -> tuple[int, float, float, float]:
-    """Return tokens, the first run's seconds, the others' median, and their CPU seconds."""
-    seconds, cpu_seconds = [], []
-    for _ in range(repeats + 1):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        tokens = way()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
-    return tokens, seconds[0], statistics.median(seconds[1:]), statistics.median(cpu_seconds[1:])
-
-
 def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
     """Time one way in this process: the first run separately, and the median of the others."""
     if name in OURS:
         keep_freed_memory()
-    model = random_model(SHAPES[args.shape], dtype=DTYPES[args.dtype], device=args.device)
+    model = random_model(SHAPES[args.shape], dtype=DTYPES[args.dtype])
     model = model.eval().requires_grad_(False)
     lengths = [args.prompt_length or PROMPT_LENGTHS[i % 4] for i in range(args.prompts)]
     prompts = random_prompts(lengths, model.tok_embeddings.num_embeddings)
-
-    def seconds_of(new_tokens: int) -> tuple[int, float, float, float]:
-        request = request_of(prompts, new_tokens=new_tokens, group=args.group_size)
-        way = make_way(name, model, request)
-        return timed(way, torch.device(args.device), repeats=args.repeats)
-
-    tokens, warm_up, seconds, cpu_seconds = seconds_of(args.new_tokens)
-    _, _, first, _ = seconds_of(1)
+    request = request_of(prompts, new_tokens=args.new_tokens, group=args.group_size)
+    tool = None
+    if name in TOOLS:
+        tool = Tool(TOOLS[name], limit=args.new_tokens)
+        stops = range(0, model.tok_embeddings.num_embeddings, TURN)
+        request = replace(request, stop_tokens=stops, turns=tool)
+    way, waited = make_way(name, model, request), {}
+    seconds, cpu_seconds = [], []
+    for _ in range(args.repeats + 1):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        tokens = way()
+        seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
+        waited = tool.waited() if tool else {}
+    middle = statistics.median(seconds[1:])
     return {
         "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "cpu_seconds": round(cpu_seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1),
-        "warm_up_seconds": round(warm_up, 2),
-        "ms_per_decode_step": round(1000 * (seconds - first) / (args.new_tokens - 1), 1),
+        "seconds": round(middle, 3),
+        "cpu_seconds": round(statistics.median(cpu_seconds[1:]), 3),
+        "tokens_per_second": round(tokens / middle, 1),
+        "warm_up_seconds": round(seconds[0], 2),
+        **waited,
     }
 
 
@@ -164,21 +195,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["native", "torchtune", "stock"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     ways = {name: apart(time_way, name, args) for name in args.ways}
-    first, *others = (way["tokens_per_second"] for way in ways.values())
-    report(
-        "rollout",
-        args,
-        ways=ways,
-        ratios={
-            f"{args.ways[0]}/{name}": round(first / speed, 2)
-            for name, speed in zip(args.ways[1:], others, strict=True)
-        },
-        threads=torch.get_num_threads(),
-        machine=platform.processor() or platform.machine(),
-    )
+    speeds = {name: way["tokens_per_second"] for name, way in ways.items()}
+    ratios = {name: round(speeds[args.ways[0]] / speed, 2) for name, speed in speeds.items()}
+    report("rollout", args, ways=ways, ratios=ratios, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ of which the first 33 are the same, and 8 responses of 4 to 9 tokens to each. ``
 or torch's two (``spinning``), or as many as a run has (``adaptive``), beside some ``busy``
 processes. ``shared`` prompts are those; ``own`` prompts have no tokens in common.
 
-Prints one JSON line: for each way the least seconds of a rollout and an update, and the share of
-that time that the matrix products need at the rate of a single large one on an idle core.
+Prints one JSON line: for each way the least seconds of a rollout and an update.
 """
 
 import argparse
@@ -31,23 +30,15 @@ from common import (
     report,
     request_of,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import choose_threads, keep_freed_memory
 from torchtune_grpo.rollout.engine import make_engine
+from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.training.mini_batches import micro_batches
 
 PROMPTS, GROUP, PROMPT, SHARED, LONGEST = 16, 8, 57, 33, 9
-
-
-def product_rate(name: str) -> float:
-    """Return the operations a second of a large product on one thread."""
-    torch.set_num_threads(1)
-    a, b = torch.randn(2000, 576), torch.randn(576, 1536)
-    best = min(timed(lambda: a @ b) for _ in range(20))
-    return 2 * 2000 * 576 * 1536 / best
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -58,7 +49,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[str, float]:
-    """Return the seconds of a rollout and an update, and the operations of their products."""
+    """Return the seconds of a rollout and an update."""
     keep_freed_memory()
     model = random_policy(SMOLLM2, rank=32).train()
     if threads == "adaptive":
@@ -78,7 +69,8 @@ def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[st
         group=GROUP,
     )
     rows.tokens[:, :PROMPT] = torch.tensor(prompts.tokens).repeat_interleave(GROUP, dim=0)
-    engine, loss = make_engine(model, RolloutConfig()), GRPOLoss()
+    engine = make_engine(EngineContext(model, RolloutConfig(), torch.device("cpu")))
+    loss = GRPOLoss()
 
     def rollout() -> None:
         engine.generate(request)
@@ -89,16 +81,14 @@ def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[st
 
     found: dict[str, float] = {}
     for work in (rollout, update):
-        with FlopCounterMode(display=False) as counter:
-            work()
+        work()  # what it does the first time only
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
         try:
-            found[work.__name__] = min(timed(work) for _ in range(repeats))
+            found[work.__name__] = round(min(timed(work) for _ in range(repeats)), 2)
         finally:
             for other in others:
                 other.kill()
                 other.wait()
-        found[f"{work.__name__} operations"] = counter.get_total_flops()
     return found
 
 
@@ -112,17 +102,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    per_second = apart(product_rate, "a product")
     results: dict[str, list[dict[str, float]]] = {}
     for busy, threads, kind in [*product(args.busy, args.threads, args.prompts)] * args.rounds:
         name = f"{threads}, {busy} busy, {kind} prompts"
-        found = apart(step, name, busy, threads, kind, args.repeats)
-        for work in ("rollout", "update"):
-            needed = found.pop(f"{work} operations") / per_second
-            found[f"{work}: share of products"] = round(needed / found[work], 2)
-            found[work] = round(found[work], 2)
-        results.setdefault(name, []).append(found)
-    report("small_step", args, gigaflops=round(per_second / 1e9), results=results)
+        results.setdefault(name, []).append(apart(step, name, busy, threads, kind, args.repeats))
+    report("small_step", args, results=results)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import BIN, apart, report, run  # noqa: E402
+from common import BIN, apart, lora, report, run, trl_settings  # noqa: E402
 
 from torchtune_grpo.config.check import instantiate, read_config  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
@@ -32,7 +32,6 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
     """Return this process's CPU seconds after each number of steps; save adapters in the folder."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -61,23 +60,15 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
         model=cfg.model_dir,
         reward_funcs=correctness,
         args=GRPOConfig(
-            output_dir=folder,
+            **trl_settings(folder),
             model_init_kwargs={"dtype": "float32"},
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
             seed=seed,
             max_steps=max(args.steps),
             per_device_train_batch_size=args.rows,
             gradient_accumulation_steps=cfg.batch_size * args.samples // args.rows,
-            activation_checkpointing=False,
             num_generations=args.samples,
             max_completion_length=cfg.max_generated_tokens,
             beta=0.0,
-            loss_type="grpo",
-            optim="adamw_torch",
             learning_rate=args.lr,
             lr_scheduler_type="constant",
             weight_decay=0.0,
@@ -86,9 +77,7 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
             {"prompt": prompts, "answer": [row["columns"]["answer"] for row in rows]}
         ),
         processing_class=tokenizer,
-        peft_config=LoraConfig(
-            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
+        peft_config=lora(32),
         callbacks=[Clock()],
     )
     trainer.train()

@@ -1,17 +1,16 @@
 """One whole GRPO step, rollout to update, of this package beside TRL's ``GRPOTrainer``.
 
     python benchmarks/peers/step_trl.py --rounds 3
-    python benchmarks/peers/step_trl.py --ways packed trl-8 trl-16 trl-32 trl-4-checkpointed
+    python benchmarks/peers/step_trl.py --ways packed trl-8 trl-16 trl-32
     python benchmarks/peers/step_trl.py --ways packed trl-4 --new-tokens 512 --warm-up 0 --repeats 1
     python benchmarks/peers/step_trl.py --shape SmolLM2 --prompt-lengths $(yes 57 | head -16) \
         --new-tokens 12 --rows 128 --ways packed trl-16 trl-64
 
-Ways: ``packed`` is this package with ``--rows`` rows in each forward pass, ``budget`` with
-``--token-budget`` tokens, ``trl-<n>`` is TRL with a per-device micro-batch of n rows and without
-activation checkpointing, ``trl-<n>-checkpointed`` with it, which is TRL's default. Both compute the
-same: by default four prompts of 96 to 292 tokens, groups of eight, full-length responses, the same
-weights, LoRA r = 8 on all linear layers, the paper's loss with beta 0.04, one AdamW step
-over all rows, float32. The reward is a function of the sampled ids.
+Ways: ``packed`` is this package with ``--rows`` rows in each forward pass, ``trl-<n>`` is TRL with
+a per-device micro-batch of n rows. TRL's activation checkpointing, on by default, is off: with it a
+step takes longer. Both compute the same: four prompts of 96 to 292 tokens, groups of eight,
+full-length responses, the same weights, LoRA r = 8 on all linear layers, the paper's loss with beta
+0.04, one AdamW step over all rows, float32. The reward is a function of the sampled ids.
 
 Every way runs in a process of its own, and each of ``--rounds`` takes the ways in turn, so that a
 machine that is slow for some minutes slows all of them. Extra memory is a process's peak resident
@@ -34,10 +33,11 @@ from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.rollout import roll_out
+from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import make_engine
+from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.policy import AdapterReference
+from torchtune_grpo.training.reference import AdapterReference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import (  # noqa: E402
@@ -47,6 +47,7 @@ from common import (  # noqa: E402
     Words,
     apart,
     forget_peak,
+    lora,
     loss_of,
     peak_mb,
     random_model,
@@ -54,6 +55,7 @@ from common import (  # noqa: E402
     random_prompts,
     report,
     resident_mb,
+    trl_settings,
     with_weights,
 )
 from rollout import to_transformers  # noqa: E402
@@ -89,7 +91,6 @@ class Stopwatch:
         return {
             "each": self.seconds[self._warm_up :],
             "cpu_seconds": self.cpu_seconds[self._warm_up :],
-            "warm_up_seconds": sum(self.seconds[: self._warm_up]),
             "extra_mb": round(peak_mb() - self._resident),
         }
 
@@ -101,7 +102,6 @@ def summary(rounds: list[dict]) -> dict:
         "seconds": round(statistics.median(each), 2),
         "each": [round(seconds, 2) for seconds in each],
         "cpu_seconds": round(statistics.median(s for r in rounds for s in r["cpu_seconds"]), 2),
-        "warm_up_seconds": round(statistics.median(r["warm_up_seconds"] for r in rounds), 2),
         "extra_mb": max(result["extra_mb"] for result in rounds),
     }
 
@@ -114,21 +114,19 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     model.load_state_dict(random_model(shape).state_dict(), strict=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-    engine = make_engine(model, RolloutConfig())
+    engine = make_engine(EngineContext(model, RolloutConfig(), torch.device("cpu")))
     params = SamplingParams(max_generated_tokens=args.new_tokens)
     sampling = {"tokenizer": Words(), "group_size": GROUP, "params": params, "prefill": ""}
-    budget = args.token_budget if way == "budget" else None
     reference, loss = AdapterReference(model), GRPOLoss(kl_coeff=BETA)
     watch = Stopwatch(warm_up=args.warm_up)
     keep_freed_memory()  # as the recipe does; the watch's trim has taken back what was kept
     for step in range(args.warm_up + args.repeats):
         watch.start()
         model.eval()
-        batch = roll_out(engine, prompts, **sampling, seed=0, step=step)
+        batch = sample_groups(engine, prompts, **sampling, seed=0, step=step)
         rewards = torch.tensor(score(batch.completion_ids))
         batch = replace(batch, advantages=group_advantages(rewards, group_size=GROUP))
-        cut = {"rows": args.rows, "token_budget": budget, "dense": args.attention == "dense"}
-        parts = micro_batches(batch, group_size=GROUP, pack=True, **cut)
+        parts = micro_batches(batch, group_size=GROUP, pack=True, rows=args.rows)
         batch = replace(batch, ref_logprobs=reference.logprobs(parts, temperature=1.0))
         batch = with_weights(batch)
         model.train()
@@ -156,10 +154,9 @@ def word_tokenizer(size: int):
 def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
     """Make TRL's trainer on the same weights and prompts, with one optimizer step a batch."""
     from datasets import Dataset
-    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    _, rows, *checkpointed = way.split("-")
+    rows = int(way.removeprefix("trl-"))
     shape = SHAPES[args.shape]
     prompts = random_prompts(args.prompt_lengths, shape["vocab_size"])
     texts = [Words().decode(tokens) for tokens in prompts.tokens]
@@ -167,32 +164,19 @@ def make_trainer(args: argparse.Namespace, way: str, reward, folder: str):
         model=to_transformers(random_model(shape)),
         reward_funcs=reward,
         args=GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
+            **trl_settings(folder),
             max_steps=args.warm_up + args.repeats,
-            per_device_train_batch_size=int(rows),
-            gradient_accumulation_steps=len(texts) * GROUP // int(rows),
-            activation_checkpointing=bool(checkpointed),
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=len(texts) * GROUP // rows,
             num_generations=GROUP,
             max_completion_length=args.new_tokens,
             beta=BETA,
-            loss_type="grpo",
             use_bias_correction_kl=False,
-            optim="adamw_torch",
             learning_rate=LEARNING_RATE,
         ),
         train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=word_tokenizer(shape["vocab_size"]),
-        peft_config=LoraConfig(
-            r=RANK,
-            lora_alpha=2 * RANK,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        ),
+        peft_config=lora(RANK),
     )
 
 
@@ -237,8 +221,6 @@ def main() -> None:
     parser.add_argument("--prompt-lengths", type=int, nargs="+", default=PROMPT_LENGTHS)
     parser.add_argument("--rows", type=int, default=GROUP, help="of a forward pass, packed")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--token-budget", type=int, default=512, help="of the way called budget")
-    parser.add_argument("--attention", choices=["segments", "dense"], default="segments")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=1)
