@@ -78,17 +78,12 @@ def random_model(
 def random_policy(shape: dict[str, int], **settings: Any) -> TransformerDecoder:
     """Make the same model, prepared for the recipe's passes over packed groups."""
     model = random_model(shape, **settings)
-    fill_rotations(model)
+    for module in model.modules():  # torchtune leaves the frequencies out on the meta device
+        if hasattr(module, "rope_init") and not hasattr(module, "theta"):
+            module.rope_init()
     standardize(model)
     attend_in_segments(model)
     return model
-
-
-def fill_rotations(model: TransformerDecoder) -> None:
-    """Compute the rotary frequencies, which torchtune leaves out on the meta device."""
-    for module in model.modules():
-        if hasattr(module, "rope_init") and not hasattr(module, "theta"):
-            module.rope_init()
 
 
 def random_prompts(lengths: list[int], vocab: int) -> PromptBatch:
@@ -239,22 +234,13 @@ def lora(rank: int) -> Any:
 # --- Processes ------------------------------------------------------------------------------------
 
 
-def resident_mb() -> float:
-    """Return the memory that this process holds now."""
-    return _memory_mb("VmRSS")
-
-
-def peak_mb() -> float:
-    """Return the most that it has held since ``forget_peak``."""
-    return _memory_mb("VmHWM")
-
-
 def forget_peak() -> None:
     """Start measuring a new peak."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory_mb(name: str) -> float:
+def memory_mb(name: str) -> float:
+    """Return what this process holds now (VmRSS), or held at most since forget_peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024 / 1e6
@@ -273,9 +259,9 @@ def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
     return result
 
 
-def run(command: list[Any], *, threads: int | None = None) -> struct_rusage:
-    """Run a command, and return its CPU time and memory use."""
-    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+def run(command: list[Any]) -> struct_rusage:
+    """Run a command on one thread, and return its CPU time and memory use."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*map(str, command)], stdout=sys.stderr, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -283,15 +269,10 @@ def run(command: list[Any], *, threads: int | None = None) -> struct_rusage:
     return usage
 
 
-def tune_run(
-    config: str, folder: Path, keys: list[str], *, ranks: int = 1, threads: int | None = None
-) -> struct_rusage:
-    """Run the recipe, as a user does."""
-    recipe = ["grpo_full_finetune_single_device"]
-    if ranks > 1:
-        recipe = ["--nproc_per_node", ranks, "grpo_full_finetune_distributed"]
-    command = [BIN / "tune", "run", *recipe, "--config", config, f"output_dir={folder}", *keys]
-    return run(command, threads=threads)
+def tune_run(config: str, folder: Path, keys: list[str]) -> struct_rusage:
+    """Run the recipe, as a user does, on one thread."""
+    recipe = "grpo_full_finetune_single_device"
+    return run([BIN / "tune", "run", recipe, "--config", config, f"output_dir={folder}", *keys])
 
 
 def report(benchmark: str, settings: Namespace | None = None, **results: Any) -> None:

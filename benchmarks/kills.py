@@ -29,6 +29,7 @@ import torch
 import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
 from common import report
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import torchtune_grpo.rollout  # noqa: F401
 from torchtune_grpo.config.command_line import config_files, recipes_folder
@@ -98,7 +99,7 @@ def outcome(output: Path) -> dict[str, Any]:
     assert read(output, "step")[-1]["grad_norm"] > 0
     return {
         "weights": [path.read_bytes() for path in sorted(folder.glob("model*.safetensors"))],
-        "state": dict(leaves(state)),
+        "state": leaves(state),
         "events": [
             {name: value for name, value in event.items() if not TIMED.search(name)}
             for event in read(output, "step", "evaluation", "finding")
@@ -107,14 +108,14 @@ def outcome(output: Path) -> dict[str, Any]:
     }
 
 
-def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """List every value of a nested state with its place; tensors as their bits."""
-    if isinstance(value, torch.Tensor):
-        return [(name, (value.dtype, value.shape, value.contiguous().numpy().tobytes()))]
-    if isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [leaf for key, inner in items for leaf in leaves(inner, f"{name}.{key}")]
-    return [(name, value)]
+def leaves(state: Any) -> dict[str, Any]:
+    """Return every value of a nested state by its place; tensors as their bits."""
+    return {
+        keystr(path): (value.dtype, value.shape, value.numpy().tobytes())
+        if isinstance(value, torch.Tensor)
+        else value
+        for path, value in tree_flatten_with_path(state)[0]
+    }
 
 
 def killed_run(output: Path, model: list[str], *, kills: int, seconds: float) -> dict[str, int]:

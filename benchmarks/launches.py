@@ -1,7 +1,7 @@
 """Operations that a step launches on a GPU, counted without one, at the true shape of a model.
 
     python benchmarks/launches.py                         # Llama 3.2 1B in bf16
-    python benchmarks/launches.py --ways lora --rows 256 --names
+    python benchmarks/launches.py --ways lora --rows 256
 
 Tensors are fake (torch's FakeTensorMode) and on the device `cuda`: only shapes and devices are
 computed. Every operation that reaches torch's dispatcher, below autograd, is counted, unless it is
@@ -204,7 +204,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32, help="of a decoding step")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--names", action="store_true", help="print the operations to stderr")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # on norms in float32, and on fake tensors without an address
     result: dict[str, Any] = {}
@@ -212,8 +211,6 @@ def main() -> None:
         counts = count(way, rows=args.rows)
         result[way] = {name: launches.count for name, launches in counts.items()}
         result[way] |= {f"{name}_copies_in": n.copies_in for name, n in counts.items()}
-        for name, launches in counts.items() if args.names else ():
-            print(way, name, dict(launches.names.most_common()), file=sys.stderr)
     report("launches", args, **result)
 
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -44,7 +43,7 @@ def train(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
     done = folder / "cpu_seconds.json"
     if not done.exists():
         given = [key for key in keys if not key.startswith("#")]
-        usage = tune_run(config, folder, [*given, "saving.adapter_weights_only=True"], threads=1)
+        usage = tune_run(config, folder, [*given, "saving.adapter_weights_only=True"])
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
         done.write_text(json.dumps(round(usage.ru_utime + usage.ru_stime)))
@@ -72,12 +71,11 @@ def curves(run: RunRecord) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train all combinations, as many at once as there are jobs."""
+    """Train all combinations, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="smollm2_135M_grpo")
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--work", type=Path, default=Path("/tmp/torchtune-grpo-learning"))
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     args = parser.parse_intermixed_args()
@@ -91,9 +89,7 @@ def main() -> None:
         folder = args.work / re.sub(r"[^\w.=-]+", "_", words)
         return {"run": name} | train(args.config, keys, folder)
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        runs = list(pool.map(run, settings))
-    report("learning", args, runs=runs)
+    report("learning", args, runs=[*map(run, settings)])
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
         )
     plan = json.loads((folder / "plan.json").read_text())
     if len(read_metrics(folder)) < STEPS:
-        tune_run(config, folder, keys, threads=1)
+        tune_run(config, folder, keys)
     steps = read_metrics(folder)
     right = [step["rewards/correctness/mean"] for step in steps]
     found: dict[str, Any] = {"keys": keys[: -len(COMMON) - 1], "verdict": plan["verdict"]}

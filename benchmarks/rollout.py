@@ -166,20 +166,17 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
         stops = range(0, model.tok_embeddings.num_embeddings, TURN)
         request = replace(request, stop_tokens=stops, turns=tool)
     way, waited = make_way(name, model, request), {}
-    seconds, cpu_seconds = [], []
+    seconds = []
     for _ in range(args.repeats + 1):
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         tokens = way()
         seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
         waited = tool.waited() if tool else {}
     middle = statistics.median(seconds[1:])
     return {
         "tokens": tokens,
         "seconds": round(middle, 3),
-        "cpu_seconds": round(statistics.median(cpu_seconds[1:]), 3),
         "tokens_per_second": round(tokens / middle, 1),
-        "warm_up_seconds": round(seconds[0], 2),
         **waited,
     }
 

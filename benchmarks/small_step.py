@@ -14,10 +14,8 @@ Prints one JSON line: for each way the least seconds of a rollout and an update.
 import argparse
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import timeit
 from itertools import product
-from typing import Any
 
 import torch
 from common import (
@@ -39,13 +37,6 @@ from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.training.mini_batches import micro_batches
 
 PROMPTS, GROUP, PROMPT, SHARED, LONGEST = 16, 8, 57, 33, 9
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Return the seconds that some work takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[str, float]:
@@ -84,7 +75,7 @@ def step(name: str, busy: int, threads: str, kind: str, repeats: int) -> dict[st
         work()  # what it does the first time only
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
         try:
-            found[work.__name__] = round(min(timed(work) for _ in range(repeats)), 2)
+            found[work.__name__] = round(min(timeit.repeat(work, repeat=repeats, number=1)), 2)
         finally:
             for other in others:
                 other.kill()

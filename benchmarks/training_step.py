@@ -26,11 +26,10 @@ from common import (
     apart,
     forget_peak,
     loss_of,
-    peak_mb,
+    memory_mb,
     random_policy,
     random_rows,
     report,
-    resident_mb,
 )
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter
@@ -51,12 +50,12 @@ def measured(way: str, args: Namespace) -> dict[str, float]:
     torch.set_num_threads(args.threads)
     work = update_work(way, args)
     forget_peak()
-    before, seconds, extra = resident_mb(), [], 0.0
+    before, seconds, extra = memory_mb("VmRSS"), [], 0.0
     for _ in range(args.repeats):
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
-        extra = extra or peak_mb() - before
+        extra = extra or memory_mb("VmHWM") - before
     return {"seconds": round(min(seconds[1:] or seconds), 2), "extra_mb": round(extra)}
 
 

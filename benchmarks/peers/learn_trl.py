@@ -88,7 +88,7 @@ def score(adapter: Path) -> float:
     """Return an adapter's held-out pass@1."""
     output = adapter / "evaluation.json"
     which = [CONFIG, "--base", f"adapter_dir={adapter}", "--output", output]
-    run([BIN / "torchtune-grpo", "evaluate", *which], threads=1)
+    run([BIN / "torchtune-grpo", "evaluate", *which])
     graders = json.loads(output.read_text())["groups"]["all"]["graders"]
     return round(graders["correctness"]["before"]["eval/pass@1"], 3)
 

@@ -49,12 +49,11 @@ from common import (  # noqa: E402
     forget_peak,
     lora,
     loss_of,
-    peak_mb,
+    memory_mb,
     random_model,
     random_policy,
     random_prompts,
     report,
-    resident_mb,
     trl_settings,
     with_weights,
 )
@@ -69,29 +68,26 @@ def score(completion_ids, **columns) -> list[float]:
 
 
 class Stopwatch:
-    """Seconds of each step, on the clock and of the CPU, and the peak memory of all of them."""
+    """Seconds of each step, and the peak memory of all of them."""
 
     def __init__(self, *, warm_up: int) -> None:
         self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
         self._warm_up = warm_up
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building left behind belongs to no step
         forget_peak()
-        self._resident = resident_mb()
+        self._resident = memory_mb("VmRSS")
 
     def start(self) -> None:
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._start = time.perf_counter()
 
     def stop(self) -> None:
         self.seconds.append(time.perf_counter() - self._start)
-        self.cpu_seconds.append(time.process_time() - self._cpu_start)
 
     def result(self) -> dict:
         """Return a process's result."""
         return {
             "each": self.seconds[self._warm_up :],
-            "cpu_seconds": self.cpu_seconds[self._warm_up :],
-            "extra_mb": round(peak_mb() - self._resident),
+            "extra_mb": round(memory_mb("VmHWM") - self._resident),
         }
 
 
@@ -101,7 +97,6 @@ def summary(rounds: list[dict]) -> dict:
     return {
         "seconds": round(statistics.median(each), 2),
         "each": [round(seconds, 2) for seconds in each],
-        "cpu_seconds": round(statistics.median(s for r in rounds for s in r["cpu_seconds"]), 2),
         "extra_mb": max(result["extra_mb"] for result in rounds),
     }
 
@@ -214,7 +209,7 @@ def run_way(way: str, args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Run every way in a process of its own, and compare ours with TRL's fastest."""
+    """Run every way in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=["packed", "trl-4"])
     parser.add_argument("--shape", choices=SHAPES, default="S")
@@ -232,17 +227,7 @@ def main() -> None:
         for _ in range(args.rounds)
     ]
     results = {way: summary([each[way] for each in rounds]) for way in args.ways}
-    peers = [way for way in results if way.startswith("trl")]
-    best = min(peers, key=lambda way: results[way]["seconds"], default=None)
-    gains = {
-        way: {
-            key: round(results[best][key] / results[way][key], 2)
-            for key in ("seconds", "cpu_seconds", "extra_mb")
-        }
-        for way in results
-        if best and way not in peers
-    }
-    report("step_trl", args, results=results, best_trl=best, gains=gains)
+    report("step_trl", args, results=results)
 
 
 if __name__ == "__main__":
