@@ -102,8 +102,6 @@ CASES = {
         "Let lr_scheduler end later, or above 0."),
     "reward_fails": ("rewards/format/errors", 0.01, 0.009, 3, "",
         "rewards.1", "Correct what its error in the log says, or return None there."),
-    "reward_never_applies": ("rewards/format/none", 1.0, 0.99, 7, "",
-        "rewards.1", "Correct the column or the condition that it looks for, or leave it out."),
     "rewards_slow": ("time/reward", 0.51, 0.5, 5, "", "rewards.1.isolation", "process"),
 }  # fmt: skip
 

@@ -151,12 +151,7 @@ class Checkpoints:
         return state
 
     def save(
-        self,
-        model: nn.Module,
-        training_state: Mapping[str, Any],
-        *,
-        step: int,
-        results: str = "",
+        self, model: nn.Module, training_state: Mapping[str, Any], *, step: int, results: str = ""
     ) -> Path:
         """Write ``step_<n>`` beside the others and rename it into place when it is complete.
 
@@ -243,19 +238,13 @@ class Checkpoints:
             merged = merge_adapter(weights, model_settings(model)) if adapter else dict(weights)
             self._write_weights(folder, merged)
         _copy_base_files(self._base, folder)
-        has_config = (self._base / "config.json").is_file()
-        hf_config = hf_config_of(self._node) if has_config else {}
+        hf_config = hf_config_of(self._node)
         is_phi = self._node.get("model_type") in ("PHI3_MINI", "PHI4")
         if adapter and (is_phi or family_of(hf_config).fused):
             log.warning("No adapter in PEFT's format: transformers fuses this model's projections.")
         elif adapter:
-            save_adapter(
-                folder / "adapter",
-                model,
-                adapter,
-                base_model=self._base_name,
-                hf_config=hf_config,
-            )
+            base = self._base_name
+            save_adapter(folder / "adapter", model, adapter, base_model=base, hf_config=hf_config)
         has_adapter = (folder / "adapter").exists()
         card = model_card(
             self._run_config,

@@ -32,8 +32,6 @@ BEGINS_AFTER = {
     **dict.fromkeys(("collapsed", "gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
     # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts", "no_answer", "never_right"), (3, 24)),
-    # If it applied to a twentieth of the prompts, 100 would all be without it once in 170 times.
-    "reward_never_applies": (3, 100),
     # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
     "reward_constant": (5, 20),
     # The first steps also compile and fill caches.
@@ -361,10 +359,6 @@ def rewards(run: History) -> Signs:
                 remedy = "It tells no answer from another, so nothing is learned: correct it."
             evidence = f"{name} has been {said} on all rows so far."
             yield Sign("reward_constant", evidence, key, remedy)
-        elif none == 1:
-            remedy = "Correct the column or the condition that it looks for, or leave it out."
-            evidence = f"{name} returned None for all rows."
-            yield Sign("reward_never_applies", evidence, key, remedy)
 
 
 def shaping(run: History) -> Signs:

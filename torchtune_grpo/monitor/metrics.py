@@ -127,7 +127,6 @@ class StepMetrics:
         if len(gap):
             largest = gap.where(is_trained, _OF_NOTHING).max()
             self.add_max("sampling/sampling_logp_difference/max", largest)
-
         if trajectory.teacher_coeffs is not None and trajectory.teacher_logprobs is not None:
             taught = is_trained & (trajectory.teacher_coeffs > 0)[:, None]
             kl = (logprobs - trajectory.teacher_logprobs).where(taught, math.nan)

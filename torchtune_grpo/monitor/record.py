@@ -103,8 +103,13 @@ def read(folder: Path, *kinds: str) -> list[Record]:
 
 def read_metrics(folder: Path) -> list[Record]:
     """Return ``step`` and the metrics of each step and each evaluation, in order."""
-    events, others = read(folder, "step", "evaluation"), ("kind", "prompts", "measure", "wrong")
-    return [{k: v for k, v in event.items() if k not in others} for event in events]
+    return [metrics_of(event) for event in read(folder, "step", "evaluation")]
+
+
+def metrics_of(event: Mapping[str, Any]) -> Record:
+    """Return an event without what is no metric."""
+    others = ("kind", "prompts", "measure", "wrong")
+    return {name: value for name, value in event.items() if name not in others}
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from torchtune_grpo.monitor.record import (
     changes_weights,
     keep_until,
     metric,
+    metrics_of,
     read,
     versions,
 )
@@ -137,10 +138,10 @@ class Recorder:
         metrics = {**metrics, "num_tokens": self._num_tokens}
         if self._device.type == "cuda":
             metrics |= training.get_memory_stats(device=self._device)
-        wrong = next((scores.wrong for _, scores in self.groups.rollouts if scores.wrong), None)
+        wrong = [scores.wrong for _, scores in self.groups.rollouts if scores.wrong]
         groups, prompts = self.groups.take(step)
-        more = {"prompts": prompts} | ({} if wrong is None else {"wrong": wrong})
-        event = on_first_rank(self._write, "step", step, metrics, more)
+        values = {**metrics, "prompts": prompts, **({"wrong": wrong[0]} if wrong else {})}
+        event = on_first_rank(self._write, "step", step, values)
         self.is_base &= not changes_weights(event)
         if rank() == 0:
             append_groups(self._folder, groups, done=step / self._cfg.num_steps)
@@ -153,9 +154,8 @@ class Recorder:
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record an evaluation after ``step`` steps; every rank has to call it."""
-        metrics = {**evaluation.metrics, "time/eval": evaluation.seconds}
-        more = {"measure": evaluation.measure, "prompts": evaluation.prompts}
-        event = on_first_rank(self._write, "evaluation", step, metrics, more)
+        values = {**evaluation.record, "time/eval": evaluation.seconds}
+        event = on_first_rank(self._write, "evaluation", step, values)
         self.evaluations.append(event)
         utils.log_rank_zero(log, f"Step {step}: held-out {in_one_line(event)}")
 
@@ -163,12 +163,10 @@ class Recorder:
         if rank() == 0:
             self._metric_logger.close()
 
-    def _write(
-        self, kind: str, step: int, metrics: Mapping[str, float], more: Mapping[str, Any]
-    ) -> Measured:
+    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> Measured:
         """Record a step or an evaluation, and the findings that begin or end with it."""
-        event: Any = append(self._folder, kind, step, {**metrics, **more})
-        self._metric_logger.log_dict(metrics, step=step)
+        event: Any = append(self._folder, kind, step, values)
+        self._metric_logger.log_dict(metrics_of(values), step=step)
         for finding in self._findings.add(event):
             append(self._folder, "finding", step, finding)
             if finding["event"] == "ends":
@@ -215,8 +213,7 @@ class GroupRecorder:
         candidates: list[Any] = []
         results: list[tuple[Any, ...]] = []
         for trajectory, scores in self.rollouts:
-            assert trajectory.advantages is not None
-            informative = (trajectory.advantages.view(-1, size) != 0).any(dim=1).tolist()  # [B]
+            informative = trajectory.is_informative.view(-1, size).any(dim=1).tolist()  # [B]
             indices = trajectory.prompt_indices[::size].tolist()
             for group, (teaches, index) in enumerate(zip(informative, indices, strict=True)):
                 chance = random.Random(f"{self._cfg.seed} {step} {index}").random()
@@ -243,10 +240,7 @@ class GroupRecorder:
         numbers = torch.arange(first, first + self._cfg.grpo_samples)
         rows = trajectory.select(numbers.to(trajectory.tokens.device))
         assert rows.advantages is not None
-        sampler, lengths = (
-            _mean_logprobs(rows, rows.sampler_logprobs),
-            rows.sampled_lengths.tolist(),
-        )
+        sampler, lengths = _mean_logprobs(rows, rows.sampler_logprobs), rows.sampled_lengths
         records = []
         for sample, identity in enumerate(_identities(rows)):
             row = first + sample

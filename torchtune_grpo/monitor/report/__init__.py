@@ -136,11 +136,10 @@ def _fitting(groups: list[list[Record]]) -> list[Record]:
     """Return all groups, or, if they take too many bytes, one of each step, of every second, ..."""
     shown = [_for_page(group) for group in groups]
     sizes = {id(group): len(script_json(group).encode()) for group in shown}
-    best = {group["step"]: group for group in shown}
-    best |= {group["step"]: group for group in shown if "mixed" in group["rows"][0]["is"]}
+    first = {group["step"]: group for group in reversed(shown)}  # of a step, where most is learnt
     every = 1
     while sum(sizes[id(group)] for group in shown) > _MAX_BYTES:
-        shown = [*best.values()][::-1][::every][::-1]
+        shown = [*first.values()][::every][::-1]
         every *= 2
     return shown
 
