@@ -297,3 +297,22 @@ def test_a_name_that_the_hub_cannot_have_is_none(tmp_path):
 
 if __name__ == "__main__":
     save_on_a_full_disk(Path.cwd())
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_lock_that_other_code_has_closed_is_not_a_deleted_folder(tmp_path, reused):
+    """Even if another file has its descriptor now, which is not emptied."""
+    other = tmp_path / "other"
+    other.write_text("kept")
+    lock.claim(tmp_path)
+    descriptor = lock._claimed[tmp_path][0].fileno()
+    os.close(descriptor)
+    if reused:
+        with other.open("r+") as file:
+            os.dup2(file.fileno(), descriptor)
+    with pytest.raises(lock.LostFolderError, match="has closed this process's files"):
+        with lock.writing(tmp_path):
+            pytest.fail("it writes")
+    assert not lock.is_lost(tmp_path)
+    lock.release(tmp_path)
+    assert other.read_text() == "kept" and tmp_path not in lock.held()

@@ -51,6 +51,20 @@ def test_a_tiny_model_gets_one_thread_unless_the_user_has_chosen(
     assert torch.get_num_threads() == threads
 
 
+def test_an_old_driver_is_named_with_the_remedy(tmp_path, monkeypatch):
+    """Of the open kernel module, too; a driver that is new enough is not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device, "_DRIVER", tmp_path / "version")
+    names = "x86_64 Kernel Module  570.86.15", "Open Kernel Module for x86_64  570.86.15"
+    for name, is_old in (*((name, True) for name in names), ("Kernel Module  580.1", False)):
+        (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {name}  Release Build\n")
+        with pytest.raises(ValueError, match="finds no GPU here. ") as error:
+            device.find_device("cuda")
+        assert ("driver is 570, and CUDA 13.0 needs 580" in str(error.value)) == is_old
+        assert ("`pip install --force-reinstall torch" in str(error.value)) == is_old
+
+
 def test_sums_of_bf16_products_stay_in_float32_on_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Container, Iterator
@@ -24,6 +25,7 @@ from tqdm.auto import tqdm
 
 from torchtune_grpo.machine.parallel import rank
 
+_DRIVER = Path("/proc/driver/nvidia/version")
 _NF4_BITS = 4.5  # bits of a weight, including its block's scales
 # Below this many parameters a second thread gains next to nothing.
 MANY_PARAMETERS = 1_000_000
@@ -54,9 +56,8 @@ def find_device(name: str) -> torch.device:
         number = device.index or int(os.environ.get("LOCAL_RANK", 0))
         if count == 0:
             raise ValueError(
-                f"device={name}: torch {torch.__version__} finds no GPU here; it warns above if "
-                "the driver is too old. Set device=cpu for a small model, or install a torch for "
-                "your GPU and driver (pytorch.org)."
+                f"device={name}: torch {torch.__version__} finds no GPU here.{_driver_remedy()} "
+                "Set device=cpu for a small model, or install a torch for your GPU (pytorch.org)."
             )
         if number >= count:
             raise ValueError(
@@ -68,6 +69,20 @@ def find_device(name: str) -> torch.device:
         # Sums of a product that is split stay in float32, as the trainer's and sampler's agree.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return utils.get_device(device=name)
+
+
+def _driver_remedy() -> str:
+    """Say what to do if NVIDIA's driver is older than torch's CUDA needs; "" otherwise."""
+    needed = {"12": 525, "13": 580}.get(str(torch.version.cuda).partition(".")[0])
+    with suppress(OSError):
+        driver = re.search(r"Kernel Module.*?\s(\d+)\.\d", _DRIVER.read_text())
+        if driver and needed and int(driver[1]) < needed:
+            return (
+                f" NVIDIA's driver is {driver[1]}, and CUDA {torch.version.cuda} needs {needed}: "
+                "update the driver, or `pip install --force-reinstall torch --index-url "
+                "https://download.pytorch.org/whl/cu126`."
+            )
+    return ""
 
 
 def seed_step(seed: int, step: int) -> None:

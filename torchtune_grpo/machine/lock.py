@@ -50,9 +50,12 @@ def claim(folder: Path) -> None:
 
 def release(folder: Path) -> None:
     """Unlock a folder that this process may have claimed."""
-    if claimed := _claimed.pop(folder.resolve(), None):
-        with suppress(OSError):  # other code has closed it
-            claimed[0].close()
+    folder = folder.resolve()
+    if folder in _claimed and not _is_closed(folder):
+        file, _ = _claimed[folder]
+        file.truncate(0)
+        file.close()
+    _claimed.pop(folder, None)
 
 
 def held() -> list[Path]:
@@ -67,6 +70,14 @@ def is_lost(folder: Path) -> bool:
         return False
     with suppress(OSError):
         return not os.path.samestat(_claimed[folder][1], (folder / _LOCK_FILE).stat())
+    return True
+
+
+def _is_closed(folder: Path) -> bool:
+    """Whether other code in this process has closed the lock file of a folder that is claimed."""
+    file, claimed = _claimed[folder]
+    with suppress(OSError):
+        return not os.path.samestat(claimed, os.fstat(file.fileno()))
     return True
 
 
@@ -86,4 +97,10 @@ def _check(folder: Path) -> None:
         raise LostFolderError(
             f"output_dir={folder}: was deleted while this run was going on, and may be another "
             "run's by now; nothing more is written there."
+        )
+    folder = folder.resolve()
+    if folder in _claimed and _is_closed(folder):
+        raise LostFolderError(
+            f"output_dir={folder}: other code has closed this process's files, and so its lock. If "
+            "a reward did, give it isolation: process."
         )
