@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.text import to_json
+from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import free_bytes, only_warnings, seed_step
@@ -46,10 +47,6 @@ from torchtune_grpo.trajectory import Trajectory
 VERDICTS = ("learns", "doubtful", "will not learn")
 _ROUNDS, _SECONDS = 4, 45  # limits on sampling; the first one reached ends it
 _TIME_FACTOR = 1.6  # by which a step's time may differ, up or down
-# Shares of the groups that teach
-_FEW_TEACH, _HARDLY_ANY_TEACH = 0.15, 0.03
-# How far one step moves the policy, as the KL in nats a token; all steps, as the square root
-_FAR, _TOO_FAR, _NEAR = 0.5, 2.0, 0.2
 
 
 @dataclass
@@ -230,7 +227,7 @@ def _memory(run: Run) -> dict[str, int]:
 
 def judge(plan: Plan, run: History) -> None:
     """Say whether a run learns: by the rules of the findings, on what the plan has sampled."""
-    groups = findings.groups(run, few=_FEW_TEACH)
+    groups = findings.groups(run, few=thresholds.FEW_TEACH)
     rules = (findings.rewards(run), findings.responses(run), groups)
     for sign in findings.by_name(chain(*rules)).values():
         plan.add(_verdict(sign, plan, run), sign)
@@ -239,13 +236,13 @@ def judge(plan: Plan, run: History) -> None:
             reason = f"{share:.0%} of the rewards' spread in groups is that of {name}."
             quieter = run.weigh(index, 0.1)
             plan.add("doubtful", Sign("spread", reason, *quieter))
-    moved, steps, far = plan.moved, run.config("num_steps"), _FAR
+    moved, steps, far = plan.moved, run.config("num_steps"), thresholds.FAR
     if moved is not None and moved > far:
-        is_mild = moved < _TOO_FAR
+        is_mild = moved < thresholds.TOO_FAR
         verdict, factor = ("doubtful", 1 / 3) if is_mild else ("will not learn", 1 / 30)
         reason = f"One step moves the policy by {moved:.2g} nats a token, where {far} is much."
         plan.add(verdict, Sign("moved", reason, *run.scale("optimizer.lr", factor)))
-    elif moved is not None and math.sqrt(moved) * steps < _NEAR:
+    elif moved is not None and math.sqrt(moved) * steps < thresholds.NEAR:
         reason = f"{steps} steps hardly move the policy: the first by {moved:.1g} nats a token."
         faster = run.change("optimizer.lr", max(10 * (run.config("optimizer.lr") or 0), 1e-5))
         plan.add("will not learn", Sign("moved", reason, *faster))
@@ -265,8 +262,8 @@ def _verdict(sign: Sign, plan: Plan, run: History) -> str:
             return "will not learn"
         return "learns" if sign.name == "reward_constant" else "doubtful"
     # Where some are right, groups that seldom teach may still be enough.
-    some_right = findings.HARDLY_ANY_RIGHT < plan.pass_rate.mean < 0.95
-    is_hopeless = plan.informative.mean < _HARDLY_ANY_TEACH and not some_right
+    some_right = thresholds.HARDLY_ANY_RIGHT < plan.pass_rate.mean < thresholds.NEARLY_ALL_RIGHT
+    is_hopeless = plan.informative.mean < thresholds.HARDLY_ANY_TEACH and not some_right
     return "will not learn" if is_hopeless else "doubtful"
 
 

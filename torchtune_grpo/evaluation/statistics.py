@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from torchtune_grpo.evaluation.thresholds import FEW_PROBLEMS, SURE
+
 ACCURACY = "eval/accuracy"
-_SURE = 0.05  # the usual bound on p
-_FEW_PROBLEMS = 50  # the 95 % interval of 0.5 is then 0.28 wide
 _RESAMPLES = 10_000
 _FINEST_UNIT = 256  # scores are multiples of 1/256 at the finest
 
@@ -151,7 +151,7 @@ class Comparison:
         if self.best is None or self.best[ACCURACY] <= self.before[ACCURACY]:
             return None
         test = Comparison(self.best, self.after).changes.get("accuracy")
-        return test if test is not None and test.difference < 0 and test.p < _SURE else None
+        return test if test is not None and test.difference < 0 and test.p < SURE else None
 
     @property
     def ends(self) -> list[Mapping[str, Any]]:
@@ -189,7 +189,7 @@ class Comparison:
     def tone(self) -> str:
         """Whether training has made the policy better: good, bad or unsure."""
         test = self.fall or self.changes.get("accuracy")
-        if test is None or test.p >= _SURE:
+        if test is None or test.p >= SURE:
             return "unsure"
         return "good" if test.difference > 0 else "bad"
 
@@ -213,7 +213,7 @@ class Comparison:
             f"{significant}: on {len(old)} held-out problems, {(new > old).sum()} improved and "
             f"{(new < old).sum()} got worse."
         ]
-        if self.tone == "unsure" or len(old) < _FEW_PROBLEMS:
+        if self.tone == "unsure" or len(old) < FEW_PROBLEMS:
             found.append(
                 f"{len(old)} problems only show a change of about {(test.high - test.low) / 2:.2f} "
                 "or more. Train longer, or evaluate on more problems (eval_dataset)."

@@ -6,7 +6,7 @@ resumed run that reads its record again finds the same. A plan applies some rule
 sampled.
 
 A false alarm is worse than silence: what also comes with success, such as a low entropy, is a sign
-only below ``SOLVED``. Each threshold has its reason beside it.
+only below ``SOLVED``. Each threshold has its reason beside it, or in evaluation/thresholds.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.monitor.record import Finding, FindingEvent, Measured
 
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
-# Means of the deciding reward: hardly any answer is right; there is little left to learn
-HARDLY_ANY_RIGHT, SOLVED = 0.05, 0.8
 
 # Finding -> how many steps in a row must show its signs, with how many groups on a rank.
 BEGINS_AFTER = {
@@ -267,13 +266,13 @@ def groups(run: History, *, few: float = 0.0) -> Signs:
         )
         remedy = "See whether it reads both as it should, or take easier prompts in dataset."
         yield Sign("never_right", evidence, run.key_of_decider, remedy)
-    if missing >= 0.5 and run.level < HARDLY_ANY_RIGHT:
+    if missing >= 0.5 and run.level < thresholds.HARDLY_ANY_RIGHT:
         evidence = f"{run.decider} finds no answer in {missing:.0%} of the responses."
         remedy = "Ask for the form that it reads (dataset.system_prompt), or read another."
         yield Sign("no_answer", evidence, run.key_of_decider, remedy)
     same = run.now("frac_groups_same_text")
     is_cause = teaching <= few and same >= 0.5
-    if (same >= 0.9 or is_cause) and run.level < SOLVED:
+    if (same >= thresholds.SAME_TEXTS or is_cause) and run.level < thresholds.SOLVED:
         evidence = f"In {same:.0%} of the groups all texts are the same; {score} in the mean."
         warmer = max(1.0, 1.5 * run.config("temperature"))
         yield Sign("same_texts", evidence, *run.change("temperature", warmer))
@@ -282,7 +281,7 @@ def groups(run: History, *, few: float = 0.0) -> Signs:
 def responses(run: History) -> Signs:
     cut = run.now("completions/clipped_ratio")
     # Nearly all are cut, unless more are right than ended; or many are, and hardly any is right.
-    is_hopeless = cut >= 0.5 and run.level < HARDLY_ANY_RIGHT
+    is_hopeless = cut >= thresholds.MANY_CUT_OFF and run.level < thresholds.HARDLY_ANY_RIGHT
     if is_hopeless or (cut >= 0.9 and run.level < 1.2 - cut):
         key = _limit(run)
         evidence = f"{key} cut off {cut:.0%} of the responses."
@@ -321,7 +320,7 @@ def policy(run: History) -> Signs:
     entropy, first = run.now("sampling/entropy"), run.first("sampling/entropy")
     evidence = f"The entropy of a token went from {first:.3g} to {entropy:.3g} nats."
     # Models begin with 0.1 to 1; at 0.05 the likeliest token is taken 99 times in 100.
-    if entropy < min(0.05, 0.1 * first) and run.level < SOLVED:
+    if entropy < min(0.05, 0.1 * first) and run.level < thresholds.SOLVED:
         more = 2 * (run.config("loss.entropy_coeff") or 0.0005)
         yield Sign("entropy_collapsed", evidence, *run.change("loss.entropy_coeff", more))
     if entropy > max(2 * first, first + 1):  # one nat: as if from e times as many tokens
@@ -345,7 +344,7 @@ def rewards(run: History) -> Signs:
     for index, reward in enumerate(run.rewards):
         name, weight, key = reward["name"], reward["weight"], run.keys[index]
         failed, none = (run.now(f"rewards/{name}/{what}") for what in ("errors", "none"))
-        if failed >= 0.01:  # a bug, or something that responses provoke
+        if failed >= thresholds.FAILS:
             remedy = "Correct what its error in the log says, or return None there."
             evidence = f"{name} failed on {failed:.0%} of the rows."
             yield Sign("reward_fails", evidence, key, remedy)
@@ -365,7 +364,7 @@ def rewards(run: History) -> Signs:
 def shaping(run: History) -> Signs:
     """Another reward rises, and the deciding one does not."""
     deciding, noise = rise(run.last(f"rewards/{run.decider}/mean", 20))
-    if not deciding <= noise or run.level >= SOLVED:
+    if not deciding <= noise or run.level >= thresholds.SOLVED:
         return
     for index, reward in enumerate(run.rewards):
         name, weight = reward["name"], reward["weight"]
@@ -405,7 +404,7 @@ def progress(run: History) -> Signs:
     change, error = rise(paid)
     # No rise, and one of a tenth of the spread would have been seen.
     spread = mean(run.last("reward_std", _MOST_STEPS))[0]
-    is_flat = change <= 0 and change + 2 * error < 0.1 * spread and level < SOLVED
+    is_flat = change <= 0 and change + 2 * error < 0.1 * spread and level < thresholds.SOLVED
     # The end of a schedule is meant to be flat.
     rate, peak = run.now("learning_rate"), run.config("optimizer.lr")
     is_over = isinstance(peak, float) and rate < 0.1 * peak
