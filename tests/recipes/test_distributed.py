@@ -6,6 +6,7 @@ other. Everything else starts the same file with the same environment in forked 
 """
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 import torch
 from checkpoints import peft_adapter
 from fork_server import environment, fork_server
+from processes import children, is_alive, wait_until
 from runs import (
     DISTRIBUTED,
     EAGER,
@@ -30,6 +32,7 @@ from runs import (
     completions,
     copy_recipe,
     distance,
+    in_background,
     metrics,
     prompts,
     run_ranks,
@@ -375,17 +378,26 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path):
-    """By torchrun, from the checkpoint of step 1, to the weights of a run that nobody killed."""
-    more = ["saving.every_n_steps=1", "num_steps=3", *NO_EVALUATION]
+def test_torchrun_starts_a_killed_rank_again_and_passes_sigterm_on(tmp_path):
+    """From the checkpoint of step 1, to the weights of a run that nobody killed."""
+    more = ["saving.every_n_steps=1", "saving.keep_last=null", *NO_EVALUATION]
     kills, whole = tmp_path / "killed", tmp_path / "whole"
+    run(whole, LORA, *more, "num_steps=3")
     reward = "rewards=[{_component_: my_rewards.reward_kill}]"
-    launch = ["run", "--nproc_per_node", "2", "--max_restarts", "1", DISTRIBUTED]
-    changes = settings(kills, LORA, *more, reward)
-    done = tune(*launch, "--config", LORA, *changes, cwd=kills, PYTHONPATH=str(kills))
+    launch = ["run", "--nproc_per_node", "2", "--max_restarts", "1", DISTRIBUTED, "--config", LORA]
+    launch += [*settings(kills, LORA, *more, reward), "num_steps=9999"]
+    out = kills / "out"
+    with in_background(tune, *launch, cwd=kills, check=False, PYTHONPATH=str(kills)) as job:
+        assert wait_until(lambda: len(steps_of(out)) > 3, 180)
+        (launcher,) = job.processes()
+        ranks = children(of=launcher)
+        os.kill(launcher, signal.SIGTERM)
+        done = job.result(25)  # torchrun kills after 30 s
+    assert done.code == 143 and len(ranks) == 2 and not any(map(is_alive, ranks))
     assert "Resumed after step 1." in done.err + done.out
-    assert not (kills / "out" / "previous_runs").exists()
-    assert [record["step"] for record in steps_of(kills / "out")] == [1, 2, 3]
-    run(whole, LORA, *more)
+    assert not (out / "previous_runs").exists()
+    recorded = [record["step"] for record in steps_of(out)]
+    saved = sorted(int(path.name.removeprefix("step_")) for path in out.glob("step_*"))
+    assert recorded == saved == [*range(1, len(saved) + 1)]
     got, expected = (weights(each / "out" / "step_000003") for each in (kills, whole))
     assert all(torch.equal(got[name], expected[name]) for name in expected)

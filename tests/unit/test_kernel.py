@@ -112,9 +112,9 @@ def test_a_gpu_computes_the_same(heads, dtype, turns):
     assert_right(out, rows, args, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 120])
 @pytest.mark.parametrize(
-    ("dtype", "size", "group"), [("bf16", 64, 4), ("bf16", 256, 8), ("fp32", 128, 1)]
+    ("capability", "dtype", "size", "group"),
+    [(80, "bf16", 64, 4), (86, "bf16", 256, 8), (90, "fp32", 128, 1), (120, "bf16", 64, 4)],
 )
 def test_it_compiles_for_every_card_since_ampere(capability, dtype, size, group):
     import triton
