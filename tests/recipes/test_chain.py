@@ -200,11 +200,6 @@ def test_qloras_card_says_how_to_load_its_policy(tmp_path, monkeypatch):
     assert (naive - merged).abs().max() > 1e-2
 
 
-def test_an_adapter_that_would_not_be_read_is_refused(tmp_path):
-    done = run_tiny(LORA, tmp_path, "checkpointer.adapter_checkpoint=a.safetensors", check=False)
-    assert "Error: checkpointer.adapter_checkpoint=a.safetensors: is not read" in done.err
-
-
 def test_a_run_that_could_not_save_ends_before_its_first_rollout(tmp_path):
     tiny_overrides(LORA, tmp_path)
     (tmp_path / "llama/tokenizer.json").symlink_to(tmp_path / "deleted")  # as of a cleared cache

@@ -16,7 +16,13 @@ MISTAKES = {
     "device=cuda": r"device=cuda: torch .* finds no GPU here",
     "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
     "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
+    "checkpointer.adapter_checkpoint=a.safetensors": r"checkpointer\.adapter_.*: is not read",
     "batch_size=13": r"batch_size \* ranks = 13 prompts a step, but dataset has only 12",
+    # GSM8K's rows as they are: the gold is a worked answer.
+    "eval_dataset._component_=torchtune_grpo.data.RLDataset eval_dataset.prompt_column=question": (
+        r"eval_dataset: 12 of 12 rows .* are left out: the reward 'correctness' can score no "
+        r"answer: answer='0 \+ 2 = .*torchtune_grpo\.data\.gsm8k_dataset"
+    ),
 }
 
 
@@ -34,7 +40,8 @@ def test_a_mistake_ends_in_one_line(tmp_path, mistake):
     """The checkpoint is garbage, so that loading it would fail differently."""
     overrides = tiny_overrides(CONFIG, tmp_path)
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"garbage")
-    done = tune("run", RECIPE, "--config", CONFIG, *overrides, mistake, cwd=tmp_path, check=False)
+    overrides += mistake.split()
+    done = tune("run", RECIPE, "--config", CONFIG, *overrides, cwd=tmp_path, check=False)
     assert done.code == 1
     (line,) = [line for line in done.err.splitlines() if line.startswith("Error")]
     assert done.err.endswith(f"{line}\n") and "Traceback (most" not in done.err

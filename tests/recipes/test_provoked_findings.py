@@ -145,7 +145,8 @@ def events(folder: Path) -> list[dict]:
 def start(name: str, folder: Path, *more: str) -> Result:
     overrides, _ = RUNS[name]
     common = ["--config", "tiny_arithmetic_grpo", "model_dir=tiny_llama", "lr_scheduler=null"]
-    return tune("run", RECIPE, *common, "output_dir=out", *overrides, *more, cwd=folder)
+    common += ["output_dir=out", "dataset.num_samples=64"]
+    return tune("run", RECIPE, *common, *overrides, *more, cwd=folder)
 
 
 # In these no group's advantages differ, or the learning rate is 0.
