@@ -88,7 +88,7 @@ Names are TRL's where it has one. Times are the slowest rank's seconds.
 
 | Metric of a step | What it is |
 |---|---|"""
-PASSES = "¹ Over rows that get a pass ([objectives](objectives.md#loss))."
+PASSES = "¹ Over rows that get a pass ([objectives](objectives.md#advantages))."
 FINDINGS = """# It does not learn
 
 A run says so itself: its findings stand on the terminal, in `run.jsonl` and on its page, with the
