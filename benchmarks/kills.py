@@ -25,6 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchtune.models  # noqa: F401  # what a run imports, once for all
 import torchtune.training  # noqa: F401
@@ -95,24 +96,24 @@ def kill_or_end(child: int, output: Path, *, seconds: float, saving: bool) -> bo
 def outcome(output: Path) -> dict[str, Any]:
     """Return all that a run leaves, except times."""
     folder = output / f"step_{newest(output):06d}"
-    state = torch.load(folder / "training_state.pt", weights_only=True)
+    state = torch.load(folder / "training_state.pt", weights_only=False)  # a sampler's arrays, too
     assert read(output, "step")[-1]["grad_norm"] > 0
     return {
         "weights": [path.read_bytes() for path in sorted(folder.glob("model*.safetensors"))],
         "state": leaves(state),
         "events": [
             {name: value for name, value in event.items() if not TIMED.search(name)}
-            for event in read(output, "step", "evaluation", "finding")
+            for event in read(output, "step", "evaluation")
         ],
         "completions": read_lines(output / COMPLETIONS_FILE),
     }
 
 
 def leaves(state: Any) -> dict[str, Any]:
-    """Return every value of a nested state by its place; tensors as their bits."""
+    """Return every value of a nested state by its place; tensors and arrays as their bits."""
     return {
-        keystr(path): (value.dtype, value.shape, value.numpy().tobytes())
-        if isinstance(value, torch.Tensor)
+        keystr(path): (value.dtype, value.shape, np.asarray(value).tobytes())
+        if hasattr(value, "dtype")
         else value
         for path, value in tree_flatten_with_path(state)[0]
     }

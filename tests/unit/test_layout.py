@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name.startswith("torchtune_grpo")}
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """Room -> rooms that it imports from."""
     found: dict[str, set[str]] = {}
