@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import inspect
 import os
 import re
 import signal
@@ -28,7 +27,6 @@ from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import read_metrics
 from torchtune_grpo.plan import lines, make_plan
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.rewards import Reward
 from torchtune_grpo.run import Run
 
 log = utils.get_logger("INFO")
@@ -71,7 +69,7 @@ class GRPO:
     ) -> None:
         algorithm = keys.pop("algorithm", None)
         self.config = load_config(str(config), [f"algorithm={algorithm}"] if algorithm else [])
-        self._rows: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # what no config can name, by key
         self._run: Run | None = None  # that of the recipe, if there is one
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
@@ -92,10 +90,8 @@ class GRPO:
             form = {k: v for k, v in self.config.dataset.items() if k not in of_rows}
             self.config.eval_dataset = OmegaConf.merge(form, self.config.eval_dataset or {})
             self._set_data("eval_dataset", eval_data)
-        self._rewards: dict[int, Reward] = {}  # rewards that no config can name, by place
         if rewards is not None:
             self._set_rewards(rewards)
-        self._objects: dict[str, Any] = {}  # environments and tools that no config can name, by key
         if environment is not None:
             self._set_environment(environment)
         if tools is not None:
@@ -125,7 +121,7 @@ class GRPO:
         elif isinstance(data, (str, Path)):
             self.config[key].source = str(data)
         else:
-            self._rows[key] = data
+            self._objects[key] = data
 
     def _set_rewards(self, rewards: Sequence[Any]) -> None:
         """Name the rewards in the config, and keep those that cannot be imported."""
@@ -135,22 +131,14 @@ class GRPO:
         nodes: list[Any] = []
         for number, reward in enumerate(rewards):
             function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
-            if isinstance(function, (str, Mapping)):
-                node = {"_component_": function} if isinstance(function, str) else function
-                nodes.append(_plain({"weight": weight, **node}))
-                continue
-            if not callable(function):
-                raise ConfigError(
-                    f"rewards[{number}]={shortened(repr(function))}: not a reward; give functions, "
-                    "(function, weight) pairs, dotpaths or nodes of a config."
-                )
-            kind = function if hasattr(function, "__name__") else type(function)
-            path, name = _dotpath(function), str(kind.__name__)
-            if path is None:
-                made: Any = function() if inspect.isclass(function) else function
-                self._rewards[number] = Reward(name, made, weight)
-                path = f"{kind.__module__}.{name}"
-            nodes.append({"_component_": path, "name": name, "weight": weight})
+            if not isinstance(function, Mapping):
+                if not (callable(function) or isinstance(function, str)):
+                    raise ConfigError(
+                        f"rewards[{number}]={shortened(repr(function))}: not a reward; give "
+                        "functions, (function, weight) pairs, dotpaths or nodes of a config."
+                    )
+                function = {"_component_": self._path(f"rewards.{number}", function)}
+            nodes.append(_plain({"weight": weight, **function}))
         self.config.rewards = nodes
 
     def _set_environment(self, given: Any) -> None:
@@ -165,12 +153,11 @@ class GRPO:
 
     def _path(self, key: str, component: Any) -> str:
         """Return the dotpath of a class or function; keep one that cannot be imported."""
-        if not callable(component):
-            return str(component)
-        path = _dotpath(component)
+        path = _dotpath(component) if callable(component) else str(component)
         if path is None:
             self._objects[key] = component
-            path = f"{component.__module__}.{getattr(component, '__name__', type(component))}"
+            kind = component if hasattr(component, "__name__") else type(component)
+            path = f"{kind.__module__}.{kind.__name__}"
         return path
 
     def _check(self, problems: list[str]) -> None:
@@ -187,7 +174,7 @@ class GRPO:
     def _make_run(self) -> Run:
         cfg = self.config.copy()
         OmegaConf.set_readonly(cfg, False)
-        return Run(cfg, data=self._rows, rewards=self._rewards, objects=self._objects)
+        return Run(cfg, objects=self._objects)
 
     def _take_folder(self) -> None:
         """Claim ``output_dir`` and write the config there; end the run that had it before."""
@@ -201,11 +188,10 @@ class GRPO:
         claim_output_dir(self._folder)
         file = self._folder / "config.yaml"
         text = f"# tune run grpo_full_finetune_single_device --config {file}\n"
-        unnamed = [*(f"rewards[{i}]" for i in self._rewards), *self._objects]
-        remarks = [f"{each} cannot be imported; move it into a module" for each in unnamed]
-        for remark in [*remarks, *(f"{key} is in memory" for key in self._rows)]:
-            log.warning(f"`tune run` cannot repeat this run: {remark}.")
-            text += f"# But {remark}.\n"
+        if self._objects:
+            remark = f"only this process has {', '.join(self._objects)}; give files and modules."
+            log.warning(f"`tune run` cannot repeat this run: {remark}")
+            text += f"# But {remark}\n"
         file.write_text(f"{text}{OmegaConf.to_yaml(self.config)}", encoding="utf-8")
 
     @property
@@ -220,7 +206,7 @@ class GRPO:
         """
         if self._recipe is not None:
             raise RuntimeError("plan() comes first: close() this run, and make a new GRPO.")
-        plan = make_plan(self.config, data=self._rows, rewards=self._rewards, objects=self._objects)
+        plan = make_plan(self.config, self._objects)
         print("\n".join(lines(plan)))
         return asdict(plan)
 

@@ -39,7 +39,7 @@ from torchtune_grpo.monitor import findings
 from torchtune_grpo.monitor.findings import History, Sign
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
-from torchtune_grpo.rewards import Reward, RewardScores
+from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.trajectory import Trajectory
@@ -77,17 +77,8 @@ class Plan:
         self.changes += [] if sign.override is None else [sign.override]
 
 
-def make_plan(
-    given: DictConfig,
-    *,
-    data: Mapping[str, Any] | None = None,
-    rewards: Mapping[int, Reward] | None = None,
-    objects: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Plan a config's run, and write ``output_dir/plan.json``.
-
-    ``data``, ``rewards`` and ``objects`` are those of ``Run``.
-    """
+def make_plan(given: DictConfig, objects: Mapping[str, Any] | None = None) -> Plan:
+    """Plan a config's run, and write ``output_dir/plan.json``; ``objects`` are those of ``Run``."""
     start = time.perf_counter()
     folder = Path(given.output_dir).expanduser()
     cfg = given.copy()
@@ -101,7 +92,7 @@ def make_plan(
         resume_from_checkpoint=False,
         profiler=None,
     )
-    recipe = GRPOFullFinetuneRecipe(cfg, Run(cfg, data=data, rewards=rewards, objects=objects))
+    recipe = GRPOFullFinetuneRecipe(cfg, Run(cfg, objects=objects))
     try:
         with only_warnings():
             recipe.setup(cfg)

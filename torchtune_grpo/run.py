@@ -46,7 +46,7 @@ from torchtune_grpo.machine.device import (
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.recorder import Recorder
-from torchtune_grpo.rewards import Reward, RewardSet
+from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rewards.workers import MAX_WORKERS
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import check_engine, make_engine
@@ -67,8 +67,8 @@ class Run:
     """A config and the parts made from it; raises a ConfigError with all mistakes in the config.
 
     ``table`` is a subclass of the table of keys if a recipe has keys of its own. From Python,
-    ``data`` holds rows by the key of their data set, ``rewards`` holds rewards that no config can
-    name, by their place in the config's list, and ``objects`` such environments and tools by key.
+    ``objects`` holds what no config can name, by key: rows of ``dataset`` and ``eval_dataset``, the
+    reward of ``rewards.0``, and environments and tools.
     """
 
     def __init__(
@@ -76,12 +76,10 @@ class Run:
         cfg: DictConfig,
         table: type[GRPOConfig] = GRPOConfig,
         *,
-        data: Mapping[str, Any] | None = None,
-        rewards: Mapping[int, Reward] | None = None,
         objects: Mapping[str, Any] | None = None,
     ) -> None:
         self.given, self.cfg = cfg, read_config(cfg, table)
-        self._rows, self._rewards, self._objects = data or {}, rewards or {}, objects or {}
+        self._objects = objects or {}
         self._optimizer: PolicyOptimizer | None = None
         self._engine: RolloutEngine | None = None
         self.interrupts = Interrupts()
@@ -106,9 +104,9 @@ class Run:
 
     @cached_property
     def rewards(self) -> RewardSet:
-        rewards = [self._rewards.get(i, node) for i, node in enumerate(self.cfg.rewards)]
         return RewardSet.from_config(
-            [*rewards, *environment_rewards(self.environment_kinds)],
+            [*self.cfg.rewards, *environment_rewards(self.environment_kinds)],
+            self._objects,
             deciding=self.cfg.evaluation.reward,
             max_failure_share=self.cfg.max_reward_failure_share,
         )
@@ -163,7 +161,7 @@ class Run:
 
     def _load_dataset(self, key: str) -> Any:
         """Load the data set of a key, and check it against the rewards and the model."""
-        rows = {"rows": self._rows[key]} if key in self._rows else {}
+        rows = {"rows": self._objects[key]} if key in self._objects else {}
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
         dataset = instantiate(key, getattr(self.cfg, key), tokenizer, **rows)
         self.check_dataset(dataset, key)
@@ -254,7 +252,8 @@ class Run:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """The run's checkpoints, and the model that it starts from."""
-        digests = {f"{key}.rows": getattr(self, key).digest for key in self._rows}
+        given = [key for key in ("dataset", "eval_dataset") if key in self._objects]
+        digests = {f"{key}.rows": getattr(self, key).digest for key in given}
         return Checkpoints(self.cfg, digests=digests)
 
     @cached_property

@@ -14,7 +14,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
 from torchtune_grpo.checkpoint.push import push
 from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
-from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.machine import interrupt, parallel
@@ -26,6 +25,10 @@ from torchtune_grpo.run import Run
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 
 log = utils.get_logger("INFO")
+_SAVE_MEMORY = (
+    "Lower forward_token_budget, forward_batch_size or rollout.max_rows, or set "
+    "enable_activation_checkpointing=True: docs/hardware.md#memory."
+)
 
 
 class Steps:
@@ -88,7 +91,7 @@ class Steps:
             try:
                 yield
             except torch.OutOfMemoryError as error:
-                raise ValueError(f"{error} {_how_to_save_memory(run.cfg)}") from error
+                raise ValueError(f"{error} {_SAVE_MEMORY}") from error
         if self.is_over and (name := self._cfg.saving.push_to_hub) is not None:
             parallel.on_first_rank(self._push, name)
 
@@ -184,17 +187,3 @@ class Steps:
             results=self._run.recorder.results,
         )
         utils.log_rank_zero(log, f"Saved {folder}")
-
-
-def _how_to_save_memory(cfg: GRPOConfig) -> str:
-    """Say which keys lower the memory that a step takes."""
-    rows = cfg.batch_size * cfg.grpo_samples
-    key, size = "forward_token_budget", cfg.forward_token_budget
-    if size is None:
-        key, size = "forward_batch_size", cfg.forward_batch_size or rows
-    smaller = {key: size // 2, "rollout.max_rows": (cfg.rollout.max_rows or rows) // 2}
-    ways = [f"{key}={value}" for key, value in smaller.items() if value]
-    if not cfg.enable_activation_checkpointing:
-        ways.append("enable_activation_checkpointing=True")
-    advice = f"Set {' or '.join(ways)}" if ways else "Take a smaller model"
-    return f"{advice}: docs/hardware.md#memory."

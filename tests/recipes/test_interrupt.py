@@ -213,23 +213,6 @@ def test_a_run_exits_at_once_before_the_first_step_or_on_a_second_signal(folder)
     assert "SIGINT: saving" in said(done)
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, "full_finetune_single_device"])
-def test_ctrl_c_during_imports_says_nothing(folder, recipe):
-    """Our hook runs at the end of ``import torch``; other recipes keep their traceback."""
-    (folder / "tune").write_text(
-        "import os, signal\n"
-        "from torchtune_grpo.cli.tune import autoload\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "autoload()\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    # A fresh interpreter: what a KeyboardInterrupt makes of the exit code is Python's own matter.
-    command = ["tune", "run", recipe, "--config", CONFIG]
-    done = runs.run(*command, cwd=folder, check=False, fresh=True)
-    said = ["KeyboardInterrupt"] if recipe != RECIPE else []
-    assert done.code == -signal.SIGINT and done.err.splitlines()[-1:] == said
-
-
 @pytest.mark.slow
 def test_a_rank_ends_with_its_launcher(folder):
     """Also when torchrun is killed; test_distributed.py asks it to end."""

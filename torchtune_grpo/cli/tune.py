@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,18 +33,12 @@ def autoload() -> None:
 def register() -> None:
     """Have `_HOOKS` called when the modules of torchtune that they extend are imported.
 
-    Calling it again, or after torchtune was imported, does no harm. In `tune` with a recipe of ours
-    and in its ranks, Ctrl-C is silent from here on: the imports take seconds.
+    Calling it again, or after torchtune was imported, does no harm.
     """
     from wrapt import register_post_import_hook
 
     for name in _HOOKS:
         register_post_import_hook(_extend, name)
-    command = Path(sys.argv[0]).name
-    if command in ("tune", "grpo_full_finetune.py") and any(map(_is_ours, sys.argv)):
-        from torchtune_grpo.config.text import end_on_ctrl_c
-
-        end_on_ctrl_c()
 
 
 def add_recipes(registry: ModuleType) -> None:

@@ -131,8 +131,6 @@ def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
     try:
         if value is None or isinstance(value, bool):
             return value
-        if isinstance(value, str):
-            return str.__str__(value)
         if isinstance(value, int):
             return int(value) if abs(value) <= _LARGEST_INT else hex(value)
         if isinstance(value, float):
@@ -145,9 +143,7 @@ def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
                 return {_text(key): to_json(item, _above) for key, item in value.items()}
             if isinstance(value, (list, tuple, set, frozenset)):
                 return [to_json(item, _above) for item in value]
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # whatever its own methods raise
+    except Exception:  # whatever its own methods raise
         pass
     return _text(value)
 
@@ -155,9 +151,7 @@ def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
 def _text(value: Any) -> str:
     try:
         return str.__str__(str(value))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except Exception:
         return f"<{type(value).__name__}>"
 
 

@@ -148,8 +148,8 @@ class _IsolatedKeys(_Keys):
     workers: int = Field(default=2, ge=1, le=MAX_WORKERS)
 
 
-def make_reward(node: Mapping[str, Any], key: str) -> Reward:
-    """Build the reward that the node ``key`` of a config describes."""
+def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
+    """Build the reward that the node ``key`` describes; ``given`` is a component without a path."""
     node = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     table = _Keys if node.get("isolation") is None else _IsolatedKeys
     try:
@@ -160,7 +160,7 @@ def make_reward(node: Mapping[str, Any], key: str) -> Reward:
     arguments = {n: v for n, v in node.items() if n not in (*table.model_fields, "_component_")}
     extend_import_path()
     try:
-        component: Callable[..., Any] = _get_component_from_path(path)
+        component: Callable[..., Any] = _get_component_from_path(path) if given is None else given
         signature, is_class = inspect.signature(component), inspect.isclass(component)
     except (InstantiationError, ValueError, TypeError) as error:
         why = f"not a function or a class that can be loaded: {error}"

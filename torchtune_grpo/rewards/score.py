@@ -128,10 +128,20 @@ class RewardSet:
         _check_shaping(self.rewards)
 
     @classmethod
-    def from_config(cls, cfg: Sequence[Mapping[str, Any] | Reward], **keys: Any) -> RewardSet:
-        """Build the set that the config's list ``rewards`` describes; see docs/rewards.md."""
+    def from_config(
+        cls,
+        cfg: Sequence[Mapping[str, Any] | Reward],
+        objects: Mapping[str, Any] | None = None,
+        **keys: Any,
+    ) -> RewardSet:
+        """Build the set that the config's list ``rewards`` describes; see docs/rewards.md.
+
+        ``objects`` holds components that no config can name, by key, such as ``rewards.0``.
+        """
         made = [
-            node if isinstance(node, Reward) else make_reward(node, f"rewards[{index}]")
+            node
+            if isinstance(node, Reward)
+            else make_reward(node, f"rewards[{index}]", (objects or {}).get(f"rewards.{index}"))
             for index, node in enumerate(cfg)
         ]
         return cls(made, **keys)
