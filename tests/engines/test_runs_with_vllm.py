@@ -123,7 +123,7 @@ def test_an_evaluation_before_and_after_training_gives_the_native_engines_answer
     for engine in ("vllm", "native"):
         file = whole.with_name(f"{engine}.json")
         options = (f"rollout.engine={engine}", "--samples", 0, "--output", file)
-        data = ("--dataset", "split=test", "--dataset", "num_samples=32")
+        data = ("eval_dataset.split=test", "eval_dataset.num_samples=32")
         command = ("-m", "torchtune_grpo", "evaluate", whole, *options, *data)
         run_command(*command, cwd=whole.parent)
         answers.append(json.loads(file.read_text())["answers"])

@@ -177,8 +177,9 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     What is sampled behind it makes the last number, which is counted here anew.
     """
     arguments = [
-        *("--base", "--samples", "4", "--by", "level", "--dataset", "num_samples=8"),
-        *("--dataset", "prefill='<think>.</think><answer>7</answer>'", "evaluation.reward=null"),
+        *("--base", "--samples", "4", "--by", "level", "evaluation.reward=null"),
+        "eval_dataset.num_samples=8",
+        "eval_dataset.prefill='<think>.</think><answer>7</answer>'",
         "evaluation.temperature=9",  # or nothing is written behind it
         "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right}]",
         "--output",
@@ -187,7 +188,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     said = evaluate(whole, *arguments, str(files[0])).out
     assert evaluate(whole, *arguments, str(files[1]), ranks=2).out == said
     assert files[0].read_bytes() == files[1].read_bytes()
-    alone = ["--base", "--dataset", "num_samples=1"]  # the second rank has no prompt
+    alone = ["--base", "eval_dataset.num_samples=1"]  # the second rank has no prompt
     assert evaluate(whole, *alone, ranks=2).out == evaluate(whole, *alone).out
     report = json.loads(files[0].read_text())
     assert [*report["groups"]] == ["all", "level=0", "level=1", "level=2", "level=3"]

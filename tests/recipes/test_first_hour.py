@@ -14,6 +14,7 @@ SHORT = ["num_steps=1", *NO_EVALUATION]
 MISTAKES = {
     "batch_size": "batch_size: not an override; write batch_size=value",
     "device=cuda": r"device=cuda: torch .* finds no GPU here",
+    "rewards.0=no.such": r"rewards\[0\]._component_=no.such: ",
     "output_dir=/dev/null/x": "output_dir=/dev/null/x: cannot be written to",
     "tokenizer.path=/no/such": "tokenizer.path=/no/such: no such file; `tune download",
     "checkpointer.adapter_checkpoint=a.safetensors": r"checkpointer\.adapter_.*: is not read",

@@ -5,7 +5,8 @@
 
 The same prompts are answered with the weights that training starts from and with those of a
 checkpoint, greedily and ``--samples`` times, as the run's own evaluations do; see
-docs/evaluation.md. ``key=value`` and ``~key`` change the config, as for ``tune``.
+docs/evaluation.md. ``key=value`` and ``~key`` change the config, as for ``tune``. Where it has no
+held-out prompts, keys of ``eval_dataset`` change its ``dataset``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
 from torchtune_grpo.cli.commands import add_run, load_engine, run_config
-from torchtune_grpo.config.command_line import apply_override
 from torchtune_grpo.config.text import to_json, visible
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
@@ -46,13 +46,6 @@ def main() -> None:
     which.add_argument("--checkpoint", help="such as step_000020 (default: the newest)")
     which.add_argument("--base", action="store_true", help="only the weights before training")
     parser.add_argument("--samples", type=int, help="for each prompt (default: evaluation.samples)")
-    parser.add_argument(
-        "--dataset",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a change to eval_dataset, or a component in its place; may be repeated",
-    )
     parser.add_argument("--by", metavar="COLUMN", help="also for each value of this column")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
@@ -74,20 +67,15 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> Run:
     cfg = run_config(args)
-    if args.dataset and cfg.get("eval_dataset") is None:
-        cfg.eval_dataset = cfg.dataset.copy()
-    for text in args.dataset:
-        is_node = text.startswith("{") or "=" not in text
-        if is_node:
-            cfg.eval_dataset = None
-        apply_override(cfg, f"eval_dataset{'=' if is_node else '.'}{text}")
+    if cfg.get("eval_dataset") and "_component_" not in cfg.eval_dataset:  # only changes, then
+        cfg.eval_dataset = OmegaConf.merge(cfg.dataset, cfg.eval_dataset)
     evaluation = cfg.setdefault("evaluation", {})
     evaluation.keep_best = evaluation.stop_at = evaluation.patience = None  # for training
     if args.samples is not None:
         evaluation.samples = args.samples
     run = Run(cfg)
     if run.cfg.eval_dataset is None:
-        raise ValueError("eval_dataset: there is none; give --dataset split=test, for instance.")
+        raise ValueError("eval_dataset: there is none; give eval_dataset.split=test, for instance.")
     return run
 
 
