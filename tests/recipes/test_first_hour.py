@@ -118,11 +118,6 @@ def test_a_traceback_goes_to_a_file_or_on_request_to_the_terminal(tmp_path):
     full = ["rewards.0=my_parts.blocked", "output_dir=full", *SHORT]
     done = run_tiny(CONFIG, tmp_path, *full, check=False)
     assert done.code == 1 and done.err.splitlines()[-1].startswith("Error: The reward 'correctn")
-    # 12 rows in passes of at most 5, and evaluations every so many steps of no data set
-    run_tiny(
-        CONFIG, tmp_path, "forward_batch_size=5", "batch_size=3", "num_steps=1", "eval_dataset=null"
-    )
-    assert not file.exists()
 
 
 FULL = """

@@ -92,6 +92,18 @@ BAD = [
         "set dynamic_sampling.max_resamples to 0",
     ),
     ("dynamic_sampling.max_resamples=1001", "max_resamples=1001", "less than or equal to 1000"),
+    # Names of other libraries
+    ("num_generations=8", "num_generations=8: unknown config key", "mean grpo_samples? "),
+    ("beta=0.1", "beta=0.1: unknown config key", "Did you mean loss.kl_coeff? "),
+    ("top_p=0.9", "top_p=0.9: unknown config key", "Did you mean sampling.top_p? "),
+    ("alpha=16", "alpha=16: unknown config key", "Did you mean model.lora_alpha? "),
+    ("use_vllm=True", "use_vllm=True: unknown config key", "mean rollout.engine (native, "),
+    ("rollout.n=8", "rollout.n=8: unknown config key", "Did you mean grpo_samples? "),
+    ("data.train_files=x", "data.train_files=x: unknown", "Did you mean dataset.source? "),
+    ("actor_rollout_ref.actor.optim.lr=1", "optim.lr=1: unknown", "Did you mean optimizer.lr? "),
+    ("data={}", "data={}: unknown config key. ", ""),
+    ("loss.beta=0", "loss.beta=0", "Did you mean loss.kl_coeff? It takes kl_coeff, "),
+    ("dataset.max_prompt_length=9", "_length=9", "mean dataset.max_prompt_tokens (longer prompts"),
 ]
 
 
@@ -99,8 +111,8 @@ BAD = [
 def test_bad_value_names_key_value_and_remedy(changes, named, remedy):
     with pytest.raises(ValueError) as error:
         settings_of(*changes.split())
-    assert named in str(error.value)
-    assert remedy in str(error.value)
+    (line,) = str(error.value).splitlines()
+    assert named in line and remedy in line
 
 
 NOT_OF_THE_MODEL = [
@@ -310,6 +322,14 @@ def test_the_printed_keys_are_those_of_the_code_and_name_pages_that_there_are(tm
     assert len(top) <= 44 and len(shown) == 10 and set(shown) <= {*top}
 
 
+def known_keys():
+    """Ours, with the arguments of a config's components."""
+    nodes = load_config("hf_lora_grpo", ["model_dir=m"]).items()
+    nodes = ((k, n) for k, n in nodes if isinstance(n, DictConfig) and "_component_" in n)
+    arguments = {f"{k}.{name}" for k, n in nodes for name in parameters(n._component_) or ()}
+    return {path for path, _ in key_paths(GRPOConfig)} | arguments
+
+
 def key_of(text):
     return text.partition(" (")[0].replace("rewards.0.", "rewards.")
 
@@ -317,11 +337,7 @@ def key_of(text):
 def test_names_of_other_libraries_lead_to_keys_that_there_are(tmp_path):
     """All are printed; no name of ours is among them, and none is there twice."""
     page = run("-m", "torchtune_grpo", "config", "--coming-from", cwd=tmp_path).out
-    cfg = load_config("hf_lora_grpo", ["model_dir=m"])
-    ours = {path for path, _ in key_paths(GRPOConfig)} | {"rewards.weight"}
-    for key, node in cfg.items():
-        if isinstance(node, DictConfig) and "_component_" in node:
-            ours |= {f"{key}.{argument}" for argument in parameters(node._component_) or ()}
+    ours = known_keys() | {"rewards.weight"}
     assert {*map(key_of, aliases.KEYS)} <= ours
     names = [*chain(*aliases.KEYS.values(), *aliases.NO_KEY.values())]
     assert len({*names}) == len(names) and all(f"`{name}`" in page for name in names)
@@ -330,39 +346,9 @@ def test_names_of_other_libraries_lead_to_keys_that_there_are(tmp_path):
 
 def test_each_key_of_trls_config_is_answered():
     """By the table, or by a key of the same name; what is merely similar is no answer."""
-    cfg = load_config("hf_lora_grpo", ["model_dir=m"])
-    ours = {path.rpartition(".")[2] for path, _ in key_paths(GRPOConfig)}
-    for node in cfg.values():
-        if isinstance(node, DictConfig) and "_component_" in node:
-            ours |= {*(parameters(node._component_) or ())}
-    known = ours | {*chain(*aliases.KEYS.values(), *aliases.NO_KEY.values())}
+    known = {key.rpartition(".")[2] for key in known_keys()}
+    known |= {*chain(*aliases.KEYS.values(), *aliases.NO_KEY.values())}
     assert [f.name for f in fields(TRLConfig) if f.name not in known] == []
-
-
-FOREIGN = [
-    ("num_generations=8", "num_generations=8: unknown config key. Did you mean grpo_samples? "),
-    ("beta=0.1", "beta=0.1: unknown config key. Did you mean loss.kl_coeff? "),
-    ("top_p=0.9", "top_p=0.9: unknown config key. Did you mean sampling.top_p? "),
-    ("alpha=16", "alpha=16: unknown config key. Did you mean model.lora_alpha? "),
-    ("use_vllm=True", "use_vllm=True: unknown config key. Did you mean rollout.engine (native, "),
-    ("rollout.n=8", "rollout.n=8: unknown config key. Did you mean grpo_samples? "),
-    ("data.train_files=x", "data.train_files=x: unknown config key. Did you mean dataset.source? "),
-    (
-        "actor_rollout_ref.actor.optim.lr=1",
-        "actor_rollout_ref.actor.optim.lr=1: unknown config key. Did you mean optimizer.lr? ",
-    ),
-    ("data={}", "data={}: unknown config key. "),
-    ("loss.beta=0", "Did you mean loss.kl_coeff? It takes kl_coeff, "),
-    ("dataset.max_prompt_length=9", "Did you mean dataset.max_prompt_tokens (longer prompts are"),
-]
-
-
-@pytest.mark.parametrize(("change", "said"), FOREIGN, ids=lambda x: x[:20])
-def test_a_name_of_another_library_is_translated(change, said):
-    with pytest.raises(ConfigError) as error:
-        settings_of(change)
-    (problem,) = error.value.problems
-    assert said in problem
 
 
 GEMMA2 = {
