@@ -66,6 +66,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         state = run.checkpoints.restore(self.model, checkpoint) if checkpoint else None
         self.engine = run.make_engine(self.model)
         run.prepare_passes(self.model, self.reference)
+        self.cfg = run.cfg  # with what fits into the memory where it said auto
         self.optimizer = run.make_optimizer(self.model)
         self.steps = Steps(run, self.model, self.optimizer, state)
 

@@ -41,6 +41,7 @@ from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.device import (
     choose_threads,
     find_device,
+    free_bytes,
     keep_freed_memory,
     only_warnings,
 )
@@ -53,7 +54,8 @@ from torchtune_grpo.rollout.engine import check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext, ForeignEngine, RolloutEngine
 from torchtune_grpo.training.checks import check_model, check_prompts, check_teacher
 from torchtune_grpo.training.dynamic_sampling import Rounds
-from torchtune_grpo.training.optimizer import PolicyOptimizer
+from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
+from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
 from torchtune_grpo.training.packing import compile_layers
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
 from torchtune_grpo.training.reference import FrozenReference, Reference, make_reference
@@ -82,6 +84,7 @@ class Run:
         self._objects = objects or {}
         self._optimizer: PolicyOptimizer | None = None
         self._engine: RolloutEngine | None = None
+        self._longest_prompt = 0  # of the data set's rows that were checked, in tokens
         self.interrupts = Interrupts()
 
     # --- Before weights are read -----------------------------------------------------------------
@@ -175,6 +178,8 @@ class Run:
     def _check_prompts(self, key: str, items: Sequence[Item]) -> dict[int, str | None]:
         prompts = [item["tokens"] for item in items]
         check_prompts(self.cfg, key, prompts, model=self.empty_model)
+        if key == "dataset":
+            self._longest_prompt = max(self._longest_prompt, *map(len, prompts))
         return {}
 
     @cached_property
@@ -388,6 +393,7 @@ class Run:
             self.device,
             is_sharded=self.is_sharded,
             bytes_to_come=self._bytes_to_come,
+            update_bytes=self._update_bytes,
             model_dir=self.cfg.checkpointer.checkpoint_dir,
         )
         engine = self._engine = make_engine(context)
@@ -412,6 +418,31 @@ class Run:
         """Return the bytes of device memory that training will still take, if there is any."""
         return 0 if self._optimizer is None else self._optimizer.bytes_to_come(self.device)
 
+    def _update_bytes(self) -> int | None:
+        """Return what an update takes at most, once one has been; None where it is not known."""
+        if self._optimizer is None or not self._optimizer.optimizer.state or not self._fits_by_card:
+            return None
+        tokens = tokens_at_once(self.cfg, longest=self._longest_row)
+        recompute = bool(self.cfg.enable_activation_checkpointing)
+        return pass_bytes(self.empty_model, tokens=tokens, recompute=recompute)
+
+    @property
+    def _fits_by_card(self) -> bool:
+        """Whether the device has memory of its own, and holds the whole model."""
+        return self.device.type == "cuda" and not self.is_sharded
+
+    @property
+    def _longest_row(self) -> int:
+        return self._longest_prompt + self.cfg.max_response_tokens
+
+    def _choose_passes(self, policy: TransformerDecoder) -> GRPOConfig:
+        """Return the config with what fits beside the models where it says auto."""
+        free = None
+        if self._fits_by_card:
+            own = free_bytes(self.device) - training_bytes(self.cfg.optimizer, policy.parameters())
+            free = min(parallel.gather_over_ranks(own))
+        return choose_passes(self.cfg, policy, longest=self._longest_row, free=free)
+
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
         """Make the engine with a checkpoint's weights; None = the weights before training."""
         self._end_engine()
@@ -433,7 +464,18 @@ class Run:
         return None
 
     def prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
-        """Compile, checkpoint and shard the layers, after all copying and loading of weights."""
+        """Compile, checkpoint and shard the layers, after all copying and loading of weights.
+
+        From then on ``cfg`` has what fits into the memory where it said auto.
+        """
+        if self.teacher is not None and not hasattr(self.teacher, "model"):
+            raise ValueError(
+                "objective.teacher: this recipe knows no teacher, as it does not call "
+                "run.build_teacher; take over the package's recipe's lines on it "
+                "(`tune cp grpo_full_finetune_single_device`), or remove the key."
+            )
+        if "auto" in (self.cfg.forward_batch_size, self.cfg.enable_activation_checkpointing):
+            self.cfg = self._choose_passes(policy)
         if self.cfg.compile:
             utils.log_rank_zero(log, "compile=True: the first step takes minutes longer.")
             compile_layers(policy)

@@ -103,6 +103,14 @@ def test_frozen_models_are_sharded_once_each_and_in_one_order(hashes, monkeypatc
     assert sharded == [*dict.fromkeys(model.name for model in models)]
 
 
+def test_a_recipe_that_knows_no_teacher_is_told_so():
+    """As a fork of one from before there were teachers, which would train without it."""
+    run = object.__new__(Run)
+    run.teacher = Teacher(read_config(load_config("tiny_arithmetic_grpo")), encode, decider="right")
+    with pytest.raises(ValueError, match="^objective.teacher: .*does not call run.build_teacher"):
+        run.prepare_passes(torch.nn.Identity(), None)
+
+
 def encode(prompt):
     return [ord(letter) % 8 for letter in prompt]
 

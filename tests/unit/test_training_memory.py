@@ -1,24 +1,34 @@
-"""Memory that autograd keeps for a packed group, and the estimate that counts it."""
+"""Memory that autograd keeps for a packed group, estimates of it, and what they decide."""
 
 import memory_estimate
 import pytest
 import torch
-from policies import LORA, loaded_policy
+from common import random_prompts, request_of
+from fake_cuda import CUDA, fake_cuda
+from policies import LORA, build_policy, loaded_policy
+from torch import nn
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.config.keys import RolloutConfig
+from torchtune_grpo.rollout import native
+from torchtune_grpo.rollout.request import EngineContext
+from torchtune_grpo.run import Run
 from torchtune_grpo.training import response_logprobs
+from torchtune_grpo.training.memory import choose_passes, pass_bytes
 from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.packing import attend_in_segments, packed_layout
 
 CPU = torch.device("cpu")
 
 
-def kept_numbers(*, dim: int, hidden: int, layers: int, vocab: int) -> tuple[list[int], int]:
-    """Elements of each tensor kept for the backward pass, without parameters; and S."""
+def kept_numbers(
+    *, dim: int, hidden: int, layers: int, vocab: int
+) -> tuple[list[int], int, nn.Module]:
+    """Elements of each tensor kept for the backward pass, without parameters; S; and the model."""
     model = lora_llama3_2(
         **LORA,
         vocab_size=vocab,
@@ -44,20 +54,22 @@ def kept_numbers(*, dim: int, hidden: int, layers: int, vocab: int) -> tuple[lis
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         response_logprobs(model, layout, temperature=1.0)
     sizes = [value.untyped_storage().nbytes() // 4 for value in kept.values()]
-    return sizes, layout.tokens.shape[1]
+    return sizes, layout.tokens.shape[1], model
 
 
 @pytest.mark.parametrize("dim, hidden", [(256, 768), (256, 1536), (512, 768)])
 def test_kept_of_a_layer(dim, hidden):
-    """7.5 D + 4 F numbers a token and layer, and 10% for what is small."""
-    few, width = kept_numbers(dim=dim, hidden=hidden, layers=1, vocab=100)
-    many, _ = kept_numbers(dim=dim, hidden=hidden, layers=3, vocab=100)
+    """7.5 D + 4 F numbers a token and layer, and 10% for what is small; ``auto`` adds some."""
+    few, width, smaller = kept_numbers(dim=dim, hidden=hidden, layers=1, vocab=100)
+    many, _, larger = kept_numbers(dim=dim, hidden=hidden, layers=3, vocab=100)
     per_layer = (sum(many) - sum(few)) / 2 / width
     assert per_layer == pytest.approx(7.5 * dim + 4 * hidden, rel=0.1)
+    estimates = [pass_bytes(model, tokens=1, recompute=False) for model in (smaller, larger)]
+    assert 1 < (estimates[1] - estimates[0]) / 2 / 4 / per_layer < 1.3
 
 
 def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():
-    sizes, width = kept_numbers(dim=64, hidden=96, layers=3, vocab=5000)
+    sizes, width, _ = kept_numbers(dim=64, hidden=96, layers=3, vocab=5000)
     assert max(sizes) == width * 96  # a mask would have 396 * 396 numbers, the logits 300 * 5000
 
 
@@ -85,3 +97,104 @@ def test_tensors_without_memory_are_counted_like_real_ones(tmp_path, rows, recom
             (logprobs + entropy).sum().backward()
     gradients = 0 if len(parts) > 1 else sum(p.numel() * p.itemsize for p in trained)
     assert live.peak - gradients == pytest.approx(estimated, rel=0.02)
+
+
+AUTO = {"forward_batch_size": "auto", "enable_activation_checkpointing": "auto"}
+STEP = {"batch_size": 4, "grpo_samples": 4, "max_generated_tokens": 30}
+LONGEST = 50
+
+
+def settings(**changes):
+    return read_config(load_config("tiny_arithmetic_grpo")).replace(**STEP | changes)
+
+
+def size(rows: int, *, recompute: bool) -> int:
+    """Free memory that is just enough for a pass over so many rows."""
+    model = build_policy()
+    return 2 * pass_bytes(model, tokens=rows * LONGEST, recompute=recompute)
+
+
+CHOICES = {
+    "nothing is known": (AUTO, None, (4, True)),
+    "all fits": (AUTO, size(16, recompute=False), (16, False)),
+    "nearly all fits": (AUTO, size(16, recompute=False) - 2, (15, False)),
+    "a group fits": (AUTO, size(4, recompute=False), (4, False)),
+    "a group does not fit": (AUTO, size(4, recompute=False) - 2, (5, True)),
+    "less fits": (AUTO, size(3, recompute=True), (3, True)),
+    "nothing fits": (AUTO, 0, (1, True)),
+    "rows are given": (AUTO | {"forward_batch_size": 2}, size(2, recompute=False), (2, False)),
+    "rows are given and do not fit": (AUTO | {"forward_batch_size": 5}, 0, (5, True)),
+    "a budget is given": (
+        {"enable_activation_checkpointing": "auto", "forward_token_budget": 3 * LONGEST},
+        size(3, recompute=False) - 2,
+        (None, True),
+    ),
+    "only rows are asked for": (
+        {"forward_batch_size": "auto", "enable_activation_checkpointing": False},
+        size(2, recompute=False),
+        (2, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_passes_are_chosen_by_the_memory_that_is_free(name):
+    keys, free, (rows, recompute) = CHOICES[name]
+    given = settings(**{"forward_batch_size": None} | keys)
+    cfg = choose_passes(given, build_policy(), longest=LONGEST, free=free)
+    assert (cfg.forward_batch_size, cfg.enable_activation_checkpointing) == (rows, recompute)
+    assert cfg.forward_token_budget == given.forward_token_budget
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("name", ["all fits", "a group does not fit"])
+def test_a_run_takes_what_fits_its_card(name, device, monkeypatch):
+    """Beside gradients and optimizer; on a CPU it recomputes layers, and takes a group."""
+    _, free, (rows, recompute) = CHOICES[name]
+    model, run = build_policy(), object.__new__(Run)
+    trained = sum(p.numel() for p in model.parameters())
+    node = "optimizer={_component_: torch.optim.AdamW, lr: 1e-4}"
+    run.cfg = read_config(load_config("tiny_arithmetic_grpo", [node])).replace(**STEP | AUTO)
+    run.device, run.is_sharded, run.teacher = device, False, None
+    run._longest_prompt = LONGEST - STEP["max_generated_tokens"]
+    free += 3 * 4 * trained  # float32: gradients and two moments
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    with fake_cuda():
+        run.prepare_passes(model.to(device), None)
+    found = run.cfg.forward_batch_size, run.cfg.enable_activation_checkpointing
+    assert found == ((4, True) if device == CPU else (rows, recompute))
+    wrapped = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+    assert wrapped == found[1]
+
+
+def test_rollouts_after_the_first_update_take_what_it_leaves(monkeypatch):
+    known: list[int] = []
+    model, asked = build_policy(), request_of(random_prompts([5] * 8, 30), new_tokens=9, group=2)
+    context = EngineContext(
+        model, RolloutConfig(), CPU, update_bytes=lambda: known[0] if known else None
+    )
+    engine = native.NativeEngine(context)
+    monkeypatch.setattr(native, "free_bytes", lambda device: 2**40)
+    each = engine.cache_bytes(asked, rows=2) - engine.cache_bytes(asked, rows=1)
+    free = engine.cache_bytes(asked, rows=1) + 20 * each
+    monkeypatch.setattr(native, "free_bytes", lambda device: free)
+    few = engine.rows_at_once(asked)
+    assert few < asked.num_rows
+    known.append(free // 10)
+    more = engine.rows_at_once(asked)
+    known[0] = 0
+    assert few < more == engine.rows_at_once(asked)
+
+
+def test_the_estimate_counts_a_teacher_and_its_pass(tmp_path):
+    node = load_config("hf_lora_grpo")
+    node.model_dir = str(memory_estimate.shape_folder(tmp_path, "shape-tiny"))
+    node.merge_with({"batch_size": 2, "grpo_samples": 4, "max_generated_tokens": 40})
+    node.forward_batch_size = node.enable_activation_checkpointing = "auto"
+    node.dataset.max_prompt_tokens = 64
+    without = memory_estimate.estimate(node, card=24)
+    node.objective = {"teacher": {"model_dir": node.model_dir}}
+    found = memory_estimate.estimate(node, card=24)
+    numbers = 2048 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
+    assert found["teacher"] == round(2 * numbers / 2**30, 2) and without["teacher"] == 0
+    assert 0 < found["judging"] < found["update"] and without["judging"] == 0

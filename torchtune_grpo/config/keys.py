@@ -377,8 +377,9 @@ class GRPOConfig(Keys):
     """Passes over each step's samples (the paper's mu)."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps in each pass over the samples; the groups are split into as many parts."""
-    forward_batch_size: PositiveInt | None = None
-    """Maximum rows in a forward and backward pass; null = all of the step's."""
+    forward_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Maximum rows in a forward and backward pass; null = all of the step's; auto = as many as fit
+    (docs/hardware.md#memory)."""
     forward_token_budget: PositiveInt | None = None
     """Maximum tokens in a forward and backward pass, with padding; replaces forward_batch_size."""
     pack_groups: bool = True
@@ -399,8 +400,9 @@ class GRPOConfig(Keys):
     """Seed of the prompts' order, the sampler and everything else."""
     compile: bool = False
     """Compile the layers for the log-prob and update passes."""
-    enable_activation_checkpointing: bool = False
-    """Recompute activations to save memory."""
+    enable_activation_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations to save memory; auto = unless passes fit without
+    (docs/hardware.md#memory)."""
     # Evaluation, checkpoints and logs
     eval_dataset: Component | None = None
     """Component: held-out prompts; null = no evaluation."""

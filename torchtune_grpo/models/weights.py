@@ -86,7 +86,7 @@ class HFCheckpointer:
     ) -> None:
         self._checkpoint_dir, self._output_dir = Path(checkpoint_dir), Path(output_dir)
         self._max_shard_size = max_shard_size
-        names = checkpoint_files or _weight_files(self._checkpoint_dir)
+        names = checkpoint_files or weight_files(self._checkpoint_dir)
         self._checkpoint_paths = [self._checkpoint_dir / name for name in names]
         if missing := [path.name for path in self._checkpoint_paths if not path.is_file()]:
             raise ValueError(
@@ -164,7 +164,8 @@ class HFCheckpointer:
             (folder / f"{_FILES[0]}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files with the weights of a model's folder."""
     for name in _FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():

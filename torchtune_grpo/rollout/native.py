@@ -23,6 +23,7 @@ from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
 
+SHARE_OF_THE_REST = 0.85  # of what an update leaves; the allocator cannot use all of it
 MEMORY_SHARE = 0.4  # share of free memory for a rollout; the update's activations need the rest
 
 
@@ -37,12 +38,14 @@ class NativeEngine:
             raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
         self._model, self._settings = context.model, context.settings
         self._device, self._bytes_to_come = context.device, context.bytes_to_come
+        self._update_bytes = context.update_bytes
         self.is_reproducible = context.settings.deadline is None
         self._graphs: StepGraphs | None = None
         if self._settings.cuda_graphs == "auto" and self._device.type == "cuda":
             self._graphs = StepGraphs(CudaRecorder())
         self._buffers = Buffers(self._device)
         self._budget: int | None = None
+        self._knows_update = False  # whether the budget is what an update leaves
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
@@ -50,13 +53,19 @@ class NativeEngine:
         """Return the number of rows of a request that are sampled at once.
 
         Without ``max_rows`` it is what fits into a share of the memory that was free at the first
-        call, less what training will take, so that all rollouts of a run are split the same way.
+        call, less what training will take; after the first update, into what an update leaves, if
+        that is more. So nearly all rollouts of a run are split the same way.
         """
         rows = request.num_rows
         if self._settings.max_rows is not None:
             return min(self._settings.max_rows, rows)
         if self._budget is None:
             self._budget = round(MEMORY_SHARE * self._free())
+        if not self._knows_update and (update := self._update_bytes()) is not None:
+            held = sum(x.nbytes for x in self._cache.tensors()) if self._cache else 0
+            left = self._free() + held - update
+            self._budget = max(self._budget, round(SHARE_OF_THE_REST * left))
+            self._knows_update = True
         fits = bisect_right(
             range(1, rows + 1), self._budget, key=lambda r: self.cache_bytes(request, rows=r)
         )

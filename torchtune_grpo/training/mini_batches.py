@@ -123,11 +123,14 @@ def _judged(trajectory: Trajectory, cfg: GRPOConfig, teacher: Teacher) -> Trajec
 
 def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
     """Cut N rows into micro-batches as the config says."""
+    rows = cfg.forward_batch_size
+    if rows == "auto":  # in a recipe that does not take up the choice of Run.prepare_passes
+        rows = cfg.grpo_samples
     return micro_batches(
         trajectory,
         group_size=cfg.grpo_samples,
         pack=cfg.pack_groups,
-        rows=cfg.forward_batch_size or max(1, trajectory.num_rows),
+        rows=rows or max(1, trajectory.num_rows),
         token_budget=cfg.forward_token_budget,
         dense=cfg.compile,
     )

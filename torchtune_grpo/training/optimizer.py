@@ -23,6 +23,7 @@ from torchtune import config, utils
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, reduce_gradients, world_size
 from torchtune_grpo.trajectory import Trajectory
 
@@ -68,9 +69,8 @@ class PolicyOptimizer:
         """Return the bytes of a device that steps will take: gradients, and states not yet made."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         parts = [_local(p) for p in trained if p.device.type == device.type]
-        masters = has_masters(self.optimizer)
-        gradients = sum(p.numel() * (4 if masters else p.itemsize) for p in parts)
-        return gradients + (0 if self.optimizer.state else later_bytes(self.optimizer, parts))
+        states = 0 if self.optimizer.state else later_bytes(self.optimizer, parts)
+        return gradient_bytes(self.optimizer, parts) + states
 
 
 def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -120,6 +120,20 @@ def has_masters(optimizer: torch.optim.Optimizer) -> bool:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     has_bf16 = any(p.dtype == torch.bfloat16 for p in parameters)
     return has_bf16 and _ROUNDED_STEPS not in optimizer.param_groups[0]
+
+
+def training_bytes(node: DictConfig, parameters: Iterable[nn.Parameter]) -> int:
+    """Estimate the bytes of gradients and optimizer, before there is one."""
+    trained = [p for p in parameters if p.requires_grad]
+    with only_warnings():
+        like = make_optimizer(node, [nn.Parameter(torch.zeros(1, dtype=trained[0].dtype))])
+    return gradient_bytes(like, trained) + later_bytes(like, trained)
+
+
+def gradient_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of the gradients of some parameters."""
+    masters = has_masters(optimizer)
+    return sum(p.numel() * (4 if masters else p.itemsize) for p in parameters)
 
 
 def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:

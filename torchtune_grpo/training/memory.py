@@ -1,0 +1,68 @@
+"""The memory that an update takes, and what ``auto`` means for its keys."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from torchtune import utils
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.config.keys import GRPOConfig
+
+log = utils.get_logger("INFO")
+
+# Share of the free memory for the update's activations. A rollout takes 0.4, and 10 to 15 % of the
+# memory is lost between the allocator's blocks.
+_SHARE = 0.5
+_MARGIN = 1.25  # over what linear layers read and write: norms of queries and keys, magnitudes
+_HEAD_BYTES = 20  # of a token, times the model's width: hidden states around the output projection
+_LOGITS_BYTES = 2**28  # blocks of logits and their gradients
+
+
+def pass_bytes(model: TransformerDecoder, *, tokens: int, recompute: bool) -> int:
+    """Estimate what a forward and backward pass takes, beside weights and their gradients.
+
+    A layer keeps about as many numbers as its linear layers read and write. With ``recompute`` it
+    keeps only its input, and the rest is there for one layer at a time.
+    """
+    width, layers = model.tok_embeddings.embedding_dim, len(model.layers)
+    parameters = model.layers[0].named_parameters()
+    shapes = [p.shape for name, p in parameters if p.dim() == 2 and "lora_" not in name]
+    of_layer = round(_MARGIN * sum(map(sum, shapes)))
+    numbers = layers * width + 2 * of_layer if recompute else (layers + 1) * of_layer
+    size = model.tok_embeddings.weight.itemsize
+    return tokens * (numbers * size + _HEAD_BYTES * width) + _LOGITS_BYTES
+
+
+def tokens_at_once(cfg: GRPOConfig, *, longest: int) -> int:
+    """Return the most tokens in a pass, if rows have up to ``longest``."""
+    rows = cfg.batch_size * cfg.grpo_samples
+    if isinstance(cfg.forward_batch_size, int):
+        rows = min(rows, cfg.forward_batch_size)
+    return cfg.forward_token_budget or rows * longest
+
+
+def choose_passes(
+    cfg: GRPOConfig, model: TransformerDecoder, *, longest: int, free: int | None
+) -> GRPOConfig:
+    """Return the config with what fits into ``free`` bytes in place of ``auto``.
+
+    Layers are recomputed if a pass of the config's size, or of one group if that is ``auto``, would
+    not fit otherwise. Then a pass takes as many rows, of ``longest`` tokens, as fit. Where the free
+    memory is not known (None), layers are recomputed, and a pass takes one group.
+    """
+    rows, recompute = cfg.forward_batch_size, cfg.enable_activation_checkpointing
+    most, room = cfg.batch_size * cfg.grpo_samples, 0 if free is None else _SHARE * free
+    least = cfg.replace(forward_batch_size=cfg.grpo_samples) if rows == "auto" else cfg
+    if recompute == "auto":
+        tokens = tokens_at_once(least, longest=longest)
+        recompute = pass_bytes(model, tokens=tokens, recompute=False) > room
+    if rows == "auto":
+        sizes = range(longest, (most + 1) * longest, longest)  # of a pass of 1 row, 2 rows, ...
+        fits = bisect_right(
+            sizes, room, key=lambda n: pass_bytes(model, tokens=n, recompute=recompute)
+        )
+        rows = cfg.grpo_samples if free is None else max(fits, 1)
+    chosen = f"enable_activation_checkpointing={recompute} forward_batch_size={rows}"
+    utils.log_rank_zero(log, f"For the memory that is free, auto is {chosen}.")
+    return cfg.replace(forward_batch_size=rows, enable_activation_checkpointing=recompute)
