@@ -21,7 +21,6 @@ WAYS = {
     "padded": dict(pack=False, rows=8),
     "packed": dict(pack=True, rows=4),
     "packed together": dict(pack=True, rows=8),
-    "packed, dense": dict(pack=True, rows=4, dense=True),
     "budgeted": dict(pack=True, rows=8, token_budget=30),
     "budgeted rows": dict(pack=False, rows=8, token_budget=30),
 }

@@ -54,7 +54,6 @@ def test_values_and_gradients_equal_full_logits(kind):
     for layout in (
         row_layout(trajectory),
         packed_layout(trajectory, PACKS),
-        packed_layout(trajectory, PACKS, dense=True),
     ):
         results = by_layout(model, layout, entropy_gradient=not is_frozen)
         torch.testing.assert_close(results[0], expected[0], atol=2e-5, rtol=0)
@@ -69,11 +68,11 @@ def one_layer(model):
 
 @pytest.mark.slow
 def test_compiled_layers_equal_eager_ones(monkeypatch):
-    """With ``compile: True``, packed and in chunks; tests/recipes trains adapters so."""
+    """With ``compile: True``, in chunks; tests/recipes trains adapters so."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     torch._dynamo.reset()
     model = one_layer(build_policy())
-    layout = packed_layout(make_groups([4, 2], [5, 1, 3, 2, 6, 4]), PACKS, dense=True)
+    layout = row_layout(make_groups([4, 2], [5, 1, 3, 2, 6, 4]))
     expected = by_layout(model, layout, entropy_gradient=False)
     torch._dynamo.utils.counters.clear()
     compile_layers(model)
@@ -94,24 +93,18 @@ def test_all_lengths_are_one_graph_and_single_rows_another(monkeypatch):
     for prompts, responses in (
         ([4, 2], [5, 1, 3, 2, 6, 4]),
         ([9, 3], [2, 2, 7, 9, 1, 1]),
-        ([8, 3], [2, 2, 7, 9, 1, 1]),  # 16 columns, which need no others for alignment
+        ([8, 3], [2, 2, 7, 9, 1, 1]),
         ([3, 30], [25, 3, 3, 1, 1, 2]),
         ([5], [4, 3, 2]),
         ([8], [1, 6, 2]),
     ):
         rows = make_groups(prompts, responses)
-        (part,) = micro_batches(rows, group_size=3, pack=True, rows=6, dense=True)
+        (part,) = micro_batches(rows, group_size=3, pack=False, rows=6)
         response_logprobs(model, part.layout, temperature=1.0)
     nothing = rows.select(torch.empty(0, dtype=torch.long))
-    (part,) = micro_batches(nothing, group_size=3, pack=True, rows=6, dense=True)
+    (part,) = micro_batches(nothing, group_size=3, pack=False, rows=6)
     response_logprobs(model, part.layout, temperature=1.0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-
-
-def test_compiled_rows_that_are_not_packed_need_no_dense_mask():
-    rows = make_groups([4, 2], [5, 1, 3, 2, 6, 4])
-    (part,) = micro_batches(rows, group_size=3, pack=False, rows=6, dense=True)
-    assert part.layout.attention is None
 
 
 def test_forward_is_restored_after_an_error():

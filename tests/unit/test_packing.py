@@ -16,7 +16,6 @@ from torchtune_grpo.machine.segments import Segments
 from torchtune_grpo.training import mini_batches, response_logprobs
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.packing import dense_mask
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 CPU = torch.device("cpu")
@@ -122,14 +121,6 @@ def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, kind, bud
     assert logprobs.shape == entropy.shape == (0, 9)
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.layers.parameters())
-
-
-def test_dense_masks_are_aligned():
-    """Memory-efficient attention on CUDA refuses others."""
-    for width in (5, 12, 16):
-        mask = dense_mask(torch.zeros(2, width, dtype=torch.long), torch.bfloat16)
-        assert mask.shape == (2, width, width) and mask.storage_offset() == 0
-        assert mask.stride(2) == 1 and mask.stride(1) % 8 == mask.stride(0) % 8 == 0
 
 
 def test_dropout_drops_the_same_in_the_recomputed_forward_pass():

@@ -399,7 +399,7 @@ class GRPOConfig(Keys):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the prompts' order, the sampler and everything else."""
     compile: bool = False
-    """Compile the layers for the log-prob and update passes."""
+    """Compile the layers for the log-prob and update passes; then no prompt is shared by rows."""
     enable_activation_checkpointing: bool | Literal["auto"] = False
     """Recompute activations to save memory; auto = unless passes fit without
     (docs/hardware.md#memory)."""

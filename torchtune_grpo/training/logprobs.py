@@ -30,7 +30,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_grpo.machine.segments import float32_product
 from torchtune_grpo.models.layers import unembed_with
-from torchtune_grpo.training.packing import Layout, MicroBatch, dense_mask
+from torchtune_grpo.training.packing import Layout, MicroBatch
 
 # Bytes of float32 logits that exist at once: on a CPU few enough to stay in the last-level cache
 # and in blocks that the allocator reuses; on a GPU enough for products that fill it.
@@ -66,11 +66,8 @@ def response_logprobs(
         )
         return torch.stack([logprobs, entropy])  # [2, K]
 
-    attention = layout.attention
-    if isinstance(attention, Tensor):  # the mask [b, S, S] is large, so it is made late
-        attention = dense_mask(attention, model.tok_embeddings.weight.dtype)
     with unembed_with(model, unembed, width=layout.tokens.shape[1]):
-        values = model(layout.tokens, mask=attention, input_pos=layout.positions)  # [2, K]
+        values = model(layout.tokens, mask=layout.attention, input_pos=layout.positions)  # [2, K]
     mask = layout.response_mask
     out = values.new_zeros(2, mask.numel()).index_copy(1, layout.index, values)
     out = out.unflatten(1, mask.shape)  # [2, n, L]

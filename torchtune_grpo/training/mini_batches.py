@@ -129,10 +129,9 @@ def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
     return micro_batches(
         trajectory,
         group_size=cfg.grpo_samples,
-        pack=cfg.pack_groups,
+        pack=cfg.pack_groups and not cfg.compile,
         rows=rows or max(1, trajectory.num_rows),
         token_budget=cfg.forward_token_budget,
-        dense=cfg.compile,
     )
 
 
@@ -143,13 +142,12 @@ def micro_batches(
     pack: bool,
     rows: int,
     token_budget: int | None = None,
-    dense: bool = False,
 ) -> list[MicroBatch]:
     """Cut N rows, grouped by prompt, into micro-batches.
 
     Each has at most ``rows`` rows or, under a budget, ``token_budget`` tokens with padding: groups
     that do not fit are split, and rows of similar length share a pass. ``pack`` lays out rows with
-    the same prompt as one, with a dense mask if ``dense``.
+    the same prompt as one.
 
     All ranks get the same number, at least one, as a sharded model requires; some may be empty. The
     largest comes first: its memory can be reused for the others.
@@ -162,21 +160,21 @@ def micro_batches(
         plan = _within_budget(trajectory, most=most, budget=token_budget)
     passes = max(1, *gather_over_ranks(len(plan)))
     plan += [[] for _ in range(passes - len(plan))]
-    parts = [_micro_batch(trajectory, packs, dense=dense and pack) for packs in plan]
+    parts = [_micro_batch(trajectory, packs) for packs in plan]
     return sorted(parts, key=lambda part: -part.layout.tokens.numel())
 
 
-def _micro_batch(trajectory: Trajectory, packs: list[list[int]], *, dense: bool) -> MicroBatch:
+def _micro_batch(trajectory: Trajectory, packs: list[list[int]]) -> MicroBatch:
     on_host = tuple(chain.from_iterable(packs))
     rows = torch.tensor(on_host, dtype=torch.long, device=trajectory.tokens.device)
     if not packs:
-        return MicroBatch(on_host, rows, empty_layout(trajectory, dense=dense))
+        return MicroBatch(on_host, rows, empty_layout(trajectory))
     part = trajectory.select(rows, on_host=())  # without texts
-    if not dense and all(len(pack) == 1 for pack in packs):
+    if all(len(pack) == 1 for pack in packs):
         return MicroBatch(on_host, rows, row_layout(part))
     sizes = torch.tensor([len(pack) for pack in packs])
     of_rows = torch.arange(len(packs)).repeat_interleave(sizes).to(rows.device)
-    return MicroBatch(on_host, rows, packed_layout(part, of_rows, dense=dense))
+    return MicroBatch(on_host, rows, packed_layout(part, of_rows))
 
 
 def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ Packed as ``[beginning, rest of prompt 1, its responses 1 to G, rest of prompt 2
 is computed once instead of G times, a beginning that all prompts share (a system prompt) only once,
 and there is no padding. A prompt attends to the beginning and itself, a response to its whole
 prompt and itself, causally. On CUDA one kernel does this. Compiled layers would be recompiled for
-each step's lengths, so they take each group as a padded row, with a dense mask.
+each step's lengths, so their rows are not packed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from torchtune_grpo.machine.segments import (
     Segments,
-    aligned,
     has_varlen_kernel,
     shared_beginning,
     varlen_attention,
@@ -37,8 +36,7 @@ class Layout:
 
     tokens: Tensor  # [b, S]
     positions: Tensor | None  # [b, S] for the rotary embedding; None = 0, 1, 2, ...
-    # None: plain causal attention. [b, S], for a dense mask: 0 = prompt, k = the k-th response.
-    attention: Segments | Tensor | None
+    attention: Segments | None  # None: plain causal attention
     row: Tensor  # [K] which of the b rows predicts each of the K response tokens
     column: Tensor  # [K] at which position
     targets: Tensor  # [K] the response tokens, in the order of response_mask
@@ -60,12 +58,17 @@ class MicroBatch:
 def row_layout(batch: Trajectory) -> Layout:
     """Lay out each row by itself; with all padding on the right, causal attention is exact."""
     longest = int((batch.prompt_lengths + response_inputs(batch)).max())
-    row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
+    row, offset, *targets = _targets(batch)
     column = batch.prompt_lengths[row] - 1 + offset  # where the token is predicted
-    targets = batch.tokens[row, column + 1]
+    return Layout(batch.tokens[:, :longest], None, None, row, column, *targets)
+
+
+def _targets(batch: Trajectory) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return row and offset of each response token [K], and a layout's last three fields."""
     mask = batch.response_mask
-    index = row * mask.shape[1] + offset
-    return Layout(batch.tokens[:, :longest], None, None, row, column, targets, mask, index)
+    row, offset = mask.nonzero(as_tuple=True)  # [K] each
+    targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
+    return row, offset, targets, mask, row * mask.shape[1] + offset
 
 
 @dataclass(frozen=True)
@@ -74,27 +77,29 @@ class _Part:
 
     row: int
     position: int  # of the first one in its own row
-    response: int  # 0: of a prompt; k: of the k-th response to it
     sees: tuple[range, ...]  # columns of the packed row that come before it
     own: range  # its columns
 
 
-def _cut(batch: Trajectory, packs: Sequence[int], *, shared: int) -> list[_Part]:
-    """Cut rows into the prompts' beginning, and each pack's rest of the prompt and responses."""
+def _cut(batch: Trajectory, packs: Sequence[int]) -> tuple[list[_Part], list[_Part]]:
+    """Cut rows into the prompts' beginning with each pack's rest of the prompt, and responses."""
     prompts, inputs = batch.prompt_lengths.tolist(), response_inputs(batch).tolist()
-    beginning, end = range(shared), shared
-    parts = [_Part(0, 0, 0, (), beginning)]
-    for _, rows in groupby(range(len(packs)), key=lambda row: packs[row]):
-        for number, row in enumerate(rows, 1):
-            if number == 1:
-                prompt = range(end, end := end + prompts[row] - shared)
-                parts.append(_Part(row, shared, 0, (beginning,), prompt))
+    groups = [[*rows] for _, rows in groupby(range(len(packs)), key=lambda row: packs[row])]
+    heads = [rows[0] for rows in groups]
+    texts = zip(batch.tokens[heads].tolist(), heads, strict=True)
+    end = shared = shared_beginning([tokens[: prompts[row]] for tokens, row in texts])
+    beginning = range(shared)
+    shown, responses = [_Part(0, 0, (), beginning)], []
+    for rows in groups:
+        prompt = range(end, end := end + prompts[rows[0]] - shared)
+        shown.append(_Part(rows[0], shared, (beginning,), prompt))
+        for row in rows:
             response = range(end, end := end + inputs[row])
-            parts.append(_Part(row, prompts[row], number, (beginning, prompt), response))
-    return parts
+            responses.append(_Part(row, prompts[row], (beginning, prompt), response))
+    return shown, responses
 
 
-def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> Layout:
+def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
     """Put rows with the same prompt after one copy of it; ``packs`` [n] is 0, ..., 0, 1, ...
 
     All packs lie in one row after the beginning they share. With the prompts ``a b c``, answered by
@@ -104,78 +109,37 @@ def packed_layout(batch: Trajectory, packs: Tensor, *, dense: bool = False) -> L
         token       a b | c | t u | x | d e | p     a response's last token is not read
         position    0 1   2   3 4   3   2 3   4
         predicts         t,x  u v   y     p   q
-
-    With ``dense`` each pack has a row of its own, and nothing is shared.
     """
     device = batch.tokens.device
-    pack_of = packs.tolist()
-    heads = [pack_of.index(pack) for pack in range(pack_of[-1] + 1)]  # each pack's first row
-    shared = 0
-    if not dense:
-        ends = batch.prompt_lengths[heads].tolist()
-        rows = zip(batch.tokens[heads].tolist(), ends, strict=True)
-        shared = shared_beginning([tokens[:end] for tokens, end in rows])
-    parts = _cut(batch, pack_of, shared=shared)
-    own = [(p.row, p.position - p.own.start, p.response, len(p.own)) for p in parts]
-    table = torch.tensor(own, device=device)  # [parts, 4]
-    source, shift, segments = table[:, :3].repeat_interleave(table[:, 3], dim=0).t()  # [S] each
+    shown, responses = _cut(batch, packs.tolist())
+    parts = sorted(shown + responses, key=lambda part: part.own.start)
+    own = [(p.row, p.position - p.own.start, len(p.own)) for p in parts]
+    table = torch.tensor(own, device=device)  # [parts, 3]
+    source, shift = table[:, :2].repeat_interleave(table[:, 2], dim=0).t()  # [S] each
     positions = torch.arange(len(source), device=device) + shift
     tokens = batch.tokens[source, positions]
 
-    row, offset = batch.response_mask.nonzero(as_tuple=True)  # [K] each
-    starts = [(p.sees[-1][-1], p.own.start) for p in parts if p.response]  # by row
+    row, offset, *targets = _targets(batch)
+    starts = [(p.sees[-1][-1], p.own.start) for p in responses]
     prompt_end, start = torch.tensor(starts, device=device)[row].t()  # [K] each
-    read = torch.where(offset == 0, prompt_end, start + offset - 1)
-    targets = batch.tokens[row, batch.prompt_lengths[row] + offset]
-    mask = batch.response_mask
-    index = row * mask.shape[1] + offset
-    if dense:
-        begins = torch.tensor([p.own.start for p in parts[1:] if not p.response], device=device)
-        inputs, pack = _one_row_each(tokens, positions, segments, begins), packs[row]
-        return Layout(*inputs, pack, read - begins[pack], targets, mask, index)
+    column = torch.where(offset == 0, prompt_end, start + offset - 1)
     attention = Segments.from_ranges(((*p.sees, p.own) for p in parts), device=device)
-    where = torch.zeros_like(row), read
-    return Layout(tokens[None], positions[None], attention, *where, targets, mask, index)
+    first = torch.zeros_like(row)
+    return Layout(tokens[None], positions[None], attention, first, column, *targets)
 
 
-def _one_row_each(
-    tokens: Tensor, positions: Tensor, segments: Tensor, begins: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Give each pack, [S] from its begin [b] on, a row with padding: [b, most columns] each."""
-    columns = torch.arange(len(tokens), device=tokens.device)
-    pack = torch.searchsorted(begins, columns, right=True) - 1  # [S]
-    column = columns - begins[pack]
-    shape = len(begins), int(column.max()) + 1
-
-    def padded(x: Tensor, padding: int) -> Tensor:
-        return x.new_full(shape, padding).index_put((pack, column), x)
-
-    return padded(tokens, 0), padded(positions, 0), padded(segments, -1)
-
-
-def empty_layout(batch: Trajectory, *, dense: bool) -> Layout:
+def empty_layout(batch: Trajectory) -> Layout:
     """Lay out two padding tokens, for a rank without rows that has to take part in a pass."""
     nothing = batch.tokens.new_empty(0)
     tokens = batch.tokens.new_zeros(1, 2)  # one token would make compiled layers compile again
-    segments = tokens if dense else None
     mask = batch.response_mask[:0]
-    return Layout(tokens, segments, segments, nothing, nothing, nothing, mask, nothing)
+    return Layout(tokens, None, None, nothing, nothing, nothing, mask, nothing)
 
 
 def response_inputs(batch: Trajectory) -> Tensor:
     """Count each response's input tokens [n]: those before the last one that is trained on."""
     number = torch.arange(batch.response_mask.shape[1], device=batch.tokens.device)
     return (batch.response_mask * number).amax(dim=1)
-
-
-def dense_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make the mask [b, S, S] of segments [b, S], 0 or -inf; layers would convert a bool one."""
-    query, key = segments[:, :, None], segments[:, None, :]
-    hidden = ((query != key) & (key != 0)) | torch.ones_like(query == key).triu(1)
-    b, width = segments.shape
-    columns = aligned(width + 1)  # never the width: an equal stride is another graph
-    mask = torch.zeros(b, width, columns, dtype=dtype, device=segments.device)
-    return mask[:, :, :width].masked_fill_(hidden, -torch.inf)
 
 
 def attend_in_segments(model: TransformerDecoder) -> None:
