@@ -25,11 +25,11 @@ from torchtune.training import set_default_dtype
 from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.rollout.request import RolloutRequest
 from torchtune_grpo.rollout.sampling import row_keys
 from torchtune_grpo.training import response_logprobs
-from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
+from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 BIN = Path(sys.executable).parent

@@ -55,19 +55,20 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import VLLM, GRPOConfig
 from torchtune_grpo.loss import make_loss
-from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.models import layers
+from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.rollout import vllm
 from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.native import MEMORY_SHARE, NativeEngine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.training import packing, response_logprobs
+from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.memory import choose_passes
 from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.optimizer import has_masters, later_bytes, make_optimizer
-from torchtune_grpo.training.packing import MicroBatch, attend_in_segments
+from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.training.policy import empty_model
 from torchtune_grpo.training.teacher import teacher_config
 from torchtune_grpo.trajectory import Trajectory
@@ -298,7 +299,7 @@ def attention_of(device: torch.device) -> AbstractContextManager:
     They are on the CPU, as autograd refuses tensors on a device that torch was not built for.
     """
     cuda = {"has_varlen_kernel": lambda q: q.dtype == torch.bfloat16}
-    return patch.multiple(packing, **cuda) if device.type == "cuda" else nullcontext()
+    return patch.multiple(layers, **cuda) if device.type == "cuda" else nullcontext()
 
 
 def dequantized_bytes(cfg: GRPOConfig) -> float:

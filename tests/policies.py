@@ -14,8 +14,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.training import set_default_dtype
 
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.models.layers import standardize
-from torchtune_grpo.training.packing import attend_in_segments
+from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.training.policy import load_policy, make_policy
 from torchtune_grpo.trajectory import Trajectory
 

@@ -25,13 +25,12 @@ from transformers import (
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
-from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.rollout.sampling import row_keys
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.packing import attend_in_segments
 
 TOKENS = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.loss import GRPOLoss
+from torchtune_grpo.models.layers import attend_in_segments
 from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.training import response_logprobs
-from torchtune_grpo.training.packing import attend_in_segments, packed_layout
+from torchtune_grpo.training.packing import packed_layout
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 with warnings.catch_warnings():

@@ -13,6 +13,7 @@ from trajectories import make_groups, make_trajectory
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.machine.segments import Segments
+from torchtune_grpo.models.layers import segment_attention
 from torchtune_grpo.training import mini_batches, response_logprobs
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
@@ -129,11 +130,12 @@ def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
     parts = [[prompt], [prompt, range(5, 8)], [prompt, range(8, 8)], [prompt, range(8, 12)]]
     segments = Segments.from_ranges(parts, device=CPU)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, g = (torch.randn(1, 4, 12, 8, generator=generator).requires_grad_() for _ in "qkvg")
-    call = tiny_policy().layers[0].attn._attention_call  # takes every second head's k and v
+    q, g, k, v = (
+        torch.randn(12, heads, 8, generator=generator).requires_grad_() for heads in (4, 4, 2, 2)
+    )
 
     def attend(dropout: float) -> torch.Tensor:
-        return call(q, k, v, mask=segments, dropout_p=dropout, is_causal=False)
+        return segment_attention(q, k, v, segments, dropout=dropout)
 
     out = attend(0.5)
     assert (out - attend(0.0)).abs().max() > 0.1

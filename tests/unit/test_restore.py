@@ -135,6 +135,7 @@ def test_the_configs_hyperparameters_win_over_the_saved_ones():
 
 
 def test_each_fixed_key_is_one_of_the_config(tmp_path):
-    keys = config_of(tmp_path, "sampler._component_=torchtune_grpo.data.LevelSampler")
+    template = "objective.teacher.prompt_template=a{prompt}"
+    keys = config_of(tmp_path, "sampler._component_=torchtune_grpo.data.LevelSampler", template)
     for fixed in FIXED:
         assert any(key == fixed or key.startswith(f"{fixed}.") for key in keys), fixed

@@ -14,13 +14,14 @@ from trajectories import make_groups
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import RolloutConfig
+from torchtune_grpo.models.layers import attend_in_segments
 from torchtune_grpo.rollout import native
 from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.run import Run
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.memory import choose_passes, pass_bytes
 from torchtune_grpo.training.mini_batches import cut
-from torchtune_grpo.training.packing import attend_in_segments, packed_layout
+from torchtune_grpo.training.packing import packed_layout
 
 CPU = torch.device("cpu")
 
@@ -175,15 +176,13 @@ def test_rollouts_after_the_first_update_take_what_it_leaves(monkeypatch):
     )
     engine = native.NativeEngine(context)
     monkeypatch.setattr(native, "free_bytes", lambda device: 2**40)
-    each = engine.cache_bytes(asked, rows=2) - engine.cache_bytes(asked, rows=1)
-    free = engine.cache_bytes(asked, rows=1) + 20 * each
+    free = round(engine.cache_bytes(asked, rows=16) / 0.6)
     monkeypatch.setattr(native, "free_bytes", lambda device: free)
-    few = engine.rows_at_once(asked)
-    assert few < asked.num_rows
+    assert 1 < engine.rows_at_once(asked) < 16
     known.append(free // 10)
-    more = engine.rows_at_once(asked)
-    known[0] = 0
-    assert few < more == engine.rows_at_once(asked)
+    assert engine.rows_at_once(asked) == 16 == asked.num_rows
+    known[0] = free  # it is asked once
+    assert engine.rows_at_once(asked) == 16
 
 
 def test_the_estimate_counts_a_teacher_and_its_pass(tmp_path):
@@ -197,4 +196,4 @@ def test_the_estimate_counts_a_teacher_and_its_pass(tmp_path):
     found = memory_estimate.estimate(node, card=24)
     numbers = 2048 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
     assert found["teacher"] == round(2 * numbers / 2**30, 2) and without["teacher"] == 0
-    assert 0 < found["judging"] < found["update"] and without["judging"] == 0
+    assert 0 < found["judging"] <= found["update"] and without["judging"] == 0

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchao.dtypes.nf4tensor import linear_nf4
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
@@ -28,7 +30,12 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from torchtune_grpo.machine.segments import Segments, float32_product
+from torchtune_grpo.machine.segments import (
+    Segments,
+    float32_product,
+    has_varlen_kernel,
+    varlen_attention,
+)
 
 _ROTATIONS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings)
 
@@ -163,21 +170,54 @@ class UniformAttention(MultiHeadAttention):
         q, k = heads(self.q_proj(x), self.q_norm), heads(self.k_proj(y), self.k_norm)
         if self.pos_embeddings is not None:
             q, k = (self.pos_embeddings(h, input_pos=input_pos) for h in (q, k))
-        q, k, v = (h.transpose(1, 2) for h in (q, k, heads(self.v_proj(y), None)))
+        v = heads(self.v_proj(y), None)
+        dropout = self.attn_dropout if self.training else 0.0
+        if isinstance(mask, Segments):
+            out = segment_attention(q[0], k[0], v[0], mask, dropout=dropout)[None]
+            return self.output_proj(out.flatten(2))
+        q, k, v = (h.transpose(1, 2) for h in (q, k, v))
         if self.kv_cache is not None and self.cache_enabled:
             k, v = self.kv_cache.update(k, v)
-        group = self.num_heads // self.num_kv_heads
-        if group > 1 and not isinstance(mask, Segments):
+        if (group := self.num_heads // self.num_kv_heads) > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         out = self._attention_call(
             q,
             k,
             v,
             mask=mask,
-            dropout_p=self.attn_dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=self.kv_cache is None and mask is None and self.is_causal,
         )  # [b, heads, s, hd]
         return self.output_proj(out.transpose(1, 2).flatten(2))
+
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float
+) -> Tensor:
+    """Attend with q [S, heads, hd], k and v [S, kv_heads, hd] as ``varlen_attention`` does.
+
+    Without the kernel, each response needs a copy of the prompt's keys and values; the backward
+    pass makes these copies again.
+    """
+    attend = partial(varlen_attention, segments=segments, dropout=dropout)
+    if not torch.is_grad_enabled() or (dropout == 0 and has_varlen_kernel(q)):
+        return attend(q, k, v)
+    return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout > 0)
+
+
+def attend_in_segments(model: TransformerDecoder) -> None:
+    """Let the model's attention take ``Segments`` as a mask; other masks work as before.
+
+    Other classes are refused: a sliding window, say, would count packed positions.
+    """
+    for layer in model.layers:
+        if type(layer.attn) is MultiHeadAttention and layer.attn.q_norm is None:
+            _become(layer.attn, UniformAttention)
+        if type(layer.attn) is not UniformAttention:
+            raise ValueError(
+                "pack_groups=True: works with torchtune's MultiHeadAttention, but the model has "
+                f"{type(layer.attn).__name__}. Set pack_groups to false."
+            )
 
 
 class FusedLoRALinear(LoRALinear):

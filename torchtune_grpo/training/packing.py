@@ -10,23 +10,15 @@ each step's lengths, so their rows are not packed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from torchtune.modules import MultiHeadAttention, TransformerDecoder
+from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.machine.segments import (
-    Segments,
-    has_varlen_kernel,
-    shared_beginning,
-    varlen_attention,
-)
-from torchtune_grpo.models.layers import UniformAttention
+from torchtune_grpo.machine.segments import Segments, shared_beginning
 from torchtune_grpo.trajectory import Trajectory
 
 
@@ -142,59 +134,8 @@ def response_inputs(batch: Trajectory) -> Tensor:
     return (batch.response_mask * number).amax(dim=1)
 
 
-def attend_in_segments(model: TransformerDecoder) -> None:
-    """Let the model's attention take ``Segments`` as a mask; other masks work as before.
-
-    ``_attention_call`` is where torchtune's attention picks its kernel, between splitting and
-    joining the heads. Other classes are refused: a sliding window, say, would count packed
-    positions.
-    """
-    known = (MultiHeadAttention, UniformAttention)
-    kinds = {type(layer.attn).__name__ for layer in model.layers if type(layer.attn) not in known}
-    if kinds:
-        raise ValueError(
-            "pack_groups=True: works with torchtune's MultiHeadAttention, but the model has "
-            f"{', '.join(sorted(kinds))}. Set pack_groups to false."
-        )
-    for layer in model.layers:
-        attention = layer.attn
-        attention._attention_call = partial(
-            _attend,
-            stock=attention._attention_call,
-            kv_heads=attention.num_kv_heads,
-        )
-
-
 def compile_layers(model: TransformerDecoder) -> None:
     """Compile each layer in place, once for all lengths and once more for passes of one row."""
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as torchtune chooses it
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=True)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | Segments | None,
-    dropout_p: float,
-    is_causal: bool,
-    stock: Callable[..., Tensor],
-    kv_heads: int,
-) -> Tensor:
-    """Attend with q, k and v [b, heads, S, hd]; heads may share keys and values.
-
-    Without the kernel, each response needs a copy of the prompt's keys and values; the backward
-    pass makes these copies again.
-    """
-    if not isinstance(mask, Segments):
-        return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
-    attend = partial(varlen_attention, segments=mask, dropout=dropout_p)
-    k, v = (x[:, :: x.shape[1] // kv_heads] for x in (k, v))  # torchtune's attention repeats them
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))  # [S, heads, hd]
-    if not torch.is_grad_enabled() or (dropout_p == 0 and has_varlen_kernel(q)):
-        out = attend(q, k, v)
-    else:
-        out = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0)
-    return out.transpose(0, 1)[None]

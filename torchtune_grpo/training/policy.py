@@ -16,9 +16,8 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.device import free_bytes, weight_bytes
 from torchtune_grpo.machine.parallel import gather_over_ranks, world_size
 from torchtune_grpo.models.adapter import adapter_settings, merge_adapter, read_adapter
-from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.models.weights import hf_config_of
-from torchtune_grpo.training.packing import attend_in_segments
 
 log = utils.get_logger("INFO")
 
