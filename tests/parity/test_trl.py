@@ -107,7 +107,7 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     state = load_file(folder / "model.safetensors")
     model.load_state_dict(hf_to_tune(state, **HEADS, dim=TINY["embed_dim"]), strict=False)
     attend_in_segments(model)
-    packs = torch.arange(len(RESPONSES)) // GROUP
+    packs = [row // GROUP for row in range(len(RESPONSES))]
     logprobs, entropy = response_logprobs(
         model,
         packed_layout(rows, packs),

@@ -12,7 +12,7 @@ from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import compile_layers, packed_layout, row_layout
 
-PACKS = torch.tensor([0, 0, 0, 1, 1, 1])
+PACKS = [0, 0, 0, 1, 1, 1]
 
 
 def values_and_gradients(model, values: torch.Tensor) -> list[torch.Tensor]:

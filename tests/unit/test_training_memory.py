@@ -42,7 +42,7 @@ def kept_numbers(
     )
     attend_in_segments(model)
     set_trainable_params(model, get_adapter_params(model))
-    layout = packed_layout(make_groups([100], [80, 90, 60, 70]), torch.zeros(4, dtype=torch.long))
+    layout = packed_layout(make_groups([100], [80, 90, 60, 70]), [0] * 4)
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -159,12 +159,7 @@ class HFTokenizer:
         The thinking tags are not among them: they end no turn, and templates look for them in
         messages.
         """
-        turns = ""
-        for roles in (("user", "assistant", "user"), ("user",)):  # some take only one question
-            with suppress(ValueError):
-                messages = [{"role": role, "content": "a"} for role in roles]
-                turns = self.chat_text(messages, add_generation_prompt=False)
-                break
+        turns = self._turns("user", "assistant", "user") or self._turns("user")
         written = {*self.encode(turns, add_bos=False, add_eos=False)}
         return {
             token.content: id_
@@ -173,12 +168,17 @@ class HFTokenizer:
             and (token.special or (id_ in written and not token.content.isspace()))
         }
 
+    def _turns(self, *roles: str) -> str:
+        """Render turns of these roles, the assistant's empty; "" if the template refuses them."""
+        said = {"user": "a", "assistant": self.CUT}
+        with suppress(ValueError):  # some take only one question
+            messages = [{"role": role, "content": said[role]} for role in roles]
+            return self.chat_text(messages, add_generation_prompt=False)
+        return ""
+
     def _turn_end(self) -> int | None:
         """Return the control token with which the template ends an assistant's turn, if any."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self.CUT}]
-        behind = ""
-        with suppress(ValueError):  # some take only one question
-            behind = self.chat_text(turns, add_generation_prompt=False).partition(self.CUT)[2]
+        behind = self._turns("user", "assistant").partition(self.CUT)[2]
         first = self.encode(behind, add_bos=False, add_eos=False)[:1]
         return next((token for token in first if token in self.special_tokens.values()), None)
 

@@ -172,8 +172,7 @@ def _micro_batch(trajectory: Trajectory, packs: list[list[int]]) -> MicroBatch:
     part = trajectory.select(rows, on_host=())  # without texts
     if all(len(pack) == 1 for pack in packs):
         return MicroBatch(on_host, rows, row_layout(part))
-    sizes = torch.tensor([len(pack) for pack in packs])
-    of_rows = torch.arange(len(packs)).repeat_interleave(sizes).to(rows.device)
+    of_rows = [number for number, pack in enumerate(packs) for _ in pack]
     return MicroBatch(on_host, rows, packed_layout(part, of_rows))
 
 

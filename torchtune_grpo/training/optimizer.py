@@ -23,7 +23,6 @@ from torchtune import config, utils
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, reduce_gradients, world_size
 from torchtune_grpo.trajectory import Trajectory
 
@@ -89,28 +88,17 @@ def make_optimizer(node: DictConfig, parameters: Iterable[nn.Parameter]) -> torc
             f"optimizer.fused=True: torch has no fused {type(optimizer).__name__} for sharded "
             "weights; set optimizer.fused=false."
         )
-    narrow = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
-    if narrow and node.get("bf16_stochastic_round"):
-        optimizer.param_groups[0][_ROUNDED_STEPS] = 0
-        utils.log_rank_zero(
-            log,
-            f"Gradients of {narrow:,} weights in bf16 are summed over micro-batches in bf16; "
-            "optimizer=torch.optim.AdamW sums them in float32, and needs more memory.",
-        )
-    elif narrow:
-        for parameter in trained:
-            parameter.grad_dtype = None  # any
-            parameter.register_post_accumulate_grad_hook(_widen_gradient)
-        utils.log_rank_zero(
-            log,
-            f"{narrow:,} weights in bf16 have float32 masters, {4e-9 * narrow:.1f} GB; "
-            "torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=True needs none.",
-        )
+    if any(parameter.dtype == torch.bfloat16 for parameter in trained):
+        if node.get("bf16_stochastic_round"):
+            optimizer.param_groups[0][_ROUNDED_STEPS] = 0
+        else:  # gradients are float32, too: the others are added to a first one that is
+            for parameter in trained:
+                parameter.grad_dtype = None  # any
+                parameter.register_post_accumulate_grad_hook(_widen_gradient)
     return optimizer
 
 
 def _widen_gradient(parameter: Tensor) -> None:
-    """Make the first micro-batch's gradient float32, so that the others are added in float32."""
     assert parameter.grad is not None
     parameter.grad = parameter.grad.float()
 
@@ -125,8 +113,7 @@ def has_masters(optimizer: torch.optim.Optimizer) -> bool:
 def training_bytes(node: DictConfig, parameters: Iterable[nn.Parameter]) -> int:
     """Estimate the bytes of gradients and optimizer, before there is one."""
     trained = [p for p in parameters if p.requires_grad]
-    with only_warnings():
-        like = make_optimizer(node, [nn.Parameter(torch.zeros(1, dtype=trained[0].dtype))])
+    like = make_optimizer(node, [nn.Parameter(torch.zeros(1, dtype=trained[0].dtype))])
     return gradient_bytes(like, trained) + later_bytes(like, trained)
 
 

@@ -91,7 +91,7 @@ def _cut(batch: Trajectory, packs: Sequence[int]) -> tuple[list[_Part], list[_Pa
     return shown, responses
 
 
-def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
+def packed_layout(batch: Trajectory, packs: Sequence[int]) -> Layout:
     """Put rows with the same prompt after one copy of it; ``packs`` [n] is 0, ..., 0, 1, ...
 
     All packs lie in one row after the beginning they share. With the prompts ``a b c``, answered by
@@ -103,7 +103,7 @@ def packed_layout(batch: Trajectory, packs: Tensor) -> Layout:
         predicts         t,x  u v   y     p   q
     """
     device = batch.tokens.device
-    shown, responses = _cut(batch, packs.tolist())
+    shown, responses = _cut(batch, packs)
     parts = sorted(shown + responses, key=lambda part: part.own.start)
     own = [(p.row, p.position - p.own.start, len(p.own)) for p in parts]
     table = torch.tensor(own, device=device)  # [parts, 3]
