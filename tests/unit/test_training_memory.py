@@ -66,7 +66,7 @@ def test_kept_of_a_layer(dim, hidden):
     per_layer = (sum(many) - sum(few)) / 2 / width
     assert per_layer == pytest.approx(7.5 * dim + 4 * hidden, rel=0.1)
     estimates = [pass_bytes(model, tokens=1, recompute=False) for model in (smaller, larger)]
-    assert 1 < (estimates[1] - estimates[0]) / 2 / 4 / per_layer < 1.3
+    assert 1 < (estimates[1] - estimates[0]) / 2 / 4 / per_layer < 1.4
 
 
 def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():

@@ -173,8 +173,9 @@ class UniformAttention(MultiHeadAttention):
         v = heads(self.v_proj(y), None)
         dropout = self.attn_dropout if self.training else 0.0
         if isinstance(mask, Segments):
-            out = segment_attention(q[0], k[0], v[0], mask, dropout=dropout)[None]
-            return self.output_proj(out.flatten(2))
+            q, k, v = (h.squeeze(0) for h in (q, k, v))
+            out = segment_attention(q, k, v, mask, dropout=dropout)  # [s, heads, hd]
+            return self.output_proj(out.flatten(1)[None])
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
         if self.kv_cache is not None and self.cache_enabled:
             k, v = self.kv_cache.update(k, v)
