@@ -164,6 +164,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
 
     embeddings = family.embedding(hf.vocab_size, width)  # first: a seed's adapters follow
     kinds, residual = _layer_kinds(hf), getattr(hf, "residual_multiplier", 1.0)
+    scale = nn.Identity() if residual == 1.0 else Scale(residual)
     rotates = getattr(hf, "no_rope_layers", None) or [True] * len(kinds)  # 0: it does not
     rotations = {kind: HalfRotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
@@ -177,8 +178,8 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
             ),
             sa_norm=norm_at("sa_norm", default=nn.Identity()),
             mlp_norm=norm_at("mlp_norm", default=nn.Identity()),
-            sa_scale=norm_at("sa_scale", default=Scale(residual)),
-            mlp_scale=norm_at("mlp_scale", default=Scale(residual)),
+            sa_scale=norm_at("sa_scale", default=scale),
+            mlp_scale=norm_at("mlp_scale", default=scale),
         )
         for kind, rotated in zip(kinds, rotates, strict=True)
     ]

@@ -86,10 +86,7 @@ class FusedNorm(RMSNorm):
 
 
 class Scale(nn.Module):
-    """Multiplies by a constant; with 1 it is an Identity, which costs nothing."""
-
-    def __new__(cls, factor: float) -> Any:
-        return nn.Identity() if factor == 1.0 else super().__new__(cls)
+    """Multiplies by a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
