@@ -25,6 +25,7 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models.adapter import adapter_settings
+from torchtune_grpo.models.weights import hf_config_of
 from torchtune_grpo.training.checks import check_model
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
@@ -55,7 +56,7 @@ def built(cfg, folder):
     """The same, of an adapter, by a builder that is given the adapter's settings."""
     cfg.adapter_dir = str(folder)
     if "lora_rank" in cfg.model:
-        wanted = adapter_settings(folder)
+        wanted = adapter_settings(folder, hf_config=hf_config_of(cfg.checkpointer))
         if "apply_lora_to_output" not in cfg.model:  # torchtune's builder for a tied model
             assert wanted.pop("apply_lora_to_output") is False
         cfg.model.update(wanted)
@@ -128,7 +129,7 @@ def test_what_is_not_computed_is_refused_by_name(made, tmp_path, key):
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: SETTINGS[key]}))
     with pytest.raises(ValueError, match=SAYS.format(re.escape(f"{key}={SETTINGS[key]!r}"))):
-        adapter_settings(tmp_path)
+        adapter_settings(tmp_path, hf_config={"model_type": "llama"})
 
 
 # What is renamed in an adapter's weights

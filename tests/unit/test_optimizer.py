@@ -29,6 +29,7 @@ from torchtune_grpo.training.optimizer import (
     optimizer_step,
     round_at_random,
     total_grad_norm,
+    training_bytes,
 )
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 1e-6, "weight_decay": 0.0}
@@ -77,6 +78,7 @@ def test_what_steps_are_going_to_take_is_known(name, dtype):
     model = nn.Linear(64, 256, dtype=dtype, bias=False)
     optimizer = PolicyOptimizer(cfg, model)
     to_come = optimizer.bytes_to_come(torch.device("cpu"))
+    assert training_bytes(cfg.optimizer, model.parameters()) == to_come
     model(torch.ones(1, 64, dtype=dtype)).sum().backward()
     gradients = sum(p.grad.nbytes for p in model.parameters())
     optimizer_step(optimizer.optimizer)

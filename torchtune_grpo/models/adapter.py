@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
 from torchtune_grpo.config.text import ConfigError, read_json
-from torchtune_grpo.models.families import FAMILIES, family_of
+from torchtune_grpo.models.families import family_of
 from torchtune_grpo.models.layers import reorder
 
 _LEAF_NAMES = {
@@ -57,17 +57,16 @@ def adapter_files(folder: str | Path) -> tuple[Path, Path]:
     )
 
 
-def adapter_settings(
-    folder: str | Path, tensors: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """Return the arguments of torchtune's builders for an adapter; ``tensors`` if already read.
+def adapter_settings(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of torchtune's builders for an adapter.
 
-    Raises a ValueError if torchtune's modules cannot compute it.
+    ``hf_config`` is the base's config.json. Raises a ValueError if torchtune's modules cannot
+    compute the adapter.
     """
     file, _ = adapter_files(folder)
     given = read_json(file.parent, file.name, key="adapter_dir")
     _refuse_unsupported(folder, given)
-    tensors = _read_tensors(folder) if tensors is None else tensors
+    tensors = _read_tensors(folder, hf_config)
     rank: Any = given.get("r")
     ranks = {len(value) for name, value in tensors.items() if name.endswith("lora_a.weight")}
     if ranks != {rank}:
@@ -92,7 +91,7 @@ def check_adapter(folder: str | Path, model: nn.Module, *, hf_config: Mapping[st
     ``hf_config`` is the base's config.json.
     """
     tensors = _read_tensors(folder, hf_config)
-    wanted = adapter_settings(folder, tensors)
+    wanted = adapter_settings(folder, hf_config=hf_config)
     if modules := adapted_modules(model):
         built = model_settings(model) | _targets(set(modules))
         differing = [
@@ -201,13 +200,8 @@ def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
             )
 
 
-def _read_tensors(
-    folder: str | Path, hf_config: Mapping[str, Any] | None = None
-) -> dict[str, Tensor]:
-    """Read an adapter's weights under torchtune's names, in the file's order of rows.
-
-    Without ``hf_config`` they may be those of another module of the same block.
-    """
+def _read_tensors(folder: str | Path, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read an adapter's weights under torchtune's names, in the file's order of rows."""
     _, file = adapter_files(folder)
     if file.suffix == ".safetensors":
         tensors = load_file(file)
@@ -215,13 +209,9 @@ def _read_tensors(
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if file.name == _TORCHTUNES:
         return tensors
-    families = reversed(FAMILIES.values()) if hf_config is None else [family_of(hf_config)]
-    modules = {
-        theirs: ours
-        for family in families
-        for ours, theirs in family.linear_names.items()
-        if theirs not in family.fused
-    }
+    family = family_of(hf_config)
+    names = family.linear_names.items()
+    modules = {theirs: ours for ours, theirs in names if theirs not in family.fused}
     leaves = {theirs: ours for ours, theirs in _LEAF_NAMES.items()}
     result = {}
     for name, value in tensors.items():

@@ -97,9 +97,10 @@ def lora_hf_model(
         "lora_alpha": lora_alpha,
         "use_dora": use_dora,
     }
-    start = _LORA if adapter_dir is None else adapter_settings(adapter_dir)
+    hf, start = read_config(model_dir), _LORA
+    if adapter_dir is not None:
+        start = adapter_settings(adapter_dir, hf_config=hf.to_dict())
     lora = start | {name: value for name, value in given.items() if value is not None}
-    hf = read_config(model_dir)
     adapted = _adapted_layers(lora, tied=hf.tie_word_embeddings)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:

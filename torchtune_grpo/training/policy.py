@@ -74,9 +74,10 @@ def load_policy(model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[
     adapters = get_adapter_params(model)
     start: dict[str, Tensor] = {}
     if cfg.adapter_dir is not None:
-        start = read_adapter(cfg.adapter_dir, hf_config=hf_config_of(cfg.checkpointer))
+        hf_config = hf_config_of(cfg.checkpointer)
+        start = read_adapter(cfg.adapter_dir, hf_config=hf_config)
         if not adapters:
-            settings = adapter_settings(cfg.adapter_dir)
+            settings = adapter_settings(cfg.adapter_dir, hf_config=hf_config)
             state_dict = merge_adapter({**state_dict, **start}, settings)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]
