@@ -60,13 +60,13 @@ def kept_numbers(
 
 @pytest.mark.parametrize("dim, hidden", [(256, 768), (256, 1536), (512, 768)])
 def test_kept_of_a_layer(dim, hidden):
-    """7.5 D + 4 F numbers a token and layer, and 10% for what is small; ``auto`` adds some."""
+    """7.5 D + 4 F numbers a token, 10% for what is small; auto counts up to twice it."""
     few, width, smaller = kept_numbers(dim=dim, hidden=hidden, layers=1, vocab=100)
     many, _, larger = kept_numbers(dim=dim, hidden=hidden, layers=3, vocab=100)
     per_layer = (sum(many) - sum(few)) / 2 / width
     assert per_layer == pytest.approx(7.5 * dim + 4 * hidden, rel=0.1)
     estimates = [pass_bytes(model, tokens=1, recompute=False) for model in (smaller, larger)]
-    assert 1 < (estimates[1] - estimates[0]) / 2 / 4 / per_layer < 1.4
+    assert 1 < (estimates[1] - estimates[0]) / 2 / 4 / per_layer < 2.1
 
 
 def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():

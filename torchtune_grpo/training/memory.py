@@ -14,7 +14,7 @@ log = utils.get_logger("INFO")
 # Share of the free memory for the update's activations. A rollout takes 0.4, and 10 to 15 % of the
 # memory is lost between the allocator's blocks.
 _SHARE = 0.5
-_MARGIN = 1.25  # over what linear layers read and write: norms of queries and keys, magnitudes
+_NORM_NUMBERS = 6  # that a norm keeps of each number, if torch has no kernel for all of it
 _HEAD_BYTES = 20  # of a token, times the model's width: hidden states around the output projection
 _LOGITS_BYTES = 2**28  # blocks of logits and their gradients
 
@@ -22,14 +22,16 @@ _LOGITS_BYTES = 2**28  # blocks of logits and their gradients
 def pass_bytes(model: TransformerDecoder, *, tokens: int, recompute: bool) -> int:
     """Estimate what a forward and backward pass takes, beside weights and their gradients.
 
-    A layer keeps about as many numbers as its linear layers read and write. With ``recompute`` it
-    keeps only its input, and the rest is there for one layer at a time.
+    A layer keeps about as many numbers as its linear layers read and write, and those of its norms.
+    With ``recompute`` it keeps only its input, and the rest is there for one layer at a time. It is
+    rather too much than too little.
     """
     width, layers = model.tok_embeddings.embedding_dim, len(model.layers)
-    parameters = model.layers[0].named_parameters()
+    attention, parameters = model.layers[0].attn, model.layers[0].named_parameters()
     shapes = [p.shape for name, p in parameters if p.dim() == 2 and "lora_" not in name]
-    of_layer = round(_MARGIN * sum(map(sum, shapes)))
-    numbers = layers * width + 2 * of_layer if recompute else (layers + 1) * of_layer
+    heads = 0 if attention.q_norm is None else attention.num_heads + attention.num_kv_heads
+    of_layer = sum(map(sum, shapes)) + _NORM_NUMBERS * (2 * width + heads * attention.head_dim)
+    numbers = layers * width + of_layer if recompute else (layers + 1) * of_layer
     size = model.tok_embeddings.weight.itemsize
     return tokens * (numbers * size + _HEAD_BYTES * width) + _LOGITS_BYTES
 
