@@ -26,57 +26,28 @@ QWEN_SPECIALS = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call>"
 TOKENS = torch.arange(40).view(2, 20) * 6 % 250
 VOCAB = 272  # 256 bytes, the special tokens, and ids that no tokenizer knows
 # Every adapted weight has a multiple of 16,384 elements, which NF4 quantization needs.
-TINY = {
-    **SHAPE,
-    "vocab_size": VOCAB,
-    "embed_dim": 256,
-    "intermediate_dim": 256,
-    "max_seq_len": 512,
-}
+TINY = SHAPE | dict(vocab_size=VOCAB, embed_dim=256, intermediate_dim=256, max_seq_len=512)
+SIZES = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=256)  # the same for transformers
 
 
 def llama_checkpoint(folder: Path) -> Path:
     """Write a random two-layer Llama 3.2 with a byte tokenizer."""
-    rope = {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    }
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": TINY["embed_dim"],
-        "intermediate_size": TINY["intermediate_dim"],
-        "num_hidden_layers": TINY["num_layers"],
-        "num_attention_heads": TINY["num_heads"],
-        "num_key_value_heads": TINY["num_kv_heads"],
-        "max_position_embeddings": TINY["max_seq_len"],
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": rope,
-    }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, **scaling}
+    rope["original_max_position_embeddings"] = 8192
+    hf_folder("llama3", folder, **SIZES, rope_parameters=rope, rms_norm_eps=1e-5)
     heads = {name: TINY[name] for name in ("num_heads", "num_kv_heads")}
-    state = randomize(llama3_2(**TINY)).state_dict()
-    state = tune_to_hf(state, **heads, dim=TINY["embed_dim"])
+    state = tune_to_hf(randomize(llama3_2(**TINY)).state_dict(), **heads, dim=TINY["embed_dim"])
     state = {name: value.contiguous() for name, value in state.items()}
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    save_file(state, folder / "model.safetensors", {"format": "pt"})  # as golden runs have them
     llama_tokenizer_files(folder)
     return folder
 
 
 def qwen_checkpoint(folder: Path) -> Path:
     """Write a random two-layer Qwen 2.5 with a byte tokenizer."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256}
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    hf_folder("qwen2", folder, **sizes, rope_parameters=rope, rms_norm_eps=1e-5)
+    hf_folder("qwen2", folder, **SIZES, rope_parameters=rope, rms_norm_eps=1e-5)
     qwen_tokenizer_files(folder)
     return folder
 

@@ -156,12 +156,10 @@ def test_a_policy_that_collapses(levels, since, begins):
     """It is the one finding, however the policy looks by then, and names the rate."""
     records = [level_of(level, **(DEAD if level == 0 else {})) for level in levels]
     found = run(records)
-    if since is None:
-        assert found == []
-        return
-    (first,) = found
-    assert (first["step"], first["name"], first["key"]) == (begins, "collapsed", "optimizer.lr")
-    assert f"at step {since} to" in first["evidence"] and "0.0005 -> 0.00015" in first["remedy"]
+    wanted = [] if since is None else [(begins, "collapsed", "optimizer.lr")]
+    assert [(each["step"], each["name"], each["key"]) for each in found] == wanted
+    for each in found:
+        assert f"at step {since} to" in each["evidence"] and "0.0005 -> 0.00015" in each["remedy"]
 
 
 def test_what_looks_like_a_collapse():
@@ -218,13 +216,12 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("end", LIMITS)
-def test_the_limit_that_cuts_off_conversations_is_named(end):
-    ended = {f"environment/ended/{each}": 0.9 if each == end else 0.05 for each in LIMITS}
-    (line,) = run(
-        [step_with(CUT, 0.95, **{LEVEL: 0.1, **ended})] * 6, *PLAYED, "rollout.deadline=2"
-    )
-    assert line["remedy"] == f"Set {LIMITS[end]}"
+def test_the_limit_that_cuts_off_conversations_is_named():
+    for end, remedy in LIMITS.items():
+        ended = {f"environment/ended/{each}": 0.9 if each == end else 0.05 for each in LIMITS}
+        cut = step_with(CUT, 0.95, **{LEVEL: 0.1, **ended})
+        (line,) = run([cut] * 6, *PLAYED, "rollout.deadline=2")
+        assert line["remedy"] == f"Set {remedy}"
 
 
 def test_an_environments_own_reward_has_its_key():
@@ -306,14 +303,10 @@ def test_reward_hacking():
 
 
 def test_evaluations_after_every_step_are_taken_three_steps_apart():
-    held_out = {"eval/accuracy": 0.3, "eval/accuracy/low": 0.26, "eval/accuracy/high": 0.34}
-    records = [held_out]
-    for reward in [0.5, 0.52, 0.51, 0.6, 0.7, 0.8, 0.9, 0.92, 0.91]:
-        records += [HEALTHY | {"reward": reward}, held_out]
-    (line,) = run(records)
-    assert line["step"] == len(records) and line["evidence"].startswith(
-        "In 3 evaluations the reward rose from 0.51 to 0.91,"
-    )
+    held_out = evaluated([], [0.3])
+    steps = [HEALTHY | {"reward": r} for r in (0.5, 0.52, 0.51, 0.6, 0.7, 0.8, 0.9, 0.92, 0.91)]
+    (line,) = run([*held_out, *(each for step in steps for each in (step, *held_out))])
+    assert line["step"] == 19 and "the reward rose from 0.51 to 0.91," in line["evidence"]
 
 
 @pytest.mark.parametrize(
@@ -382,14 +375,6 @@ def test_learning_has_stopped():
     for accuracy, count in ((0.4, 0), (0.3, 1)):
         held_out = [{"eval/accuracy": 0.3}, *plateau()[:90], {"eval/accuracy": accuracy}]
         assert len(run([*held_out, *plateau()[:50]])) == count
-
-
-def test_rewards_go_by_the_names_that_the_run_gives_them():
-    """A factory's reward, for one, is not called what the config says."""
-    records = [HEALTHY | {"frac_informative_groups": 0.0, LEVEL: 1.0}] * 30
-    renamed = [{k.replace("correctness", "made"): v for k, v in r.items()} for r in records]
-    found = findings(Watch(config(), ["made", "format"], decider="made"), events(renamed))
-    assert [each["name"] for each in found] == ["all_right"]
 
 
 VALUES = st.one_of(
@@ -480,17 +465,7 @@ def test_groups_of_equal_texts_are_told_by_the_temperature(level):
     assert found["name"] in ("all_right", "all_wrong")
 
 
-def test_every_finding_is_tested_here_and_in_the_docs():
-    special = {
-        "collapsed",
-        "no_answer",
-        "never_right",
-        "reward_constant",
-        "reward_hacking",
-        "only_shaping_rises",
-        "gradient_spikes",
-        "steps_skipped",
-    }
-    assert {*CASES} | special | {"learning_stopped"} == {*BEGINS_AFTER}
+def test_every_finding_is_described():
+    """Each is also provoked, in test_provoked_findings."""
     described = tomllib.loads((Path(__file__).parents[2] / "docs/findings.toml").read_text())
     assert {*described} == {*BEGINS_AFTER}

@@ -76,21 +76,13 @@ def test_a_reply_within_a_response_is_neither_sampled_nor_trained_on():
     assert [record["tokens"] for record in groups[1]] == [2, 2]
 
 
-def test_a_failed_reward_makes_no_group_informative():
-    """1 and failed: both count as 1, and nothing is learnt."""
+def test_groups_that_teach_and_groups_of_equal_texts():
+    """A reward that failed teaches nothing; rewards that cancel in the total may still teach."""
     values = of_rollout(total=(1.0, 1.0, 5.0, 5.0), advantages=torch.zeros(4))
     assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
     assert values["reward_std_in_group"] == 0
-
-
-def test_a_group_whose_texts_are_all_the_same():
-    """The second of two; that another group has its text says nothing."""
-    assert of_rollout(completions=["a", "b", "a", "a"])["frac_groups_same_text"] == 0.5
-
-
-def test_groups_are_informative_by_their_advantages():
-    """Normalized one by one, two rewards may cancel in the total and still teach."""
-    assert of_rollout(total=(1.0, 1.0, 5.0, 5.0))["frac_informative_groups"] == 0.5
+    values = of_rollout(total=(1.0, 1.0, 5.0, 5.0), completions=["a", "b", "a", "a"])
+    assert values["frac_informative_groups"] == values["frac_groups_same_text"] == 0.5
 
 
 def test_what_trains_no_token_adds_nothing():
@@ -155,24 +147,24 @@ def test_names_are_trls_where_trl_has_one():
     assert ours - trl_names() == {*NOT_TRLS}
 
 
-def make_recorder(num_groups=2, deadline=60.0):
+def make_recorder(trajectory, scores, *, num_groups=2, deadline=60.0):
+    """A recorder that has seen a rollout."""
     cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, max_generated_tokens=3, seed=0)
     cfg.rollout = SimpleNamespace(deadline=deadline)
-    return GroupRecorder(cfg, decider="a", stop_tokens=(1,))
-
-
-def take(trajectory, scores, *, step=1, num_groups=2):
-    """The chosen groups and all groups' results of one rollout."""
-    recorder = make_recorder(num_groups)
+    recorder = GroupRecorder(cfg, decider="a", stop_tokens=(1,))
     recorder.rollout(trajectory, scores)
-    return recorder.take(step)
+    return recorder
+
+
+def take(trajectory, scores, *, step=1, **more):
+    """The chosen groups and all groups' results of one rollout."""
+    return make_recorder(trajectory, scores, **more).take(step)
 
 
 def test_a_record_has_the_numbers_of_the_step():
     trajectory, scores = make_trajectory(), make_scores()
     trajectory = replace(trajectory, columns={"gold": ["1", "1", "2", "2" * 3000]})
-    recorder = make_recorder()
-    recorder.rollout(trajectory, scores)
+    recorder = make_recorder(trajectory, scores)
     logprobs = trajectory.sampler_logprobs - torch.tensor([0.25, 0.5, 99.0])
     recorder.update(trajectory, logprobs)
     (first, second), summary = recorder.take(5)
@@ -206,9 +198,8 @@ def test_mean_logprobs_leave_out_what_is_not_trained_on():
     trajectory = make_trajectory()
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0]]).bool()
     sampler = torch.tensor([-1.0, -99.0, -3.0]).expand(4, 3)
-    recorder = make_recorder()
     rows = replace(trajectory, response_mask=mask, sampler_logprobs=sampler)
-    recorder.rollout(rows, make_scores())
+    recorder = make_recorder(rows, make_scores())
     recorder.update(rows, 2 * sampler)
     groups, _ = recorder.take(1)
     found = {
@@ -224,12 +215,10 @@ def test_why_a_response_ended():
         truncated=torch.tensor([False, False, True, True]),
     )
     assert trajectory.tokens[0, 1] == 1
-    groups, _ = take(trajectory, make_scores())
-    ends = [record["ended"] for group in groups for record in group]
-    assert ends == ["stop_token", "stop_string", "length", "deadline"]
-    recorder = make_recorder(deadline=None)  # then it was the limit of all tokens
-    recorder.rollout(trajectory, make_scores())
-    assert [record["ended"] for record in recorder.take(1)[0][1]] == ["length", "length"]
+    for deadline, last in ((60.0, "deadline"), (None, "length")):  # the limit of all tokens
+        groups, _ = take(trajectory, make_scores(), deadline=deadline)
+        ends = [record["ended"] for group in groups for record in group]
+        assert ends == ["stop_token", "stop_string", "length", last]
 
 
 def many(count, informative):
@@ -281,9 +270,8 @@ def test_ranks_choose_as_one(monkeypatch):
 
 
 def test_rows_that_a_fork_has_moved_or_dropped_are_found_by_their_tokens():
-    trajectory, scores = make_trajectory(), make_scores()
-    recorder = make_recorder()
-    recorder.rollout(trajectory, scores)
+    trajectory = make_trajectory()
+    recorder = make_recorder(trajectory, make_scores())
     kept = torch.tensor([3, 0])
     logprobs = torch.tensor([[-3.0] * 3, [-7.0] * 3])
     recorder.update(trajectory.select(kept), logprobs)
