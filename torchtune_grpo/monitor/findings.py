@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.evaluation import thresholds
-from torchtune_grpo.monitor.record import Finding, FindingEvent, Measured
+from torchtune_grpo.monitor.record import Record
 
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
@@ -83,20 +83,20 @@ class Watch:
         self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
         # Finding -> the steps in a row that show its signs; once it is open, those without any
         self._row: dict[str, list[int]] = defaultdict(list)
-        self._current: dict[str, Finding] = {}
+        self._current: dict[str, Record] = {}
 
     @property
-    def current(self) -> list[Finding]:
+    def current(self) -> list[Record]:
         """Open findings."""
         return [*self._current.values()]
 
-    def add(self, event: Measured) -> list[FindingEvent]:
+    def add(self, event: Record) -> list[Record]:
         """Read a step or an evaluation; return findings that begin or end with it."""
         self._run.add(event)
         is_step, step = event["kind"] == "step", event["step"]
         rules = RULES if is_step else (evaluations,)
         signs = by_name(chain.from_iterable(r(self._run) for r in rules), known=self._current)
-        changes: list[FindingEvent] = []
+        changes: list[Record] = []
         for name, (steps, groups) in BEGINS_AFTER.items():
             if (name == "reward_hacking") == is_step:
                 continue
@@ -105,13 +105,12 @@ class Watch:
             if is_open and len(row) == ENDS_AFTER:
                 found = self._current.pop(name)
             elif sign and len(row) == max(steps, math.ceil(groups / self._batch_size)):
-                _, evidence, key, remedy, _ = sign
-                found = Finding(name=name, since=row[0], evidence=evidence, key=key, remedy=remedy)
-                self._current[name] = found
+                said = {"evidence": sign.evidence, "key": sign.key, "remedy": sign.remedy}
+                found = self._current[name] = {"name": name, "since": row[0], **said}
             else:
                 continue
             self._row[name] = []
-            happened: Any = "ends" if is_open else "begins"
+            happened = "ends" if is_open else "begins"
             changes.append({"kind": "finding", "step": step, "event": happened, **found})
         return changes
 
@@ -148,7 +147,7 @@ class History:
         self.evaluations: list[Period] = []
         self._evaluated = 0  # steps before the last evaluation
 
-    def add(self, event: Measured) -> None:
+    def add(self, event: Record) -> None:
         numbers = {n: v for n, v in event.items() if isinstance(v, (int, float))}
         # The squares of values that are kept are finite.
         values = {name: float(value) for name, value in numbers.items() if abs(value) < 1e100}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.config.text import flat, visible
-from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, Start, read_lines
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
 from torchtune_grpo.monitor.report.panels import MAX_POINTS, panels
 from torchtune_grpo.monitor.report.verdict import verdict
 
@@ -219,7 +219,7 @@ def _setup(run: RunRecord) -> list[Table]:
     ]
 
 
-def _changes(starts: Sequence[Start]) -> Table:
+def _changes(starts: Sequence[Record]) -> Table:
     """Return a table of the config's keys that differ between starts."""
     configs = [dict(_by_key(start["config"])) for start in starts]
     keys = dict.fromkeys(chain(*configs))
