@@ -24,7 +24,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, noted, shortened
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
-from torchtune_grpo.monitor.record import read_metrics
+from torchtune_grpo.monitor.record import metrics_of, read_metrics
 from torchtune_grpo.plan import lines, make_plan
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.run import Run
@@ -253,7 +253,8 @@ class GRPO:
         if evaluator is None:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe.model.eval()
-        return evaluator(recipe.engine, state=recipe.steps.trainer_state).metrics
+        evaluation = evaluator(recipe.engine, state=recipe.steps.trainer_state)
+        return metrics_of(evaluation.record)
 
     def generate(
         self,

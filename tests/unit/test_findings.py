@@ -124,10 +124,10 @@ def test_a_finding_begins_at_its_threshold_once_and_ends_once(name):
     watch = watch_of(*config)
     (first,) = findings(watch, events([*good, *bad, *bad, HEALTHY, *bad]))
     assert (first["step"], first["event"]) == (5 + steps, "begins")
-    (current,) = watch.current
+    (current,) = watch.current.values()
     assert first == current | {"kind": "finding", "step": first["step"], "event": "begins"}
     (last,) = findings(watch, events([*good, *good]))
-    assert (last["step"], watch.current) == (5, [])
+    assert (last["step"], watch.current) == (5, {})
     assert (first["name"], first["since"], first["key"]) == (name, 6, key)
     assert first["remedy"] in (remedy, f"Set {key}: {remedy}.") and first["evidence"].endswith(".")
     assert last == current | {"kind": "finding", "step": last["step"], "event": "ends"}

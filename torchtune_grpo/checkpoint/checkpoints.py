@@ -176,13 +176,18 @@ class Checkpoints:
     def prune(self) -> None:
         """Delete all but the last ``saving.keep_last`` checkpoints and the best one."""
         newest = files.checkpoint_folder(self._folder, self.last_step)
+        keep = self._cfg.saving.keep_last
 
-        def delete() -> None:
-            if (keep := self._cfg.saving.keep_last) is not None:
-                with lock.writing(self._folder):
-                    files.delete_older(newest, keep=keep, best=self.best)
+        def delete(keep: int) -> None:
+            folders = files.all_checkpoints(self._folder)
+            # Those after the newest are damaged, or the run would have resumed from one.
+            for old in folders[: folders.index(newest) + 1][:-keep]:
+                if files.step_of(old) != self.best:
+                    with lock.writing(self._folder):
+                        files.delete(old)
 
-        on_first_rank(delete)
+        if keep is not None:
+            on_first_rank(delete, keep)
 
     def keep_best(self, step: int | None) -> None:
         """From now on keep this step's checkpoint, and the link ``best`` to it.

@@ -193,17 +193,6 @@ def delete(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def delete_older(newest: Path, *, keep: int, best: int | None) -> None:
-    """Delete all but the ``keep`` newest checkpoints and the best step's.
-
-    Checkpoints after ``newest`` are damaged, or the run would have resumed from one; skip them.
-    """
-    folders = all_checkpoints(newest.parent)
-    for old in folders[: folders.index(newest) + 1][:-keep]:
-        if step_of(old) != best:
-            delete(old)
-
-
 def _sync(path: Path) -> None:
     """Wait until the disk holds a file, or a folder's names."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -57,44 +57,36 @@ class Evaluation:
     measure: str  # name of its mean
     seconds: float  # spent on the answers and their scores
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """The metrics, and what each prompt contributes to each mean."""
-        return {**self.metrics, "measure": self.measure, "prompts": self.prompts}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Each mean with its interval, and more; docs/reading_a_run.md describes them."""
-        metrics: dict[str, float] = {}
-        for name, values in self._by_prompt.items():
-            low, high = statistics.bootstrap_interval(values)
-            mean, name = float(np.mean(values)), f"eval/{name}"
-            metrics |= {name: mean, f"{name}/low": low, f"{name}/high": high}
-        greedy = [each.greedy for each in self.answered]
-        metrics["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
-        metrics["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
-        return metrics
-
-    @property
-    def prompts(self) -> dict[str, list[Any]]:
-        """``prompt_index`` and the values behind each mean, of the prompts it applies to."""
-        return {"prompt_index": [each.index for each in self._measured], **self._by_prompt}
-
     @cached_property
-    def _measured(self) -> list[Answered]:
-        """The prompts to whose answers the deciding reward applies."""
-        return [
+    def record(self) -> dict[str, Any]:
+        """What is recorded: each mean with its interval and what each prompt contributes to it.
+
+        docs/reading_a_run.md describes the names.
+        """
+        found: dict[str, Any] = {}
+        prompts = self._prompts()
+        for name, values in prompts.items():
+            if name != "prompt_index":
+                low, high = statistics.bootstrap_interval(values)
+                mean, name = float(np.mean(values)), f"eval/{name}"
+                found |= {name: mean, f"{name}/low": low, f"{name}/high": high}
+        greedy = [each.greedy for each in self.answered]
+        found["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
+        found["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
+        return {**found, "measure": self.measure, "prompts": prompts}
+
+    def _prompts(self) -> dict[str, list[Any]]:
+        """Return the values behind each mean, of the prompts to which the reward applies."""
+        reward = self.reward
+        answered = [
             each
             for each in self.answered
-            if None not in [answer.scores[self.reward] for answer in (each.greedy, *each.samples)]
+            if None not in [answer.scores[reward] for answer in (each.greedy, *each.samples)]
         ]
-
-    @cached_property
-    def _by_prompt(self) -> dict[str, list[float]]:
-        reward, answered = self.reward, self._measured
+        found: dict[str, list[Any]] = {"prompt_index": [each.index for each in answered]}
         if not answered:
-            return {}
-        found = {"accuracy": [each.greedy.scores[reward] or 0.0 for each in answered]}
+            return found
+        found["accuracy"] = [each.greedy.scores[reward] for each in answered]
         samples = [[answer.scores[reward] or 0.0 for answer in each.samples] for each in answered]
         k = len(samples[0])
         for n in statistics.passes(k):
@@ -198,7 +190,7 @@ class Evaluator:
         in_order, name = sorted(everyone, key=lambda each: each.index), self._decider.name
         seconds = time.perf_counter() - begun
         evaluation = Evaluation(in_order, name, self._decider.measure, seconds)
-        if not evaluation.prompts["prompt_index"]:
+        if not evaluation.record["prompts"]["prompt_index"]:
             raise ValueError(
                 f"eval_dataset: {name} applies to no answer; name another reward in "
                 "evaluation.reward, or give other prompts."

@@ -83,30 +83,25 @@ class Watch:
         self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
         # Finding -> the steps in a row that show its signs; once it is open, those without any
         self._row: dict[str, list[int]] = defaultdict(list)
-        self._current: dict[str, Record] = {}
-
-    @property
-    def current(self) -> list[Record]:
-        """Open findings."""
-        return [*self._current.values()]
+        self.current: dict[str, Record] = {}  # by name, what is open
 
     def add(self, event: Record) -> list[Record]:
         """Read a step or an evaluation; return findings that begin or end with it."""
         self._run.add(event)
         is_step, step = event["kind"] == "step", event["step"]
         rules = RULES if is_step else (evaluations,)
-        signs = by_name(chain.from_iterable(r(self._run) for r in rules), known=self._current)
+        signs = by_name(chain.from_iterable(r(self._run) for r in rules), known=self.current)
         changes: list[Record] = []
         for name, (steps, groups) in BEGINS_AFTER.items():
             if (name == "reward_hacking") == is_step:
                 continue
-            sign, is_open = signs.get(name), name in self._current
+            sign, is_open = signs.get(name), name in self.current
             row = self._row[name] = [*self._row[name], step] if is_open != bool(sign) else []
             if is_open and len(row) == ENDS_AFTER:
-                found = self._current.pop(name)
+                found = self.current.pop(name)
             elif sign and len(row) == max(steps, math.ceil(groups / self._batch_size)):
                 said = {"evidence": sign.evidence, "key": sign.key, "remedy": sign.remedy}
-                found = self._current[name] = {"name": name, "since": row[0], **said}
+                found = self.current[name] = {"name": name, "since": row[0], **said}
             else:
                 continue
             self._row[name] = []

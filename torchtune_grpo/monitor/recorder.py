@@ -119,7 +119,7 @@ class Recorder:
             finally:
                 self._write_page()
         if rank() == 0:
-            for line in summary(self.evaluations, self._findings.current, self._folder):
+            for line in summary(self.evaluations, [*self._findings.current.values()], self._folder):
                 log.info(line)
             if self.is_base:
                 log.warning(STILL_THE_BASE)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -193,10 +193,6 @@ def _shortened(text: str, limit: int) -> str | list[str | int]:
     return [text[:head], len(text) - head - tail, text[-tail:]]
 
 
-def _by_key(config: Record) -> list[tuple[str, str]]:
-    return [(key, _as_text(value)) for key, value in flat(config).items()]
-
-
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -211,25 +207,22 @@ def _setup(run: RunRecord) -> list[Table]:
     last = run.starts[-1]
     elsewhere = ("kind", "config", "versions")
     facts = [(key, _as_text(value)) for key, value in last.items() if key not in elsewhere]
-    return [
-        {"title": "Last start", "rows": facts},
-        {"title": "Versions", "rows": [*last["versions"].items()]},
-        *([_changes(run.starts)] if len(run.starts) > 1 else []),
-        {"title": "Whole config", "rows": _by_key(run.config), "folded": True},
+    configs = [{k: _as_text(v) for k, v in flat(each["config"]).items()} for each in run.starts]
+    rows = [
+        [key, *(each.get(key, "") for each in configs)] for key in dict.fromkeys(chain(*configs))
     ]
-
-
-def _changes(starts: Sequence[Record]) -> Table:
-    """Return a table of the config's keys that differ between starts."""
-    configs = [dict(_by_key(start["config"])) for start in starts]
-    keys = dict.fromkeys(chain(*configs))
-    rows = [[key, *(each.get(key, "") for each in configs)] for key in keys]
-    return {
+    changes = {
         "title": "Changed between starts",
-        "head": ["key", *(f"from step {start['step']}" for start in starts)],
+        "head": ["key", *(f"from step {start['step']}" for start in run.starts)],
         "rows": [row for row in rows if len(set(row[1:])) > 1],
         "empty": "Nothing.",
     }
+    return [
+        {"title": "Last start", "rows": facts},
+        {"title": "Versions", "rows": [*last["versions"].items()]},
+        *([changes] if len(configs) > 1 else []),
+        {"title": "Whole config", "rows": [*configs[-1].items()], "folded": True},
+    ]
 
 
 # ---- File

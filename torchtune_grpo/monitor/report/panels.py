@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from itertools import accumulate
 from typing import Any
@@ -19,12 +18,14 @@ _RIGHT = ("none right", "few: up to 1/3", "some: up to 2/3", "most", "all right"
 
 Line = dict[str, Any]  # label, colour, steps, values; low and high, if there is a band
 Panel = dict[str, Any]  # title, what, axis, kind, lines
+_FILE = files("torchtune_grpo.monitor.report") / "panels.toml"
+_PANELS: list[Panel] = tomllib.loads(_FILE.read_text(encoding="utf-8"))["panels"]
 
 
 def panels(run: RunRecord) -> list[Panel]:
     """Return the curves of a run, leaving out those without any number."""
     steps, drawn = thinned(run.steps), []
-    for panel in _panels():
+    for panel in _PANELS:
         if panel["curves"] == "evaluations":
             names = dict.fromkeys(name for each in run.evaluations for name in scores_of(each))
             lines = [_score(run.evaluations, name) for name in names]
@@ -46,12 +47,6 @@ def thinned(steps: list[Record]) -> list[Record]:
     """Return at most ``MAX_POINTS`` steps, evenly spaced and with the last one."""
     every = -(-len(steps) // MAX_POINTS) or 1
     return steps[::-1][::every][::-1]
-
-
-@cache
-def _panels() -> list[Panel]:
-    text = (files("torchtune_grpo.monitor.report") / "panels.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["panels"]
 
 
 def _line(events: list[Record], name: str, label: str) -> Line:
