@@ -22,12 +22,6 @@ def _is_kept(process: psutil.Process) -> bool:
     return False
 
 
-def processes_with(text: str) -> list[psutil.Process]:
-    """Return all processes of the machine whose command line contains ``text``."""
-    everyone = psutil.process_iter(["cmdline"])
-    return [process for process in everyone if text in " ".join(process.info["cmdline"] or ())]
-
-
 def is_alive(process: int) -> bool:
     """Return whether a process exists and is no zombie."""
     try:
