@@ -11,7 +11,6 @@ import torch
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.checkpoint.folder import checkpoint_folder
 from torchtune_grpo.checkpoint.push import push
 from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
 from torchtune_grpo.config.text import describe
@@ -78,13 +77,8 @@ class Steps:
         def stop() -> None:
             if self.done != self._checkpoints.last_step:
                 save()
-            text = "Interrupted before the first step was done; the same command starts anew."
-            if self.done:
-                folder = checkpoint_folder(Path(self._cfg.output_dir), self.done)
-                text = f"Interrupted. To go on from {folder}, add resume_from_checkpoint=True."
-                if run.cfg.resume_from_checkpoint:
-                    text = f"Interrupted. The same command goes on from {folder}."
-            utils.log_rank_zero(log, text)
+            text = "Set resume_from_checkpoint=auto to go on from there."
+            utils.log_rank_zero(log, f"Interrupted after step {self.done}. {text}")
 
         run = self._run
         with run.interrupts.handled(stop), run.recorder.running(done=self.done), run.profiler:

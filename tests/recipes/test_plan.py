@@ -59,7 +59,7 @@ def test_a_run_that_learns(tmp_path):
         ),
         ("temperature=0.01", 1, "all texts are the same", "temperature=1"),
         ("rewards.0._component_=mine.half", 2, "correctness has been 0.5 on all rows", None),
-        ("rewards.0._component_=mine.none", 2, "returned None for all rows", None),
+        ("rewards.0._component_=mine.none", 2, "correctness has been None on all rows", None),
         ("rewards.1._component_=mine.loud", 1, "of the rewards' spread", "rewards.1.weight=0.01"),
         ("rewards.0._component_=mine.solved rewards.1.weight=0", 2, "Take harder prompts", None),
     ],

@@ -175,17 +175,18 @@ class History:
 
     def is_constant(self, name: str) -> bool:
         """Whether a reward has been the same, or None, for all rows since step 1."""
-        keys = [f"rewards/{name}/{what}" for what in ("mean", "std", "none")]
+        keys = [f"rewards/{name}/{what}" for what in ("mean", "std")]
         looked_at = (*self.steps[:_MOST_STEPS], self.steps[-1])
+        if all(step.get(f"rewards/{name}/none") == 1 for step in looked_at):
+            return True
         seen = {tuple(round(step.get(key, -1.0), 6) for key in keys) for step in looked_at}
-        (_, spread, none), *others = seen
-        return not others and (none == 1 or spread == 0)
+        (_, spread), *others = seen
+        return not others and spread == 0
 
     @property
     def decides_nothing(self) -> bool:
         """Whether the deciding reward has called all answers neither right nor wrong so far."""
-        is_known = not (math.isnan(self.level) or self.level in (0, 1))
-        return is_known and self.is_constant(self.decider)
+        return self.level not in (0, 1) and self.is_constant(self.decider)
 
     @property
     def level(self) -> float:
