@@ -303,14 +303,7 @@ class Run:
             check_model(self.cfg)
             _ = self.tokenizer
         if not problems:
-            for part in (
-                "dataset",
-                "environment",
-                "eval_dataset",
-                "teacher",
-                "sampler",
-                "evaluator",
-            ):
+            for part in ("dataset", "environment", "evaluator", "teacher", "sampler"):
                 with noted(problems):
                     getattr(self, part)
         return list(dict.fromkeys(problems)), remarks
