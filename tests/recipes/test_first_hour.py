@@ -55,14 +55,8 @@ def test_all_mistakes_are_reported_at_once_by_the_run_and_by_the_check(tmp_path)
     overrides = tiny_overrides(CONFIG, tmp_path)
     wrong = ["grpo_sample=4", "temperature=0", "model.lora_rnk=4", "optimizer.lr=fast"]
     wrong += ["tokenizer=no.such", "loss.kl_coeff=-1"]
-    keys = [
-        "grpo_sample",
-        "loss.kl_coeff",
-        "model.lora_rnk",
-        "optimizer.lr",
-        "temperature",
-        "tokenizer._component_",
-    ]
+    keys = ["grpo_sample", "loss.kl_coeff", "model.lora_rnk", "optimizer.lr", "temperature"]
+    keys += ["tokenizer._component_"]
     ran = tune("run", RECIPE, "--config", CONFIG, *overrides, *wrong, cwd=tmp_path, check=False)
     checked = check(*overrides, *wrong, "~checkpointer.checkpoint_dir", cwd=tmp_path, check=False)
     assert keys_in(ran.err) == keys == keys_in(checked.err)
