@@ -163,18 +163,13 @@ class GRPO:
     def _check(self, problems: list[str]) -> None:
         """Raise a ConfigError with ``problems`` and all mistakes in the config."""
         with noted(problems):
-            self._run = self._make_run()
+            self._run = Run(self.config, objects=self._objects)
             found, remarks = self._run.check()
             problems += [*found, *(r for r in remarks if r.startswith("device="))]
         if problems or "RANK" in os.environ:  # ranks have to agree on what is left out
             self._drop()
         if problems:
             raise ConfigError(*map(_in_python, problems))
-
-    def _make_run(self) -> Run:
-        cfg = self.config.copy()
-        OmegaConf.set_readonly(cfg, False)
-        return Run(cfg, objects=self._objects)
 
     def _take_folder(self) -> None:
         """Claim ``output_dir`` and write the config there; end the run that had it before."""
@@ -323,7 +318,7 @@ class GRPO:
             )
         if self._recipe is None:
             atexit.register(parallel.end_process_group)
-            run = self._run = self._run or self._make_run()
+            run = self._run = self._run or Run(self.config, objects=self._objects)
             recipe = GRPOFullFinetuneRecipe(run.given, run=run)
             recipe.setup(run.given)
             if "RANK" not in os.environ:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config, modules, training, utils
 from torchtune.modules import TransformerDecoder
 
@@ -80,7 +80,9 @@ class Run:
         *,
         objects: Mapping[str, Any] | None = None,
     ) -> None:
-        self.given, self.cfg = cfg, read_config(cfg, table)
+        self.given = cfg.copy()
+        OmegaConf.set_readonly(self.given, False)  # its paths are completed
+        self.cfg = read_config(self.given, table)
         self._objects = objects or {}
         self._optimizer: PolicyOptimizer | None = None
         self._engine: RolloutEngine | None = None
