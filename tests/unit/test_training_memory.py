@@ -120,7 +120,7 @@ CHOICES = {
     "all fits": (AUTO, size(16, recompute=False), (16, False)),
     "nearly all fits": (AUTO, size(16, recompute=False) - 2, (15, False)),
     "a group fits": (AUTO, size(4, recompute=False), (4, False)),
-    "a group does not fit": (AUTO, size(4, recompute=False) - 2, (5, True)),
+    "a group does not fit": (AUTO, size(4, recompute=False) - 2, (10, True)),
     "less fits": (AUTO, size(3, recompute=True), (3, True)),
     "nothing fits": (AUTO, 0, (1, True)),
     "rows are given": (AUTO | {"forward_batch_size": 2}, size(2, recompute=False), (2, False)),
