@@ -2,6 +2,7 @@
 
 import math
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from policies import build_policy
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import VLLM, RolloutConfig
+from torchtune_grpo.config.keys import VLLM, RolloutConfig, SamplingParams
 from torchtune_grpo.config.text import ConfigError
-from torchtune_grpo.models import hf_model
+from torchtune_grpo.models import hf_model, lora_hf_model
 from torchtune_grpo.rollout import vllm
-from torchtune_grpo.rollout.request import EngineContext
+from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.checks import check_prompts
 
@@ -42,6 +43,16 @@ def installed(monkeypatch):
 def test_each_key_that_it_cannot_follow_is_named(installed, option, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         vllm.VLLMEngine.check(config(option))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("qwen3_untied", "says attention_bias=True: "), ("phi3", "the fused projections of phi3; ")],
+)
+def test_a_model_that_it_would_compute_otherwise_is_refused(installed, name, said, tmp_path):
+    folder = hf_folder(name, tmp_path)
+    with pytest.raises(ConfigError, match=f"{said}.*set rollout.engine to native"):
+        vllm.VLLMEngine.check(config(f"model_dir={folder}"))
 
 
 def test_what_changes_nothing_is_taken_and_another_version_is_told(installed, monkeypatch, caplog):
@@ -100,3 +111,51 @@ def test_a_step_whose_logprobs_differ_ends_the_run(dtype, name, fits, fails, tmp
     engine.check_step({key: fits})
     with pytest.raises(ValueError, match="samples from another policy"):
         engine.check_step({key: fails})
+
+
+class SleepingLLM:
+    """Notes when it is put to sleep and woken."""
+
+    def __init__(self, notes):
+        self.notes, self.sleeps, self.llm_engine = notes, False, self
+
+    def is_sleeping(self):
+        return self.sleeps
+
+    def sleep(self, *, level):
+        self.sleeps = True
+        self.notes.append(f"sleep {level}")
+
+    def wake_up(self):
+        self.sleeps = False
+        self.notes.append("wake")
+
+
+@pytest.mark.parametrize(("merge", "level"), [("auto", 2), ("never", 1)])
+def test_it_sleeps_between_rollouts_on_cuda(merge, level, tmp_path, monkeypatch):
+    """Where the weights themselves come only once, sleep has to keep them."""
+    folder = str(hf_folder("llama3", tmp_path / "model"))
+    model = lora_hf_model(folder, lora_attn_modules=["q_proj"], lora_rank=2, lora_alpha=4)
+    settings = RolloutConfig(merge_adapters=merge)
+    engine = vllm.VLLMEngine(EngineContext(model, settings, torch.device("cpu"), model_dir=folder))
+    notes = []
+    engine._sleeps, engine._llm, engine._vocab = True, SleepingLLM(notes), 48
+    monkeypatch.setattr(engine, "_bring_weights", lambda: notes.append("weights"))
+    monkeypatch.setattr(engine, "_compare", lambda *_: None)
+    asked = RolloutRequest(
+        prompts=[[1]],
+        group_size=1,
+        params=SamplingParams(temperature=1.0, max_generated_tokens=2),
+        stop_tokens=[2],
+        keys=torch.tensor([1]),
+        vocab_size=48,
+    )
+    monkeypatch.setattr(engine, "_sample", lambda *_: [vllm._Row()])
+    engine.generate(asked)
+    engine.generate(asked)
+    assert notes == ["weights", f"sleep {level}", "wake", "weights", f"sleep {level}"]
+    monkeypatch.setattr(engine, "_sample", Mock(side_effect=KeyboardInterrupt))
+    for _ in range(2):  # an interrupted rollout leaves it awake
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(asked)
+    assert notes[5:] == ["wake", "weights", "weights"]

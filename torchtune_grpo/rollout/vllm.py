@@ -28,11 +28,12 @@ from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.config.text import ConfigError, read_json
 from torchtune_grpo.machine.device import free_bytes
 from torchtune_grpo.machine.parallel import gathered, reshard, world_size
 from torchtune_grpo.models.adapter import adapter_names, model_settings, save_adapter
 from torchtune_grpo.models.build import read_config
+from torchtune_grpo.models.families import FAMILIES
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import hf_names
 from torchtune_grpo.rollout import request as requests
@@ -100,17 +101,7 @@ class VLLMEngine:
         self._beside = {name: places[name] for name in adapters} if is_beside else {}
         self._adapter: Any = None
         self._folder = TemporaryDirectory(prefix="torchtune_grpo_") if self._beside else None
-        self._hf = hf = read_config(context.model_dir)
-        if hf.model_type == "qwen3" and hf.attention_bias:
-            raise ValueError(
-                f"model_dir={context.model_dir}: config.json says attention_bias=True: vLLM leaves "
-                "a part of such a Qwen3's biases out; set rollout.engine to native."
-            )
-        if len(self._sources) < len(own):
-            raise ValueError(
-                f"model_dir={context.model_dir}: vLLM cannot be given parts of fused projections; "
-                "set rollout.engine to native."
-            )
+        self._sleeps = context.device.type == "cuda"  # between rollouts
         self._llm: Any = None
         self._vocab = 0  # ids below it are sampled
         self._end: Callable[[], Any] = lambda: None
@@ -130,6 +121,8 @@ class VLLMEngine:
             self._start(request)
             self._bring_weights()
             rows = self._sample(request, stop)
+            if self._sleeps:  # its weights come anew; those beside an adapter stay, in host memory
+                self._llm.sleep(level=1 if self._beside else 2)
         samples = self._samples(rows, greedy=request.params.temperature == 0)
         self._compare(request, samples)
         return samples
@@ -187,11 +180,13 @@ class VLLMEngine:
             raise ValueError(" ".join(problems))
 
     def _start(self, request: RolloutRequest) -> None:
-        """Start vLLM with the first request, whose ``vocab_size`` the others share."""
+        """Start vLLM with the first request, whose ``vocab_size`` the others share, or wake it."""
         size = self._model.tok_embeddings.num_embeddings
         vocab = min(request.vocab_size or size, size)
         if self._llm is not None:
             assert vocab == self._vocab, "a run has one tokenizer"
+            if self._sleeps and self._llm.llm_engine.is_sleeping():
+                self._llm.wake_up()
             return
         import vllm
 
@@ -218,6 +213,7 @@ class VLLMEngine:
             ),
             gpu_memory_utilization=0.01,  # unused, but refused where less than it is free
             enforce_eager=on_cpu,
+            enable_sleep_mode=self._sleeps,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # none of the model's own temperature and filters
             distributed_executor_backend="external_launcher" if world_size() > 1 else "uni",
@@ -262,8 +258,8 @@ class VLLMEngine:
         assert self._folder is not None
         folder = Path(self._folder.name, str(number))
         tensors = {n: getattr(module, leaf).detach() for n, (module, leaf) in self._beside.items()}
-        kind = {"model_type": self._hf.model_type}
-        save_adapter(folder, self._model, tensors, base_model="", hf_config=kind)
+        hf_config = read_json(self._context.model_dir, "config.json", key="model_dir")
+        save_adapter(folder, self._model, tensors, base_model="", hf_config=hf_config)
         self._adapter = LoRARequest(str(number), number, str(folder))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -405,6 +401,18 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from _unlike_trainer({"temperature": cfg.temperature})
     yield from _unlike_trainer(dict(cfg.sampling), "sampling.")
     yield from _unlike_trainer(dict(cfg.evaluation), "evaluation.")
+    if Path(folder := cfg.checkpointer.checkpoint_dir, "config.json").is_file():
+        hf = read_config(folder)
+        if hf.model_type == "qwen3" and hf.attention_bias:
+            yield (
+                f"model_dir={folder}: config.json says attention_bias=True: vLLM leaves a part of "
+                "such a Qwen3's biases out; set rollout.engine to native."
+            )
+        if FAMILIES[hf.model_type].fused:
+            yield (
+                f"model_dir={folder}: vLLM cannot be given parts of the fused projections of "
+                f"{hf.model_type}; set rollout.engine to native."
+            )
     if cfg.has_environment:
         yield (
             "rollout.engine=vllm: samples responses of one turn only, and an environment needs "
