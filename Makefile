@@ -31,7 +31,7 @@ $(VENV)/.reasoning-gym: $(STAMP)
 test: $(VENV)/.reasoning-gym
 	$(PYTEST) -m "not slow"
 
-# With ranks, kills, the real model, installations, compiled layers: what takes seconds each.
+# With ranks, kills, the real model, compiled layers: what takes seconds each.
 test-all: $(VENV)/.reasoning-gym
 	$(PYTEST)
 
