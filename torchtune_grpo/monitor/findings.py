@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.evaluation import thresholds
-from torchtune_grpo.monitor.record import Record
+from torchtune_grpo.monitor.record import Finding, FindingEvent, Measured
 
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
@@ -83,15 +83,15 @@ class Watch:
         self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
         # Finding -> the steps in a row that show its signs; once it is open, those without any
         self._row: dict[str, list[int]] = defaultdict(list)
-        self.current: dict[str, Record] = {}  # by name, what is open
+        self.current: dict[str, Finding] = {}  # by name, what is open
 
-    def add(self, event: Record) -> list[Record]:
+    def add(self, event: Measured) -> list[FindingEvent]:
         """Read a step or an evaluation; return findings that begin or end with it."""
         self._run.add(event)
         is_step, step = event["kind"] == "step", event["step"]
         rules = RULES if is_step else (evaluations,)
         signs = by_name(chain.from_iterable(r(self._run) for r in rules), known=self.current)
-        changes: list[Record] = []
+        changes: list[FindingEvent] = []
         for name, (steps, groups) in BEGINS_AFTER.items():
             if (name == "reward_hacking") == is_step:
                 continue
@@ -100,12 +100,13 @@ class Watch:
             if is_open and len(row) == ENDS_AFTER:
                 found = self.current.pop(name)
             elif sign and len(row) == max(steps, math.ceil(groups / self._batch_size)):
-                said = {"evidence": sign.evidence, "key": sign.key, "remedy": sign.remedy}
-                found = self.current[name] = {"name": name, "since": row[0], **said}
+                _, evidence, key, remedy, _ = sign
+                found = Finding(name=name, since=row[0], evidence=evidence, key=key, remedy=remedy)
+                self.current[name] = found
             else:
                 continue
             self._row[name] = []
-            happened = "ends" if is_open else "begins"
+            happened: Any = "ends" if is_open else "begins"
             changes.append({"kind": "finding", "step": step, "event": happened, **found})
         return changes
 
@@ -142,7 +143,7 @@ class History:
         self.evaluations: list[Period] = []
         self._evaluated = 0  # steps before the last evaluation
 
-    def add(self, event: Record) -> None:
+    def add(self, event: Measured) -> None:
         numbers = {n: v for n, v in event.items() if isinstance(v, (int, float))}
         # The squares of values that are kept are finite.
         values = {name: float(value) for name, value in numbers.items() if abs(value) < 1e100}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from torchtune_grpo.config.text import to_json
 from torchtune_grpo.machine import lock
@@ -27,7 +27,54 @@ _PACKAGES = "torchtune_grpo torch torchtune torchao transformers datasets triton
 # Bytes that completions.jsonl may gain over a whole run, and that it may take at once.
 _MAX_BYTES, _HEAD_START = 64 * 2**20, 2**20
 
-Record = dict[str, Any]  # an event, or a completion; docs/reading_a_run.md lists their keys
+Record = dict[str, Any]
+
+
+class Event(TypedDict):
+    """Keys that all events have."""
+
+    kind: Literal["start", "step", "evaluation", "finding"]
+    step: int
+
+
+class Start(Event):
+    """A start or a resume."""
+
+    time: str
+    command: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    device: str
+    ranks: int
+    seed: int
+    decider: str | None  # the reward that is known to tell right from wrong
+
+
+class Measured(Event):
+    """A step or an evaluation; ``metric`` reads its metrics, which are keys like these."""
+
+    # By name, a value for each prompt: prompt_index; of a step pass_rate and reward, of an
+    # evaluation accuracy, pass@1, ...
+    prompts: NotRequired[dict[str, list[Any]]]
+    # Of a step without a right answer: one of its answers, and what it should have been.
+    wrong: NotRequired[str]
+
+
+class Finding(TypedDict):
+    """A finding; ``torchtune_grpo.monitor.findings`` makes them."""
+
+    name: str
+    since: int  # step
+    evidence: str  # a sentence
+    key: str  # of the config
+    remedy: str  # a sentence
+
+
+class FindingEvent(Event, Finding):
+    """A finding that begins or ends."""
+
+    event: Literal["begins", "ends"]
+
 
 STILL_THE_BASE = (
     "No step had a gradient and a learning rate above 0: apart from weight decay, this is still "
@@ -35,12 +82,17 @@ STILL_THE_BASE = (
 )
 
 
-def changes_weights(step: Record) -> bool:
+def changes_weights(step: Measured) -> bool:
     """Whether a step had a gradient and a learning rate, as far as its metrics say.
 
     Without a gradient, weight decay may still move weights, where a loss needs all rows.
     """
-    return step.get("grad_norm") != 0 and step.get("learning_rate") != 0
+    return metric(step, "grad_norm") != 0 and metric(step, "learning_rate") != 0
+
+
+def metric(event: Measured, name: str) -> float | None:
+    """Return a metric; None if the event has none of this name, or one that is not finite."""
+    return cast(Record, event).get(name)
 
 
 def read(folder: Path, *kinds: str) -> list[Record]:
@@ -65,10 +117,10 @@ class RunRecord:
     """The events of a run in its folder, by kind."""
 
     folder: Path
-    starts: list[Record]
-    steps: list[Record]
-    evaluations: list[Record]
-    findings: list[Record]
+    starts: list[Start]
+    steps: list[Measured]
+    evaluations: list[Measured]
+    findings: list[FindingEvent]
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -76,7 +128,7 @@ class RunRecord:
         if not (folder / RUN_FILE).is_file():
             what = f"has no {RUN_FILE}" if folder.is_dir() else "is not a folder"
             raise ValueError(f"{folder} {what}; give the output_dir of a run.")
-        kinds: dict[str, list[Record]] = {"start": [], "step": [], "evaluation": [], "finding": []}
+        kinds: dict[str, list[Any]] = {"start": [], "step": [], "evaluation": [], "finding": []}
         for event in read(folder, *kinds):
             kinds[event["kind"]].append(event)
         return cls(folder, *kinds.values())

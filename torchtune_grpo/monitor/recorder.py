@@ -32,11 +32,13 @@ from torchtune_grpo.monitor.findings import Watch
 from torchtune_grpo.monitor.loggers import log_completions
 from torchtune_grpo.monitor.record import (
     STILL_THE_BASE,
+    Measured,
     Record,
     append,
     append_groups,
     changes_weights,
     keep_until,
+    metric,
     metrics_of,
     read,
     versions,
@@ -68,7 +70,7 @@ class Recorder:
     ) -> None:
         self._cfg, self._given, self._device = cfg, given, device
         self._folder = Path(cfg.output_dir)
-        self.evaluations: list[Record] = []  # the same on every rank
+        self.evaluations: list[Measured] = []  # the same on every rank
         self.is_base = True  # no step has changed a weight
         self._num_tokens = 0.0
         self._decider = decider
@@ -92,18 +94,17 @@ class Recorder:
 
     def resume(self, step: int) -> None:
         """Forget what was recorded after the step from which the run goes on."""
-        events = on_first_rank(self._keep_until, step)
-        self.evaluations = [event for event in events if event["kind"] == "evaluation"]
-        steps = [event for event in events if event["kind"] == "step"]
-        self._num_tokens = max((event.get("num_tokens") or 0.0 for event in steps), default=0.0)
+        steps, self.evaluations = on_first_rank(self._keep_until, step)
+        self._num_tokens = max((metric(event, "num_tokens") or 0.0 for event in steps), default=0.0)
         self.is_base = not any(map(changes_weights, steps))
 
-    def _keep_until(self, step: int) -> list[Record]:
+    def _keep_until(self, step: int) -> tuple[list[Measured], list[Measured]]:
         keep_until(self._folder, step)
-        events = read(self._folder, "step", "evaluation")
+        events: list[Any] = read(self._folder, "step", "evaluation")
         for event in events:
             self._findings.add(event)
-        return events
+        steps = [event for event in events if event["kind"] == "step"]
+        return steps, [event for event in events if event["kind"] == "evaluation"]
 
     @contextmanager
     def running(self, *, done: int) -> Iterator[None]:
@@ -162,9 +163,9 @@ class Recorder:
         if rank() == 0:
             self._metric_logger.close()
 
-    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> Record:
+    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> Measured:
         """Record a step or an evaluation, and the findings that begin or end with it."""
-        event = append(self._folder, kind, step, values)
+        event: Any = append(self._folder, kind, step, values)
         self._metric_logger.log_dict(metrics_of(values), step=step)
         for finding in self._findings.add(event):
             append(self._folder, "finding", step, finding)

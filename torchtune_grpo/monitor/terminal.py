@@ -13,7 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_grpo.evaluation.statistics import Comparison
 from torchtune_grpo.machine.device import make_bar
-from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, Record
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, Finding, Measured
 from torchtune_grpo.rollout.request import Progress
 
 log = utils.get_logger("INFO")
@@ -55,7 +55,9 @@ class ProgressLine(ExitStack):
         self._bar.update()
 
 
-def summary(evaluations: Sequence[Record], findings: Sequence[Record], folder: Path) -> list[str]:
+def summary(
+    evaluations: Sequence[Measured], findings: Sequence[Finding], folder: Path
+) -> list[str]:
     """Return a run's last lines: first and last evaluation, open findings, where its files are."""
     lines: list[str] = []
     if compared := Comparison.of_run(evaluations):

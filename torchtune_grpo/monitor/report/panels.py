@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from torchtune_grpo.evaluation.statistics import scores_of, title_of
-from torchtune_grpo.monitor.record import Record, RunRecord
+from torchtune_grpo.monitor.record import Measured, RunRecord, metric
 
 MAX_POINTS = 1000  # in a curve; of a longer run, every k-th step is drawn
 _NUM_COLOURS = 7  # in page.css
@@ -43,31 +43,31 @@ def panels(run: RunRecord) -> list[Panel]:
     return drawn
 
 
-def thinned(steps: list[Record]) -> list[Record]:
+def thinned(steps: list[Measured]) -> list[Measured]:
     """Return at most ``MAX_POINTS`` steps, evenly spaced and with the last one."""
     every = -(-len(steps) // MAX_POINTS) or 1
     return steps[::-1][::every][::-1]
 
 
-def _line(events: list[Record], name: str, label: str) -> Line:
+def _line(events: list[Measured], name: str, label: str) -> Line:
     """Return one metric over the steps."""
     steps = [event["step"] for event in events]
-    return {"label": label, "steps": steps, "values": [event.get(name) for event in events]}
+    return {"label": label, "steps": steps, "values": [metric(event, name) for event in events]}
 
 
-def _reward_means(steps: list[Record]) -> Mapping[str, str]:
+def _reward_means(steps: list[Measured]) -> Mapping[str, str]:
     names = sorted({name for event in steps for name in event})
     found = (re.fullmatch("rewards/(.+)/mean", name) for name in names)
     return {match[0]: match[1] for match in found if match}
 
 
-def _score(evaluations: list[Record], name: str) -> Line:
-    low, high = ([e.get(f"eval/{name}/{end}") for e in evaluations] for end in ("low", "high"))
+def _score(evaluations: list[Measured], name: str) -> Line:
+    low, high = ([metric(e, f"eval/{name}/{end}") for e in evaluations] for end in ("low", "high"))
     title = title_of(name, evaluations[-1])
     return {**_line(evaluations, f"eval/{name}", title), "low": low, "high": high}
 
 
-def _pass_rates(steps: list[Record]) -> list[Line]:
+def _pass_rates(steps: list[Measured]) -> list[Line]:
     """The share of groups by how many of their answers are right, at each step."""
     known, shares = [], []
     for event in steps:
@@ -82,12 +82,12 @@ def _pass_rates(steps: list[Record]) -> list[Line]:
     ]
 
 
-def _add_band(lines: list[Line], steps: list[Record], panel: Panel) -> None:
+def _add_band(lines: list[Line], steps: list[Measured], panel: Panel) -> None:
     if "band" in panel:
-        low, high = ([step.get(name) for step in steps] for name in panel["band"])
+        low, high = ([metric(step, name) for step in steps] for name in panel["band"])
         lines[0] |= {"low": low, "high": high}
     elif "spread" in panel:
-        spreads = (step.get(panel["spread"]) for step in steps)
+        spreads = (metric(step, panel["spread"]) for step in steps)
         pairs = [*zip(lines[0]["values"], spreads, strict=True)]
         for end, sign in (("low", -1), ("high", 1)):
             ends = [None if mean is None or s is None else mean + sign * s for mean, s in pairs]

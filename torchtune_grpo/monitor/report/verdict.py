@@ -14,6 +14,7 @@ from torchtune_grpo.monitor.record import (
     Record,
     RunRecord,
     changes_weights,
+    metric,
 )
 
 
@@ -35,7 +36,7 @@ def verdict(run: RunRecord) -> dict[str, Any]:
 
 
 def _without_evaluation(run: RunRecord) -> tuple[str, list[str]]:
-    rewards = [r for each in run.steps if (r := each.get("reward")) is not None]
+    rewards = [r for each in run.steps if (r := metric(each, "reward")) is not None]
     if not rewards:
         return "No step is done yet.", ["Reload this page when the run has written it anew."]
     tenth = -(-len(rewards) // 10)
@@ -62,15 +63,15 @@ def findings(run: RunRecord) -> list[Record]:
 
 def _facts(run: RunRecord) -> dict[str, str]:
     total = run.config.get("num_steps")
-    evaluating = sum(each.get("time/eval") or 0 for each in run.evaluations)
-    seconds = evaluating + sum(each.get("step_time") or 0 for each in run.steps)
+    evaluating = sum(metric(each, "time/eval") or 0 for each in run.evaluations)
+    seconds = evaluating + sum(metric(each, "step_time") or 0 for each in run.steps)
     facts = {
         "Steps": f"{run.steps_done} of {total}" if total else str(run.steps_done),
         "State": "finished" if total and run.steps_done >= total else _state(run),
         "Time": tqdm.format_interval(seconds),
         "of which evaluating": tqdm.format_interval(evaluating),
     }
-    if run.steps and (tokens := run.steps[-1].get("num_tokens")) is not None:
+    if run.steps and (tokens := metric(run.steps[-1], "num_tokens")) is not None:
         facts["Tokens"] = f"{tokens:,.0f}"
     return facts
 
