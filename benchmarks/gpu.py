@@ -21,7 +21,7 @@ one is already importing. Pieces that are left when the time is up are skipped:
     recipe_lora   three steps of the shipped config, and their memory beside the estimate
     update        forward and backward of 64 rows, 8 and 32 at a time, with activation checkpointing
                   and without; the reference's pass
-    peers         transformers' generate and continuous batching, and torchtune's generate
+    peers         transformers' generate, and torchtune's
     recipe_lora_24gb, recipe_full_24gb
                   three steps within the memory of a card of 24 GB
     recipe_qlora  three steps
@@ -334,7 +334,7 @@ def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
 def peers(bench: Bench) -> None:
     """Measure other libraries' sampling from a model of the same shape."""
     rows = bench.sizes.rows[0]
-    for name in ("transformers", "stock", *["continuous_batching"] * bench.is_cuda):
+    for name in ("transformers", "stock"):
         bench.measure(f"{rows} rows, {name}", partial(peer, bench, name, rows=rows))
 
 
@@ -342,34 +342,9 @@ def peers(bench: Bench) -> None:
 def peer(bench: Bench, name: str, *, rows: int) -> dict[str, Any]:
     """Return the tokens per second of the better of two runs; "stock" is torchtune's generate."""
     model, new_tokens = build(bench, rank=None), bench.sizes.new_tokens
-    wanted = request(bench, rows=rows, new_tokens=new_tokens)
-    if name == "continuous_batching":
-        way = continuous_batching(to_transformers(model), wanted)
-    else:
-        way = make_way(name, model, wanted)
+    way = make_way(name, model, request(bench, rows=rows, new_tokens=new_tokens))
     best = min(bench.seconds(way) for _ in range(2))
     return {"tokens_s": round(rows * new_tokens / best)}
-
-
-def continuous_batching(model: Any, wanted: RolloutRequest) -> Callable[[], Any]:
-    """Return a run of transformers' continuous batching; each row is a separate request."""
-    from transformers import GenerationConfig
-
-    settings = GenerationConfig(
-        max_new_tokens=wanted.params.max_generated_tokens,
-        do_sample=True,
-        top_k=0,
-        eos_token_id=-1,
-        pad_token_id=0,
-    )
-    rows = [list(tokens) for tokens in wanted.prompts for _ in range(wanted.group_size)]
-
-    def generate() -> None:
-        done = model.generate_batch(rows, generation_config=settings, progress_bar=False)
-        counts = {len(each.generated_tokens) for each in done.values()}
-        assert counts == {settings.max_new_tokens} and len(done) == len(rows), counts
-
-    return generate
 
 
 # --- The update -----------------------------------------------------------------------------------
