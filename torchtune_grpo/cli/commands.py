@@ -14,7 +14,6 @@ from torchtune_grpo.config.command_line import extend_import_path, load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, to_json, visible
 from torchtune_grpo.machine import parallel
-from torchtune_grpo.rollout.request import RolloutEngine
 from torchtune_grpo.run import Run
 
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
@@ -47,14 +46,6 @@ def run_config(args: argparse.Namespace) -> DictConfig:
     if own and parallel.rank() == 0:
         print(f"Left out, as keys of another recipe: {', '.join(own)}")
     return cfg
-
-
-def load_engine(run: Run, checkpoint: Path | None) -> RolloutEngine:
-    """Load a checkpoint's weights, or those before training (None), and say which these are."""
-    if parallel.rank() == 0:
-        start = filter(None, [run.cfg.checkpointer.checkpoint_dir, run.cfg.adapter_dir])
-        print(f"Weights: {checkpoint or ' with '.join(start)}")
-    return run.load_engine(checkpoint)
 
 
 def config() -> None:
@@ -129,7 +120,7 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
     items = run.items_of(args.prompt) if args.prompt else [run.dataset[i] for i in range(count)]
     group_size = args.samples or run.cfg.grpo_samples
     rows = run.answer(
-        load_engine(run, None if args.base else run.newest_checkpoint()),
+        run.load_engine(None if args.base else run.newest_checkpoint()),
         items,
         group_size=group_size,
         params=run.cfg.sampling_params,

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
-from torchtune_grpo.cli.commands import add_run, load_engine, run_config
+from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.text import to_json, visible
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
@@ -100,7 +100,7 @@ def evaluate(
     for who, folder in weights.items():
         step = step_of(folder) if folder else 0
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
-        found[who] = evaluator(load_engine(run, folder), state=state)
+        found[who] = evaluator(run.load_engine(folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
     graders = [n for n in run.rewards.names if n in (found["before"].reward, LENIENT)]
     return {
