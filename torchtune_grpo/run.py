@@ -439,9 +439,10 @@ class Run:
         return choose_passes(self.cfg, policy, longest=self._longest_row, free=free)
 
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
-        """Make the engine with a checkpoint's weights; None = the weights before training."""
-        start = filter(None, (self.cfg.checkpointer.checkpoint_dir, self.cfg.adapter_dir))
-        utils.log_rank_zero(log, f"Weights: {checkpoint or ' with '.join(start)}")
+        """Make the engine with a checkpoint's weights, and print which; None = before training."""
+        if parallel.rank() == 0:
+            start = filter(None, (self.cfg.checkpointer.checkpoint_dir, self.cfg.adapter_dir))
+            print(f"Weights: {checkpoint or ' with '.join(start)}")
         self._end_engine()
         gc.collect()  # free one policy's memory before the next one is loaded
         if checkpoint is not None:
