@@ -16,7 +16,7 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 
-from torchtune_grpo.config.keys import SavingConfig
+from torchtune_grpo.config.keys import ObjectiveConfig, SavingConfig
 
 LLAMA_SPECIALS = (
     "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> "
@@ -97,6 +97,7 @@ def saving_config(checkpointer: dict[str, Any], folder: Path, **saving: Any) -> 
         output_dir=str(folder),
         adapter_dir=None,
         batch_size=1,
+        objective=ObjectiveConfig(),
         saving=SavingConfig(**saving),
         model_dump=dict,
     )
