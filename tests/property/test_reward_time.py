@@ -32,7 +32,23 @@ m²/ \\ \frac{1}{2} \text{ \, \(\) {,} 1{,}234 1,\! $1$ **a** １
 MATH_UNITS += ["\u00a0", "\u202e", "\ud800", "e\u0301", "1 ", "12 or ", "<answer>12 </answer> "]
 # And for what reads letters and words.
 MATH_UNITS += ["B. ", "(B) ", "A ", "not ( ", "or C. ", "\nAnswer:", "# ", "\ufdfa", "\u0301\u0327"]
-MATH_SHAPES = [unit * (SIZE // len(unit)) for unit in [*MATH_UNITS, "the answer is "]]
+MATH_UNITS += [
+    "B",
+    "(B",
+    "(B)",
+    "B ",
+    "I ",
+    "not ",
+    "or B. ",
+    "option ",
+    "answer: ",
+    " because",
+    "．",
+]
+MATH_UNITS += ["**B**", "{}", "<answer>B</answer>", "\\boxed{B}", "\u3000", "the ", "a an the "]
+MATH_UNITS += ["the answer is ", "the correct answer is "]
+MATH_SHAPES = [unit * (SIZE // len(unit)) for unit in MATH_UNITS]
+MATH_SHAPES += [(unit * 1000)[:990] for unit in UNITS + MATH_UNITS]  # short enough to be read
 MATH_SHAPES += [
     "9" * 99_000 + "/" + "7" * 99_000,
     r"\frac{" + "9" * 99_000 + "}{" + "7" * 99_000 + "}",
@@ -95,20 +111,20 @@ def test_every_shipped_reward_is_here() -> None:
 def test_no_text_takes_long(name: str) -> None:
     """Each shape by itself, and in an answer block or in a fence, through a set of rewards."""
     columns, shapes, around = COLUMNS, SHAPES, [ANSWER]
+    is_short = name in ("choice_reward", "short_text_reward")  # for which a gold is a text, too
     if name == "SymbolicMathReward":
         pytest.importorskip("math_verify")
         columns = {"answer": [r"\sqrt{7}"]}
     elif name in ("code_format_reward", "CodeReward"):
         around = [FENCE]
-    elif name in ("math_correctness_reward", "math_format_reward"):
+    elif name in ("math_correctness_reward", "math_format_reward") or is_short:
         shapes, around = SHAPES + MATH_SHAPES, AROUND_MATH
-    elif name in ("choice_reward", "short_text_reward"):
-        columns = {"answer": ["B"]}  # tests/unit/test_short_answers.py has more texts
     node = {"_component_": f"torchtune_grpo.rewards.{name}", **REWARDS[name]}
     rewards = RewardSet.from_config([node])
 
     def score(text: str) -> None:
-        rewards(prompts=[""], completions=[text], columns=columns, completion_ids=[[7] * 100])
+        given = {"answer": [text]} if is_short else columns
+        rewards(prompts=[""], completions=[text], columns=given, completion_ids=[[7] * 100])
 
     assert slowest(score, around=around, shapes=shapes) < BOUND
     rewards.close()

@@ -1,4 +1,4 @@
-"""The rewards for choices and short texts against labelled cases, and against hostile texts.
+"""The rewards for choices and short texts against labelled cases.
 
 ``data/short_answer_cases.jsonl`` holds whole completions: with the letter that each states, or with
 a gold and whether it is right. The labels were written by hand, from the rule, before the code.
@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import least_seconds
 
 from torchtune_grpo.rewards import Reward, RewardSet, choice_reward, short_text_reward
 
@@ -91,30 +90,3 @@ def test_they_decide_what_is_right():
     rewards = RewardSet([Reward("f", lambda **given: [0.0]), Reward("choice", choice_reward)])
     assert rewards.decider.name == "choice"
     assert Reward("text", short_text_reward).decides
-
-
-SIZE = 200_000
-HOSTILE = ["B", "(", "(B", "(B)", "B ", "A ", "I ", "not ", "or B. ", "option ", "answer: ", "\n"]
-HOSTILE += ["\nAnswer:", "the correct answer is ", " because", "*", "**B**", "\\text{", "\\", "{}"]
-HOSTILE += ["<answer>", "<answer>B</answer>", "\\boxed{B}", "#### ", "“", "'", "\x00", "\ud800"]
-HOSTILE += ["\ufdfa", "\u0301\u0327", "\u200b", "\u202e", "\u3000", "．", "the ", "a an the "]
-
-
-@pytest.mark.parametrize("unit", HOSTILE, ids=ascii)
-def test_hostile_texts_take_no_time_and_raise_nothing(unit):
-    """Whole, in an answer block, in blocks that all differ, and as a gold."""
-    long = unit * (SIZE // len(unit))
-    short = (unit * 1000)[:990]
-    texts = [long, f"<answer>{long}</answer>", f"The answer is {long}", f"<answer>{short}</answer>"]
-    texts.append("".join(f"<answer>{unit * 9}{number}</answer>" for number in range(2000)))
-    for function in (choice_reward, short_text_reward):
-        check_row = Reward("r", function).check_row
-        for text in texts:
-
-            def judge(function=function, check_row=check_row, text=text) -> None:
-                for gold in ("B", text):
-                    (score,) = function(prompts=[""], completions=[text], answer=[gold])
-                    assert score in (0.0, 1.0)
-                check_row(answer=text)
-
-            assert least_seconds(judge, enough=0.5) < 0.5
