@@ -6,10 +6,8 @@ correct. ``data/math_model_answers.jsonl`` has texts as models write them, of ea
 design; some are to be graded with ``strict``. The labels were written by hand.
 """
 
-import gc
 import json
 import math
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -114,25 +112,6 @@ def test_work_is_bounded():
     blocks = [f"<answer>12.{'0' * zeros}</answer>" for zeros in range(1, 22)]
     assert grade_math_answer("".join(blocks[:-1] * 2), "12")
     assert not grade_math_answer("".join(blocks), "12")
-
-
-def test_equations_in_threads():
-    """Python 3.11's ast.parse raises SystemError where threads take turns while it makes objects.
-
-    They do if the garbage collector calls Python, as Hypothesis has it do.
-    """
-    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.callbacks.append(callback := lambda phase, info: sum(range(50)))
-    gc.set_threshold(50)
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            texts = [block("(1 + 2) * 4 - 5 = 7")] * 1000
-            assert all(threads.map(lambda text: grade_math_answer(text, "7"), texts))
-    finally:
-        gc.callbacks.remove(callback)
-        gc.set_threshold(*threshold)
-        sys.setswitchinterval(interval)
 
 
 def test_executes_nothing(tmp_path):
