@@ -8,6 +8,7 @@ plain data crosses. docs/reward_hacking.md says what that is good for.
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torchtune_grpo.config.text import shortened
 from torchtune_grpo.data import code_tests
 from torchtune_grpo.rewards.extraction import code_blocks, definition_of, extract_program
 from torchtune_grpo.rewards.reward import declares
-from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool, default_workers
+from torchtune_grpo.rewards.workers import MAX_WORKERS, WorkerPool
 from torchtune_grpo.sandbox.code import CodeSandbox, Limits, SandboxError
 from torchtune_grpo.sandbox.exam import Exam, Kind, Verdict
 
@@ -76,7 +77,8 @@ class CodeReward:
         packages: Sequence[str] = (),  # packages that completions and tests can import
         unfenced: bool = False,  # as in CodeSandbox
     ) -> None:
-        workers = default_workers() if workers is None else workers
+        if workers is None:  # sleeping ones should leave no core idle; each takes memory
+            workers = min(2 * len(os.sched_getaffinity(0)), 16)
         numbers = dict(timeout=timeout, workers=workers, memory_mb=memory_mb, processes=processes)
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:

@@ -231,16 +231,14 @@ class RewardSet:
         known = int((~outcomes.isnan()).sum())
         if reward.answer_of is None or not known:
             return scores
-        wrong = [
-            (row, reward.answer_of(completions[row]))
-            for row in (outcomes <= 0).nonzero()[:, 0].tolist()
-        ]
-        share = sum(answer is None for _, answer in wrong) / known
+        rows = (outcomes <= 0).nonzero()[:, 0].tolist()
+        answers = {row: reward.answer_of(completions[row]) for row in rows}
+        stated = {row: answer for row, answer in answers.items() if answer is not None}
+        share = (len(answers) - len(stated)) / known
         metrics = [*scores.metrics, (f"{reward.name}/no_answer", share)]
-        shown = next(((row, answer) for row, answer in wrong if answer is not None), None)
-        if shown is None or len(wrong) < known:
+        if not stated or len(answers) < known:
             return replace(scores, metrics=metrics)
-        row, answer = shown
+        row, answer = next(iter(stated.items()))
         read = [name for name in reward.columns if name in columns]
         golds = [f"{name} is {shortened(str(columns[name][row]))}" for name in read]
         text = f"{shortened(str(answer))} where {', '.join(golds)}"

@@ -49,11 +49,6 @@ class WorkerStarved(WorkerLost):
     """A worker process hardly got to run."""
 
 
-def default_workers() -> int:
-    """Return two per core, so that sleeping ones leave no core idle; at most 16, to save memory."""
-    return min(2 * len(os.sched_getaffinity(0)), 16)
-
-
 class WorkerPool(Generic[W]):
     """Workers that take tasks from one queue, each in a thread."""
 
