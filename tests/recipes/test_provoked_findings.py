@@ -82,11 +82,11 @@ RUNS = {
         "only_shaping_rises",
     ),
     "nothing_works": (
-        [rewards("right", "sleeps", "fails"), "rewards.1.weight=0", "max_reward_failure_share=1"]
+        [rewards("right", "sleeps", "fails"), "max_reward_failure_share=1"]
         + ["num_steps=7", "saving.every_n_steps=4"]
         + ["batch_size=16", "grpo_samples=2", "max_generated_tokens=2", "sampling.min_new_tokens=2"]
         + ["objective.mask_truncated_completions=true", *NO_EVALUATION],
-        "all_right nothing_trained reward_fails rewards_slow",
+        "all_right nothing_trained reward_fails reward_constant rewards_slow",
     ),
     # Nothing is right, by a reward that reads no answer, by one that does and one that finds none.
     "idle": (
