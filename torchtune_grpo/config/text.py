@@ -122,11 +122,11 @@ def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
 
 
 def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
-    """Turn any value into one that ``json.dumps`` writes as valid JSON; never fails.
+    """Turn any value into one that ``json.dumps`` writes as valid JSON.
 
     Sets, tuples, arrays and tensors become lists, keys become strings, and numbers that are not
     finite become None. All else becomes its string, as do integers beyond 64 bits (in hexadecimal)
-    and values nested more than 50 deep or in themselves.
+    and values nested more than 50 deep or in themselves; where that raises, its type's name.
     """
     try:
         if value is None or isinstance(value, bool):
