@@ -543,6 +543,7 @@ def test_what_an_environment_lacks_is_said(environment, tools, said):
     ("keys", "said"),
     [
         ({"max_trns": 3}, "environment.max_trns=3: unknown key.*mean environment.max_turns"),
+        ({"max_trns": 3, "isolation": "process"}, "environment.max_trns=3: unknown key"),
         ({"_component_": "no.such.Class"}, "environment._component_=no.such.Class: cannot be imp"),
         ({"_component_": "hostile_environment.Hostile", "speed": 1}, "environment.speed=1: host"),
         ({"_component_": "hostile_environment.Hostile", "max_turn": 1}, "environment.max_turns"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ class Environment:
         kind, sessions = self.kind_of(columns), list[Session]()
         if kind.make is None:
             return
-        for count in ("a session", "a second session beside the first"):
+        for is_second in (False, True):
             try:
                 sessions.append(in_thread(kind.session).result(timeout=self.settings.timeout))
                 begun = in_thread(sessions[-1].reset, self.reset_row(columns, prompt))
@@ -94,12 +94,13 @@ class Environment:
             except BaseException as error:
                 for session in sessions:
                     session.close()
-                remedy = (
-                    "the conversations of a step are held at once, so let its server take as many "
-                    "(OpenEnv: max_concurrent_envs)."
-                    if len(sessions) > 1 or "second" in count
-                    else "correct it, or its arguments."
-                )
+                count, remedy = "a session", "correct it, or its arguments."
+                if is_second:
+                    count = "a second session beside the first"
+                    remedy = (
+                        "the conversations of a step are held at once, so let its server take as "
+                        "many (OpenEnv: max_concurrent_envs)."
+                    )
                 raise ValueError(
                     f"environment ({kind.name}): {count} could not begin: {describe(error)}; "
                     f"{remedy}"
@@ -126,29 +127,33 @@ def make_kinds(
         functions[function.__name__] = (function, path, _schema(key, function))
     shared = {name: function for name, (function, _, _) in functions.items()}
     schemas = [schema for _, _, schema in functions.values()]
-    paths = {name: path for name, (_, path, _) in functions.items()}
-
-    def hosted(node: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-        if settings.isolation is None:
-            return None
-        given = [key, *(f"tools.{number}" for number in range(len(tools)))]
-        if unnamed := [each for each in given if each in objects]:
-            raise ConfigError(
-                f"environment.isolation=process: {unnamed[0]} has to be in a module of its own."
-            )
-        arguments = {name: value for name, value in node.items() if name != "_component_"}
-        return {"environment": node.get("_component_"), "arguments": arguments, "tools": paths}
-
     kinds: dict[str | None, Kind] = {}
     for name, node in settings.components.items():
         key = "environment" if name is None else f"environment.{name}"
-        kinds[name] = _kind(
-            key, node, objects.get(key), shared, schemas, hosted(node, key), settings
-        )
+        kinds[name] = _kind(key, node, objects.get(key), shared, schemas, settings.timeout)
     if not kinds and functions:
-        own = hosted({}, "environment")
-        kinds[None] = Kind("tools", None, shared, (), schemas, False, False, own, settings.timeout)
-    return kinds
+        kinds[None] = Kind("tools", None, shared, schemas, settings.timeout)
+    if settings.isolation is None:
+        return kinds
+    if unnamed := [key for key in objects if key.startswith(("environment", "tools."))]:
+        raise ConfigError(
+            f"environment.isolation=process: {unnamed[0]} has to be in a module of its own."
+        )
+    paths = {name: path for name, (_, path, _) in functions.items()}
+    nodes = settings.components
+    return {
+        name: replace(kind, hosted=_hosted(nodes.get(name, {}), paths))
+        for name, kind in kinds.items()
+    }
+
+
+def _hosted(node: Mapping[str, Any], tools: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``Hosted`` for an environment and tools, by their dotpaths."""
+    return {"environment": node.get("_component_"), "arguments": _arguments(node), "tools": tools}
+
+
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name != "_component_"}
 
 
 def _kind(
@@ -157,8 +162,7 @@ def _kind(
     component: Any,
     functions: Mapping[str, Callable[..., Any]],
     schemas: Sequence[Mapping[str, Any]],
-    hosted: Mapping[str, Any] | None,
-    settings: EnvironmentConfig,
+    timeout: float,
 ) -> Kind:
     """Look at one environment's class, or at an object if a function makes it."""
     if not isinstance(node, Mapping) or not isinstance(node.get("_component_"), str):
@@ -172,15 +176,13 @@ def _kind(
         beside = EnvironmentConfig.model_fields if key == "environment" else ()
         check_component(key, DictConfig(dict(node)), beside=beside)
         component = _load(key, path)
-    arguments = {name: value for name, value in node.items() if name != "_component_"}
-    make, idle = partial(component, **arguments), []
+    make = partial(component, **_arguments(node))
     of = component
     if not inspect.isclass(component):
         try:
-            idle.append(make())
+            of = type(make())
         except Exception as error:
             raise ConfigError(f"{key}: could not construct {path}: {describe(error)}") from error
-        of = type(idle[0])
     if not callable(getattr(of, "reset", None)):
         raise ConfigError(f"{key}._component_={path}: has no method reset(**row); add one.")
     has_step = callable(getattr(of, "step", None))
@@ -192,17 +194,15 @@ def _kind(
     if not (has_step or methods or functions):
         raise ConfigError(f"{key}._component_={path}: has neither step(text) nor a public method.")
     own = [_schema(f"{key}._component_={path}.{name}", getattr(of, name), True) for name in methods]
-    has_reward = callable(getattr(of, "get_reward", None))
     return Kind(
         of.__name__,
         make,
         functions,
-        methods,
         [*schemas, *own],
-        has_step,
-        has_reward,
-        hosted,
-        settings.timeout,
+        timeout,
+        methods=methods,
+        has_step=has_step,
+        has_reward=callable(getattr(of, "get_reward", None)),
     )
 
 

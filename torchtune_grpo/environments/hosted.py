@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune_grpo.environments.results import known_columns, observation_of, step_result
+from torchtune_grpo.environments.results import call
 
 
 class Hosted:
@@ -23,20 +23,14 @@ class Hosted:
 
     def __call__(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ``value`` that a method or tool returned, or the ``error`` that it raised."""
-        function = self._tools.get(name) or getattr(self._environment, name)
-        is_step = name == "step" and name not in self._tools
         try:
-            if name == "reset":
-                arguments = known_columns(function, arguments)
-            # The parameter of `step` has another name in each library.
-            value = function(*arguments.values()) if is_step else function(**arguments)
-            if inspect.isawaitable(value):
-                value = self._loop.run_until_complete(value)
-            if is_step:
-                value = step_result(value)
-            return {"value": observation_of(value) if name == "reset" else value}
+            value = call(self._tools, self._environment, name, arguments, wait=self._wait)
+            return {"value": value}
         except Exception as error:
-            return {"error": str(error), "kind": type(error).__name__}
+            return {"error": str(error)}
+
+    def _wait(self, value: Any) -> Any:
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 def _load(path: str) -> Any:

@@ -27,6 +27,25 @@ def step_result(value: Any) -> tuple[Any, float, bool]:
     )
 
 
+def call(
+    tools: Mapping[str, Callable[..., Any]],
+    environment: Any,
+    name: str,
+    arguments: Mapping[str, Any],
+    *,
+    wait: Callable[[Any], Any],
+) -> Any:
+    """Call a tool or else a method; ``wait`` returns what an awaitable gives."""
+    if name in tools:
+        return wait(tools[name](**arguments))
+    method = getattr(environment, name)
+    if name == "reset":
+        return observation_of(wait(method(**known_columns(method, arguments))))
+    if name == "step":  # its parameter has another name in each library
+        return step_result(wait(method(*arguments.values())))
+    return wait(method(**arguments))
+
+
 def known_columns(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that ``reset`` takes: gymnasium's takes hardly any."""
     known = inspect.signature(reset).parameters

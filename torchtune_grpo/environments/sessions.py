@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from torchtune_grpo.environments.results import known_columns, observation_of, step_result, text_of
+from torchtune_grpo.environments.results import call, text_of
 from torchtune_grpo.rewards.workers import FunctionWorker
 
 
@@ -31,12 +31,12 @@ class Kind:
     name: str
     make: Callable[[], Any] | None
     functions: Mapping[str, Callable[..., Any]]  # tools that are not methods
-    methods: Sequence[str]  # that are tools
     schemas: Sequence[Mapping[str, Any]]  # of all tools
-    has_step: bool
-    has_reward: bool
-    hosted: Mapping[str, Any] | None
     timeout: float
+    methods: Sequence[str] = ()  # that are tools
+    has_step: bool = False
+    has_reward: bool = False
+    hosted: Mapping[str, Any] | None = None
     idle: list[Session] = field(default_factory=list)
 
     def session(self) -> Session:
@@ -68,10 +68,7 @@ class Session:
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method or a tool and wait for what it returns."""
         if self._worker is None:
-            function = self.kind.functions.get(name) or getattr(self.environment, name)
-            if name == "reset":
-                arguments = known_columns(function, arguments)
-            return _awaited(function(**arguments))
+            return call(self.kind.functions, self.environment, name, arguments, wait=_awaited)
         try:
             answer = self._worker(name=name, arguments=dict(arguments))
         except Exception as error:  # at its time limit; or it has ended
@@ -82,13 +79,12 @@ class Session:
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         """Begin a conversation about a row of the data; return the observation."""
-        return None if self.kind.make is None else observation_of(self.call("reset", row))
+        return None if self.kind.make is None else self.call("reset", row)
 
     def step(self, text: str) -> tuple[Any, float, bool]:
         """Pass a turn to the environment."""
-        if self._worker is not None:
-            return step_result(self.call("step", {"text": text}))
-        return step_result(_awaited(self.environment.step(text)))
+        result: tuple[Any, float, bool] = self.call("step", {"text": text})
+        return result
 
     def use_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a message with the result of each call, or its error, as TRL gives them."""
