@@ -84,19 +84,21 @@ class MixedDataset(Dataset[Item]):
         position = range(starts[-1])[index]
         number = bisect_right(starts, position) - 1
         name = [*self.parts][number]
-        return self._shown(name, self.parts[name][position - starts[number]])
+        start = starts[number]
+        return self._shown(name, self.parts[name][position - start], start=start)
 
-    def _shown(self, name: str, item: Item) -> Item:
+    def _shown(self, name: str, item: Item, *, start: int) -> Item:
         """Return a part's item as one of the whole."""
-        start = self.starts[[*self.parts].index(name)]
         columns = self._columns | item["columns"] | {NAME_COLUMN: name}
         return {**item, "index": start + item["index"], "columns": columns}
 
     def check(self, rule: Rule, *, where: str, **options: Any) -> None:
         """Leave out rows that a rule finds faulty, as each of the data sets does."""
-        for name, part in self.parts.items():
-            own = partial(self._judged, name, rule)
+        for (name, part), start in zip(self.parts.items(), self.starts, strict=False):
+            own = partial(self._judged, name, rule, start=start)
             part.check(own, where=f"{where}.datasets.{name}", **options)
 
-    def _judged(self, name: str, rule: Rule, items: Sequence[Item]) -> Mapping[int, str | None]:
-        return rule([self._shown(name, item) for item in items])
+    def _judged(
+        self, name: str, rule: Rule, items: Sequence[Item], *, start: int
+    ) -> Mapping[int, str | None]:
+        return rule([self._shown(name, item, start=start) for item in items])

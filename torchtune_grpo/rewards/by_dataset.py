@@ -27,12 +27,12 @@ class RewardByDataset:
                 )
 
     def __call__(self, *, completions: list[Any], dataset: list[str], **given: Any) -> list[Any]:
+        all_given = {**given, "completions": completions, "dataset": dataset}
         scores: dict[int, Any] = {}
         for name, reward in self._rewards.items():
             rows = [row for row, each in enumerate(dataset) if each == name]
             if not rows:
                 continue
-            all_given = {**given, "completions": completions, "dataset": dataset}
             own = {
                 key: [value[row] for row in rows] if isinstance(value, list) else value
                 for key, value in all_given.items()
