@@ -55,9 +55,8 @@ class Trajectory:
     step_indices: Tensor
     prompt_lengths: Tensor  # [N]
     response_lengths: Tensor  # [N] all tokens of each response
-    sampled: (
-        Tensor  # [N, L] bool, True = sampled by the policy, not a reply to it; False after the end
-    )
+    # [N, L] bool, True = sampled by the policy, not a reply to it; False after the end
+    sampled: Tensor
     response_mask: Tensor  # [N, L] bool, True = trained on: some or all of the sampled tokens
     truncated: Tensor  # [N] bool, True where a limit or a deadline cut the response off
     sampler_logprobs: Tensor  # [N, L]

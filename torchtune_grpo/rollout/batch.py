@@ -23,7 +23,7 @@ from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
 from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
-from torchtune_grpo.rollout.request import Progress, RolloutRequest, StopStrings
+from torchtune_grpo.rollout.request import Progress, RolloutRequest
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
 from torchtune_grpo.trajectory import Samples, length_mask
 
@@ -298,10 +298,7 @@ class Transcript:
             params, stop_tokens=request.stop_tokens, vocab_size=known, buffers=buffers
         )
         self._stop_tokens = frozenset(request.stop_tokens)
-        self._stop_strings = None
-        if params.stop_strings:
-            assert request.decode is not None
-            self._stop_strings = StopStrings(params.stop_strings, decode=request.decode)
+        self._stop_strings = request.stop_strings
         self._noise = buffers.put("noise", uniforms(torch.cat([keys, keys[:1]]), shape[1]))
         self.tokens = buffers.take("tokens", shape, dtype=torch.long)
         # Log-probs of the sampler and, where they differ, of the behaviour policy.

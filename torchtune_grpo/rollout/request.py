@@ -107,6 +107,14 @@ class RolloutRequest:
         """The most tokens of a response, sampled or not."""
         return self.row_limit or self.params.max_generated_tokens
 
+    @property
+    def stop_strings(self) -> StopStrings | None:
+        """A search for the strings that end a turn, if there are any."""
+        if not self.params.stop_strings:
+            return None
+        assert self.decode is not None
+        return StopStrings(self.params.stop_strings, decode=self.decode)
+
 
 @dataclass(frozen=True)
 class EngineContext:

@@ -36,10 +36,15 @@ from torchtune_grpo.models.build import read_config
 from torchtune_grpo.models.families import FAMILIES
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import hf_names
-from torchtune_grpo.rollout import request as requests
 from torchtune_grpo.rollout.batch import REPORT_SECONDS
 from torchtune_grpo.rollout.linear import KINDS, whole_weight
-from torchtune_grpo.rollout.request import EngineContext, Progress, RolloutRequest, StopStrings
+from torchtune_grpo.rollout.request import (
+    EngineContext,
+    Progress,
+    RolloutRequest,
+    StopStrings,
+    must_stop,
+)
 from torchtune_grpo.trajectory import Samples, length_mask
 
 log = utils.get_logger("INFO")
@@ -115,7 +120,7 @@ class VLLMEngine:
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
-        stop = requests.must_stop(self._context.settings.deadline)
+        stop = must_stop(self._context.settings.deadline)
         self._refuse(request)
         with _contained():
             self._start(request)
@@ -276,10 +281,7 @@ class VLLMEngine:
     def _sample(self, request: RolloutRequest, stop: Callable[[], bool]) -> list[_Row]:
         """Sample all rows, or as much of them as possible until ``stop()``."""
         engine, rows = self._llm.llm_engine, [_Row() for _ in range(request.num_rows)]
-        strings, reported = None, time.monotonic()
-        if request.params.stop_strings:
-            assert request.decode is not None
-            strings = StopStrings(request.params.stop_strings, decode=request.decode)
+        strings, reported = request.stop_strings, time.monotonic()
         try:
             for n, key in enumerate(request.keys.tolist()):
                 prompt = {"prompt_token_ids": [*request.prompts[n // request.group_size]]}
