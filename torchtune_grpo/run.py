@@ -43,6 +43,7 @@ from torchtune_grpo.machine.device import (
     find_device,
     free_bytes,
     keep_freed_memory,
+    multiplies_bf16,
     only_warnings,
 )
 from torchtune_grpo.machine.interrupt import Interrupts
@@ -83,6 +84,10 @@ class Run:
         self.given = cfg.copy()
         OmegaConf.set_readonly(self.given, False)  # its paths are completed
         self.cfg = read_config(self.given, table)
+        if self.cfg.dtype == "auto":
+            is_fast = multiplies_bf16(torch.device(self.cfg.device))
+            self.given.dtype = "bf16" if is_fast else "fp32"
+            self.cfg = self.cfg.model_copy(update={"dtype": self.given.dtype})
         self._objects = objects or {}
         self._optimizer: PolicyOptimizer | None = None
         self._engine: RolloutEngine | None = None

@@ -18,6 +18,7 @@ from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine import device
 from torchtune_grpo.machine.parallel import shard
+from torchtune_grpo.run import Run
 from torchtune_grpo.training import policy
 
 CPU = torch.device("cpu")
@@ -151,3 +152,12 @@ def test_what_a_step_draws_depends_on_nothing_before_it(monkeypatch):
     monkeypatch.setattr(device, "rank", lambda: 1)
     others += [drawn(2), drawn(3)]  # of the second rank
     assert all(len(set(values)) == len(others) for values in zip(*others))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype"), [(("avx512_bf16",), "bf16"), (("amx_bf16",), "bf16"), ((), "fp32")]
+)
+def test_dtype_auto_is_what_the_cpu_has_instructions_for(monkeypatch, instructions, dtype):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+    run = Run(load_config("tiny_arithmetic_grpo", ["dtype=auto"]))
+    assert run.cfg.dtype == run.given.dtype == dtype  # a run's record holds what was chosen

@@ -393,8 +393,9 @@ class GRPOConfig(Keys):
     # Machine
     device: Device = "cuda"
     """cuda, cpu, ..."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of weights and activations; trained weights keep more precision (docs/hardware.md)."""
+    dtype: Literal["bf16", "fp32", "auto"] = "bf16"
+    """Dtype of weights and activations; auto = bf16 where the device has instructions for it, else
+    fp32. Trained weights keep more precision (docs/hardware.md)."""
     distributed: DistributedConfig = DistributedConfig()
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the prompts' order, the sampler and everything else."""

@@ -71,6 +71,16 @@ def find_device(name: str) -> torch.device:
     return utils.get_device(device=name)
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device has instructions for products in bf16, which are else computed in steps."""
+    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # since torch 2.12 or so
+        known = torch.cpu.get_capabilities()
+        return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
+
+
 def _driver_remedy() -> str:
     """Say what to do if NVIDIA's driver is older than torch's CUDA needs; "" otherwise."""
     needed = {"12": 525, "13": 580}.get(str(torch.version.cuda).partition(".")[0])

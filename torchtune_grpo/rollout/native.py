@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.machine.device import free_bytes
+from torchtune_grpo.machine.device import free_bytes, multiplies_bf16
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import CacheSize, GroupCache, padded_rows
@@ -119,7 +119,7 @@ def _make_decoder(
     """Choose the dtype, and whether to merge adapters, by exactness and room for copies."""
     dtype = model.tok_embeddings.weight.dtype
     choices = [(dtype, False)]
-    if dtype == torch.float32 or (device.type == "cpu" and not _has_fast_bf16()):
+    if dtype == torch.float32 or not multiplies_bf16(device):
         choices.insert(0, (torch.float32, True))
     move = not isinstance(model, FSDPModule)
     make = partial(NativeDecoder, model, move=move, device=device)
@@ -136,10 +136,3 @@ def _make_decoder(
         "which is slow. Free memory, or take a smaller model or one without quantize_base."
     )
     return decoder
-
-
-def _has_fast_bf16() -> bool:
-    if not hasattr(torch.cpu, "get_capabilities"):  # before torch 2.12 or so
-        return True
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
