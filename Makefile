@@ -7,7 +7,7 @@ DEMO_DIR ?= demo_run
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-all test-vllm gpu check docs docs-serve dist format demo demo-smollm2 demo-tiny clean
+.PHONY: venv test test-all test-vllm gpu check docs docs-serve dist format demo demo-smollm2 demo-tiny speedrun clean
 
 venv: $(STAMP)
 
@@ -48,6 +48,11 @@ test-vllm:
 	@if $(MAKE) --silent $(VLLM_VENV)/.installed 2> /dev/null; \
 	then $(VLLM_VENV)/bin/python -m pytest -q -n 2 --dist loadfile tests/engines; \
 	else echo "Without the tests of vLLM, which cannot be installed: $(VLLM_VENV)/install.log."; fi
+
+# How long the demo's model takes to learn its task: benchmarks/SPEEDRUN.md.
+speedrun: $(STAMP)
+	$(BIN)/python benchmarks/learning.py --threads 2 --seeds 0 1 dtype=auto grpo_samples=4 num_steps=40 \
+	eval_dataset.num_samples=200 evaluation.samples=0 evaluation.every_n_steps=4 evaluation.stop_at=0.945
 
 # Whether a GPU does what the tests on a CPU promise, and how fast: docs/hardware.md.
 gpu: $(STAMP)

@@ -259,9 +259,9 @@ def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
     return result
 
 
-def run(command: list[Any]) -> struct_rusage:
-    """Run a command on one thread, and return its CPU time and memory use."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def run(command: list[Any], *, threads: int = 1) -> struct_rusage:
+    """Run a command on so many threads, and return its CPU time and memory use."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen([*map(str, command)], stdout=sys.stderr, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -269,10 +269,10 @@ def run(command: list[Any]) -> struct_rusage:
     return usage
 
 
-def tune_run(config: str, folder: Path, keys: list[str]) -> struct_rusage:
-    """Run the recipe, as a user does, on one thread."""
-    recipe = "grpo_full_finetune_single_device"
-    return run([BIN / "tune", "run", recipe, "--config", config, f"output_dir={folder}", *keys])
+def tune_run(config: str, folder: Path, keys: list[str], *, threads: int = 1) -> struct_rusage:
+    """Run the recipe, as a user does."""
+    command = [BIN / "tune", "run", "grpo_full_finetune_single_device", "--config", config]
+    return run([*command, f"output_dir={folder}", *keys], threads=threads)
 
 
 def report(benchmark: str, settings: Namespace | None = None, **results: Any) -> None:

@@ -5,17 +5,19 @@
     python benchmarks/learning.py --vary full optimizer.lr=2e-5
 
 Settings are combined with each other and with the seeds. ``full`` instead of a key trains all
-weights. Every run uses one thread, and keeps its record in a folder of its own below ``--work``,
-so that a second call continues where the first one was stopped.
+weights. Every run keeps its record in a folder of its own below ``--work``, so that a second call
+continues where the first one was stopped.
 
-Prints one JSON line: per run the held-out pass@1 and pass@k of each evaluation, the samples until
-pass@1 reached 0.9, the clipped share of tokens, the findings, and the CPU seconds.
+Prints one JSON line: per run the held-out accuracy of each evaluation with the lower end of its
+95 % interval, pass@1 and pass@k, the samples until pass@1 reached 0.9, the clipped share of tokens,
+the findings, and the seconds that the command took, of the clock and of CPUs.
 """
 
 import argparse
 import json
 import re
 import shutil
+import time
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -38,16 +40,20 @@ def choices(text: str) -> list[list[str]]:
     return [[f"{key}={value}"] for value in values.split(",")]
 
 
-def train(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
+def train(config: str, keys: list[str], folder: Path, *, threads: int) -> dict[str, Any]:
     """Do one run, unless its folder holds it already."""
-    done = folder / "cpu_seconds.json"
+    done = folder / "seconds.json"
     if not done.exists():
         given = [key for key in keys if not key.startswith("#")]
-        usage = tune_run(config, folder, [*given, "saving.adapter_weights_only=True"])
+        given.append("saving.adapter_weights_only=True")
+        began = time.monotonic()
+        usage = tune_run(config, folder, given, threads=threads)
+        seconds = {"seconds": round(time.monotonic() - began)}
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
-        done.write_text(json.dumps(round(usage.ru_utime + usage.ru_stime)))
-    return {"CPU seconds": json.loads(done.read_text())} | curves(RunRecord.read(folder))
+        seconds["CPU seconds"] = round(usage.ru_utime + usage.ru_stime)
+        done.write_text(json.dumps(seconds))
+    return json.loads(done.read_text()) | curves(RunRecord.read(folder))
 
 
 def curves(run: RunRecord) -> dict[str, Any]:
@@ -57,9 +63,10 @@ def curves(run: RunRecord) -> dict[str, Any]:
     metrics = {
         name.removeprefix("eval/"): [round(event[name], 3) for event in run.evaluations]
         for name in run.evaluations[0]
-        if re.fullmatch(r"eval/pass@\d+", name)
+        if re.fullmatch(r"eval/(accuracy(/low)?|pass@\d+)", name)
     }
-    reached = (n for n, value in zip(steps, metrics["pass@1"], strict=True) if value >= GOAL)
+    values = metrics.get("pass@1", metrics["accuracy"])
+    reached = (n for n, value in zip(steps, values, strict=True) if value >= GOAL)
     clipped = [step[name] for step in run.steps for name in CLIPPED if name in step]
     return {
         "steps": steps,
@@ -76,6 +83,7 @@ def main() -> None:
     parser.add_argument("--config", default="smollm2_135M_grpo")
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("/tmp/torchtune-grpo-learning"))
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     args = parser.parse_intermixed_args()
@@ -87,7 +95,7 @@ def main() -> None:
         name = " ".join(part[0] for part in parts if part)
         words = " ".join([args.config, *args.overrides, name])
         folder = args.work / re.sub(r"[^\w.=-]+", "_", words)
-        return {"run": name} | train(args.config, keys, folder)
+        return {"run": name} | train(args.config, keys, folder, threads=args.threads)
 
     report("learning", args, runs=[*map(run, settings)])
 

@@ -5,8 +5,8 @@
 
 Both train LoRA of rank 32 and alpha 64 on all linear layers with a constant rate, 16 prompts and 4
 samples a step, no KL term, in float32 on one thread. TRL's adapters are scored by ``torchtune-grpo
-evaluate``, on the same held-out questions. Prints one JSON line: per seed pass@1 after the given
-steps, and the CPU seconds of the process until then, imports included.
+evaluate``, on the same held-out questions. Prints one JSON line: per seed the scores after the
+given steps, and the CPU seconds of the process until then, imports included.
 """
 
 import argparse
@@ -84,21 +84,23 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
     return seconds
 
 
-def score(adapter: Path) -> float:
-    """Return an adapter's held-out pass@1."""
+def score(adapter: Path, questions: int) -> dict[str, float]:
+    """Return an adapter's held-out pass@1, and its accuracy with the lower end of the interval."""
     output = adapter / "evaluation.json"
-    which = [CONFIG, "--base", f"adapter_dir={adapter}", "--output", output]
-    run([BIN / "torchtune-grpo", "evaluate", *which])
+    which = [CONFIG, "--base", f"adapter_dir={adapter}", f"eval_dataset.num_samples={questions}"]
+    run([BIN / "torchtune-grpo", "evaluate", *which, "--output", output])
     graders = json.loads(output.read_text())["groups"]["all"]["graders"]
-    return round(graders["correctness"]["before"]["eval/pass@1"], 3)
+    found = graders["correctness"]["before"]
+    names = ("pass@1", "accuracy", "accuracy/low")
+    return {name: round(found[f"eval/{name}"], 3) for name in names}
 
 
 def learn(seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return a seed's scores and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = apart(train, seed, args, folder, HF_HUB_OFFLINE="1")
-        scores = {step: score(Path(folder, str(step))) for step in args.steps}
-    return {"seed": seed, "pass@1": scores, "CPU seconds": seconds}
+        scores = {n: score(Path(folder, str(n)), args.questions) for n in args.steps}
+    return {"seed": seed, "after steps": scores, "CPU seconds": seconds}
 
 
 def main() -> None:
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--samples", type=int, default=4, help="in a group")
+    parser.add_argument("--questions", type=int, default=48, help="that are held out")
     parser.add_argument("--rows", type=int, default=16, help="of TRL's micro-batches")
     args = parser.parse_args()
     report("learn_trl", args, runs=[learn(seed, args) for seed in args.seeds])
