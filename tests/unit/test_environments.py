@@ -20,6 +20,7 @@ from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
+from torchtune_grpo.environments.conversations import conversation_metrics
 from torchtune_grpo.environments.environment import (
     Environment,
     environment_rewards,
@@ -345,6 +346,21 @@ def test_forms_of_step(kind, tmp_path):
         tokenizer.decode(rows.completion_ids[0], skip_special_tokens=False)
         == "5<|im_end|>7<|im_end|>"
     )
+
+
+def test_calls_are_counted_where_there_are_tools(tmp_path):
+    prompt = [{"role": "user", "content": "Hi"}]
+    rows, _ = play(
+        hf_tokenizer(str(write_tokenizer(tmp_path, "qwen2_5"))),
+        [[call("echo", message="x") + END, "." + END], ["7" + END]],
+        rows=[{"prompt": prompt, "environment": name, "secret": 7} for name in ("echo", "guess")],
+        objects={"echo": EchoEnv, "guess": GuessTuple},
+    )
+    for talks, called in ((rows.completions, [1]), (rows.completions[1:], [])):
+        found = conversation_metrics(talks)
+        assert found["tools/call_frequency"] == called
+        assert found["tools/failure_frequency"] == [0] * sum(called)
+        assert len(found["environment/turns"]) == len(talks)
 
 
 class Search:

@@ -71,6 +71,7 @@ class Conversation(str):
     environment: Any = None  # what rewards get as one of ``environments``
     reward: float | BaseException | None = None  # the environment's own; None = it has none
     kind: str = ""  # name of the environment that gave the reward
+    has_tools: bool = False
     turns: int = 0
     failed_calls: int = 0
 

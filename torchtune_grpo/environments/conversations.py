@@ -250,6 +250,7 @@ class Conversations:
         conversation = Conversation(text, messages, at.ended)
         conversation.environment, conversation.kind = at.session.environment, at.session.kind.name
         conversation.turns, conversation.failed_calls = at.turns, at.failed_calls
+        conversation.has_tools = not at.session.kind.has_step
         if at.session.kind.has_step and at.ended != "tool_failed":
             conversation.reward = at.reward
         return conversation
@@ -278,11 +279,15 @@ def _are_messages(value: Any) -> bool:
 
 
 def conversation_metrics(completions: Sequence[str]) -> dict[str, list[float]]:
-    """Return the metrics of conversations among completions, a value for each."""
+    """Return the metrics of conversations among completions, a value for each it applies to."""
     talks = [each for each in completions if isinstance(each, Conversation)]
     if not talks:
         return {}
-    called = [sum(len(turn.get("tool_calls", ())) for turn in each.messages) for each in talks]
+    called = [
+        sum(len(turn.get("tool_calls", ())) for turn in each.messages)
+        for each in talks
+        if each.has_tools
+    ]
     failed = sum(each.failed_calls for each in talks)
     return {
         **{f"environment/ended/{stop}": [each.ended == stop for each in talks] for stop in STOPS},
