@@ -76,8 +76,36 @@ def test_results_have_the_tokens_of_trl(model):
     assert ended_otherwise == [ours.stop_tokens[0], *encode(turns)]
 
 
-@pytest.mark.parametrize("role", ["tool", "user"])
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3_2"])
+QWEN_USER = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+LLAMA_USER = (
+    "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+GEMMA_USER = "\n<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "expected"),
+    [
+        ("qwen2_5", "<|im_end|>", QWEN_USER),
+        ("llama3_2", "<|eot_id|>", LLAMA_USER),
+        ("gemma3", "<end_of_turn>", GEMMA_USER),
+    ],
+)
+def test_a_user_message_is_between_turns_as_the_template_writes_it(name, end, expected, tmp_path):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
+    encode, turns = ReplyEncoder(tokenizer, roles=["user"]), [{"role": "user", "content": "c"}]
+    for ended, text in ((True, expected), (False, end + expected)):
+        tokens = encode(turns, ended=ended)
+        assert tokens == tokenizer.encode(text, add_bos=False, add_eos=False)
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [(name, role) for name in ("qwen2_5", "llama3_2") for role in ("tool", "user")]
+    + [("gemma3", "user")],
+)
 def test_special_tokens_in_a_result_are_text(name, role, tmp_path):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
     encode = ReplyEncoder(tokenizer, roles=[role])
