@@ -2,6 +2,8 @@
 
 import math
 import re
+import sys
+from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -113,6 +115,16 @@ def test_a_step_whose_logprobs_differ_ends_the_run(dtype, name, fits, fails, tmp
         engine.check_step({key: fails})
 
 
+ONE_ROW = RolloutRequest(
+    prompts=[[1]],
+    group_size=1,
+    params=SamplingParams(temperature=1.0, max_generated_tokens=2),
+    stop_tokens=[2],
+    keys=torch.tensor([1]),
+    vocab_size=48,
+)
+
+
 class SleepingLLM:
     """Notes when it is put to sleep and woken."""
 
@@ -131,6 +143,24 @@ class SleepingLLM:
         self.notes.append("wake")
 
 
+@pytest.mark.parametrize("available", [True, False])
+def test_sleep_is_asked_for_where_the_platform_has_it(available, tmp_path, monkeypatch):
+    """Asked for elsewhere, vLLM does not start."""
+    folder = str(hf_folder("llama3", tmp_path / "model"))
+    cpu = torch.device("cpu")
+    engine = vllm.VLLMEngine(
+        EngineContext(hf_model(folder), RolloutConfig(), cpu, model_dir=folder)
+    )
+    engine._sleeps = True  # as on CUDA
+    module, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    module.LLM = Mock()
+    platforms.current_platform = Mock(is_sleep_mode_available=lambda: available)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    engine._start(ONE_ROW)
+    assert module.LLM.call_args.kwargs["enable_sleep_mode"] is engine._sleeps is available
+
+
 @pytest.mark.parametrize(("merge", "level"), [("auto", 2), ("never", 1)])
 def test_it_sleeps_between_rollouts_on_cuda(merge, level, tmp_path, monkeypatch):
     """Where the weights themselves come only once, sleep has to keep them."""
@@ -142,20 +172,12 @@ def test_it_sleeps_between_rollouts_on_cuda(merge, level, tmp_path, monkeypatch)
     engine._sleeps, engine._llm, engine._vocab = True, SleepingLLM(notes), 48
     monkeypatch.setattr(engine, "_bring_weights", lambda: notes.append("weights"))
     monkeypatch.setattr(engine, "_compare", lambda *_: None)
-    asked = RolloutRequest(
-        prompts=[[1]],
-        group_size=1,
-        params=SamplingParams(temperature=1.0, max_generated_tokens=2),
-        stop_tokens=[2],
-        keys=torch.tensor([1]),
-        vocab_size=48,
-    )
     monkeypatch.setattr(engine, "_sample", lambda *_: [vllm._Row()])
-    engine.generate(asked)
-    engine.generate(asked)
+    engine.generate(ONE_ROW)
+    engine.generate(ONE_ROW)
     assert notes == ["weights", f"sleep {level}", "wake", "weights", f"sleep {level}"]
     monkeypatch.setattr(engine, "_sample", Mock(side_effect=KeyboardInterrupt))
     for _ in range(2):  # an interrupted rollout leaves it awake
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(asked)
+            engine.generate(ONE_ROW)
     assert notes[5:] == ["wake", "weights", "weights"]

@@ -194,7 +194,9 @@ class VLLMEngine:
                 self._llm.wake_up()
             return
         import vllm
+        from vllm.platforms import current_platform
 
+        self._sleeps = self._sleeps and current_platform.is_sleep_mode_available()
         logging.getLogger("vllm").setLevel(logging.ERROR)
         on_cpu = self._context.device.type == "cpu"
         rows, self._vocab = self._context.settings.max_rows or MAX_ROWS, vocab
