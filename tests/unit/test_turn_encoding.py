@@ -76,23 +76,23 @@ def test_results_have_the_tokens_of_trl(model):
     assert ended_otherwise == [ours.stop_tokens[0], *encode(turns)]
 
 
-QWEN_USER = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-LLAMA_USER = (
-    "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n"
-)
-GEMMA_USER = "\n<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n"
+USER_MESSAGES = {  # the end of a turn, and what stands before the next
+    "qwen2_5": ("<|im_end|>", "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"),
+    "llama3_2": (
+        "<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "gemma3": (
+        "<end_of_turn>",
+        "\n<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "end", "expected"),
-    [
-        ("qwen2_5", "<|im_end|>", QWEN_USER),
-        ("llama3_2", "<|eot_id|>", LLAMA_USER),
-        ("gemma3", "<end_of_turn>", GEMMA_USER),
-    ],
-)
-def test_a_user_message_is_between_turns_as_the_template_writes_it(name, end, expected, tmp_path):
+@pytest.mark.parametrize("name", USER_MESSAGES)
+def test_a_user_message_is_between_turns_as_the_template_writes_it(name, tmp_path):
+    end, expected = USER_MESSAGES[name]
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
     encode, turns = ReplyEncoder(tokenizer, roles=["user"]), [{"role": "user", "content": "c"}]
     for ended, text in ((True, expected), (False, end + expected)):
