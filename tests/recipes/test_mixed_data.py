@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import RECIPE, run, tune
+from runs import RECIPE, run, run_ranks, tune, untimed, weights
 from safetensors.torch import load_file
 
 from torchtune_grpo.monitor.record import read
@@ -105,6 +105,26 @@ def test_a_resumed_run_ends_in_the_same_weights_and_refuses_other_rows(folder):
     refused = tune(*command, cwd=folder, check=False)
     file.write_bytes(rows)
     assert "dataset.datasets.talks.source=talks.jsonl.gz (sha256 " in refused.err and refused.code
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_the_prompts_of_one_and_resume_to_the_bit(folder):
+    """Each has half of the batch, and the turns that the data sets take are those of the whole."""
+    command = ["--config", "mixed.yaml", "output_dir=ranks", "batch_size=2"]
+    run_ranks(*command, ranks=2, cwd=folder)
+    one, both = (
+        [step["prompts"]["prompt_index"] for step in read(folder / name, "step")]
+        for name in ("out", "ranks")
+    )
+    assert both == one and [sum(row < 40 for row in rows) for rows in both] == [3] * 3
+    whole, seen = (
+        weights((folder / "ranks/step_000003").rename(folder / "ranks_once")),
+        untimed(folder / "ranks"),
+    )
+    run_ranks(*command, "resume_from_checkpoint=True", ranks=2, cwd=folder)
+    again = weights(folder / "ranks/step_000003")
+    assert whole.keys() == again.keys() and all(whole[n].equal(again[n]) for n in whole)
+    assert untimed(folder / "ranks") == seen  # with the data sets' pass rates
 
 
 def test_an_evaluation_tells_the_data_sets_apart(folder):
