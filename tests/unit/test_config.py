@@ -59,7 +59,7 @@ BAD = [
     ("temperature=0", "temperature=0", "greater than or equal to 0.000001"),
     ("temperature=.nan", "temperature=", "finite"),
     ("device=gpu", "device='gpu'", "give cpu or cuda"),
-    ("dtype=fp16", "dtype='fp16'", "'bf16' or 'fp32'"),
+    ("dtype=fp16", "dtype='fp16'", "'bf16', 'fp32' or 'auto'"),
     ("sampling.stop_strings=['']", "sampling.stop_strings.0=''", "at least 1 character"),
     ("sampling.min_new_tokens=600", "min_new_tokens=600", "512"),
     ("evaluation.keep_best=accuracy", "evaluation.keep_best='accuracy'", "eval/"),
