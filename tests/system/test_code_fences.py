@@ -533,7 +533,7 @@ def test_a_disk_that_others_fill_is_not_the_completions_fault(tmp_path, monkeypa
 def test_which_files_are_in_memory_tells_nothing(sandbox):
     """A page of Python's library that was not in memory is, when a sandbox has started, or what a
     completion reads is a copy in memory."""
-    path = Path(os.__file__).with_name("sndhdr.py")
+    path = Path(os.__file__).with_name("poplib.py")
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert resident(path) == 0
