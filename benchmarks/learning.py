@@ -48,11 +48,10 @@ def train(config: str, keys: list[str], folder: Path, *, threads: int) -> dict[s
         given.append("saving.adapter_weights_only=True")
         began = time.monotonic()
         usage = tune_run(config, folder, given, threads=threads)
-        seconds = {"seconds": round(time.monotonic() - began)}
+        took = {"seconds": time.monotonic() - began, "CPU seconds": usage.ru_utime + usage.ru_stime}
+        done.write_text(json.dumps({name: round(value) for name, value in took.items()}))
         for checkpoint in folder.glob("step_*"):
             shutil.rmtree(checkpoint)
-        seconds["CPU seconds"] = round(usage.ru_utime + usage.ru_stime)
-        done.write_text(json.dumps(seconds))
     return json.loads(done.read_text()) | curves(RunRecord.read(folder))
 
 
