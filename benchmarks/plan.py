@@ -14,12 +14,15 @@ above that of all that the plan sampled by 0.1 or more.
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import BIN, report, run, tune_run
+from common import BIN, report, tune_run
 
 from torchtune_grpo.monitor.record import read_metrics
 
@@ -56,7 +59,9 @@ def compare(config: str, keys: list[str], folder: Path) -> dict[str, Any]:
     keys = [*keys, *COMMON, f"num_steps={STEPS}"]
     if not (folder / "plan.json").exists():
         command = [BIN / "torchtune-grpo", "plan", "--config", config, f"output_dir={folder}"]
-        run([*command, *keys])
+        subprocess.run(
+            [*command, *keys], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr
+        )
     plan = json.loads((folder / "plan.json").read_text())
     if len(read_metrics(folder)) < STEPS:
         tune_run(config, folder, keys)
