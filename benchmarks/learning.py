@@ -9,8 +9,8 @@ weights. Every run keeps its record in a folder of its own below ``--work``, so 
 continues where the first one was stopped.
 
 Prints one JSON line: per run the held-out accuracy of each evaluation with the lower end of its
-95 % interval, pass@1 and pass@k, the samples until pass@1 reached 0.9, the clipped share of tokens,
-the findings, and the seconds that the command took, of the clock and of CPUs.
+95 % interval, pass@1 and pass@k, the clipped share of tokens, the findings, and the seconds that
+the command took, of the clock and of CPUs.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from common import report, tune_run
 
 from torchtune_grpo.monitor.record import RunRecord
 
-GOAL = 0.9  # pass@1 to reach
 CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 FULL = "model=torchtune_grpo.models.hf_model"
 
@@ -44,8 +43,7 @@ def train(config: str, keys: list[str], folder: Path, *, threads: int) -> dict[s
     """Do one run, unless its folder holds it already."""
     done = folder / "seconds.json"
     if not done.exists():
-        given = [key for key in keys if not key.startswith("#")]
-        given.append("saving.adapter_weights_only=True")
+        given = [*(k for k in keys if not k.startswith("#")), "saving.adapter_weights_only=True"]
         began = time.monotonic()
         usage = tune_run(config, folder, given, threads=threads)
         took = {"seconds": time.monotonic() - began, "CPU seconds": usage.ru_utime + usage.ru_stime}
@@ -57,20 +55,15 @@ def train(config: str, keys: list[str], folder: Path, *, threads: int) -> dict[s
 
 def curves(run: RunRecord) -> dict[str, Any]:
     """Return what a record says about learning."""
-    samples = run.config["batch_size"] * run.config["grpo_samples"]
-    steps = [event["step"] for event in run.evaluations]
     metrics = {
         name.removeprefix("eval/"): [round(event[name], 3) for event in run.evaluations]
         for name in run.evaluations[0]
         if re.fullmatch(r"eval/(accuracy(/low)?|pass@\d+)", name)
     }
-    values = metrics.get("pass@1", metrics["accuracy"])
-    reached = (n for n, value in zip(steps, values, strict=True) if value >= GOAL)
     clipped = [step[name] for step in run.steps for name in CLIPPED if name in step]
     return {
-        "steps": steps,
+        "steps": [event["step"] for event in run.evaluations],
         **metrics,
-        f"samples to {GOAL}": samples * step if (step := next(reached, None)) else None,
         "clipped": round(mean(clipped or [0.0]), 4),
         "findings": [event["name"] for event in run.findings if event["event"] == "begins"],
     }

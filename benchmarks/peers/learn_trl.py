@@ -91,8 +91,7 @@ def score(adapter: Path, questions: int) -> dict[str, float]:
     run([BIN / "torchtune-grpo", "evaluate", *which, "--output", output])
     graders = json.loads(output.read_text())["groups"]["all"]["graders"]
     found = graders["correctness"]["before"]
-    names = ("pass@1", "accuracy", "accuracy/low")
-    return {name: round(found[f"eval/{name}"], 3) for name in names}
+    return {n: round(found[f"eval/{n}"], 3) for n in ("pass@1", "accuracy", "accuracy/low")}
 
 
 def learn(seed: int, args: argparse.Namespace) -> dict[str, Any]:
