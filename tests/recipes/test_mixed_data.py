@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import RECIPE, run, run_ranks, tune, untimed, weights
+from runs import RECIPE, distance, run, run_ranks, tune, untimed, weights
 from safetensors.torch import load_file
 
 from torchtune_grpo.monitor.record import read
@@ -124,6 +124,7 @@ def test_two_ranks_draw_the_prompts_of_one_and_resume_to_the_bit(folder):
     run_ranks(*command, "resume_from_checkpoint=True", ranks=2, cwd=folder)
     again = weights(folder / "ranks/step_000003")
     assert whole.keys() == again.keys() and all(whole[n].equal(again[n]) for n in whole)
+    assert distance(whole, weights(folder / "ranks/step_000002")) > 0
     assert untimed(folder / "ranks") == seen  # with the data sets' pass rates
 
 
