@@ -52,7 +52,12 @@ from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rewards.workers import MAX_WORKERS
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import check_engine, make_engine
-from torchtune_grpo.rollout.request import EngineContext, ForeignEngine, RolloutEngine
+from torchtune_grpo.rollout.request import (
+    EngineContext,
+    ForeignEngine,
+    RolloutEngine,
+    answer_at_limit,
+)
 from torchtune_grpo.training.checks import check_model, check_prompts, check_teacher
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
@@ -185,6 +190,7 @@ class Run:
     def _check_prompts(self, key: str, items: Sequence[Item]) -> dict[int, str | None]:
         prompts = [item["tokens"] for item in items]
         check_prompts(self.cfg, key, prompts, model=self.empty_model)
+        answer_at_limit(self.cfg.sampling_params, self.tokenizer)
         if key == "dataset":
             self._longest_prompt = max(self._longest_prompt, *map(len, prompts))
         return {}

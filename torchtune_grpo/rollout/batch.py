@@ -23,7 +23,7 @@ from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
 from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
-from torchtune_grpo.rollout.request import Progress, RolloutRequest
+from torchtune_grpo.rollout.request import Progress, RolloutRequest, Turns
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
 from torchtune_grpo.trajectory import Samples, length_mask
 
@@ -103,6 +103,8 @@ class GroupRollout:
 
     def _room(self, row: Row) -> int:
         """Return how many more tokens a row may sample."""
+        if self._request.at_limit and row.given:  # it goes on behind its limit
+            return self._request.max_row_tokens - row.count
         sampled, most = row.count - row.given, self._request.params.max_generated_tokens
         return min(most - sampled, self._request.max_row_tokens - row.count)
 
@@ -142,9 +144,21 @@ class GroupRollout:
                 ended.append(row)
         if self._request.turns is not None:
             self._paused |= {row.number: row for row in ended if row.ended}
+        if self._request.at_limit is not None:
+            self._paused |= {row.number: row for row in ended if self._goes_on(row)}
         self._free([row for row in ended if row.number not in self._paused])
         self.live = [row for row in self.live if row not in ended]
         return ended
+
+    def _goes_on(self, row: Row) -> bool:
+        """Ask what a row that is at its limit for the first time goes on with, if with anything."""
+        if row.ended or row.given:
+            return False
+        assert self._request.at_limit is not None
+        tokens = self.transcript.tokens[row.number, : row.count].tolist()
+        row.response = [*tokens, *self._request.at_limit(tokens)]
+        assert len(row.response) < self._request.max_row_tokens or not row.is_answered
+        return row.is_answered
 
     def _free(self, rows: Sequence[Row]) -> None:
         """Free the slots of rows that are over, and those of prompts whose last ones they are."""
@@ -159,9 +173,16 @@ class GroupRollout:
 
     def _next_turns(self, ended: Sequence[Row], is_idle: bool) -> list[Row]:
         """Ask for replies to rows whose turns have ended; return answered rows for free places."""
-        turns = self._request.turns
-        if turns is None or not self._paused:
-            return []
+        if self._request.turns is not None and self._paused:
+            self._ask(self._request.turns, ended, is_idle)
+        answered = [row for row in self._paused.values() if row.is_answered]
+        answered = answered[: self._max_rows - len(self.live)]
+        for row in answered:
+            del self._paused[row.number]
+        return answered
+
+    def _ask(self, turns: Turns, ended: Sequence[Row], is_idle: bool) -> None:
+        """Ask about rows whose turns have ended, take the replies, and free rows without one."""
         for row in ended:
             row.response = self.transcript.tokens[row.number, : row.count].tolist()
             turns.end_turn(row.number, row.response, sampled=row.count - row.given)
@@ -174,11 +195,6 @@ class GroupRollout:
                 row.response = [*row.response, *reply]
                 fits = self._room(row) and len(row.response) < self._request.max_row_tokens
                 assert fits, "a reply leaves at least one token to sample"
-        answered = [row for row in self._paused.values() if row.is_answered]
-        answered = answered[: self._max_rows - len(self.live)]
-        for row in answered:
-            del self._paused[row.number]
-        return answered
 
     def _next_rows(self, places: int) -> list[Row]:
         """Give slots to waiting rows, and prefill prompts that are not in the cache yet."""

@@ -202,6 +202,8 @@ def check_prompts(
     response = cfg.max_response_tokens
     limited = "environment.max_response_tokens"
     limited = limited if response != cfg.max_generated_tokens else "max_generated_tokens"
+    if cfg.sampling.forced_answer.text:
+        limited = "max_generated_tokens + sampling.forced_answer.max_tokens"
     if longest + response > context:
         shorter = f"{key}.max_prompt_tokens" if key.endswith("dataset") else "shorten the prompt"
         raise ValueError(
