@@ -53,6 +53,7 @@ CASES = {
     "filters": ("llama", {"temperature": 1.4, "top_k": 20, "top_p": 0.9}),
     "long": ("qwen", {"max_generated_tokens": GroupCache.BLOCK - 5}),
     "first": ("qwen", {"max_generated_tokens": 1}),
+    "once": ("llama", {"forced_answer": FORCED.replace(unless="-")}),
     "last": ("llama", {"forced_answer": FORCED.replace(max_tokens=len(GIVEN) + 1)}),
 }
 
@@ -82,7 +83,7 @@ def plain(model, prompts, params: SamplingParams) -> list[tuple]:
             if tokens[-1] in STOPS or strings and strings.end(tokens[begin:], start=start):
                 truncated = False
                 break
-            if len(tokens) == limit and MARK not in text_of(tokens):
+            if len(tokens) == limit and params.forced_answer.unless not in text_of(tokens):
                 tokens, kept = tokens + GIVEN, kept + [(False, 0.0, 0.0)] * len(GIVEN)
                 begin = len(tokens)
         rows.append((tokens, kept, truncated))
