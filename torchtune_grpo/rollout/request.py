@@ -84,9 +84,9 @@ class RolloutRequest:
     ``params.max_generated_tokens`` bounds the tokens that a row samples, over all of its turns, and
     ``row_limit`` all of its response's tokens; None is the same bound. Without ``turns`` a response
     is one turn. ``params.min_new_tokens`` counts from the response's beginning.
-    ``at_limit`` is called with a response of one turn that has sampled as many without an end, and
-    returns the tokens that it goes on with, up to ``row_limit``; none cut it off. They count as a
-    reply.
+    ``at_limit`` is called, without ``turns``, with a response that has sampled
+    ``max_generated_tokens`` and has not ended. It returns the tokens with which it goes on, like a
+    reply, up to ``row_limit``; none cut it off.
     """
 
     prompts: Sequence[Sequence[int]]  # none of them empty
