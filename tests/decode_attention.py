@@ -18,6 +18,7 @@ def decode_attention(
     last: Tensor,
     positions: Tensor,
     table: Tensor | None,
+    window: int | None,
 ) -> Tensor:
     """Attention over each row's prompt, response and new token, which it rotates and caches."""
     kv, half = rows.shape[2], heads.shape[2] // 2
@@ -30,7 +31,12 @@ def decode_attention(
     cached = [prompts[:, prompt_slots], rows[:, slots]]
     keys, values = torch.cat(cached, dim=3)  # [n, kv, P + C, hd]
     seen = [length_mask(prompt_lengths, prompts.shape[3]), length_mask(last + 1, rows.shape[3])]
-    mask = torch.cat(seen, dim=1)[:, None, None]  # [n, 1, 1, P + C]
+    mask = torch.cat(seen, dim=1)  # [n, P + C]
+    if window is not None:  # positions - window + 1 to positions
+        of_prompt = torch.arange(prompts.shape[3]).expand(len(last), -1)
+        of_row = prompt_lengths[:, None] + torch.arange(rows.shape[3])
+        mask &= torch.cat([of_prompt, of_row], dim=1) > positions[:, None] - window
+    mask = mask[:, None, None]
     attend = F.scaled_dot_product_attention
     return attend(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=True).flatten(1)
 

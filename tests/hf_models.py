@@ -41,7 +41,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama_biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_attention_heads=2)),
     "mistral": ("mistral", dict(sliding_window=None, head_dim=20)),
-    "mistral_window": ("mistral", dict(sliding_window=64)),
+    "mistral_window": ("mistral", dict(sliding_window=8)),
+    "ministral": (
+        "ministral",
+        dict(head_dim=16, sliding_window=8, layer_types=["full_attention", "sliding_attention"]),
+    ),
     "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen2_untied": ("qwen2", dict()),
     "qwen3": ("qwen3", dict(tie_word_embeddings=True, head_dim=16)),
@@ -57,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", dict()),
     "olmo3": (
         "olmo3",
-        dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
+        dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     ),
     "granite": (
         "granite",
@@ -80,7 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=_YARN_ROPE | dict(llama_4_scaling_beta=0.1),
         ),
     ),
-    "phi3": ("phi3", dict(sliding_window=64)),
+    "phi3": ("phi3", dict(sliding_window=8)),
     "phi3_longrope": (
         "phi3",
         dict(
@@ -101,11 +105,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": (
         "starcoder2",
         dict(residual_dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
-        | dict(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, sliding_window=64),
+        | dict(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, sliding_window=8),
     ),
     "gemma3": (
         "gemma3_text",
-        dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=64, tie_word_embeddings=True)
+        dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=8, tie_word_embeddings=True)
         | dict(
             layer_types=["sliding_attention", "full_attention"],
             rope_parameters={

@@ -35,8 +35,17 @@ LORA = dict(
     lora_rank=4,
     lora_alpha=8,
 )
+
+
+def with_window(model: TransformerDecoder) -> TransformerDecoder:
+    """Let the first layer see only four tokens."""
+    model.layers[0].attn.window = 4
+    return model
+
+
 BUILDERS = {
     "llama": lambda: llama3_2(**SHAPE),
+    "window": lambda: with_window(llama3_2(**SHAPE)),
     "untied": lambda: llama3_2(**SHAPE, tie_word_embeddings=False),
     "qwen": lambda: qwen2(**SHAPE, tie_word_embeddings=True),
     "lora": lambda: lora_llama3_2(**LORA, **SHAPE),
@@ -49,7 +58,8 @@ BUILDERS = {
     "phi3": lambda: phi3(**SHAPE),
     "gemma": lambda: gemma(**SHAPE, head_dim=16),
 }
-KINDS = ("llama", "untied", "qwen", "lora", "dora", "lora_output")  # that differ in the update
+# Those that differ in the update
+KINDS = ("llama", "window", "untied", "qwen", "lora", "dora", "lora_output")
 
 
 @torch.no_grad()

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint, saving_config
+from common import rows_of
+from decode_attention import decode_attention  # noqa: F401
 from hf_models import MODELS, VOCAB, hf_folder
 from peft import PeftModel
 from policies import LORA, response_rows
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import lora_qwen2
 from trajectories import make_groups
@@ -32,6 +35,8 @@ from torchtune_grpo.rollout.sampling import row_keys
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 
+WINDOWED = ["gemma3", "mistral_window", "olmo3"]
+QWEN_WINDOW = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
 TOKENS = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
 
 
@@ -99,6 +104,7 @@ def hub(name, **adapters):
 SAVED = {
     "llama3": hub("llama3", **DORA),
     "llama_biases": hub("llama_biases", apply_lora_to_output=True),
+    "mistral_window": hub("mistral_window"),
     "mistral": hub("mistral", lora_attn_modules=["q_proj", "v_proj"], apply_lora_to_mlp=False),
     "qwen2": hub("qwen2", **DORA),  # with biases
     "qwen3": hub("qwen3"),
@@ -171,17 +177,17 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
         RolloutConfig(engine="torchtune"),
     ):
         engine = make_engine(EngineContext(model, settings, torch.device("cpu")))
-        rows = engine.generate(greedy_request(prompts)).responses
+        rows = engine.generate(request(prompts, temperature=0.0)).responses
         assert torch.equal(rows, torch.stack(said).repeat_interleave(2, dim=0))
 
 
-def greedy_request(prompts):
+def request(prompts, *, temperature):
     keys = row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=2)
-    params = SamplingParams(max_generated_tokens=12, temperature=0.0)
+    params = SamplingParams(max_generated_tokens=12, temperature=temperature)
     return RolloutRequest(prompts=prompts, group_size=2, params=params, stop_tokens=(), keys=keys)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "olmo2", "granite", "nemotron", "phi3"])
+@pytest.mark.parametrize("name", ["qwen2", *WINDOWED, "olmo2", "granite", "nemotron", "phi3"])
 def test_packed_rows_train_like_single_ones(tmp_path, name):
     """Values and gradients of a group that shares its prompt, against each row's full logits."""
     model = load(hf_folder(name, tmp_path / name), lora_hf_model, lora_rank=4)
@@ -194,6 +200,31 @@ def test_packed_rows_train_like_single_ones(tmp_path, name):
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = [torch.autograd.grad(values.sum(), trained) for values in (logprobs, expected)]
     torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("has_kernel", [False, True])
+@torch.no_grad()
+def test_log_probs_beyond_a_window_are_transformers_in_rollout_and_training(
+    tmp_path, name, has_kernel
+):
+    folder = hf_folder(name, tmp_path)
+    model = load(folder)
+    engine = make_engine(EngineContext(model, RolloutConfig(max_rows=3), torch.device("cpu")))
+    engine._ready()[0].has_kernel = has_kernel
+    prompts = [TOKENS[0, :7], TOKENS[1, :19]]
+    samples = engine.generate(request([p.tolist() for p in prompts], temperature=1.0))
+    lengths = torch.tensor([7, 7, 19, 19])
+    rows = [torch.cat([prompts[n // 2], said]) for n, said in enumerate(samples.responses)]
+    trajectory = rows_of(pad_sequence(rows, batch_first=True), lengths, samples.lengths)
+    (part,) = micro_batches(trajectory, group_size=2, pack=True, rows=4)
+    trained, _ = response_logprobs(model, part.layout, temperature=1.0)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for row, n in enumerate(lengths):
+        said = theirs(rows[row][None]).logits[0, n - 1 : -1].log_softmax(-1)
+        expected = said.gather(1, rows[row][n:, None])[:, 0]
+        for got in (samples.sampler_logprobs, trained):
+            torch.testing.assert_close(got[row], expected, atol=1e-4, rtol=1e-4)
 
 
 REFUSED = {
@@ -219,8 +250,25 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, key):
         hf_model(str(tmp_path))
 
 
-def test_a_sliding_window_is_the_context(tmp_path):
-    assert hf_model(str(hf_folder("mistral_window", tmp_path))).max_seq_len == 64
+@pytest.mark.parametrize(
+    "name, changes, windows",
+    [
+        ("mistral_window", dict(layer_types=["full_attention", "sliding_attention"]), [None, 8]),
+        ("phi3", dict(layer_types=["full_attention", "sliding_attention"]), [8, 8]),
+        ("gemma3", dict(), [8, None]),
+        ("qwen3", dict(sliding_window=8), [None, None]),
+        ("qwen3", QWEN_WINDOW, [None, 8]),
+        ("llama3", dict(sliding_window=8), [None, None]),
+    ],
+)
+@torch.no_grad()
+def test_layers_have_the_windows_that_transformers_reads(tmp_path, name, changes, windows):
+    """Keys that it keeps in the config, but does not read for this model, mean nothing."""
+    folder = hf_folder(name, tmp_path, **changes)
+    model = load(folder)
+    assert model.max_seq_len == 512 and [each.attn.window for each in model.layers] == windows
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"

@@ -29,7 +29,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import DistributedConfig, RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine import parallel, segments
 from torchtune_grpo.machine.segments import (
     Segments,
     float32_product,
@@ -75,7 +75,12 @@ def scored_rows(*, rows: int) -> MiniBatch:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, rows",
-    [*((kind, GROUP) for kind in (*KINDS, "qlora")), ("lora", 2 * GROUP), ("lora", 1)],
+    [
+        *((kind, GROUP) for kind in (*KINDS, "qlora")),
+        ("lora", 2 * GROUP),
+        ("lora", 1),
+        ("window", 1),
+    ],
 )
 def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     model, batch = policy(kind), scored_rows(rows=rows)
@@ -247,7 +252,13 @@ def tree(prompt: int, *responses: int) -> list[list[range]]:
 
 
 @pytest.mark.parametrize("dtype, dropout", [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
-def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(dtype, dropout, monkeypatch):
+@pytest.mark.parametrize(
+    "window, shapes",
+    [(None, [(3, 8), (4, 9)]), (3, [(5, 5), (3, 5), (4, 6)]), (5, [(3, 7), (4, 8)])],
+)
+def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(
+    dtype, dropout, window, shapes, monkeypatch
+):
     parts = tree(5, 3, 0, 1, 4)
     stock, masks = F.scaled_dot_product_attention, []
 
@@ -259,12 +270,29 @@ def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(dtype, dropout,
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     with fake_cuda():
         inputs = [torch.empty(13, heads, 16, dtype=dtype, device=CUDA) for heads in (4, 2, 2)]
-        varlen_attention(*inputs, Segments.from_ranges(parts, device=CUDA), dropout=dropout)
+        there = Segments.from_ranges(parts, device=CUDA)
+        varlen_attention(*inputs, there, window=window, dropout=dropout)
     masks = [mask for mask in masks if mask is not None]
-    assert [tuple(mask.shape) for mask in masks] == [(3, 8), (4, 9)]
+    assert [tuple(mask.shape) for mask in masks] == shapes
     for mask in masks:
         assert mask.storage_offset() == 0
         assert mask.stride(-1) == 1 and mask.stride(0) % 8 == 0
+
+
+@pytest.mark.parametrize("window, before", [(None, -1), (4, 3)])
+def test_flash_attention_counts_the_tokens_before_a_query(window, before, monkeypatch):
+    asked = []
+
+    def varlen_attn(q, *others, window_size):
+        asked.append(window_size)
+        return q
+
+    monkeypatch.setattr(segments, "_varlen_attn", lambda: (varlen_attn, False))
+    with fake_cuda():
+        q, k, v = (torch.empty(13, 4, 16, dtype=torch.bfloat16, device=CUDA) for _ in range(3))
+        parts = Segments.from_ranges(tree(5, 3, 5), device=CUDA)
+        varlen_attention(q, k, v, parts, window=window)
+    assert asked == [(before, 0)]
 
 
 GPU = [
@@ -303,7 +331,8 @@ def test_float32_product_is_not_rounded_to_bf16(device, atol, rtol, into):
 
 
 @pytest.mark.parametrize("kv_heads", [pytest.param(n, marks=GPU) for n in (8, 2, 1)])
-def test_varlen_attention_is_its_twin_forward_and_backward(kv_heads):
+@pytest.mark.parametrize("window", [None, 40, 1])
+def test_varlen_attention_is_its_twin_forward_and_backward(kv_heads, window):
     """A prompt, and responses to it: of one token, of none, and of lengths that no tile has."""
     parts = tree(37, 5, 1, 0, 130, 64)
     *inputs, probe = [
@@ -314,7 +343,8 @@ def test_varlen_attention_is_its_twin_forward_and_backward(kv_heads):
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         given = [x.to(device, dtype).requires_grad_() for x in inputs]
         assert has_varlen_kernel(given[0]) == (device == "cuda")
-        out = varlen_attention(*given, Segments.from_ranges(parts, device=torch.device(device)))
+        there = Segments.from_ranges(parts, device=torch.device(device))
+        out = varlen_attention(*given, there, window=window)
         gradients = torch.autograd.grad(out, given, probe.to(device, dtype))
         results[device] = [x.float().cpu() for x in (out, *gradients)]
     # bf16 has 8 bits: a relative error of 0.4% in each factor of sums of about unit variance.

@@ -32,6 +32,7 @@ ATOL = {torch.float32: 1e-6, torch.float16: 1e-3}  # half a unit of results up t
 PROMPT_LENGTHS, LAST, PROMPT_SLOTS = [300, 17, 17, 128, 0], [0, 149, 64, 1, 100], [0, 2, 2, 1, 0]
 SLOTS = [5, 0, 7, 2, 6]  # the others are of rows that pause
 POSITIONS = [300, 166, 81, 129, 100]
+WINDOWS = [None, 100, 1]  # 100 begins within two prompts, two responses, and before all of a row
 
 
 # A process of its own: Triton decides for its interpreter when it is imported.
@@ -47,8 +48,8 @@ torch.save({name: (launch(*args), args[2]) for name, args in cases.items()}, sys
 def interpreted(tmp_path_factory) -> dict:
     """The result of each case, and the rows' cache after it, by Triton's interpreter."""
     file = tmp_path_factory.mktemp("interpreted") / "cases.pt"
-    cases = product(HEADS, ATOL, (False, True))
-    torch.save({(h, d, t): given(*h, dtype=d, turns=t) for h, d, t in cases}, file)
+    cases = product(HEADS, ATOL, (False, True), WINDOWS)
+    torch.save({(h, d, *o): given(*h, d, *o) for h, d, *o in cases}, file)
     env = os.environ | {"TRITON_INTERPRET": "1"}
     path = Path(attention.__file__).with_name("kernel.py")  # alone: its package takes seconds
     subprocess.run([sys.executable, "-c", INTERPRETED, file, path], env=env, check=True)
@@ -56,7 +57,14 @@ def interpreted(tmp_path_factory) -> dict:
 
 
 def given(
-    kv_heads: int, group: int, size: int, *, dtype: torch.dtype, turns: bool, device: str = "cpu"
+    kv_heads: int,
+    group: int,
+    size: int,
+    dtype: torch.dtype,
+    turns: bool,
+    window: int | None,
+    *,
+    device: str = "cpu",
 ) -> list:
     """Arguments with NaN after each cached length; the heads are a slice of a wider tensor."""
     generator = torch.Generator().manual_seed(0)
@@ -78,14 +86,15 @@ def given(
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)[:, :, None]
     tensors = [x.to(device, dtype) for x in (new, prompts, rows, table)]
-    return [*tensors[:3], *layout, tensors[3] if turns else None]
+    return [*tensors[:3], *layout, tensors[3] if turns else None, window]
 
 
 def assert_right(out, rows, args, *, atol: float) -> None:
     """Compare the output and the cache with the reference in float64."""
-    tensors = [x if x is None else x.cpu() for x in args]
+    tensors = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
     wide = [
-        x.double().nan_to_num() if x is not None and x.is_floating_point() else x for x in tensors
+        x.double().nan_to_num() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in tensors
     ]
     torch.testing.assert_close(out.cpu().double(), decode_attention(*wide), atol=atol, rtol=0)
     torch.testing.assert_close(rows.cpu().double().nan_to_num(), wide[2], atol=atol, rtol=0)
@@ -94,29 +103,37 @@ def assert_right(out, rows, args, *, atol: float) -> None:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", ATOL, ids=str)
 @pytest.mark.parametrize("turns", [False, True], ids=["as_given", "rotated"])
-def test_it_is_attention_over_prompt_and_response(interpreted, heads, dtype, turns):
-    args = given(*heads, dtype=dtype, turns=turns)
-    assert_right(*interpreted[heads, dtype, turns], args, atol=ATOL[dtype])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_it_is_attention_over_prompt_and_response(interpreted, heads, dtype, turns, window):
+    args = given(*heads, dtype, turns, window)
+    assert_right(*interpreted[heads, dtype, turns, window], args, atol=ATOL[dtype])
 
 
 @pytest.mark.parametrize("heads", [pytest.param(heads, marks=GPU) for heads in HEADS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turns", [False, True], ids=["as_given", "rotated"])
-def test_a_gpu_computes_the_same(heads, dtype, turns):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_gpu_computes_the_same(heads, dtype, turns, window):
     kv_heads, group, size = heads
     shape = CacheShape(1, kv_heads, size, dtype, torch.device("cuda"))
     assert kernel_runs(shape, heads=kv_heads * group)
-    args = given(*heads, dtype=dtype, turns=turns, device="cuda")
+    args = given(*heads, dtype, turns, window, device="cuda")
     rows = args[2].clone()
     out = attention._decode_attention(*args[:2], rows, *args[3:])
     assert_right(out, rows, args, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "size", "group"),
-    [(80, "bf16", 64, 4), (86, "bf16", 256, 8), (90, "fp32", 128, 1), (120, "bf16", 64, 4)],
+    ("capability", "dtype", "size", "group", "window"),
+    [
+        (80, "bf16", 64, 4, False),
+        (86, "bf16", 256, 8, False),
+        (86, "bf16", 256, 8, True),
+        (90, "fp32", 128, 1, False),
+        (120, "bf16", 64, 4, False),
+    ],
 )
-def test_it_compiles_for_every_card_since_ampere(capability, dtype, size, group):
+def test_it_compiles_for_every_card_since_ampere(capability, dtype, size, group, window):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -125,6 +142,7 @@ def test_it_compiles_for_every_card_since_ampere(capability, dtype, size, group)
     names = kernel._kernel.arg_names
     itemsize = {"bf16": 2, "fp32": 4}[dtype]
     constants = kernel.constants(4, group=group, head_dim=size, itemsize=itemsize)
+    constants |= {} if window else {"window": None}
     kinds = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     kinds |= dict.fromkeys(("out", "heads", "prompts", "rows", "table"), f"*{dtype}")
     kinds |= dict.fromkeys(

@@ -144,7 +144,7 @@ def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
 
 
 def test_other_attention_is_refused():
-    """Gemma 2's sliding window would count the positions of the packed row."""
+    """The window of torchtune's Gemma 2 would count the positions of the packed row."""
     cfg = load_config("llama3_2_1B_full_grpo")
     model = {"_component_": "torchtune.models.gemma2._component_builders.gemma2"}
     cfg.model = model | SHAPE | {"head_dim": 16}

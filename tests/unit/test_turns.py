@@ -129,6 +129,7 @@ def plain(model, asked: RolloutRequest) -> tuple[Samples, list[tuple]]:
 
 CASES = {
     "plain": ("qwen", {}),
+    "window": ("window", {}),
     "greedy": ("lora", {"temperature": 0.0}),
     "strings": ("dora", {"stops": (7,), "stop_strings": ("ca", "bf", "nb"), "decode": text_of}),
     "penalty": ("llama", {"repetition_penalty": 1.5, "min_new_tokens": 6}),

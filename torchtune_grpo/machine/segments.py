@@ -78,10 +78,17 @@ def fill_parts(items: Iterable[T], *, size: Callable[[T], int], room: int) -> li
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attend causally in each segment; its last query sees all of its keys.
 
+    With a ``window`` each query sees only so many keys, the last one its own.
     q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. On GPUs since Ampere one
     kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, each takes a call.
     """
@@ -93,8 +100,9 @@ def varlen_attention(
             k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
         longest = max(segments.queries), max(segments.keys)
         ends = segments.query_ends, segments.key_ends
-        return call(q, k, v, *ends, *longest, window_size=(-1, 0), **options)
-    return _part_by_part(q, k, v, segments, dropout=dropout)
+        before = -1 if window is None else window - 1  # keys before a query's own; -1: all
+        return call(q, k, v, *ends, *longest, window_size=(before, 0), **options)
+    return _part_by_part(q, k, v, segments, window=window, dropout=dropout)
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
@@ -125,18 +133,25 @@ def _varlen_attn() -> tuple[Any, bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _part_by_part(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float) -> Tensor:
+def _part_by_part(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, window: int | None, dropout: float
+) -> Tensor:
     out = []
     # cuDNN takes up to a second to plan each new shape, and here nearly all are new.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
         parts = (_split(q, segments.queries), *(_split(x, segments.keys) for x in (k, v)))
         for q_i, k_i, v_i in zip(*parts, strict=True):
             n, m = q_i.shape[2], k_i.shape[2]
+            if window is not None and m >= n + window:
+                m = n + window - 1  # that some query sees
+                k_i, v_i = (x[:, :, -m:] for x in (k_i, v_i))
             k_i, v_i = (_for_each_head(x, q.shape[1]) for x in (k_i, v_i))
-            mask = None
-            if m > n > 1:  # [n, m] 0 or -inf, where the last query sees all keys
+            is_causal, mask = m == n and (window is None or m <= window), None
+            if n > 1 and not is_causal:  # [n, m] 0 or -inf, where the last query is at the last key
                 mask = q.new_full((n, aligned(m)), -torch.inf).triu_(m - n + 1)[:, :m]
-            attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=m == n)
+                if window is not None:
+                    mask += torch.full_like(mask, -torch.inf).tril_(m - n - window)
+            attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
             out.append(attend(q_i, k_i, v_i, attn_mask=mask))
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 

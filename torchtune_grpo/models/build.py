@@ -7,6 +7,7 @@ of the model does not read are ignored here, too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -170,7 +171,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
     rotations = {kind: HalfRotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
         TransformerSelfAttentionLayer(
-            _attention(hf, layer, rotations[kind] if rotated else None, norm),
+            _attention(hf, layer, rotations[kind] if rotated else None, norm, kind),
             FeedForward(
                 gate_proj=layer("w1", width, hidden),
                 down_proj=layer("w2", hidden, width),
@@ -204,12 +205,13 @@ def _attention(
     layer: Callable[[str, int, int], nn.Module],
     rotation: nn.Module | None,
     norm: Callable[[int, Any], nn.Module],
+    layer_kind: str,
 ) -> MultiHeadAttention:
     size, heads, kind = head_dim(hf), hf.num_attention_heads, FAMILIES[hf.model_type].qk_norm
     kv_heads = hf.num_key_value_heads or heads
     normed = (heads, kv_heads) if kind is AllHeadsNorm else (1, 1)
     q_norm, k_norm = (None if kind is None else norm(n * size, kind) for n in normed)
-    return UniformAttention(
+    attention = UniformAttention(
         embed_dim=heads * size,  # only checked to be a multiple of num_heads
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -223,6 +225,8 @@ def _attention(
         k_norm=k_norm,
         max_seq_len=context_length(hf),
     )
+    attention.window = hf.sliding_window if layer_kind == "sliding_attention" else None
+    return attention
 
 
 # --- What config.json says ----------------------------------------------------------------------
@@ -264,10 +268,8 @@ def head_dim(hf: Any) -> int:
 
 
 def context_length(hf: Any) -> int:
-    """Return the context within which all layers see everything, and all positions are alike."""
+    """Return the context within which all positions are alike."""
     limits = [hf.max_position_embeddings]
-    if "sliding_attention" in _layer_kinds(hf):
-        limits.append(hf.sliding_window)
     rope = _rope_parameters(hf, "full_attention")
     # Beyond it, queries are scaled or frequencies others.
     if rope.get("llama_4_scaling_beta") or rope["rope_type"] == "longrope":
@@ -315,10 +317,12 @@ def _attention_scale(hf: Any) -> float:
 def _layer_kinds(hf: Any) -> list[str]:
     """Return ``full_attention`` or ``sliding_attention`` for each layer."""
     layers = hf.num_hidden_layers
-    if getattr(hf, "layer_types", None):
+    # A config also keeps keys that its model does not read; those that it does are parameters.
+    read = {key: getattr(hf, key, None) for key in inspect.signature(type(hf)).parameters}
+    if read.get("layer_types"):
         return list(hf.layer_types)
     every = getattr(hf, "sliding_window_pattern", layers + 1)  # Gemma's before transformers 5
-    if getattr(hf, "sliding_window", None) is None or not getattr(hf, "use_sliding_window", True):
+    if read.get("sliding_window") is None or not read.get("use_sliding_window", True):
         every = 1
     return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
 

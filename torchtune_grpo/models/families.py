@@ -118,6 +118,7 @@ _OLMO = Family(_NORMS_AFTER, _GATED, _ATTENTION_ONLY, qk_norm=AllHeadsNorm)
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "ministral3": _MISTRAL,
     "qwen2": Family(_NORMS_BEFORE, _GATED, (True, False, False)),
     "qwen3": Family(_NORMS_BEFORE, _GATED, _ATTENTION_ONLY, qk_norm=RMSNorm),

@@ -149,6 +149,8 @@ class UniformAttention(MultiHeadAttention):
     arXiv:2505.09388.) With segments, keys and values are not repeated for each head.
     """
 
+    window: int | None = None  # how many tokens one sees, itself the last of them; None: all
+
     def forward(
         self,
         x: Tensor,
@@ -171,11 +173,20 @@ class UniformAttention(MultiHeadAttention):
         dropout = self.attn_dropout if self.training else 0.0
         if isinstance(mask, Segments):
             q, k, v = (h.squeeze(0) for h in (q, k, v))
-            out = segment_attention(q, k, v, mask, dropout=dropout)  # [s, heads, hd]
-            return self.output_proj(out.flatten(1)[None])
+            h = segment_attention(q, k, v, mask, window=self.window, dropout=dropout)
+            return self.output_proj(h.flatten(1)[None])
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
+        at = None
         if self.kv_cache is not None and self.cache_enabled:
             k, v = self.kv_cache.update(k, v)
+            at = input_pos
+        window = self.window
+        # Comparing lengths would make compiled layers compile twice.
+        if window is not None and (torch.compiler.is_compiling() or k.shape[2] > window):
+            key = torch.arange(k.shape[2], device=k.device)
+            behind = (key[None] if at is None else at)[..., None] - key  # [b, s, T]
+            seen = (behind >= 0) & (behind < window)
+            mask = seen if mask is None else mask & seen
         if (group := self.num_heads // self.num_kv_heads) > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         out = self._attention_call(
@@ -190,14 +201,20 @@ class UniformAttention(MultiHeadAttention):
 
 
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    dropout: float,
 ) -> Tensor:
     """Attend with q [S, heads, hd], k and v [S, kv_heads, hd] as ``varlen_attention`` does.
 
     Without the kernel, each response needs a copy of the prompt's keys and values; the backward
     pass makes these copies again.
     """
-    attend = partial(varlen_attention, segments=segments, dropout=dropout)
+    attend = partial(varlen_attention, segments=segments, window=window, dropout=dropout)
     if not torch.is_grad_enabled() or (dropout == 0 and has_varlen_kernel(q)):
         return attend(q, k, v)
     return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=dropout > 0)
@@ -206,7 +223,7 @@ def segment_attention(
 def attend_in_segments(model: TransformerDecoder) -> None:
     """Let the model's attention take ``Segments`` as a mask; other masks work as before.
 
-    Other classes are refused: a sliding window, say, would count packed positions.
+    Other classes are refused: torchtune's for Gemma 2, say, counts packed positions in its window.
     """
     for layer in model.layers:
         if type(layer.attn) is MultiHeadAttention and layer.attn.q_norm is None:

@@ -59,13 +59,13 @@ class PromptAttention:
         self._slots, self._columns, self._of = torch.tensor(cached, device=device).t()
         self._segments = Segments.from_ranges(parts, device=device)
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, *, window: int | None) -> Tensor:
         """[S, q heads + 2 kv heads, hd] of all prompts -> [S, q heads * hd]."""
         q, new = _split(heads, self._cache.shape.kv_heads)
         cached = self._cache.prompts[layer]
         cached.index_fill_(1, self._fresh, 0)  # masked values have to be finite, too
         cached[:, self._slots, :, self._columns] = new[self._of]
-        return varlen_attention(q, new[:, 0], new[:, 1], self._segments).flatten(1)
+        return varlen_attention(q, new[:, 0], new[:, 1], self._segments, window=window).flatten(1)
 
 
 class ReplyAttention:
@@ -101,7 +101,7 @@ class ReplyAttention:
         self._of_rows = _places(slots, [range(len(row.response)) for row in rows], device)
         self._cache = cache
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, *, window: int | None) -> Tensor:
         """[S, q heads + 2 kv heads, hd] of the new tokens -> [S, q heads * hd]."""
         q, new = _split(heads, self._cache.shape.kv_heads)
         prompts, rows = self._cache.prompts[layer], self._cache.rows[layer]
@@ -110,7 +110,8 @@ class ReplyAttention:
         rows[:, slots, :, columns] = new
         kept = prompts[:, of_prompts[0], :, of_prompts[1]], rows[:, of_rows[0], :, of_rows[1]]
         seen = torch.cat(kept)  # [keys, 2, kv heads, hd]
-        return varlen_attention(q, seen[:, 0], seen[:, 1], self._segments).flatten(1)
+        k, v = seen.unbind(dim=1)
+        return varlen_attention(q, k, v, self._segments, window=window).flatten(1)
 
 
 def _places(slots: Sequence[int], columns: Sequence[range], device: torch.device) -> Tensor:
@@ -142,6 +143,7 @@ class GridAttention:
         self._zero = torch.zeros((), dtype=cache.shape.dtype, device=cache.shape.device)
         self._live: Sequence[Row] = ()  # as they are laid out
         self._bias: Tensor | None = None  # [n, 1, 1, P + C] 0 or -inf, of whole blocks of C
+        self._biases: dict[int | None, Tensor] = {}  # this step's, by the layers' window
 
     @property
     def positions(self) -> Tensor:
@@ -161,6 +163,7 @@ class GridAttention:
             self._bias = bias.masked_fill_(~visible, -torch.inf)[:, None, None]
         of_response = self._bias[:, 0, 0, prompt_width:]
         of_response.index_put_((self._index, at.last), self._zero)
+        self._biases = {None: self._bias[..., : prompt_width + self._longest]}
         kv = self._cache.shape.kv_heads
         shape = len(self._index) * kv, self._heads // kv, prompt_width + self._longest
         self._scores = self._bias.new_empty(shape)  # [n * kv, r, P + C], written by each layer
@@ -185,9 +188,20 @@ class GridAttention:
         self._prompt_width = max(len(row.prompt.tokens) for row in live)
         self._live, self._bias = live, None
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def _bias_within(self, window: int | None) -> Tensor:
+        """Return this step's bias [n, 1, 1, P + C] for layers with a window; None: without one."""
+        if window not in self._biases:
+            assert window is not None
+            bias, at, width = self._biases[None], self._at, self._prompt_width
+            column = torch.arange(bias.shape[-1], device=bias.device)
+            of_response = column - width + at.prompt_lengths[:, None]
+            position = torch.where(column < width, column, of_response)  # [n, P + C]
+            is_past = position <= at.positions[:, None] - window
+            self._biases[window] = bias.masked_fill(is_past[:, None, None], -torch.inf)
+        return self._biases[window]
+
+    def __call__(self, layer: int, heads: Tensor, *, window: int | None) -> Tensor:
         """[n, q heads + 2 kv heads, hd] of the new tokens -> [n, q heads * hd]."""
-        assert self._bias is not None
         at, width, scores = self._at, self._prompt_width, self._scores
         n, kv, head_dim = len(heads), self._cache.shape.kv_heads, heads.shape[-1]
         q, new = _split(heads, kv)
@@ -203,8 +217,7 @@ class GridAttention:
         torch.index_select(on_grid, 0, self._cell_of_row, out=scores[..., :width])
         scores[..., width:] = torch.bmm(q, keys.mT)  # with out=, a strided result is slow
         by_row = scores.unflatten(0, (n, kv))
-        bias = self._bias[..., : width + self._longest]
-        torch.add(bias, by_row, alpha=head_dim**-0.5, out=by_row)
+        torch.add(self._bias_within(window), by_row, alpha=head_dim**-0.5, out=by_row)
         probs = scores.softmax(dim=-1)  # in float32, whatever the scores' dtype
         on_grid = probs[..., :width][self._row_of_cell].view(self._lines, -1, width)
         on_grid = torch.bmm(on_grid, prompt_values).view(-1, q.shape[1], head_dim)
@@ -219,7 +232,8 @@ class KernelAttention:
     ``prompts`` and ``rows``, and for each row its slot, its prompt's slot and length, and the index
     of the new token in its response. It caches the token's key and value, attends to the prompt,
     the response so far and the token itself, and returns [n, q heads * hd]. With a ``table``
-    [T, 2, 1, hd] of rotations it first rotates queries and keys to the token's position.
+    [T, 2, 1, hd] of rotations it first rotates queries and keys to the token's position. With a
+    ``window`` it attends only to so many tokens, the new one the last of them.
     """
 
     def __init__(self, at: LiveRows, cache: GroupCache) -> None:
@@ -232,18 +246,20 @@ class KernelAttention:
     def begin_step(self, live: Sequence[Row]) -> None:
         """Do nothing: the kernel reads what ``at`` holds, each row's own length too."""
 
-    def __call__(self, layer: int, heads: Tensor, *, table: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, *, window: int | None, table: Tensor | None = None
+    ) -> Tensor:
         """[n, q heads + 2 kv heads, hd] of the new tokens -> [n, q heads * hd]."""
         at, of_layer = self._at, (self._cache.prompts[layer], self._cache.rows[layer])
         where = at.slots, at.prompt_slots, at.prompt_lengths, at.last, at.positions
-        return _decode_attention(heads, *of_layer, *where, table)
+        return _decode_attention(heads, *of_layer, *where, table, window)
 
 
 # A torch operator, so that profilers and fake tensors count one operation, as a GPU does.
 OPERATOR = "torchtune_grpo::decode_attention"
 _ARGUMENTS = (
     "Tensor heads, Tensor prompts, Tensor(a!) rows, Tensor slots, Tensor prompt_slots, "
-    "Tensor prompt_lengths, Tensor last, Tensor positions, Tensor? table"
+    "Tensor prompt_lengths, Tensor last, Tensor positions, Tensor? table, int? window"
 )
 torch.library.define(OPERATOR, f"({_ARGUMENTS}) -> Tensor")
 _decode_attention = torch.ops.torchtune_grpo.decode_attention.default
@@ -286,7 +302,7 @@ def kernel_runs(shape: CacheShape, *, heads: int) -> bool:
     zero = torch.zeros(1, dtype=torch.long, device=device)
     table = cache.new_zeros(1, 2, 1, shape.head_dim)
     try:
-        _decode_attention(new, cache, cache.clone(), *[zero] * 5, table)
+        _decode_attention(new, cache, cache.clone(), *[zero] * 5, table, None)
     except Exception as error:  # Triton raises many types of its own
         why = next(iter(str(error).splitlines()), type(error).__name__)
         log.warning(

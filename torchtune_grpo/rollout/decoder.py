@@ -73,6 +73,7 @@ class _Layer:
     gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
     rotates_last: bool  # after the norms of queries and keys, if there are any
+    window: int | None  # how many tokens one sees, itself the last of them; None: all
 
 
 class NativeDecoder:
@@ -124,6 +125,7 @@ class NativeDecoder:
                 gate_up=linear(layer.mlp.w1, layer.mlp.w3),
                 down=linear(layer.mlp.w2),
                 rotates_last=layer.attn.q_norm is None or type(layer.attn) is UniformAttention,
+                window=getattr(layer.attn, "window", None),
             )
             for layer in model.layers
         ]
@@ -201,7 +203,7 @@ class NativeDecoder:
         h = self._embed(tokens).to(self.dtype)
         rotation_of = cache(lambda rotation: rotation.at(attention.positions))
         for index, layer in enumerate(self._layers):
-            rotate, attend = None, partial(attention, index)
+            rotate, attend = None, partial(attention, index, window=layer.window)
             table = layer.rotation.table if layer.rotates_last else None
             if table is not None and table.shape[-1] < self.cache_shape.head_dim:
                 table = None  # the kernel rotates whole heads

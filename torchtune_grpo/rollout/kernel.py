@@ -50,6 +50,7 @@ def _kernel(
     last,
     token_positions,
     table,
+    window,
     token_stride,
     prompts_stride,  # from keys to values
     rows_stride,
@@ -98,12 +99,16 @@ def _kernel(
     peak = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
     total = tl.full([PADDED_GROUP], 1.0, tl.float32)
     mean = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32) + new_value.to(tl.float32)
+    prompt_length = tl.load(prompt_lengths + row)
     for part in tl.static_range(2):
         if part == 0:
-            keys, to_values, length = shared, prompts_stride, tl.load(prompt_lengths + row)
+            keys, to_values, before, length = shared, prompts_stride, 0, prompt_length
         else:
-            keys, to_values, length = own, rows_stride, count
-        for start in range(0, length, BLOCK):
+            keys, to_values, before, length = own, rows_stride, prompt_length, count
+        first = 0  # of these keys
+        if window is not None:
+            first = tl.maximum(prompt_length + count + 1 - window - before, 0)
+        for start in range(first, length, BLOCK):
             positions = start + tl.arange(0, BLOCK)
             is_cached = positions < length
             at = keys + positions[:, None] * HEAD_DIM + dims
