@@ -21,6 +21,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.machine.segments import Segments, shared_beginning
 from torchtune_grpo.trajectory import Trajectory
 
+_VARIANTS = 8  # of a compiled layer: with or without gradient, adapter, dropout
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -136,6 +138,11 @@ def response_inputs(batch: Trajectory) -> Tensor:
 
 def compile_layers(model: TransformerDecoder) -> None:
     """Compile each layer in place, once for all lengths and once more for passes of one row."""
+    import torch._dynamo.config as dynamo  # takes seconds
+
+    # Layers with and without a window share their code, of which torch compiles so many variants.
+    kinds = {getattr(layer.attn, "window", None) for layer in model.layers}
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS * len(kinds))
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as torchtune chooses it
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=True)
