@@ -56,7 +56,6 @@ def torchtune_model(config: str, folder: Path) -> None:
     rewards = "rewards=[{_component_: golden_rewards.vowels}]"
     more = ["num_steps=3", rewards, "eval_dataset.num_samples=5", "lr_scheduler=null"]
     command = ["run", RECIPE, "--config", config, *tiny_overrides(config, folder), "dtype=fp32"]
-    more.append("loss.kl_coeff=0.04")
     tune(*command, *more, cwd=folder, TORCHDYNAMO_DISABLE="1")
 
 
