@@ -114,7 +114,6 @@ def test_all_lengths_are_one_graph_and_single_rows_another(kind, monkeypatch):
 def test_layers_with_and_without_a_window_are_all_compiled(monkeypatch):
     """In 12 variants, where torch itself would stop at 8: for each window, mode and batch."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = build_policy("window")
