@@ -72,7 +72,7 @@ def find_device(name: str) -> torch.device:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether a device has instructions for products in bf16, which are else computed in steps."""
+    """Whether a device has instructions that multiply bf16, and need not emulate them."""
     if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # since torch 2.12 or so
         known = torch.cpu.get_capabilities()
         return bool(known.get("avx512_bf16") or known.get("amx_bf16"))

@@ -119,7 +119,7 @@ def _make_decoder(
     """Choose the dtype, and whether to merge adapters, by exactness and room for copies."""
     dtype = model.tok_embeddings.weight.dtype
     choices = [(dtype, False)]
-    if dtype == torch.float32 or not multiplies_bf16(device):
+    if dtype == torch.float32 or (device.type == "cpu" and not multiplies_bf16(device)):
         choices.insert(0, (torch.float32, True))
     move = not isinstance(model, FSDPModule)
     make = partial(NativeDecoder, model, move=move, device=device)
