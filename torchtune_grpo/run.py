@@ -178,6 +178,7 @@ class Run:
         """Load the data set of a key, and check it against the rewards and the model."""
         rows = {"rows": self._objects[key]} if key in self._objects else {}
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
+        answer_at_limit(self.cfg.sampling_params, self.tokenizer)  # whether its text fits
         dataset = instantiate(key, getattr(self.cfg, key), tokenizer, **rows)
         self.check_dataset(dataset, key)
         return dataset
@@ -190,7 +191,6 @@ class Run:
     def _check_prompts(self, key: str, items: Sequence[Item]) -> dict[int, str | None]:
         prompts = [item["tokens"] for item in items]
         check_prompts(self.cfg, key, prompts, model=self.empty_model)
-        answer_at_limit(self.cfg.sampling_params, self.tokenizer)
         if key == "dataset":
             self._longest_prompt = max(self._longest_prompt, *map(len, prompts))
         return {}

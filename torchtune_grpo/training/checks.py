@@ -200,10 +200,11 @@ def check_prompts(
     longest, highest = max(map(len, prompts)), max(max(p, default=0) for p in prompts)
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
     response = cfg.max_response_tokens
-    limited = "environment.max_response_tokens"
-    limited = limited if response != cfg.max_generated_tokens else "max_generated_tokens"
+    limited = "max_generated_tokens"
     if cfg.sampling.forced_answer.text:
-        limited = "max_generated_tokens + sampling.forced_answer.max_tokens"
+        limited += " + sampling.forced_answer.max_tokens"
+    elif response != cfg.max_generated_tokens:
+        limited = "environment.max_response_tokens"
     if longest + response > context:
         shorter = f"{key}.max_prompt_tokens" if key.endswith("dataset") else "shorten the prompt"
         raise ValueError(
