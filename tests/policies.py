@@ -15,6 +15,7 @@ from torchtune.training import set_default_dtype
 
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.models.layers import attend_in_segments, standardize
+from torchtune_grpo.rollout.sampling import Sampler
 from torchtune_grpo.training.policy import load_policy, make_policy
 from torchtune_grpo.trajectory import Trajectory
 
@@ -98,6 +99,19 @@ def loaded_policy(cfg: GRPOConfig, weights: Mapping[str, Any]) -> TransformerDec
     model = make_policy(cfg, device=torch.device("cpu"))
     load_policy(model, cfg, weights)
     return model
+
+
+def next_token(model: TransformerDecoder, sampler: Sampler, prompt, response, noise):
+    """Sample from the whole row's logits: the token, and (sampled, the sampler's log-probs)."""
+    seen = torch.zeros(1, model.tok_embeddings.num_embeddings, dtype=torch.bool)
+    seen[0, prompt + response] = True
+    token, *logprobs = sampler(
+        model(torch.tensor([prompt + response]))[:, -1],
+        uniforms=noise[len(response), None],
+        counts=torch.tensor([len(response)]),
+        seen=seen,
+    )
+    return int(token), (True, *map(float, logprobs))
 
 
 def full_logprobs(model: TransformerDecoder, tokens: torch.Tensor, temperature: float):

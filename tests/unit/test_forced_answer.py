@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from policies import VOCAB, build_policy
+from policies import VOCAB, build_policy, next_token
 from test_rollout import HostRecorder, context, native, random_prompts, text_of
 
 from torchtune_grpo.config.check import read_config
@@ -69,16 +69,9 @@ def plain(model, prompts, params: SamplingParams) -> list[tuple]:
     for number in range(len(prompts) * GROUP):
         prompt, tokens, kept, begin, truncated = prompts[number // GROUP], [], [], 0, True
         while len(tokens) < (limit + params.forced_answer.max_tokens if begin else limit):
-            seen = torch.zeros(1, VOCAB, dtype=torch.bool)
-            seen[0, prompt + tokens] = True
-            token, *logprobs = sampler(
-                model(torch.tensor([prompt + tokens]))[:, -1],
-                uniforms=noise[number, len(tokens), None],
-                counts=torch.tensor([len(tokens)]),
-                seen=seen,
-            )
-            tokens.append(int(token))
-            kept.append((True, *map(float, logprobs)))
+            token, known = next_token(model, sampler, prompt, tokens, noise[number])
+            tokens.append(token)
+            kept.append(known)
             start = max(len(tokens) - 1 - begin, params.min_new_tokens - 1 - begin)
             if tokens[-1] in STOPS or strings and strings.end(tokens[begin:], start=start):
                 truncated = False

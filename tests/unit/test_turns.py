@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 import torch
 from decode_attention import decode_attention  # noqa: F401
-from policies import build_policy
+from policies import build_policy, next_token
 from test_rollout import (
     HostRecorder,
     assert_same_samples,
@@ -89,16 +89,9 @@ def plain(model, asked: RolloutRequest) -> tuple[Samples, list[tuple]]:
         prompt = asked.prompts[number // asked.group_size]
         tokens, kept, begin, turn, truncated = [], [], 0, 0, True
         while sum(sampled for sampled, *_ in kept) < limits[0] and len(tokens) < limit:
-            seen = torch.zeros(1, model.tok_embeddings.num_embeddings, dtype=torch.bool)
-            seen[0, prompt + tokens] = True
-            token, *logprobs = sampler(
-                model(torch.tensor([prompt + tokens]))[:, -1],
-                uniforms=noise[number, len(tokens), None],
-                counts=torch.tensor([len(tokens)]),
-                seen=seen,
-            )
-            tokens.append(int(token))
-            kept.append((True, *map(float, logprobs)))
+            token, known = next_token(model, sampler, prompt, tokens, noise[number])
+            tokens.append(token)
+            kept.append(known)
             start = max(len(tokens) - 1 - begin, params.min_new_tokens - 1 - begin)
             stops = strings and strings.end(tokens[begin:], start=start)
             if tokens[-1] not in asked.stop_tokens and not stops:
