@@ -260,7 +260,7 @@ def apart(work: Callable[..., Any], *args: Any, **environment: str) -> Any:
 
 
 def run(command: list[Any], *, threads: int = 1) -> struct_rusage:
-    """Run a command on so many threads, and return its CPU time and memory use."""
+    """Run a command on this many threads, and return its CPU time and memory use."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen([*map(str, command)], stdout=sys.stderr, env=environment)
     _, status, usage = os.wait4(process.pid, 0)

@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from zlib import crc32
 
 from common import report, tune_run
 
@@ -85,8 +86,8 @@ def main() -> None:
     def run(parts: tuple[list[str], ...]) -> dict[str, Any]:
         keys = [*args.overrides, *(key for part in parts for key in part)]
         name = " ".join(part[0] for part in parts if part)
-        words = " ".join([args.config, *args.overrides, name])
-        folder = args.work / re.sub(r"[^\w.=-]+", "_", words)
+        words = re.sub(r"[^\w.=-]+", "_", " ".join([args.config, *args.overrides, name]))
+        folder = args.work / f"{words[:200]}_{crc32(words.encode()):08x}"
         return {"run": name} | train(args.config, keys, folder, threads=args.threads)
 
     report("learning", args, runs=[*map(run, settings)])

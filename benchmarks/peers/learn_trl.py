@@ -89,8 +89,7 @@ def score(adapter: Path, questions: int) -> dict[str, float]:
     output = adapter / "evaluation.json"
     which = [CONFIG, "--base", f"adapter_dir={adapter}", f"eval_dataset.num_samples={questions}"]
     run([BIN / "torchtune-grpo", "evaluate", *which, "--output", output])
-    graders = json.loads(output.read_text())["groups"]["all"]["graders"]
-    found = graders["correctness"]["before"]
+    found = json.loads(output.read_text())["groups"]["all"]["graders"]["correctness"]["before"]
     return {n: round(found[f"eval/{n}"], 3) for n in ("pass@1", "accuracy", "accuracy/low")}
 
 
