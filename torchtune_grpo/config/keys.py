@@ -505,11 +505,11 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
         yield "rollout.engine=torchtune: samples responses of one turn only; set it to native."
     if cfg.sampling.forced_answer.text and cfg.rollout.engine != "native":
         yield (
-            "sampling.forced_answer: only the native engine asks for it; set rollout.engine to "
-            "native, or remove it."
+            "sampling.forced_answer: only the native engine supports it; set rollout.engine "
+            "to native, or remove it."
         )
     if cfg.sampling.forced_answer.text and cfg.has_environment:
-        yield "sampling.forced_answer: is of responses of one turn; remove it, or the environment."
+        yield "sampling.forced_answer: needs responses of one turn; remove it, or the environment."
     if cfg.environment.form == "inline" and not cfg.sampling.stop_strings:
         yield (
             "environment.form=inline: a stop string ends the policy's turn; set "

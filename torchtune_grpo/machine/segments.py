@@ -88,7 +88,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attend causally in each segment; its last query sees all of its keys.
 
-    With a ``window`` each query sees only so many keys, the last one its own.
+    With a ``window`` a query sees only that many keys: its own, and those right before it.
     q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. On GPUs since Ampere one
     kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, each takes a call.
     """

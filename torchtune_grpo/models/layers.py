@@ -149,7 +149,7 @@ class UniformAttention(MultiHeadAttention):
     arXiv:2505.09388.) With segments, keys and values are not repeated for each head.
     """
 
-    window: int | None = None  # how many tokens one sees, itself the last of them; None: all
+    window: int | None = None  # how many tokens one attends to, itself included; None: all
 
     def forward(
         self,

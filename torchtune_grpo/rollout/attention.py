@@ -233,7 +233,7 @@ class KernelAttention:
     of the new token in its response. It caches the token's key and value, attends to the prompt,
     the response so far and the token itself, and returns [n, q heads * hd]. With a ``table``
     [T, 2, 1, hd] of rotations it first rotates queries and keys to the token's position. With a
-    ``window`` it attends only to so many tokens, the new one the last of them.
+    ``window`` it attends only to that many tokens: the new one, and those right before it.
     """
 
     def __init__(self, at: LiveRows, cache: GroupCache) -> None:

@@ -73,7 +73,7 @@ class _Layer:
     gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
     rotates_last: bool  # after the norms of queries and keys, if there are any
-    window: int | None  # how many tokens one sees, itself the last of them; None: all
+    window: int | None  # how many tokens one attends to, itself included; None: all
 
 
 class NativeDecoder:

@@ -140,7 +140,7 @@ def compile_layers(model: TransformerDecoder) -> None:
     """Compile each layer in place, once for all lengths and once more for passes of one row."""
     import torch._dynamo.config as dynamo  # takes seconds
 
-    # Layers with and without a window share their code, of which torch compiles so many variants.
+    # torch limits the variants of one code, which layers with and without a window share.
     kinds = {getattr(layer.attn, "window", None) for layer in model.layers}
     dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS * len(kinds))
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as torchtune chooses it
