@@ -51,8 +51,8 @@ test-vllm:
 
 # How long the demo's model takes to learn its task: benchmarks/SPEEDRUN.md.
 speedrun: $(STAMP)
-	$(BIN)/python benchmarks/learning.py --threads 2 --seeds 0 1 dtype=auto grpo_samples=4 num_steps=40 \
-	eval_dataset.num_samples=200 evaluation.samples=0 evaluation.every_n_steps=4 evaluation.stop_at=0.945
+	$(BIN)/python benchmarks/learning.py dtype=auto grpo_samples=4 num_steps=40 eval_dataset.num_samples=200 \
+	evaluation.samples=0 evaluation.every_n_steps=4 evaluation.stop_at=0.945 --threads 2 --seeds 0 1
 
 # Whether a GPU does what the tests on a CPU promise, and how fast: docs/hardware.md.
 gpu: $(STAMP)
