@@ -99,5 +99,5 @@ def saving_config(checkpointer: dict[str, Any], folder: Path, **saving: Any) -> 
         batch_size=1,
         objective=ObjectiveConfig(),
         saving=SavingConfig(**saving),
-        model_dump=dict,
+        model_dump=lambda: {"dtype": "fp32"},
     )

@@ -101,6 +101,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "arcee": ("arcee", dict()),
+    "glm": ("glm", dict(head_dim=16)),
+    "glm4": ("glm4", dict(head_dim=16)),
     "nemotron": ("nemotron", dict(head_dim=16)),
     "starcoder2": (
         "starcoder2",

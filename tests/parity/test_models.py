@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from transformers import (
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.models import HFCheckpointer, hf_model, lora_hf_model
+from torchtune_grpo.models.build import _rotation, context_length
 from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
@@ -95,10 +97,18 @@ QWEN_SHAPE = TINY | dict(rope_base=1_000_000.0, tie_word_embeddings=True)
 DORA = dict(use_dora=True)
 
 
-def hub(name, **adapters):
+def hub(name, shape=None, **adapters):
     """A folder of ``MODELS``, its builder and its checkpointer."""
     arguments = dict(lora_rank=4, lora_alpha=8) | adapters
-    return partial(hf_folder, name), lambda base: lora_hf_model(str(base), **arguments), HUB
+    folder = partial(hf_folder, name, **shape or {})
+    return folder, lambda base: lora_hf_model(str(base), **arguments), HUB
+
+
+# NF4 needs weights of a multiple of 16,384 numbers.
+QUANTIZABLE = dict(
+    hidden_size=128, intermediate_size=128, num_attention_heads=2, num_key_value_heads=2
+) | dict(head_dim=64)
+TYPES = {kind: name for name, (kind, _) in reversed(MODELS.items()) if name != "phi3_longrope"}
 
 
 SAVED = {
@@ -113,11 +123,13 @@ SAVED = {
     "smollm3": hub("smollm3"),
     "olmo3": hub("olmo3", **DORA),
     "granite": hub("granite"),
-    "phi3": hub("phi3", **DORA),
-    "phi3_longrope": hub("phi3_longrope"),
+    "phi3": hub("phi3"),
+    "phi3_longrope": hub("phi3_longrope", **DORA, lora_attn_modules=["k_proj"]),
     "arcee": hub("arcee", **DORA),
+    "glm4": hub("glm4", **DORA),
     "nemotron": hub("nemotron"),
     "starcoder2": hub("starcoder2", **DORA),
+    **{f"{kind}_qlora": hub(name, QUANTIZABLE, quantize_base=True) for kind, name in TYPES.items()},
     # torchtune's builders and checkpointers, and each of them with ours
     "torchtune_lora": (llama_checkpoint, lambda _: lora_llama3_2(**LORA, **TINY), LLAMA),
     "torchtune_dora": (llama_checkpoint, lambda _: lora_llama3_2(**LORA, **TINY, **DORA), LLAMA),
@@ -161,7 +173,9 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     torch.testing.assert_close(load(folder)(tokens), expected, atol=1e-4, rtol=1e-4)
     unadapted = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert (unadapted(tokens).logits - expected).abs().max() > 0.1
-    if name == "torchtune_full" or "phi3" in name:  # PEFT adapts its fused projections as one
+    if "qlora" in name:
+        pass  # the adapter's base is the quantized one
+    elif name == "torchtune_full":
         assert not (folder / "adapter").exists()
     else:
         adapted = PeftModel.from_pretrained(unadapted, folder / "adapter")
@@ -187,17 +201,24 @@ def request(prompts, *, temperature):
     return RolloutRequest(prompts=prompts, group_size=2, params=params, stop_tokens=(), keys=keys)
 
 
-@pytest.mark.parametrize("name", ["qwen2", *WINDOWED, "olmo2", "granite", "nemotron", "phi3"])
-def test_packed_rows_train_like_single_ones(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [
+        *((name, False) for name in ("qwen2", *WINDOWED, "olmo2", "granite", "nemotron", "phi3")),
+        *((name, True) for name in TYPES.values()),
+    ],
+)
+def test_packed_rows_train_like_single_ones(tmp_path, name, quantize):
     """Values and gradients of a group that shares its prompt, against each row's full logits."""
-    model = load(hf_folder(name, tmp_path / name), lora_hf_model, lora_rank=4)
+    folder = hf_folder(name, tmp_path / name, **(QUANTIZABLE if quantize else {}))
+    model = load(folder, lora_hf_model, lora_rank=4, quantize_base=quantize)
     attend_in_segments(model)
     trajectory = make_groups([5, 9], [4, 7, 6, 2])
     parts = micro_batches(trajectory, group_size=2, pack=True, rows=4)
     logprobs, _ = response_logprobs(model, parts[0].layout, temperature=0.7)
     expected, _ = response_rows(model, trajectory, 0.7)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=1e-4)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for name, p in model.named_parameters() if "lora" in name or not quantize]
     gradients = [torch.autograd.grad(values.sum(), trained) for values in (logprobs, expected)]
     torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-3)
 
@@ -269,6 +290,16 @@ def test_layers_have_the_windows_that_transformers_reads(tmp_path, name, changes
     assert model.max_seq_len == 512 and [each.attn.window for each in model.layers] == windows
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
     torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_of_rotations_before_transformers_5_are_read():
+    """Their configs have no ``rope_parameters``."""
+    hf = SimpleNamespace(rope_scaling=None, rope_theta=1e4, partial_rotary_factor=0.5, head_dim=16)
+    frequencies, scale = _rotation(hf, "full_attention")
+    assert len(frequencies) == 4 and scale == 1.0
+    hf = SimpleNamespace(rope_scaling={"type": "longrope"}, rope_theta=1e4)
+    hf.max_position_embeddings, hf.original_max_position_embeddings = 2048, 512
+    assert context_length(hf) == 512
 
 
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"

@@ -29,6 +29,7 @@ CHANGES = [
     ("rewards[1].weight=0.5", "rewards.1.weight", 0.5),
     ("sampling.top_k=5", "sampling.top_k", 5),
     ("output_dir=/a/b #1", "output_dir", "/a/b #1"),
+    ("output_dir=in words: a b", "output_dir", "in words: a b"),
     ("eval_dataset.columns={a: b}", "eval_dataset.columns.a", "b"),
     ("checkpoint_files.max_filename=00004", "checkpoint_files.max_filename", "00004"),
 ]

@@ -27,7 +27,6 @@ from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import load_once, on_first_rank
 from torchtune_grpo.models.adapter import adapter_names, merge_adapter, model_settings, save_adapter
-from torchtune_grpo.models.families import family_of
 from torchtune_grpo.models.weights import hf_config_of, load_weights, save_weights
 from torchtune_grpo.training.optimizer import later_bytes
 
@@ -243,21 +242,21 @@ class Checkpoints:
             merged = merge_adapter(weights, model_settings(model)) if adapter else dict(weights)
             self._write_weights(folder, merged)
         _copy_base_files(self._base, folder)
-        hf_config = hf_config_of(self._node)
-        is_phi = self._node.get("model_type") in ("PHI3_MINI", "PHI4")
-        if adapter and (is_phi or family_of(hf_config).fused):
-            log.warning("No adapter in PEFT's format: transformers fuses this model's projections.")
-        elif adapter:
-            base = self._base_name
-            save_adapter(folder / "adapter", model, adapter, base_model=base, hf_config=hf_config)
-        has_adapter = (folder / "adapter").exists()
+        if adapter:
+            save_adapter(
+                folder / "adapter",
+                model,
+                weights,
+                base_model=self._base_name,
+                hf_config=hf_config_of(self._node),
+            )
         card = model_card(
             self._run_config,
             results,
             step,
             self._base_name,
             has_weights=is_whole,
-            has_adapter=has_adapter,
+            has_adapter=bool(adapter),
             is_quantized=bool(adapter) and model_settings(model)["quantize_base"],
         )
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -179,11 +179,12 @@ def _drop_arguments(node: DictConfig, change: str) -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    """Read a value as YAML does, but ``None`` as null and a checkpoint's number as text."""
+    """Read a value as YAML does, but ``None`` as null, and words with ``: `` or `` #`` as text."""
     if text == "None":
         return None
-    if key.endswith("max_filename"):
+    if key.endswith("max_filename"):  # a checkpoint's number
         return text
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     is_cut = isinstance(value, str) and text.startswith(f"{value} ")  # where YAML sees a comment
-    return text if is_cut else value
+    is_words = isinstance(value, dict) and not text.lstrip().startswith("{")
+    return text if is_cut or is_words else value

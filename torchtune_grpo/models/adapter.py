@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from torchtune_grpo.config.text import ConfigError, read_json
 from torchtune_grpo.models.families import family_of
 from torchtune_grpo.models.layers import reorder
 
-_LEAF_NAMES = {
-    "lora_a.weight": "lora_A.weight",
-    "lora_b.weight": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
+_LEAF_NAMES = {  # PEFT's -> torchtune's
+    "lora_A.weight": "lora_a.weight",
+    "lora_B.weight": "lora_b.weight",
+    "lora_magnitude_vector": "magnitude",
 }
 _PEFT_NAME = re.compile(
     r"base_model\.model\.(?:model\.)?(layers\.\d+\.)?(.+)\."
@@ -148,32 +148,64 @@ def adapted_modules(model: nn.Module) -> dict[str, Any]:
 def save_adapter(
     folder: Path,
     model: nn.Module,
-    adapter: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     *,
     base_model: str,
     hf_config: Mapping[str, Any],
 ) -> None:
-    """Write a model's adapter parameters in the form that PEFT loads."""
-    tensors, names = {}, family_of(hf_config).linear_names
-    for name, value in adapter.items():
-        match = re.fullmatch(r"(layers\.\d+\.)?(.+?)\.(lora_[ab]\.weight|magnitude)", name)
-        assert match is not None, name
-        layer, module, leaf = match.groups()
-        prefix = f"base_model.model.model.{layer}" if layer else "base_model.model."
-        tensors[f"{prefix}{names[module]}.{_LEAF_NAMES[leaf]}"] = value.contiguous()
-    settings = model_settings(model)
+    """Write the adapters in a model's ``state`` in the form that PEFT loads.
+
+    A module that transformers fuses is adapted as one, with the ranks of its parts; for the parts
+    that are not adapted the state needs their weights.
+    """
+    tensors, ranks, settings = dict[str, Tensor](), dict[str, int](), model_settings(model)
+    for layer in sorted({re.match(r"(layers\.\d+\.)?", name)[0] for name in _modules(state)}):  # type: ignore[index]
+        prefix = f"base_model.model.{layer and 'model.'}{layer}"
+        for theirs, ours in family_of(hf_config).parts.items():
+            joined = _joined([f"{layer}{name}" for name in ours], state)
+            tensors |= {f"{prefix}{theirs}.{leaf}": value for leaf, value in joined.items()}
+            if joined:
+                ranks[theirs.rpartition(".")[2]] = len(joined["lora_A.weight"])
+    rank, alpha = settings["lora_rank"], settings["lora_alpha"]
+    others = {name: own for name, own in ranks.items() if own != rank}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": settings["lora_rank"],
-        "lora_alpha": settings["lora_alpha"],
+        "r": rank,
+        "lora_alpha": alpha,
         "use_dora": settings["use_dora"],
-        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in tensors}),
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {name: alpha * own / rank for name, own in others.items()},
     }
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+
+
+def _joined(parts: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapter of modules that are parts of one, by PEFT's names; empty without any."""
+    adapted = _modules(state) & {*parts}
+    if not adapted:
+        return {}
+    # What is not adapted gets no rank: [rows, 0].
+    factors = [
+        state[f"{part}.lora_b.weight"] if part in adapted else state[f"{part}.weight"][:, :0]
+        for part in parts
+    ]
+    result = {"lora_B.weight": torch.block_diag(*factors)}
+    result["lora_A.weight"] = torch.cat(
+        [state[f"{p}.lora_a.weight"] for p in parts if p in adapted]
+    )
+    magnitudes = [state.get(f"{part}.magnitude") for part in parts]
+    if any(magnitude is not None for magnitude in magnitudes):
+        norms = [  # a part that is not adapted keeps its own
+            state[f"{part}.weight"].float().norm(dim=1) if magnitude is None else magnitude
+            for part, magnitude in zip(parts, magnitudes, strict=True)
+        ]
+        result["lora_magnitude_vector"] = torch.cat(norms)
+    return result
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
@@ -212,7 +244,6 @@ def _read_tensors(folder: str | Path, hf_config: Mapping[str, Any]) -> dict[str,
     family = family_of(hf_config)
     names = family.linear_names.items()
     modules = {theirs: ours for ours, theirs in names if theirs not in family.fused}
-    leaves = {theirs: ours for ours, theirs in _LEAF_NAMES.items()}
     result = {}
     for name, value in tensors.items():
         match = _PEFT_NAME.fullmatch(name)
@@ -223,7 +254,7 @@ def _read_tensors(folder: str | Path, hf_config: Mapping[str, Any]) -> dict[str,
                 "save_embedding_layers=False, or else merge the adapter into the base with PEFT "
                 "(merge_and_unload), and begin from the result."
             )
-        result[f"{match[1] or ''}{modules[match[2]]}.{leaves[match[3]]}"] = value
+        result[f"{match[1] or ''}{modules[match[2]]}.{_LEAF_NAMES[match[3]]}"] = value
     return result
 
 

@@ -30,7 +30,6 @@ from torchtune_grpo.config.text import describe, read_json, shortened
 from torchtune_grpo.models.adapter import adapter_settings
 from torchtune_grpo.models.families import ACTIVATIONS, FAMILIES, AllHeadsNorm
 from torchtune_grpo.models.layers import (
-    HalfRotation,
     PeftDoRALinear,
     Scale,
     UniformAttention,
@@ -168,7 +167,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
     kinds, residual = _layer_kinds(hf), getattr(hf, "residual_multiplier", 1.0)
     scale = nn.Identity() if residual == 1.0 else Scale(residual)
     rotates = getattr(hf, "no_rope_layers", None) or [True] * len(kinds)  # 0: it does not
-    rotations = {kind: HalfRotation(*_rotation(hf, kind)) for kind in set(kinds)}
+    rotations = {kind: family.rotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
         TransformerSelfAttentionLayer(
             _attention(hf, layer, rotations[kind] if rotated else None, norm, kind),
@@ -247,7 +246,7 @@ def read_config(model_dir: str | Path) -> Any:
     if kind not in FAMILIES:
         raise ValueError(
             f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
-            f"{', '.join(FAMILIES)}."
+            f"{', '.join(FAMILIES)}. docs/models.md has a way for models that can also see."
         )
     from transformers import AutoConfig  # takes a second to import
 
@@ -334,7 +333,9 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
         parameters = dict(getattr(hf, "rope_scaling", None) or {})
         if kind == "sliding_attention" and hasattr(hf, "rope_local_base_freq"):
             parameters = {"rope_theta": hf.rope_local_base_freq}
-        parameters.setdefault("rope_theta", hf.rope_theta)
+        for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            if getattr(hf, key, None) is not None:
+                parameters.setdefault(key, getattr(hf, key))
     elif isinstance(parameters.get(kind), Mapping):
         parameters = parameters[kind]
     return {"rope_type": parameters.get("type", "default"), **parameters}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.modules import RMSNorm
 
-from torchtune_grpo.models.layers import FusedNorm
+from torchtune_grpo.models.layers import FusedNorm, HalfRotation, PairRotation
 
 # torchtune's name of a module in a layer -> Hugging Face's
 _ATTENTION = {
@@ -33,6 +33,10 @@ _NORMS_AFTER = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedf
 _NORMS_AROUND = _NORMS_AFTER | {
     "sa_norm": "input_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
+}
+_NORMS_OF_GLM4 = _NORMS_BEFORE | {
+    "sa_scale": "post_self_attn_layernorm",
+    "mlp_scale": "post_mlp_layernorm",
 }
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 
@@ -83,6 +87,7 @@ class Family:
     eps: str = "rms_norm_eps"  # key of config.json
     qk_norm: type[nn.Module] | None = None  # of each head, or of all of them
     embedding: type[nn.Embedding] = nn.Embedding
+    rotation: type[HalfRotation] = HalfRotation
     partial_rotation: bool = False  # whether config.json may leave a part of each head unrotated
 
     @property
@@ -96,9 +101,17 @@ class Family:
         return {**self.linear_names, **self.norms, **(_QK_NORMS if self.qk_norm else {}), **_TOP}
 
     @property
+    def parts(self) -> dict[str, list[str]]:
+        """Hugging Face's name of a linear module -> torchtune's, of several if it is fused."""
+        found = defaultdict[str, list[str]](list)
+        for ours, theirs in self.linear_names.items():
+            found[theirs].append(ours)
+        return found
+
+    @property
     def fused(self) -> set[str]:
         """Hugging Face's names of several modules in one, which PEFT adapts as one."""
-        return {name for name, count in Counter(self.names.values()).items() if count > 1}
+        return {theirs for theirs, ours in self.parts.items() if len(ours) > 1}
 
     def has_bias(self, hf: Any, name: str) -> bool:
         """Tell whether the linear layer that torchtune calls ``name`` has a bias."""
@@ -113,6 +126,13 @@ _FROM_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_ONLY = ("attention_bias", "attention_bias", False)
 _LLAMA = Family(_NORMS_BEFORE, _GATED, _FROM_CONFIG)
 _MISTRAL = Family(_NORMS_BEFORE, _GATED, (False, False, False))  # ignores attention_bias
+_GLM = Family(
+    _NORMS_BEFORE,
+    _FUSED_GATED,
+    ("attention_bias", False, False),
+    rotation=PairRotation,
+    partial_rotation=True,
+)
 _OLMO = Family(_NORMS_AFTER, _GATED, _ATTENTION_ONLY, qk_norm=AllHeadsNorm)
 
 FAMILIES: dict[str, Family] = {
@@ -130,6 +150,8 @@ FAMILIES: dict[str, Family] = {
         qk_norm=GemmaRMSNorm,
         embedding=GemmaNormEmbeddings,
     ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, norms=_NORMS_OF_GLM4),
     "smollm3": _LLAMA,
     "olmo2": _OLMO,
     "olmo3": _OLMO,

@@ -141,6 +141,17 @@ class HalfRotation(nn.Module):
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
+class PairRotation(HalfRotation):
+    """Rotates x[0] against x[1], x[2] against x[3] and so on of each head, as GLM does."""
+
+    def forward(self, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
+        """Rotate x [b, s, heads, hd] at positions [b, s], or 0 to s - 1."""
+        x, rest = x.tensor_split((2 * len(self.frequencies),), dim=-1)
+        halves = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        turned = super().forward(halves, input_pos=input_pos).unflatten(-1, (2, -1))
+        return torch.cat([turned.mT.flatten(-2), rest], dim=-1)
+
+
 class UniformAttention(MultiHeadAttention):
     """torchtune's attention, with any norms before the rotation, and for ``Segments``.
 

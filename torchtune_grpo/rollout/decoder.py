@@ -278,13 +278,13 @@ class Rotation:
         if self._module is None:
             return lambda heads: None
         if self.table is None:
-            return partial(_turn_by, self._module, positions=positions)
+            return partial(_turn_by, self._module, positions=positions[:, None])
         cos, sin = self.table[positions].unbind(dim=1)
         return partial(_turn_halves, cos=cos, sin=sin)
 
 
 def _turn_by(module: nn.Module, heads: Tensor, *, positions: Tensor) -> None:
-    heads.copy_(module(heads[:, None], input_pos=positions[:, None])[:, 0])
+    heads.copy_(module(heads[:, None], input_pos=positions)[:, 0])  # positions [K, 1]
 
 
 def _turn_halves(heads: Tensor, *, cos: Tensor, sin: Tensor) -> None:
