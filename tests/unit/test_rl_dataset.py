@@ -19,6 +19,7 @@ import pytest
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.data.dataset import collate_prompts
+from torchtune_grpo.data.samplers import ShuffledSampler
 from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
 
 ROWS = [
@@ -390,7 +391,8 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
     assert items == [("NA, or\nnull", "nan"), ("None", "3"), ("x", "")]
 
 
-def test_a_stream_is_read_as_far_as_num_samples(llama3_tokenizer, tmp_path, monkeypatch):
+def test_a_stream_is_read_a_block_ahead(llama3_tokenizer, tmp_path, monkeypatch):
+    """Shuffled within blocks; once it is at its end, it repeats."""
     path = str(tmp_path / "rows.parquet")
     table = [{"prompt": f"{n}?"} for n in range(40)]
     datasets.Dataset.from_list(table).to_parquet(path, batch_size=4)
@@ -406,6 +408,18 @@ def test_a_stream_is_read_as_far_as_num_samples(llama3_tokenizer, tmp_path, monk
     data = RLDataset(llama3_tokenizer, num_samples=6, **stream)
     assert [item["prompt"] for item in data] == [row["prompt"] for row in table[:6]]
     assert len(read) == 6
+
+    monkeypatch.setattr("torchtune_grpo.data.dataset._FIRST", 8)
+    read.clear()
+    data = RLDataset(llama3_tokenizer, num_samples=50, **stream)
+    order = ShuffledSampler(data, seed=1).pass_over(0, 50)
+    assert len(read) == 8 and order != sorted(order)
+    for number, position in enumerate(order):
+        assert data[position]["prompt"] == f"{position % 40}?"
+        assert len(read) <= 8 * (number // 8 + 1)
+    assert sorted(order) == [*range(50)]
+    with pytest.raises(ValueError, match="num_samples: this stream does not tell its length"):
+        RLDataset(llama3_tokenizer, **stream)
 
 
 def test_data_sets_of_the_library(llama3_tokenizer, tmp_path):

@@ -27,7 +27,7 @@ from torchtune_grpo.data.chat import (
     check_text,
     from_sharegpt,
 )
-from torchtune_grpo.data.load import as_sequence, digest, load_rows, origin
+from torchtune_grpo.data.load import Stream, as_sequence, digest, load_rows, origin
 
 Row = Mapping[str, Any]
 
@@ -172,6 +172,8 @@ class RLDataset(Dataset[Item]):
     def _open(self, rows: Iterable[Row], where: str, num_samples: int | None = None) -> None:
         """Begin with other rows: read the first ones, and leave out those that cannot be used."""
         self._rows, self._where = as_sequence(rows, num_samples), where
+        # A sampler that shuffles keeps within blocks of so many rows; None: whole passes.
+        self.look_ahead = _FIRST if isinstance(self._rows, Stream) else None
         self._names: set[str] | None = None
         self._first: dict[int, Item] = {}  # by row number
         self._skipped = set[int]()  # numbers of later rows

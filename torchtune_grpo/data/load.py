@@ -57,8 +57,37 @@ def as_sequence(rows: Any, num_samples: int | None) -> Sequence[Any]:
         names = ", ".join(map(str, rows))
         kind = "one split" if isinstance(rows, datasets.DatasetDict) else "a list of dicts"
         raise ValueError(f"rows: a mapping of {shortened(names, 100)}; give {kind} of it.")
+    if isinstance(rows, datasets.IterableDataset):
+        return Stream(rows, num_samples or _told_length(rows))
     is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     return rows if is_sequence else [*islice(rows, num_samples)]
+
+
+class Stream(Sequence[Any]):
+    """The rows of a stream, read up to the highest index that was asked for, and kept.
+
+    If they are fewer than its length, they repeat.
+    """
+
+    def __init__(self, rows: Iterable[Any], length: int) -> None:
+        self._rest, self._read, self._length = iter(rows), list[Any](), length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if (missing := index + 1 - len(self._read)) > 0:
+            self._read += islice(self._rest, missing)
+            if not self._read:
+                raise ValueError("there are no rows.")
+        return self._read[index % len(self._read)]
+
+
+def _told_length(rows: datasets.IterableDataset) -> int:
+    split = (rows.info.splits or {}).get(str(rows.split))
+    if split is None or not split.num_examples:
+        raise ValueError("num_samples: this stream does not tell its length; give the number.")
+    return int(split.num_examples)
 
 
 def origin(source: str, data_files: Any) -> str:

@@ -29,11 +29,13 @@ class ShuffledSampler:
     """Sampler that takes each pass over the data in a new seeded order.
 
     Passes follow each other without a gap: if a step's prompts do not divide the data set, no
-    row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
+    row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order, and
+    data that are streamed are shuffled within blocks, so that rows are read a block ahead.
     """
 
     def __init__(self, dataset: Sized, *, seed: int, shuffle: bool = True) -> None:
         self._size, self._seed, self._shuffle = len(dataset), seed, shuffle
+        self._block = getattr(dataset, "look_ahead", None) or self._size
         self._drawn = 0
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
@@ -60,7 +62,9 @@ class ShuffledSampler:
         if not self._shuffle:
             return [*range(self._size)]
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
-        return torch.randperm(self._size, generator=generator).tolist()
+        blocks = torch.arange(self._size).split(self._block)
+        mixed = [block[torch.randperm(len(block), generator=generator)] for block in blocks]
+        return torch.cat(mixed).tolist()
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
         """End a step that asked for these rows.
@@ -80,8 +84,8 @@ class ShuffledSampler:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the size, the seed and the shuffling, for a checkpoint."""
-        fixed = ("_size", "_seed", "_shuffle")
+        """Return everything that is not given, for a checkpoint."""
+        fixed = ("_size", "_seed", "_shuffle", "_block")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
