@@ -22,8 +22,7 @@ from trajectories import make_groups
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
+    AutoModelForImageTextToText,
 )
 
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
@@ -351,20 +350,36 @@ def test_a_damaged_file_is_named(tmp_path, file, content, match):
         weights_of(folder)
 
 
+SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+TEXT = dict(head_dim=16, num_key_value_heads=1, vocab_size=VOCAB) | SHAPE
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gemma3", dict(text_config=TEXT, mm_tokens_per_image=4)),
+        (
+            "mistral3",
+            dict(text_config=TEXT | dict(model_type="ministral3"), tie_word_embeddings=False),
+        ),
+    ],
+)
 @torch.no_grad()
-def test_the_text_part_of_a_model_that_sees(tmp_path):
-    """As docs/models.md takes it out of Gemma 3 4B and up."""
+def test_the_text_part_of_a_model_that_sees(tmp_path, kind, settings):
+    """As docs/models.md takes it out of the whole."""
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    (code,) = re.findall(r"```python\n(from transformers import Gemma3.*?)```", page, re.DOTALL)
-    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    text = dict(head_dim=16, num_key_value_heads=1, vocab_size=VOCAB) | shape
-    vision = shape | dict(image_size=28, patch_size=14)
-    config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=VOCAB + 1
+    (code,) = re.findall(r"```python\n(from transformers import Auto.*?)```", page, re.DOTALL)
+    vision = SHAPE | dict(image_size=28, patch_size=14)
+    config = AutoConfig.for_model(
+        kind,
+        vision_config=vision,
+        image_token_id=VOCAB + 1,
+        image_token_index=VOCAB + 1,
+        **settings,
     )
-    whole = Gemma3ForConditionalGeneration(config).eval()
+    whole = AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ValueError, match="model_type='gemma3'"):
+    with pytest.raises(ValueError, match=f"model_type='{kind}'"):
         hf_model(str(tmp_path / "whole"))
     code = code.replace("/tmp/gemma-3-4b-it", str(tmp_path / "whole"))
     exec(code.replace("/tmp/gemma-3-4b-text", str(tmp_path / "text")), {})

@@ -14,9 +14,11 @@ import shutil
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +35,6 @@ from torchtune_grpo.machine.device import free_bytes
 from torchtune_grpo.machine.parallel import gathered, reshard, world_size
 from torchtune_grpo.models.adapter import adapter_names, model_settings, save_adapter
 from torchtune_grpo.models.build import read_config
-from torchtune_grpo.models.families import FAMILIES
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import hf_names
 from torchtune_grpo.rollout.batch import REPORT_SECONDS
@@ -98,10 +99,14 @@ class VLLMEngine:
             name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             for name, _ in context.model.named_parameters()
         }
-        own = hf_names(places.keys() - adapters, context.model_dir)
-        self._sources = {own[name]: place for name, place in places.items() if name in own}
+        own = hf_names((n for n in places if n not in adapters), context.model_dir)
+        # A name on the hub -> the parameter, or those that are parts of its rows
+        self._sources = defaultdict[str, list[tuple[Any, str]]](list)
+        for name, theirs in own.items():
+            self._sources[theirs].append(places[name])
         is_beside = adapters and context.settings.merge_adapters == "never"
         is_beside = is_beside and not model_settings(context.model)["use_dora"]
+        is_beside = is_beside and len(self._sources) == len(own)
         # LoRA that vLLM computes beside the weights; others are merged
         self._beside = {name: places[name] for name in adapters} if is_beside else {}
         self._adapter: Any = None
@@ -201,7 +206,8 @@ class VLLMEngine:
         on_cpu = self._context.device.type == "cpu"
         rows, self._vocab = self._context.settings.max_rows or MAX_ROWS, vocab
         room = free_bytes(self._context.device) - self._context.bytes_to_come()
-        numbers = sum(getattr(module, name).numel() for module, name in self._sources.values())
+        parts = chain.from_iterable(self._sources.values())
+        numbers = sum(getattr(module, name).numel() for module, name in parts)
         room = self._memory_share * (room - numbers * self._dtype.itemsize)
         self._llm = vllm.LLM(
             model=str(self._context.model_dir),
@@ -271,14 +277,17 @@ class VLLMEngine:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights under the hub's names, each made when it is needed."""
-        for theirs, (module, name) in self._sources.items():
-            is_linear = name == "weight" and isinstance(module, KINDS)
-            weight = (
-                whole_weight(module, merge=not self._beside) if is_linear else getattr(module, name)
-            )
-            if theirs in ("model.embed_tokens.weight", "lm_head.weight"):
-                weight = weight[: self._vocab]
-            yield theirs, weight.detach().to(self._dtype)
+        for theirs, places in self._sources.items():
+            parts = [self._weight(*place).detach().to(self._dtype) for place in places]
+            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+            is_of_tokens = theirs in ("model.embed_tokens.weight", "lm_head.weight")
+            yield theirs, weight[: self._vocab] if is_of_tokens else weight
+
+    def _weight(self, module: Any, name: str) -> Tensor:
+        if name == "weight" and isinstance(module, KINDS):
+            return whole_weight(module, merge=not self._beside)
+        parameter: Tensor = getattr(module, name)
+        return parameter
 
     def _sample(self, request: RolloutRequest, stop: Callable[[], bool]) -> list[_Row]:
         """Sample all rows, or as much of them as possible until ``stop()``."""
@@ -411,11 +420,6 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
             yield (
                 f"model_dir={folder}: config.json says attention_bias=True: vLLM leaves a part of "
                 "such a Qwen3's biases out; set rollout.engine to native."
-            )
-        if FAMILIES[hf.model_type].fused:
-            yield (
-                f"model_dir={folder}: vLLM cannot be given parts of the fused projections of "
-                f"{hf.model_type}; set rollout.engine to native."
             )
     if cfg.has_environment:
         yield (
