@@ -27,6 +27,7 @@ from test_rollout import (
 
 from torchtune_grpo.rollout import batch
 from torchtune_grpo.rollout.cache import GroupCache
+from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.native import NativeEngine
 from torchtune_grpo.rollout.request import RolloutRequest, StopStrings
@@ -188,6 +189,24 @@ def test_conversations_equal_a_plain_loop(name, monkeypatch):
 def test_when_replies_come_changes_nothing(late, rows):
     turns = assert_plays(native(case("plain")[0], max_rows=rows), "plain", LATE[late])
     assert turns.waits or late in ("at_once", "last_first")
+
+
+def test_answered_rows_are_fed_together(monkeypatch):
+    """A pass over the few tokens of one reply costs about as much as a decoding step."""
+    model = build_policy("qwen")
+    asked = replace(request(random_prompts([5] * 8), group_size=4, stops=STOPS), row_limit=60)
+    fed, extend = [], NativeDecoder.extend
+
+    def counted(self, rows, cache):
+        fed.append(len(rows))
+        return extend(self, rows, cache)
+
+    monkeypatch.setattr(NativeDecoder, "extend", counted)
+    got = native(model).generate(with_turns(asked, Scripted()))
+    together, answered = len(fed), sum(fed)
+    monkeypatch.setattr(batch, "LIVE_PER_ANSWERED", 10**6)
+    assert_same_samples(native(model).generate(with_turns(asked, Scripted())), got)
+    assert sum(fed) == 2 * answered and len(fed) - together >= 2 * together
 
 
 @pytest.mark.parametrize("rows", [2, None])

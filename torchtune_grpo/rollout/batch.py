@@ -29,6 +29,7 @@ from torchtune_grpo.trajectory import Samples, length_mask
 
 # The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
 PREFILL_TOKENS = 4096
+LIVE_PER_ANSWERED = 8  # answered rows go on together, as a pass over few tokens costs like a step
 KEYS_PER_TOKEN = 16  # a reply reads keys from the cache, and this many count as a token
 
 # Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
@@ -176,6 +177,8 @@ class GroupRollout:
         if self._request.turns is not None and self._paused:
             self._ask(self._request.turns, ended, is_idle)
         answered = [row for row in self._paused.values() if row.is_answered]
+        if len(answered) * LIVE_PER_ANSWERED < len(self.live):
+            return []
         answered = answered[: self._max_rows - len(self.live)]
         for row in answered:
             del self._paused[row.number]
