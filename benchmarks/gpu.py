@@ -82,11 +82,11 @@ import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
+from torchtune_grpo.models.smollm2 import prepare  # noqa: E402
 from torchtune_grpo.monitor.record import read  # noqa: E402
 from torchtune_grpo.rollout import sample_groups  # noqa: E402
 from torchtune_grpo.rollout.native import NativeEngine  # noqa: E402
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest  # noqa: E402
-from torchtune_grpo.smollm2 import prepare  # noqa: E402
 from torchtune_grpo.training.logprobs import trajectory_logprobs  # noqa: E402
 from torchtune_grpo.training.mini_batches import micro_batches  # noqa: E402
 

@@ -19,8 +19,8 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import arithmetic_dataset
 from torchtune_grpo.models import hf_model, hf_tokenizer
+from torchtune_grpo.models.tiny import prepare
 from torchtune_grpo.models.weights import hf_state
-from torchtune_grpo.tiny import prepare
 
 # All found by trial.
 LR, LR_RISES = 2e-3, 50  # in so many steps

@@ -26,8 +26,7 @@ from runs import (
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtune_grpo import smollm2
-from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer
+from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer, smollm2
 
 CONFIG = "smollm2_135M_grpo"
 QUESTION = "Which is the largest of these numbers: 71, 12, 90, 33?"
@@ -48,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
     base = tmp_path_factory.getbasetemp()
     made = (base.parent if is_worker else base) / "smollm2" / "model"
     made.parent.mkdir(exist_ok=True)
-    done = run("-m", "torchtune_grpo.smollm2", made, cwd=made.parent, check=False)
+    done = run("-m", "torchtune_grpo.models.smollm2", made, cwd=made.parent, check=False)
     if "could not fetch" in done.err:
         pytest.skip(done.err.strip().splitlines()[-1])
     assert done.code == 0, done.err

@@ -8,7 +8,7 @@ from tiny_llama import examples, mean_loss, random_model, teach
 from transformers import AutoTokenizer
 
 from torchtune_grpo.models import hf_tokenizer
-from torchtune_grpo.tiny import prepare
+from torchtune_grpo.models.tiny import prepare
 
 
 @pytest.fixture(scope="module")

