@@ -182,21 +182,21 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
 
     prompts = [tokens[0, :7].tolist(), tokens[1, :19].tolist()]
     merged.generation_config.eos_token_id = None
-    options = dict(max_new_tokens=12, do_sample=False)
+    options = dict(max_new_tokens=64, do_sample=False)
     said = [merged.generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts]
-    for settings in (
-        RolloutConfig(max_rows=3, merge_adapters="always"),
-        RolloutConfig(max_rows=3, merge_adapters="never"),
-        RolloutConfig(engine="torchtune"),
+    for settings, length in (
+        (RolloutConfig(max_rows=3, merge_adapters="always"), 64),
+        (RolloutConfig(max_rows=3, merge_adapters="never"), 64),
+        (RolloutConfig(engine="torchtune"), 12),
     ):
         engine = make_engine(EngineContext(model, settings, torch.device("cpu")))
-        rows = engine.generate(request(prompts, temperature=0.0)).responses
-        assert torch.equal(rows, torch.stack(said).repeat_interleave(2, dim=0))
+        rows = engine.generate(request(prompts, temperature=0.0, length=length)).responses
+        assert torch.equal(rows, torch.stack(said)[:, :length].repeat_interleave(2, dim=0))
 
 
-def request(prompts, *, temperature):
+def request(prompts, *, temperature, length=12):
     keys = row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=2)
-    params = SamplingParams(max_generated_tokens=12, temperature=temperature)
+    params = SamplingParams(max_generated_tokens=length, temperature=temperature)
     return RolloutRequest(prompts=prompts, group_size=2, params=params, stop_tokens=(), keys=keys)
 
 
