@@ -50,7 +50,7 @@ from torchtune_grpo.trajectory import Samples, length_mask
 
 log = utils.get_logger("INFO")
 
-TESTED = ("0.32.", "0.33.")
+TESTED = "0.32."
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures and refuses higher ones
 # Sampling keys, with the value that changes nothing. With others a token is drawn from another
 # distribution than softmax(logits / temperature), and vLLM reports no log-prob under that.
@@ -410,7 +410,7 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
             "CPU see docs/rollout.md."
         )
     elif not version.startswith(TESTED):
-        log.warning(f"rollout.engine=vllm: this is tested with vLLM 0.32 and 0.33, not {version}.")
+        log.warning(f"rollout.engine=vllm: this is tested with vLLM 0.32, not {version}.")
     yield from _unlike_trainer({"temperature": cfg.temperature})
     yield from _unlike_trainer(dict(cfg.sampling), "sampling.")
     yield from _unlike_trainer(dict(cfg.evaluation), "evaluation.")
