@@ -417,7 +417,11 @@ def test_a_stream_is_read_a_block_ahead(llama3_tokenizer, tmp_path, monkeypatch)
     for number, position in enumerate(order):
         assert data[position]["prompt"] == f"{position % 40}?"
         assert len(read) <= 8 * (number // 8 + 1)
-    assert sorted(order) == [*range(50)]
+    assert sorted(order) == [*range(50)] and len([*data._rows]) == 50
+    read.clear()
+    in_memory = datasets.Dataset.from_list(table).to_iterable_dataset()
+    data = make(llama3_tokenizer, in_memory, num_samples=50)
+    assert data.digest.startswith("in memory") and len(read) == 8
     with pytest.raises(ValueError, match="num_samples: this stream does not tell its length"):
         RLDataset(llama3_tokenizer, **stream)
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypedDict
 
 from torch.utils.data import Dataset
@@ -121,8 +121,9 @@ class RLDataset(Dataset[Item]):
 
     @property
     def digest(self) -> str:
-        """A digest of the rows as read."""
-        return digest(self._rows)
+        """A digest of the rows as read; of a stream, of its first ones."""
+        is_whole = self.look_ahead is None
+        return digest(self._rows if is_whole else islice(self._rows, self.look_ahead))
 
     def __len__(self) -> int:
         return len(self.row_numbers)

@@ -76,11 +76,12 @@ class Stream(Sequence[Any]):
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        if (missing := index + 1 - len(self._read)) > 0:
+        number = range(self._length)[index]
+        if (missing := number + 1 - len(self._read)) > 0:
             self._read += islice(self._rest, missing)
             if not self._read:
                 raise ValueError("there are no rows.")
-        return self._read[index % len(self._read)]
+        return self._read[number % len(self._read)]
 
 
 def _told_length(rows: datasets.IterableDataset) -> int:
