@@ -368,7 +368,9 @@ TEXT = dict(head_dim=16, num_key_value_heads=1, vocab_size=VOCAB) | SHAPE
 def test_the_text_part_of_a_model_that_sees(tmp_path, kind, settings):
     """As docs/models.md takes it out of the whole."""
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    (code,) = re.findall(r"```python\n(from transformers import Auto.*?)```", page, re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(from transformers import [^\n]*TextToText.*?)```", page, re.DOTALL
+    )
     vision = SHAPE | dict(image_size=28, patch_size=14)
     config = AutoConfig.for_model(
         kind,

@@ -1,6 +1,9 @@
 """A unit test that is broken is not a completion's wrong answer: at start, and while training."""
 
+import gc
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from code_sandboxes import judge
@@ -8,6 +11,7 @@ from processes import children
 from ranks import on_two_ranks
 from rows import rows_of
 
+from torchtune_grpo.data.code_tests import unit_test
 from torchtune_grpo.rewards import CodeReward, Reward, RewardSet
 from torchtune_grpo.rewards import code as _code
 
@@ -164,3 +168,24 @@ def test_the_first_rank_tries_for_all(tmp_path):
     assert kept == [1, 2] and processes > 0
     assert "answer: test='for _ in (): solve(1)': the test itself failed" in said
     assert second == (kept, said, 0)
+
+
+def test_tests_are_read_in_many_threads_at_once():
+    """Python 3.11 fails if a garbage collection lets one thread parse while another does."""
+
+    def give_way(*_):
+        time.sleep(1e-4)
+
+    thresholds = gc.get_threshold()
+    test = "".join(
+        f"assert solve([[{n}, [2, {n} * 4]]]) == [1, [2, [3, [{n}]]]]\n" for n in range(30)
+    )
+    gc.callbacks.append(give_way)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(16) as threads:
+            read = [*threads.map(lambda _: unit_test(test=test), range(160))]
+    finally:
+        gc.callbacks.remove(give_way)
+        gc.set_threshold(*thresholds)
+    assert {exam.entry_point for exam in read} == {"solve"}

@@ -19,6 +19,7 @@ import io
 import json
 import pickle
 import re
+import threading
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.sandbox.exam import Exam
 
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of all threads' trees as one
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\)\.[^\W\d]\w*)?")
 _REPLACES_INPUT = re.compile(r"builtins\.input\b|\bsys\.stdin\b")
 _SOLUTIONS = ("solution", "solutions", "canonical_solution")  # columns with a row's own solution
@@ -107,9 +109,11 @@ def _code(name: str, code: Any) -> str:
 
 def _nodes(test: str) -> list[ast.AST]:
     try:
-        return [*ast.walk(ast.parse(test))]
+        with _PARSING:
+            tree = ast.parse(test)
     except (SyntaxError, ValueError):
         return []
+    return [*ast.walk(tree)]
 
 
 def _tested_names(test: str) -> list[str]:
