@@ -2,8 +2,8 @@
 
 At most ``max_rows`` responses are sampled at once. A row leaves as soon as it has ended, and the
 next waiting row takes its slot; a prompt's keys and values stay until all of its rows have ended.
-With turns, a row also leaves at the end of each, but keeps its slot. Once it has a reply it takes
-the next free place, before rows that have not begun.
+With turns, a row also leaves at the end of each, but keeps its slot. Rows that have a reply take
+the next free places together, once they are an eighth as many as the live ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchtune_grpo.trajectory import Samples, length_mask
 
 # The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
 PREFILL_TOKENS = 4096
-LIVE_PER_ANSWERED = 8  # answered rows go on together, as a pass over few tokens costs like a step
+LIVE_PER_ANSWERED = 8  # a pass over the tokens of one reply costs about as much as a step
 KEYS_PER_TOKEN = 16  # a reply reads keys from the cache, and this many count as a token
 
 # Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
