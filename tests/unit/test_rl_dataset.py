@@ -391,7 +391,7 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
     assert items == [("NA, or\nnull", "nan"), ("None", "3"), ("x", "")]
 
 
-def test_a_stream_is_read_a_block_ahead(llama3_tokenizer, tmp_path, monkeypatch):
+def test_a_stream_is_read_a_block_ahead(llama3_tokenizer, tmp_path, monkeypatch, caplog):
     """Shuffled within blocks; once it is at its end, it repeats."""
     path = str(tmp_path / "rows.parquet")
     table = [{"prompt": f"{n}?"} for n in range(40)]
@@ -418,6 +418,7 @@ def test_a_stream_is_read_a_block_ahead(llama3_tokenizer, tmp_path, monkeypatch)
         assert data[position]["prompt"] == f"{position % 40}?"
         assert len(read) <= 8 * (number // 8 + 1)
     assert sorted(order) == [*range(50)] and len([*data._rows]) == 50
+    assert caplog.text.count("The stream has 40 rows, not 50; they repeat.") == 1
     read.clear()
     in_memory = datasets.Dataset.from_list(table).to_iterable_dataset()
     data = make(llama3_tokenizer, in_memory, num_samples=50)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -70,17 +70,23 @@ class Stream(Sequence[Any]):
     """
 
     def __init__(self, rows: Iterable[Any], length: int) -> None:
-        self._rest, self._read, self._length = iter(rows), list[Any](), length
+        self._rest: Iterator[Any] | None = iter(rows)  # None at its end
+        self._read, self._length = list[Any](), length
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
         number = range(self._length)[index]
-        if (missing := number + 1 - len(self._read)) > 0:
-            self._read += islice(self._rest, missing)
+        if self._rest is not None and number >= len(self._read):
+            self._read += islice(self._rest, number + 1 - len(self._read))
             if not self._read:
                 raise ValueError("there are no rows.")
+            if number >= len(self._read):
+                self._rest = None
+                log.warning(
+                    f"The stream has {len(self._read)} rows, not {self._length}; they repeat."
+                )
         return self._read[number % len(self._read)]
 
 
