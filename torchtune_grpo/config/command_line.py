@@ -179,7 +179,7 @@ def _drop_arguments(node: DictConfig, change: str) -> None:
 
 
 def _value(key: str, text: str) -> Any:
-    """Read a value as YAML does, but ``None`` as null, and words with ``: `` or `` #`` as text."""
+    """Read a value as YAML does, but ``None`` as null, and a text with a colon or a # as text."""
     if text == "None":
         return None
     if key.endswith("max_filename"):  # a checkpoint's number

@@ -62,9 +62,11 @@ class ShuffledSampler:
         if not self._shuffle:
             return [*range(self._size)]
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
-        blocks = torch.arange(self._size).split(self._block)
-        mixed = [block[torch.randperm(len(block), generator=generator)] for block in blocks]
-        return torch.cat(mixed).tolist()
+        order: list[int] = []
+        for start in range(0, self._size, self._block):
+            count = min(self._block, self._size - start)
+            order += (start + torch.randperm(count, generator=generator)).tolist()
+        return order
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
         """End a step that asked for these rows.

@@ -241,9 +241,8 @@ def _read_tensors(folder: str | Path, hf_config: Mapping[str, Any]) -> dict[str,
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if file.name == _TORCHTUNES:
         return tensors
-    family = family_of(hf_config)
-    names = family.linear_names.items()
-    modules = {theirs: ours for ours, theirs in names if theirs not in family.fused}
+    parts = family_of(hf_config).parts.items()
+    modules = {theirs: ours for theirs, (ours, *others) in parts if not others}
     result = {}
     for name, value in tensors.items():
         match = _PEFT_NAME.fullmatch(name)

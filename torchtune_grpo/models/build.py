@@ -244,9 +244,12 @@ def read_config(model_dir: str | Path) -> Any:
     given = read_json(model_dir, "config.json", key="model_dir")
     kind = given.get("model_type")
     if kind not in FAMILIES:
+        sees = (
+            " docs/models.md shows how to take out its text part." if "text_config" in given else ""
+        )
         raise ValueError(
             f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
-            f"{', '.join(FAMILIES)}. docs/models.md has a way for models that can also see."
+            f"{', '.join(FAMILIES)}.{sees}"
         )
     from transformers import AutoConfig  # takes a second to import
 

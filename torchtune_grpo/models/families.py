@@ -102,16 +102,11 @@ class Family:
 
     @property
     def parts(self) -> dict[str, list[str]]:
-        """Hugging Face's name of a linear module -> torchtune's, of several if it is fused."""
+        """Hugging Face's name of a linear module -> torchtune's: several, in order, if fused."""
         found = defaultdict[str, list[str]](list)
         for ours, theirs in self.linear_names.items():
             found[theirs].append(ours)
-        return found
-
-    @property
-    def fused(self) -> set[str]:
-        """Hugging Face's names of several modules in one, which PEFT adapts as one."""
-        return {theirs for theirs, ours in self.parts.items() if len(ours) > 1}
+        return dict(found)
 
     def has_bias(self, hf: Any, name: str) -> bool:
         """Tell whether the linear layer that torchtune calls ``name`` has a bias."""

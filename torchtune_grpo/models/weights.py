@@ -52,22 +52,22 @@ def hf_config_of(node: Any) -> dict[str, Any]:
 
 def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:
     """Rename a state dict of a folder's model from torchtune's names to Hugging Face's."""
-    names = hf_names(state_dict, model_dir)
-    parts = defaultdict[str, list[Tensor]](list)
-    for name, value in state_dict.items():
-        parts[names[name]].append(value)
+    parts = {
+        theirs: [state_dict[name] for name in ours]
+        for theirs, ours in parts_by_hf_name(state_dict, model_dir).items()
+    }
     return {n: torch.cat(p) if len(p) > 1 else p[0].contiguous() for n, p in parts.items()}
 
 
-def hf_names(names: Iterable[str], model_dir: str | Path) -> dict[str, str]:
-    """Map torchtune's names of a folder's model to Hugging Face's."""
+def parts_by_hf_name(names: Iterable[str], model_dir: str | Path) -> dict[str, list[str]]:
+    """Map Hugging Face's names of a folder's model to torchtune's: several, in order, if fused."""
     known = FAMILIES[read_config(model_dir).model_type].names
-    result = {}
+    result = defaultdict[str, list[str]](list)
     for name in names:
         layer, module, leaf = re.findall(r"(layers\.\d+\.)?(.+)\.(\w+)", name)[0]
         leaf = "weight" if leaf == "scale" else leaf
-        result[name] = f"{layer and 'model.'}{layer}{known[module]}.{leaf}"
-    return result
+        result[f"{layer and 'model.'}{layer}{known[module]}.{leaf}"].append(name)
+    return dict(result)
 
 
 class HFCheckpointer:
@@ -97,9 +97,7 @@ class HFCheckpointer:
         """Return ``{training.MODEL_KEY: weights}``, with all weights under torchtune's names."""
         with torch.device("meta"):
             expected = hf_model(str(self._checkpoint_dir)).state_dict()
-        names = defaultdict[str, list[str]](list)
-        for name, theirs in hf_names(expected, self._checkpoint_dir).items():
-            names[theirs].append(name)
+        names = parts_by_hf_name(expected, self._checkpoint_dir)
         state, problems, spare_head = dict[str, Tensor](), [], None
         for name, value in self._tensors():
             if f"model.{name}" in names:  # saved without a head

@@ -173,7 +173,7 @@ class GroupRollout:
                 heapq.heappush(self._free_prompt_slots, row.prompt.slot)
 
     def _next_turns(self, ended: Sequence[Row], is_idle: bool) -> list[Row]:
-        """Ask for replies to rows whose turns have ended; return answered rows for free places."""
+        """Ask for replies to rows whose turns have ended; return those that go on now."""
         if self._request.turns is not None and self._paused:
             self._ask(self._request.turns, ended, is_idle)
         answered = [row for row in self._paused.values() if row.is_answered]

@@ -14,7 +14,6 @@ import shutil
 import time
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -36,7 +35,7 @@ from torchtune_grpo.machine.parallel import gathered, reshard, world_size
 from torchtune_grpo.models.adapter import adapter_names, model_settings, save_adapter
 from torchtune_grpo.models.build import read_config
 from torchtune_grpo.models.layers import unembed_with
-from torchtune_grpo.models.weights import hf_names
+from torchtune_grpo.models.weights import parts_by_hf_name
 from torchtune_grpo.rollout.batch import REPORT_SECONDS
 from torchtune_grpo.rollout.linear import KINDS, whole_weight
 from torchtune_grpo.rollout.request import (
@@ -99,14 +98,11 @@ class VLLMEngine:
             name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             for name, _ in context.model.named_parameters()
         }
-        own = hf_names((n for n in places if n not in adapters), context.model_dir)
-        # A name on the hub -> the parameter, or those that are parts of its rows
-        self._sources = defaultdict[str, list[tuple[Any, str]]](list)
-        for name, theirs in own.items():
-            self._sources[theirs].append(places[name])
-        is_beside = adapters and context.settings.merge_adapters == "never"
+        parts = parts_by_hf_name((n for n in places if n not in adapters), context.model_dir)
+        self._sources = {theirs: [places[name] for name in ours] for theirs, ours in parts.items()}
+        is_fused = any(len(sources) > 1 for sources in self._sources.values())
+        is_beside = adapters and context.settings.merge_adapters == "never" and not is_fused
         is_beside = is_beside and not model_settings(context.model)["use_dora"]
-        is_beside = is_beside and len(self._sources) == len(own)
         # LoRA that vLLM computes beside the weights; others are merged
         self._beside = {name: places[name] for name in adapters} if is_beside else {}
         self._adapter: Any = None
