@@ -74,6 +74,11 @@ BAD = [
     ("optimizer=AdamW", "optimizer._component_=AdamW: not a dotpath", "mean torch.optim.AdamW?"),
     ("metric_logger=wandb", "metric_logger._component_=wandb", "metric_logging.WandBLogger?"),
     ("sampler=no.Such", "sampler._component_=no.Such: cannot be imported", "No module named"),
+    (
+        "sampler=torchtune_grpo.tiny.prepare",
+        "cannot be imported",
+        "mean torchtune_grpo.models.tiny.",
+    ),
     ("eval_dataset=gsm8k", "eval_dataset._component_=gsm8k", "torchtune_grpo.data.gsm8k_dataset?"),
     ("loss=grpoloss", "loss._component_=grpoloss", "mean torchtune_grpo.loss.GRPOLoss?"),
     ("loss=DAPO", "loss=DAPO: ", "give algorithm=dapo."),

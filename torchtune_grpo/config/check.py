@@ -209,7 +209,8 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
 
 # Modules whose classes and functions are suggested for a name that cannot be imported.
 _HOMES = (
-    *(f"torchtune_grpo.{name}" for name in ("models", "data", "rewards", "loss")),
+    *(f"torchtune_grpo.{name}" for name in ("models", "models.tiny", "models.smollm2")),
+    *(f"torchtune_grpo.{name}" for name in ("data", "rewards", "loss")),
     *("torchtune.training", "torchtune.training.lr_schedulers", "torchtune_grpo.monitor.loggers"),
     *("torchtune.training.metric_logging", "torch.optim", "torchao.optim"),
 )
