@@ -423,7 +423,7 @@ def test_a_stream_is_read_a_block_ahead(llama3_tokenizer, tmp_path, monkeypatch,
     in_memory = datasets.Dataset.from_list(table).to_iterable_dataset()
     data = make(llama3_tokenizer, in_memory, num_samples=50)
     assert data.digest.startswith("in memory") and len(read) == 8
-    with pytest.raises(ValueError, match="num_samples: this stream does not tell its length"):
+    with pytest.raises(ValueError, match="num_samples: this stream does not report its length"):
         RLDataset(llama3_tokenizer, **stream)
 
 

@@ -58,7 +58,7 @@ def as_sequence(rows: Any, num_samples: int | None) -> Sequence[Any]:
         kind = "one split" if isinstance(rows, datasets.DatasetDict) else "a list of dicts"
         raise ValueError(f"rows: a mapping of {shortened(names, 100)}; give {kind} of it.")
     if isinstance(rows, datasets.IterableDataset):
-        return Stream(rows, num_samples or _told_length(rows))
+        return Stream(rows, num_samples or _reported_length(rows))
     is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     return rows if is_sequence else [*islice(rows, num_samples)]
 
@@ -90,10 +90,12 @@ class Stream(Sequence[Any]):
         return self._read[number % len(self._read)]
 
 
-def _told_length(rows: datasets.IterableDataset) -> int:
+def _reported_length(rows: datasets.IterableDataset) -> int:
     split = (rows.info.splits or {}).get(str(rows.split))
     if split is None or not split.num_examples:
-        raise ValueError("num_samples: this stream does not tell its length; give the number.")
+        raise ValueError(
+            "num_samples: this stream does not report its length; give the number of rows."
+        )
     return int(split.num_examples)
 
 
