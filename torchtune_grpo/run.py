@@ -328,7 +328,7 @@ class Run:
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
         check_model(self.cfg)
         if is_cpu:
-            keep_freed_memory()
+            keep_freed_memory(sum(p.nbytes for p in self.empty_model.parameters()))
             choose_threads(self.empty_model)
 
     def prepare_training(self) -> Path | None:

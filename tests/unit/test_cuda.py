@@ -268,12 +268,13 @@ def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(
         return stock(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(segments, "_SCORES", 1)  # each part is a large one
     with fake_cuda():
         inputs = [torch.empty(13, heads, 16, dtype=dtype, device=CUDA) for heads in (4, 2, 2)]
         there = Segments.from_ranges(parts, device=CUDA)
         varlen_attention(*inputs, there, window=window, dropout=dropout)
     masks = [mask for mask in masks if mask is not None]
-    assert [tuple(mask.shape) for mask in masks] == shapes
+    assert [tuple(mask.shape) for mask in masks] == sorted(shapes)
     for mask in masks:
         assert mask.storage_offset() == 0
         assert mask.stride(-1) == 1 and mask.stride(0) % 8 == 0

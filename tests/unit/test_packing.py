@@ -124,6 +124,32 @@ def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, kind, bud
     assert all(p.grad is not None and not p.grad.any() for p in model.layers.parameters())
 
 
+@pytest.mark.parametrize("window", [None, 4, 1])
+@pytest.mark.parametrize("at_once", [40, 10_000])
+def test_parts_attend_together_as_they_do_alone(monkeypatch, window, at_once):
+    """Padding changes nothing, not even with queries whose keys are all padding."""
+    prompts, parts, end = [range(7), range(7, 9)], [], 9
+    for prompt, count in zip(prompts * 4, [1, 2, 9, 3, 0, 12, 1, 5], strict=True):
+        parts.append([prompt, range(end, end := end + count)])
+    parts = [[prompt] for prompt in prompts] + parts
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (
+        torch.randn(end, heads, 8, generator=generator).double().requires_grad_()
+        for heads in (4, 2, 2, 4)
+    )
+
+    def attended(scores: int) -> tuple[int, list[torch.Tensor]]:
+        monkeypatch.setattr("torchtune_grpo.machine.segments._SCORES", scores)
+        segments = Segments.from_ranges(parts, device=CPU)
+        out = segment_attention(q, k, v, segments, window=window, dropout=0.0)
+        return len(segments.batches), [out, *torch.autograd.grad(out, (q, k, v), g)]
+
+    (alone, expected), (together, got) = attended(1), attended(at_once)
+    assert alone == 9 and together == {40: 7, 10_000: 1}[at_once]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
 def test_dropout_drops_the_same_in_the_recomputed_forward_pass():
     """The output is linear in the values, so that <g, out> = <v, gradient> under one pattern."""
     prompt = range(5)

@@ -37,6 +37,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
 _DEFAULT_PAD = 128 * 2**10
 HEAP_BYTES = 448 * 2**20
+_MOST_WEIGHTS = 2**30  # in bytes; a larger model multiplies for longer than it waits for memory
 MAPPED_BYTES = 2**20
 
 # tqdm.auto is the notebook's bar where ipywidgets is installed; without it there are lines.
@@ -204,8 +205,10 @@ def weight_bytes(model: nn.Module) -> int:
     return round(sum(bits) / 8)
 
 
-def keep_freed_memory() -> None:
-    """Give glibc a permanent heap of 448 MiB; outside it, each large tensor is mapped separately.
+def keep_freed_memory(weights: int = 0) -> None:
+    """Give glibc a permanent heap of 448 MiB beside the ``weights``, which are to come, in bytes.
+
+    Outside it, each large tensor is mapped separately.
 
     By default glibc keeps returning freed memory to the system, and each decoded token maps and
     zeroes it again, page by page. A heap that only grows has another fault: in training,
@@ -222,7 +225,8 @@ def keep_freed_memory() -> None:
     malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     free.argtypes = [ctypes.c_void_p]
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_M_TOP_PAD, HEAP_BYTES)  # by which the next block makes the heap grow
+    # By which the next block makes the heap grow:
+    mallopt(_M_TOP_PAD, HEAP_BYTES + min(weights, _MOST_WEIGHTS))
     mallopt(_M_MMAP_THRESHOLD, _LARGEST_LIMIT)
     free(malloc(_LARGEST_LIMIT - 2**16))
     mallopt(_M_TOP_PAD, _DEFAULT_PAD)

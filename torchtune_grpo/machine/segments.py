@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -21,7 +21,18 @@ T = TypeVar("T")
 _MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # largest head size that flash attention takes
 _PART = 1024  # rows of a weight that are converted at once
+_SCORES = 1 << 16  # of parts that attend together, for each head
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parts of similar size that attend together, padded at their beginnings to the longest."""
+
+    parts: list[int]
+    queries: Tensor  # [B, n] which token of the row each query is
+    keys: Tensor  # [B, m] which token each key is
+    counts: Tensor  # [B, 1, 1] how many of the keys, the last ones, are the part's
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,39 @@ class Segments:
         )
         seen = torch.cat([torch.arange(x.start, x.stop) for part in parts for x in part])
         return cls(queries, keys, query_ends, key_ends, seen.to(device))
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """All parts: many small ones together, and each large one by itself."""
+        groups: list[list[int]] = []
+        longest = 0  # of the last group's parts, in keys
+        for part in sorted(range(len(self.queries)), key=lambda i: (self.queries[i], self.keys[i])):
+            longest = max(longest, self.keys[part])
+            if not groups or (len(groups[-1]) + 1) * self.queries[part] * longest > _SCORES:
+                groups.append([])
+                longest = self.keys[part]
+            groups[-1].append(part)
+        return [self._batch(group) for group in groups]
+
+    def _batch(self, parts: list[int]) -> Batch:
+        # Padding repeats some token, since it has to be finite; nothing sees it.
+        queries, keys = (
+            ends[1:][parts, None] - torch.arange(max(counts[i] for i in parts), 0, -1).to(ends)
+            for ends, counts in ((self.query_ends, self.queries), (self.key_ends, self.keys))
+        )
+        counts = self.key_ends.diff()[parts, None, None]
+        return Batch(parts, queries.clamp(min=0), self.seen[keys.clamp(min=0)], counts)
+
+    @cached_property
+    def results(self) -> Tensor:
+        """Where each query's result lies among those of all batches: [S]."""
+        ranges: dict[int, Tensor] = {}
+        end = 0
+        for batch in self.batches:
+            for part in batch.parts:
+                end += batch.queries.shape[1]
+                ranges[part] = torch.arange(end - self.queries[part], end)
+        return torch.cat([ranges[part] for part in range(len(ranges))]).to(self.seen.device)
 
 
 def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
@@ -90,10 +134,11 @@ def varlen_attention(
 
     With a ``window`` a query sees only that many keys: its own, and those right before it.
     q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. On GPUs since Ampere one
-    kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, each takes a call.
+    kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, small ones are padded
+    and take a few calls, and each large one takes a call.
     """
-    k, v = (x.index_select(0, segments.seen) for x in (k, v))
     if dropout == 0 and has_varlen_kernel(q):
+        k, v = (x.index_select(0, segments.seen) for x in (k, v))
         call, takes_gqa = _varlen_attn()
         options: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
         if not takes_gqa:
@@ -102,7 +147,11 @@ def varlen_attention(
         ends = segments.query_ends, segments.key_ends
         before = -1 if window is None else window - 1  # keys before a query's own; -1: all
         return call(q, k, v, *ends, *longest, window_size=(before, 0), **options)
-    return _part_by_part(q, k, v, segments, window=window, dropout=dropout)
+    out = []
+    for batch in segments.batches:
+        attend = _attend_alone if len(batch.parts) == 1 else _attend_together
+        out.append(attend(q, k, v, batch, window=window, dropout=dropout))
+    return torch.cat(out).index_select(0, segments.results)
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
@@ -133,32 +182,57 @@ def _varlen_attn() -> tuple[Any, bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _part_by_part(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, window: int | None, dropout: float
+def _attend_alone(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, window: int | None, dropout: float
 ) -> Tensor:
-    out = []
+    """Compute one part's attention: [n, heads, hd]."""
+    n, m = batch.queries.shape[1], batch.keys.shape[1]
+    keys = batch.keys[0]
+    if window is not None and m >= n + window:
+        m = n + window - 1  # that some query sees
+        keys = keys[-m:]
+    q = q.index_select(0, batch.queries[0])
+    k, v = (_for_each_head(x.index_select(0, keys), q.shape[1]) for x in (k, v))
+    is_causal, mask = m == n and (window is None or m <= window), None
+    if n > 1 and not is_causal:  # [n, m] 0 or -inf, where the last query is at the last key
+        mask = q.new_full((n, aligned(m)), -torch.inf).triu_(m - n + 1)[:, :m]
+        if window is not None:
+            mask += torch.full_like(mask, -torch.inf).tril_(m - n - window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, hd]
     # cuDNN takes up to a second to plan each new shape, and here nearly all are new.
     with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
-        parts = (_split(q, segments.queries), *(_split(x, segments.keys) for x in (k, v)))
-        for q_i, k_i, v_i in zip(*parts, strict=True):
-            n, m = q_i.shape[2], k_i.shape[2]
-            if window is not None and m >= n + window:
-                m = n + window - 1  # that some query sees
-                k_i, v_i = (x[:, :, -m:] for x in (k_i, v_i))
-            k_i, v_i = (_for_each_head(x, q.shape[1]) for x in (k_i, v_i))
-            is_causal, mask = m == n and (window is None or m <= window), None
-            if n > 1 and not is_causal:  # [n, m] 0 or -inf, where the last query is at the last key
-                mask = q.new_full((n, aligned(m)), -torch.inf).triu_(m - n + 1)[:, :m]
-                if window is not None:
-                    mask += torch.full_like(mask, -torch.inf).tril_(m - n - window)
-            attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
-            out.append(attend(q_i, k_i, v_i, attn_mask=mask))
-    return torch.cat(out, dim=2)[0].transpose(0, 1)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal
+        )
+    return out[0].transpose(0, 1)
 
 
-def _split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-    """Split [T, heads, hd] into parts [1, heads, n, hd]."""
-    return x.transpose(0, 1)[None].split(list(counts), dim=2)
+def _attend_together(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, window: int | None, dropout: float
+) -> Tensor:
+    """Compute the attention of parts: [B * n, heads, hd]. Fused kernels are slow for few tokens."""
+    (count, n), m = batch.queries.shape, batch.keys.shape[1]
+    kv, size = k.shape[1:]
+    q = q.index_select(0, batch.queries.flatten()).view(count, n, kv, -1, size)
+    q = q.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # [B * kv, n * r, hd]
+    k, v = (  # [B * kv, m, hd]
+        x.index_select(0, batch.keys.flatten())
+        .view(count, m, kv, size)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for x in (k, v)
+    )
+    key = torch.arange(m, device=q.device)
+    query = torch.arange(m - n, m, device=q.device)[:, None]  # the last one is at the last key
+    hidden = (key > query) | (key < m - batch.counts)  # [B, n, m]
+    if window is not None:
+        hidden |= key <= query - window
+    scores = torch.bmm(q, k.mT).view(count, kv, n, -1, m) * size**-0.5
+    # Not -inf: a query that is padding may see nothing, and would get NaN.
+    scores = scores.masked_fill_(hidden[:, None, :, None], torch.finfo(q.dtype).min)
+    probs = F.dropout(scores.softmax(dim=-1), dropout).view(count * kv, -1, m)
+    out = torch.bmm(probs, v).view(count, kv, n, -1, size)
+    return out.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:

@@ -20,6 +20,7 @@ KINDS = (nn.Linear, LoRALinear, FusedLoRALinear, PeftDoRALinear, FrozenNF4Linear
 
 # Products of this many rows, or of a multiple of eight, waste nothing in matrix libraries' kernels.
 FEW_ROWS = 4
+_MANY_ROWS = 256  # that a CPU multiplies as fast in either order
 
 
 class RolloutLinear:
@@ -164,7 +165,7 @@ class RolloutLinear:
         return y if self._b is None else _add_product(y, a, self._b)
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
-        """Return h [K, out] plus the layer's output for x [K, in]; on CUDA in h's memory."""
+        """Return h [K, out] plus the layer's output for x [K, in]; it may lie in h's memory."""
         if self._bias is not None:
             return h + self(x)
         h = _add_product(h, x, self._single_weight)
@@ -182,9 +183,9 @@ class RolloutLinear:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T; on a CPU as (W x^T)^T, up to twice as fast in MKL for few rows."""
-    if x.device.type != "cpu":
-        return F.linear(x, weight, bias)
     rows = len(x)
+    if x.device.type != "cpu" or rows > _MANY_ROWS:
+        return F.linear(x, weight, bias)
     whole = rows == FEW_ROWS or rows % 8 == 0
     padded = x.contiguous() if whole else F.pad(x, (0, 0, 0, -rows % 8))
     out = torch.mm(weight, padded.t()).t()[:rows]
@@ -192,8 +193,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute y + x W^T; on CUDA in y's memory."""
-    if x.device.type != "cpu":
+    """Compute y + x W^T, except for few rows on a CPU in y's memory."""
+    if x.device.type != "cpu" or len(x) > _MANY_ROWS:
         return y.addmm_(x, weight.t())
     return y + _product(x, weight)  # y comes first: sums take its layout
 
