@@ -1,12 +1,13 @@
 """Masks with holes anywhere: a response's length does not follow from what is trained on."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import build_policy
+from policies import build_policy, response_rows
 from trajectories import make_groups
 
 from torchtune_grpo.loss import GRPOLoss
@@ -16,6 +17,7 @@ from torchtune_grpo.trajectory import Trajectory
 
 GROUP = 4
 MODEL = build_policy()
+EXACT = deepcopy(MODEL).double()
 WAYS = {
     "one by one": dict(pack=False, rows=1),
     "padded": dict(pack=False, rows=8),
@@ -40,30 +42,35 @@ def trajectories(draw) -> Trajectory:
     return trajectory if kept is None else trajectory.select(torch.tensor(kept))
 
 
+def with_gradients(values: torch.Tensor, model) -> list[torch.Tensor]:
+    """Return values [2, rows, L], and the gradients of a random sum of them."""
+    model.zero_grad()
+    probe = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+    (values * probe).sum().backward()
+    return [values.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
 def step(trajectory: Trajectory, **way) -> list[torch.Tensor]:
     """Log-probs and entropy [2, rows, L], 0 where nothing is trained on, and gradients of both."""
-    MODEL.zero_grad()
     values = torch.zeros(2, *trajectory.response_mask.shape)
-    probe = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
     for part in micro_batches(trajectory, group_size=GROUP, **way):
         new = response_logprobs(
             MODEL, part.layout, temperature=0.8, with_entropy=True, entropy_gradient=True
         )
         values[:, part.rows] = torch.stack(new)
-    (values * probe).sum().backward()
-    return [values.detach(), *(p.grad.clone() for p in MODEL.parameters())]
+    return with_gradients(values, MODEL)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(trajectory=trajectories())
 def test_however_rows_are_laid_out_a_hole_is_a_hole(trajectory):
-    """Log-probs, entropy and gradients are those of one row at a time.
+    """Log-probs, entropy and gradients are those of plain rows, one at a time in float64.
 
     And the log-probs of what is trained on do not depend on what else is: they are those of the
     full mask.
     """
-    expected = step(trajectory, **WAYS["one by one"])
+    expected = with_gradients(response_rows(EXACT, trajectory, temperature=0.8), EXACT)
     for name, way in WAYS.items():
         for got, want in zip(step(trajectory, **way), expected, strict=True):
             error = (got - want).abs().max() / want.abs().max().clamp(min=0.1)
@@ -73,7 +80,7 @@ def test_however_rows_are_laid_out_a_hole_is_a_hole(trajectory):
     whole = replace(trajectory, response_mask=columns < trajectory.response_lengths[:, None])
     full = step(whole, **WAYS["packed"])[0]
     full = full.where(trajectory.response_mask, 0)
-    torch.testing.assert_close(full, expected[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(full.double(), expected[0], atol=2e-5, rtol=0)
 
 
 LOSSES = [
