@@ -9,8 +9,8 @@ weights. Every run keeps its record in a folder of its own below ``--work``, so 
 continues where the first one was stopped.
 
 Prints one JSON line: per run the held-out accuracy of each evaluation with the lower end of its
-95 % interval, pass@1 and pass@k, the clipped share of tokens, the findings, and the seconds that
-the command took, of the clock and of CPUs.
+95 % interval, pass@1 and pass@k, the clipped share of tokens, the findings, and the seconds of the
+command, of the clock and of CPUs, and of its evaluations.
 """
 
 import argparse
@@ -61,11 +61,12 @@ def curves(run: RunRecord) -> dict[str, Any]:
         for name in run.evaluations[0]
         if re.fullmatch(r"eval/(accuracy(/low)?|pass@\d+)", name)
     }
-    clipped = [step[name] for step in run.steps for name in CLIPPED if name in step]
+    clipped = [step[name] for step in run.steps for name in CLIPPED if name in step] or [0.0]
     return {
+        "of them evaluations": round(sum(event["time/eval"] for event in run.evaluations)),
         "steps": [event["step"] for event in run.evaluations],
         **metrics,
-        "clipped": round(mean(clipped or [0.0]), 4),
+        "clipped": round(mean(clipped), 4),
         "findings": [event["name"] for event in run.findings if event["event"] == "begins"],
     }
 
@@ -81,7 +82,6 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, as on tune's command line")
     args = parser.parse_intermixed_args()
     axes = [[[f"seed={seed}"] for seed in args.seeds], *map(choices, args.vary)]
-    settings = product(*axes)
 
     def run(parts: tuple[list[str], ...]) -> dict[str, Any]:
         keys = [*args.overrides, *(key for part in parts for key in part)]
@@ -90,7 +90,7 @@ def main() -> None:
         folder = args.work / f"{words[:200]}_{crc32(words.encode()):08x}"
         return {"run": name} | train(args.config, keys, folder, threads=args.threads)
 
-    report("learning", args, runs=[*map(run, settings)])
+    report("learning", args, runs=[*map(run, product(*axes))])
 
 
 if __name__ == "__main__":
