@@ -150,13 +150,15 @@ def test_a_secret_is_in_no_file_and_a_resume_sees_that_it_has_changed(tmp_path):
         "    assert api_key.startswith('sk-') and home_key.startswith('/') and rounds_key == 3\n"
         "    return [float(len(text)) for text in completions]\n"
     )
-    judge = "{_component_: own.judge, api_key: sk-1, home_key: '${oc.env:HOME}', rounds_key: 3}"
-    more = [f"rewards=[{judge}]", "dataset._component_=own.rows", "dataset.hub_token=sk-2"]
+    judge = (
+        "{_component_: own.judge, api_key: sk-secret1, home_key: '${oc.env:HOME}', rounds_key: 3}"
+    )
+    more = [f"rewards=[{judge}]", "dataset._component_=own.rows", "dataset.hub_token=sk-secret2"]
     command = ["-m", "torchtune_grpo", "run", RECIPE, "--config", CONFIG, *QUICK, *more]
     run(*command, cwd=tmp_path)
-    said = [refused(tmp_path, *more, "dataset.hub_token=sk-3")]
+    said = [refused(tmp_path, *more, "dataset.hub_token=sk-secret3")]
     assert "dataset.hub_token=... (sha256 " in said[0]
-    done = tiny(tmp_path, RESUME, *more, "rewards.0.api_key=sk-4", "num_steps=3")
+    done = tiny(tmp_path, RESUME, *more, "rewards.0.api_key=sk-secret4", "num_steps=3")
     assert "rewards.0.api_key ... (sha256 " in done.err
     start, _ = read(tmp_path / "out", "start")
     assert '"rounds_key": 3' in start["command"] and "hub_token=..." in start["command"]
@@ -164,4 +166,4 @@ def test_a_secret_is_in_no_file_and_a_resume_sees_that_it_has_changed(tmp_path):
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"README.md", "run.html", "run_config.json"} < {path.name for path in files}
     for text in (*(path.read_bytes() for path in files), *map(str.encode, (*said, done.err))):
-        assert not re.search(rb"sk-\d", text)
+        assert not re.search(rb"sk-secret\d", text)
