@@ -45,6 +45,7 @@ from torchtune_grpo.machine.device import (
     keep_freed_memory,
     multiplies_bf16,
     only_warnings,
+    weight_bytes,
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.recorder import Recorder
@@ -328,7 +329,7 @@ class Run:
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
         check_model(self.cfg)
         if is_cpu:
-            keep_freed_memory(sum(p.nbytes for p in self.empty_model.parameters()))
+            keep_freed_memory(weight_bytes(self.empty_model))
             choose_threads(self.empty_model)
 
     def prepare_training(self) -> Path | None:

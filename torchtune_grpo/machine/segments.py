@@ -29,9 +29,9 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 class Batch:
     """Parts of similar size that attend together, padded at their beginnings to the longest."""
 
-    parts: list[int]
-    queries: Tensor  # [B, n] which token of the row each query is
-    keys: Tensor  # [B, m] which token each key is
+    parts: list[int]  # [B] indices
+    width: int  # n queries of each part, with padding
+    key_width: int  # m keys of each part, with padding
     counts: Tensor  # [B, 1, 1] how many of the keys, the last ones, are the part's
 
 
@@ -78,27 +78,36 @@ class Segments:
                 groups.append([])
                 longest = self.keys[part]
             groups[-1].append(part)
-        return [self._batch(group) for group in groups]
+        counts = self.key_ends.diff()
+        return [
+            Batch(group, *self._widths(group), counts=counts[group, None, None]) for group in groups
+        ]
 
-    def _batch(self, parts: list[int]) -> Batch:
-        # Padding repeats some token, since it has to be finite; nothing sees it.
-        queries, keys = (
-            ends[1:][parts, None] - torch.arange(max(counts[i] for i in parts), 0, -1).to(ends)
-            for ends, counts in ((self.query_ends, self.queries), (self.key_ends, self.keys))
-        )
-        counts = self.key_ends.diff()[parts, None, None]
-        return Batch(parts, queries.clamp(min=0), self.seen[keys.clamp(min=0)], counts)
+    def _widths(self, parts: list[int]) -> tuple[int, int]:
+        return max(self.queries[i] for i in parts), max(self.keys[i] for i in parts)
 
     @cached_property
-    def results(self) -> Tensor:
-        """Where each query's result lies among those of all batches: [S]."""
-        ranges: dict[int, Tensor] = {}
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which tokens all batches' queries and keys are, and where each query's result lies [S].
+
+        They are gathered at once: the gradient of each gather is as long as the whole row.
+        """
+        query_ends, key_ends = ([*accumulate(counts)] for counts in (self.queries, self.keys))
+        queries, keys, results = [], [], {}
         end = 0
         for batch in self.batches:
             for part in batch.parts:
-                end += batch.queries.shape[1]
-                ranges[part] = torch.arange(end - self.queries[part], end)
-        return torch.cat([ranges[part] for part in range(len(ranges))]).to(self.seen.device)
+                queries.append(torch.arange(query_ends[part] - batch.width, query_ends[part]))
+                keys.append(torch.arange(key_ends[part] - batch.key_width, key_ends[part]))
+                end += batch.width
+                results[part] = torch.arange(end - self.queries[part], end)
+        in_order = [results[part] for part in range(len(results))]
+        # Padding repeats some token, since it has to be finite; nothing sees it.
+        of_queries, of_keys, of_results = (
+            torch.cat(ranges).clamp_(min=0).to(self.seen.device)
+            for ranges in (queries, keys, in_order)
+        )
+        return of_queries, self.seen[of_keys], of_results
 
 
 def shared_beginning(prompts: Sequence[Sequence[int]]) -> int:
@@ -147,11 +156,18 @@ def varlen_attention(
         ends = segments.query_ends, segments.key_ends
         before = -1 if window is None else window - 1  # keys before a query's own; -1: all
         return call(q, k, v, *ends, *longest, window_size=(before, 0), **options)
+    queries, keys, results = segments.padded
+    sizes = [len(batch.parts) * batch.width for batch in segments.batches]
+    key_sizes = [len(batch.parts) * batch.key_width for batch in segments.batches]
+    parts = (
+        q.index_select(0, queries).split(sizes),
+        *(x.index_select(0, keys).split(key_sizes) for x in (k, v)),
+    )
     out = []
-    for batch in segments.batches:
+    for batch, q_i, k_i, v_i in zip(segments.batches, *parts, strict=True):
         attend = _attend_alone if len(batch.parts) == 1 else _attend_together
-        out.append(attend(q, k, v, batch, window=window, dropout=dropout))
-    return torch.cat(out).index_select(0, segments.results)
+        out.append(attend(q_i, k_i, v_i, batch, window=window, dropout=dropout))
+    return torch.cat(out).index_select(0, results)
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
@@ -186,13 +202,10 @@ def _attend_alone(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, window: int | None, dropout: float
 ) -> Tensor:
     """Compute one part's attention: [n, heads, hd]."""
-    n, m = batch.queries.shape[1], batch.keys.shape[1]
-    keys = batch.keys[0]
+    n, m = batch.width, batch.key_width
     if window is not None and m >= n + window:
         m = n + window - 1  # that some query sees
-        keys = keys[-m:]
-    q = q.index_select(0, batch.queries[0])
-    k, v = (_for_each_head(x.index_select(0, keys), q.shape[1]) for x in (k, v))
+    k, v = (_for_each_head(x[-m:], q.shape[1]) for x in (k, v))
     is_causal, mask = m == n and (window is None or m <= window), None
     if n > 1 and not is_causal:  # [n, m] 0 or -inf, where the last query is at the last key
         mask = q.new_full((n, aligned(m)), -torch.inf).triu_(m - n + 1)[:, :m]
@@ -211,17 +224,11 @@ def _attend_together(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, window: int | None, dropout: float
 ) -> Tensor:
     """Compute the attention of parts: [B * n, heads, hd]. Fused kernels are slow for few tokens."""
-    (count, n), m = batch.queries.shape, batch.keys.shape[1]
+    count, n, m = len(batch.parts), batch.width, batch.key_width
     kv, size = k.shape[1:]
-    q = q.index_select(0, batch.queries.flatten()).view(count, n, kv, -1, size)
-    q = q.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # [B * kv, n * r, hd]
-    k, v = (  # [B * kv, m, hd]
-        x.index_select(0, batch.keys.flatten())
-        .view(count, m, kv, size)
-        .transpose(1, 2)
-        .flatten(0, 1)
-        for x in (k, v)
-    )
+    q = q.view(count, n, kv, -1, size).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    k, v = (x.view(count, m, kv, size).transpose(1, 2).flatten(0, 1) for x in (k, v))
+    # q is [B * kv, n * r, hd] now, k and v are [B * kv, m, hd]
     key = torch.arange(m, device=q.device)
     query = torch.arange(m - n, m, device=q.device)[:, None]  # the last one is at the last key
     hidden = (key > query) | (key < m - batch.counts)  # [B, n, m]
