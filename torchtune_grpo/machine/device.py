@@ -37,7 +37,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_LIMIT = 32 * 2**20  # the highest M_MMAP_THRESHOLD that glibc accepts
 _DEFAULT_PAD = 128 * 2**10
 HEAP_BYTES = 448 * 2**20
-_MOST_WEIGHTS = 2**30  # in bytes; a larger model multiplies for longer than it waits for memory
+_MOST_WEIGHTS = 2**30  # in bytes; with larger models, products take far longer than mapping memory
 MAPPED_BYTES = 2**20
 
 # tqdm.auto is the notebook's bar where ipywidgets is installed; without it there are lines.
@@ -206,7 +206,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def keep_freed_memory(weights: int = 0) -> None:
-    """Give glibc a permanent heap of 448 MiB beside the ``weights``, which are to come, in bytes.
+    """Give glibc a permanent heap: 448 MiB beside the bytes of ``weights`` that are loaded later.
 
     Outside it, each large tensor is mapped separately.
 

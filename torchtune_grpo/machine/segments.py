@@ -21,7 +21,7 @@ T = TypeVar("T")
 _MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # largest head size that flash attention takes
 _PART = 1024  # rows of a weight that are converted at once
-_SCORES = 1 << 16  # of parts that attend together, for each head
+_SCORES = 1 << 16  # at most so many per head, in parts that attend together
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -88,9 +88,9 @@ class Segments:
 
     @cached_property
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which tokens all batches' queries and keys are, and where each query's result lies [S].
+        """Indices of all batches' queries, of their keys, and of each query's result, [S].
 
-        They are gathered at once: the gradient of each gather is as long as the whole row.
+        One gather takes all of them, as the gradient of every gather is as long as the whole row.
         """
         query_ends, key_ends = ([*accumulate(counts)] for counts in (self.queries, self.keys))
         queries, keys, results = [], [], {}
@@ -144,7 +144,7 @@ def varlen_attention(
     With a ``window`` a query sees only that many keys: its own, and those right before it.
     q and the result are [S, heads, hd]; k and v are [S, kv_heads, hd]. On GPUs since Ampere one
     kernel takes all segments in bf16 or fp16. Elsewhere, and with dropout, small ones are padded
-    and take a few calls, and each large one takes a call.
+    and share a few calls, and each large one takes a call of its own.
     """
     if dropout == 0 and has_varlen_kernel(q):
         k, v = (x.index_select(0, segments.seen) for x in (k, v))

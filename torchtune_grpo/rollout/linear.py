@@ -165,7 +165,7 @@ class RolloutLinear:
         return y if self._b is None else _add_product(y, a, self._b)
 
     def add_to(self, h: Tensor, x: Tensor) -> Tensor:
-        """Return h [K, out] plus the layer's output for x [K, in]; it may lie in h's memory."""
+        """Return h [K, out] plus the layer's output for x [K, in]; this may overwrite h."""
         if self._bias is not None:
             return h + self(x)
         h = _add_product(h, x, self._single_weight)
@@ -193,7 +193,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute y + x W^T, except for few rows on a CPU in y's memory."""
+    """Compute y + x W^T: in y's memory, unless a CPU multiplies few rows."""
     if x.device.type != "cpu" or len(x) > _MANY_ROWS:
         return y.addmm_(x, weight.t())
     return y + _product(x, weight)  # y comes first: sums take its layout
