@@ -57,7 +57,6 @@ from torchtune_grpo.rollout.request import (
     EngineContext,
     ForeignEngine,
     RolloutEngine,
-    answer_at_limit,
 )
 from torchtune_grpo.training.checks import check_model, check_prompts, check_teacher
 from torchtune_grpo.training.dynamic_sampling import Rounds
@@ -179,7 +178,6 @@ class Run:
         """Load the data set of a key, and check it against the rewards and the model."""
         rows = {"rows": self._objects[key]} if key in self._objects else {}
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
-        answer_at_limit(self.cfg.sampling_params, self.tokenizer)  # whether its text fits
         dataset = instantiate(key, getattr(self.cfg, key), tokenizer, **rows)
         self.check_dataset(dataset, key)
         return dataset

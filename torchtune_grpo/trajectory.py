@@ -64,7 +64,6 @@ class Trajectory:
     prompts: list[str]  # N texts, as rewards see them
     completions: list[str]  # N texts, prefill included, as rewards see them
     columns: dict[str, list[Any]]  # the data set's other columns, N values each
-    forced: Tensor | None = None  # [N] bool, whether its answer was forced; None = none ever is
     advantages: Tensor | None = None  # [N]; None = not scored
     ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term
     teacher_coeffs: Tensor | None = None  # [N] 0 where it does not teach; None = no teacher

@@ -51,7 +51,6 @@ def test_defaults_and_numbers_are_read():
 
 
 NO_ARGUMENTS = "torchtune.models.qwen2_5.qwen2_5_0_5b"
-FORCED = "sampling.forced_answer.text=x"
 BAD = [
     ("grpo_sample=8", "grpo_sample=8: unknown config key", "Did you mean grpo_samples?"),
     ("kl_coeff=0.1", "kl_coeff=0.1: unknown config key", "Did you mean loss.kl_coeff?"),
@@ -91,9 +90,7 @@ BAD = [
     ("tools=[my.f] rollout.engine=torchtune", "rollout.engine=torchtune", "set it to native"),
     ("environment.form=inline", "environment.form=inline", "set sampling.stop_strings"),
     ("environment.max_response_tokens=9", "max_response_tokens=9", "give at least that"),
-    (f"{FORCED} rollout.engine=torchtune", "forced_answer: ", "set rollout.engine to native"),
-    (f"{FORCED} tools=[my.f]", "forced_answer: ", "remove it, or the environment"),
-    ("sampling.forced_answer.txt=x", "_answer.txt=x", "mean sampling.forced_answer.text?"),
+    ("sampling.forced_answer.text=x", "forced_answer.text=x: unknown config key", "lists the keys"),
     (
         "objective.teacher.groups=all_wrong dynamic_sampling.max_resamples=2",
         "objective.teacher.groups=all_wrong",
@@ -150,7 +147,6 @@ def tiny(folder, *changes):
 
 
 BUDGET = ["forward_batch_size=null", "forward_token_budget=611"]
-LIMITS = r"max_generated_tokens \+ sampling.forced_answer.max_tokens"
 TURNS = ["environment.max_response_tokens=600", "forward_batch_size=null"]
 
 
@@ -158,7 +154,6 @@ TURNS = ["environment.max_response_tokens=600", "forward_batch_size=null"]
     ("data", "changes", "longest", "said"),
     [
         ("eval_dataset", [], 131_072 - 512, "eval_dataset, 130561 tokens.*context of 131072"),
-        ("dataset", [FORCED], 131_072 - 544, f"^{LIMITS}=544: .*dataset, 130529 tokens"),
         ("dataset", BUDGET, 611 - 511, "forward_token_budget=611.*give at least 612"),
         (
             "dataset",
@@ -209,7 +204,6 @@ WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
     ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
     ("dynamic_sampling.min_pass_rate=0.1", "dynamic_sampling: .*max_resamples=0"),
-    ("sampling.forced_answer.max_tokens=5", "answer: no answer is forced; set its text"),
     ("objective.teacher.alone=true", "objective.teacher: there is none; set its model_dir"),
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),
     ("objective.sampling_correction=token_mask objective.correction_cap=3.0", None),

@@ -97,17 +97,6 @@ class Keys(BaseModel):
         return type(self)(**{**dict(self), **changes})
 
 
-class ForcedAnswerConfig(Keys):
-    """The answer asked of a response that reaches its limit (docs/rollout.md#a-forced-answer)."""
-
-    text: Text | None = None
-    """What a response is given that reaches max_generated_tokens; null = it is cut off."""
-    unless: Text = "</think>"
-    """Responses with this in them have begun their answer, and are cut off."""
-    max_tokens: PositiveInt = 32
-    """Most tokens of the text and the answer after it."""
-
-
 class SamplingConfig(Keys):
     """Filters, penalties and what ends a response."""
 
@@ -125,7 +114,6 @@ class SamplingConfig(Keys):
     """Token ids that are never sampled."""
     stop_strings: Texts = ()
     """Strings that also end a response, at the token that completes one."""
-    forced_answer: ForcedAnswerConfig = ForcedAnswerConfig()
 
 
 class SamplingParams(SamplingConfig):
@@ -140,12 +128,6 @@ class SamplingParams(SamplingConfig):
     def greedy(self) -> SamplingParams:
         """The same parameters without chance: always the likeliest token."""
         return self.replace(temperature=0.0, top_k=None, top_p=None, min_p=None)
-
-    @property
-    def max_response_tokens(self) -> int:
-        """The most tokens of a response of one turn, with the answer that is forced from it."""
-        forced = self.forced_answer
-        return self.max_generated_tokens + (forced.max_tokens if forced.text else 0)
 
     @property
     def filters(self) -> bool:
@@ -477,7 +459,7 @@ class GRPOConfig(Keys):
     @property
     def max_response_tokens(self) -> int:
         """The most tokens of a response, sampled or not."""
-        return self.environment.max_response_tokens or self.sampling_params.max_response_tokens
+        return self.environment.max_response_tokens or self.max_generated_tokens
 
     @property
     def updates_per_step(self) -> int:
@@ -503,13 +485,6 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
         yield f"optimizer.lr={lr}: no weight would ever change; set it above 0."
     if cfg.has_environment and cfg.rollout.engine == "torchtune":
         yield "rollout.engine=torchtune: samples responses of one turn only; set it to native."
-    if cfg.sampling.forced_answer.text and cfg.rollout.engine != "native":
-        yield (
-            "sampling.forced_answer: only the native engine supports it; set rollout.engine "
-            "to native, or remove it."
-        )
-    if cfg.sampling.forced_answer.text and cfg.has_environment:
-        yield "sampling.forced_answer: needs responses of one turn; remove it, or the environment."
     if cfg.environment.form == "inline" and not cfg.sampling.stop_strings:
         yield (
             "environment.form=inline: a stop string ends the policy's turn; set "
@@ -566,9 +541,6 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
         yield "objective.correction_cap: nothing is capped; set sampling_correction."
     if not (teacher := cfg.objective.teacher).is_used and teacher != TeacherConfig():
         yield "objective.teacher: there is none; set its model_dir or prompt_template."
-    forced = cfg.sampling.forced_answer
-    if not forced.text and forced != ForcedAnswerConfig():
-        yield "sampling.forced_answer: no answer is forced; set its text."
     goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
     if cfg.evaluation.every_n_steps is None and goals != (None, None):
         yield (

@@ -113,8 +113,6 @@ class StepMetrics:
                 self.add_max(f"{_NEGATED}completions/min{kind}_length", -counted.min())
                 self.add_max(f"completions/max{kind}_length", counted.max())
         self.add_values("completions/clipped_ratio", trajectory.truncated)
-        if trajectory.forced is not None:
-            self.add_values("rollout/forced_answers", trajectory.forced)
         tokens = trajectory.prompt_lengths + trajectory.response_lengths
         self.add_sum("num_tokens", tokens.sum(), 0)
         sampled = -trajectory.sampler_logprobs.where(trajectory.response_mask, math.nan)

@@ -104,8 +104,6 @@ class GroupRollout:
 
     def _room(self, row: Row) -> int:
         """Return how many more tokens a row may sample."""
-        if self._request.at_limit and row.given:  # it goes on behind its limit
-            return self._request.max_row_tokens - row.count
         sampled, most = row.count - row.given, self._request.params.max_generated_tokens
         return min(most - sampled, self._request.max_row_tokens - row.count)
 
@@ -145,21 +143,9 @@ class GroupRollout:
                 ended.append(row)
         if self._request.turns is not None:
             self._paused |= {row.number: row for row in ended if row.ended}
-        if self._request.at_limit is not None:
-            self._paused |= {row.number: row for row in ended if self._goes_on(row)}
         self._free([row for row in ended if row.number not in self._paused])
         self.live = [row for row in self.live if row not in ended]
         return ended
-
-    def _goes_on(self, row: Row) -> bool:
-        """Ask what a row that is at its limit for the first time goes on with, if with anything."""
-        if row.ended or row.given:
-            return False
-        assert self._request.at_limit is not None
-        tokens = self.transcript.tokens[row.number, : row.count].tolist()
-        row.response = [*tokens, *self._request.at_limit(tokens)]
-        assert len(row.response) < self._request.max_row_tokens or not row.is_answered
-        return row.is_answered
 
     def _free(self, rows: Sequence[Row]) -> None:
         """Free the slots of rows that are over, and those of prompts whose last ones they are."""

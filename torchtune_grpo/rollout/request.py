@@ -84,9 +84,6 @@ class RolloutRequest:
     ``params.max_generated_tokens`` bounds the tokens that a row samples, over all of its turns, and
     ``row_limit`` all of its response's tokens; None is the same bound. Without ``turns`` a response
     is one turn. ``params.min_new_tokens`` counts from the response's beginning.
-    ``at_limit`` is called, without ``turns``, with a response that has sampled
-    ``max_generated_tokens`` and has not ended. It returns the tokens with which it goes on, like a
-    reply, up to ``row_limit``; none cut it off.
     """
 
     prompts: Sequence[Sequence[int]]  # none of them empty
@@ -99,7 +96,6 @@ class RolloutRequest:
     vocab_size: int | None = None
     row_limit: int | None = None
     turns: Turns | None = None
-    at_limit: Callable[[Sequence[int]], Sequence[int]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -144,7 +140,7 @@ class RolloutEngine(Protocol):
     """Samples a group of responses for each prompt, one call for each round of a step.
 
     ``is_reproducible`` says whether samples depend on the request and the weights alone. An engine
-    that asks ``request.turns`` and ``at_limit`` has ``takes_turns = True``; others get neither.
+    that asks ``request.turns`` has ``takes_turns = True``; others get none.
     """
 
     is_reproducible: bool
@@ -211,12 +207,6 @@ def sample_groups(
             stop_tokens=stop_tokens,
             prefill=prefill,
         )
-    at_limit = answer_at_limit(params, tokenizer)
-    if at_limit is not None and not getattr(engine, "takes_turns", False):
-        raise ValueError(
-            f"sampling.forced_answer: {type(engine).__name__} cannot go on with a response; remove "
-            "it, or set rollout.engine to native."
-        )
     keys = row_keys(
         seed=seed,
         step=step,
@@ -233,9 +223,8 @@ def sample_groups(
         decode=decode,
         report=report,
         vocab_size=_known_ids(tokenizer),
-        row_limit=params.max_response_tokens if talks is None else talks.row_limit,
+        row_limit=None if talks is None else talks.row_limit,
         turns=talks,
-        at_limit=at_limit,
     )
     samples = engine.generate(request)
     interrupt.check()
@@ -258,32 +247,12 @@ def sample_groups(
         sampled=samples.sampled,
         response_mask=samples.sampled,
         truncated=samples.truncated,
-        forced=None if at_limit is None else samples.sampled.sum(dim=1) < samples.lengths,
         sampler_logprobs=samples.sampler_logprobs,
         behaviour_logprobs=samples.behaviour_logprobs,
         prompts=_repeat(prompts.prompts, group_size) if talks is None else [*talks.prompts],
         completions=[*completions],
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},
     )
-
-
-def answer_at_limit(
-    params: SamplingParams, tokenizer: Any
-) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """Return the request's ``at_limit``, which forces an answer; None if the config wants none.
-
-    Raises a ValueError if the text leaves no token for the answer.
-    """
-    wanted = params.forced_answer
-    if not wanted.text:
-        return None
-    given = tokenizer.encode(wanted.text, add_bos=False, add_eos=False)
-    if len(given) >= wanted.max_tokens:
-        raise ValueError(
-            f"sampling.forced_answer.max_tokens={wanted.max_tokens}: its text has {len(given)} "
-            "tokens, and the answer needs some; give more."
-        )
-    return lambda tokens: [] if wanted.unless in decode_tokens(tokenizer, tokens) else given
 
 
 def _known_ids(tokenizer: Any) -> int | None:

@@ -201,9 +201,7 @@ def check_prompts(
     context, size = model.max_seq_len, model.tok_embeddings.num_embeddings
     response = cfg.max_response_tokens
     limited = "max_generated_tokens"
-    if cfg.sampling.forced_answer.text:
-        limited += " + sampling.forced_answer.max_tokens"
-    elif response != cfg.max_generated_tokens:
+    if response != cfg.max_generated_tokens:
         limited = "environment.max_response_tokens"
     if longest + response > context:
         shorter = f"{key}.max_prompt_tokens" if key.endswith("dataset") else "shorten the prompt"

@@ -99,7 +99,7 @@ def _mini_batch(
         prompt_indices=trajectory.prompt_indices,
         num_rows=sum_over_ranks(trajectory.num_rows),
         num_tokens=num_tokens,
-        max_generated_tokens=cfg.sampling_params.max_response_tokens,
+        max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
     if not loss.needs_all_rows:  # rows left out only count in the denominators
