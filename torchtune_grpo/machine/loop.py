@@ -1,0 +1,77 @@
+"""The one asyncio loop of a process, for all awaitables of rewards, environments and tools.
+
+It runs in a thread of its own until the process ends, so that connections, locks and semaphores of
+one call still work in the next. Whatever a call raises, ``SystemExit`` included, is its caller's. A
+loop that a call blocks is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_BLOCKED_AFTER = 5.0  # seconds in which a loop does nothing, though a call's time is over
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def run(awaitable: Awaitable[T], timeout: float | None = None) -> T:
+    """Wait for what an awaitable returns or raises.
+
+    After ``timeout`` seconds, or on Ctrl-C, it is cancelled; the former raises a TimeoutError.
+    """
+    loop = _running_loop()
+    future = asyncio.run_coroutine_threadsafe(_outcome(awaitable), loop)
+    try:
+        value, error = future.result(timeout)
+    except BaseException:
+        future.cancel()
+        _replace_if_blocked(loop)
+        raise
+    if error is not None:
+        raise error
+    return value
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return a result or an error: raised in a loop, SystemExit and others would end it."""
+    try:
+        return await awaitable, None
+    except BaseException as error:
+        return None, error
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    """Return the process's loop; start one if there is none, or after a fork."""
+    global _loop, _thread
+    with _lock:
+        if _loop is None or _thread is None or not _thread.is_alive():
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_serve, args=(_loop,), daemon=True)
+            _thread.start()
+        return _loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    while True:
+        with suppress(BaseException):  # a task that a call left behind has raised SystemExit
+            loop.run_forever()
+
+
+def _replace_if_blocked(loop: asyncio.AbstractEventLoop) -> None:
+    """Let later calls have a new loop if this one does not get to run a callback."""
+    global _loop
+    is_alive = threading.Event()
+    loop.call_soon_threadsafe(is_alive.set)
+    if not is_alive.wait(_BLOCKED_AFTER):
+        with _lock:
+            if _loop is loop:
+                _loop = None
