@@ -7,7 +7,7 @@ A model's shape is read from the config.json in `model_dir`; without such a fold
 known by its name. Prompts and responses are as long as the config allows. The parts, in GiB:
 
     weights, gradients, moments (with float32 masters, if kept), reference (a copy of the weights),
-    teacher    the weights of objective.teacher.model_dir
+    teacher    the weights of objective.teacher
     context    what CUDA and its libraries take
     cache      keys and values of a step's rollout or an evaluation's, the larger of the two
     copy       vLLM's copy of the weights, which stays, as its cache does
@@ -17,7 +17,7 @@ known by its name. Prompts and responses are as long as the config allows. The p
     update     on top during a micro-batch: the real update runs on tensors without memory (torch's
                FakeTensorMode), and what is alive at once is added up
     optimizer  on top during a step on bf16 weights: the parts that are float32 meanwhile
-    judging    on top during the teacher's pass over a micro-batch, with the policy's prompts
+    judging    on top during the teacher's pass over a micro-batch
 
 The peak is the sum of all, except that of `rollout`, `judging`, `gradients` + `update` and
 `gradients` + `optimizer` only the largest counts. `--card` is a GPU's memory in GiB: where
@@ -51,7 +51,7 @@ from torchtune import config, modules, training
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import VLLM, GRPOConfig
 from torchtune_grpo.loss import make_loss
@@ -63,14 +63,13 @@ from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.native import MEMORY_SHARE, NativeEngine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.training import response_logprobs
+from torchtune_grpo.training import Teacher, response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.memory import choose_passes
 from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.optimizer import has_masters, later_bytes, make_optimizer
 from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.training.policy import empty_model
-from torchtune_grpo.training.teacher import teacher_config
 from torchtune_grpo.trajectory import Trajectory
 
 GIB = 2**30
@@ -146,17 +145,16 @@ def estimate(
     base = count - (trained if adapters else 0)
     dtype = torch.float32 if adapters or size == 4 else torch.bfloat16  # of what is trained
     width = dtype.itemsize
-    teacher = cfg.objective.teacher
-    has_copy = cfg.loss.kl_coeff > 0 or (teacher.is_used and teacher.model_dir is None)
+    teacher: Teacher | None = instantiate("objective.teacher", cfg.objective.teacher)
     parts = {
         "weights": (base - nf4) * size + nf4 * NF4_BYTES + (trained * width if adapters else 0),
-        "reference": base * size if not adapters and has_copy else 0,
+        "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
         "teacher": 0.0,
         "context": CONTEXT_BYTES if cuda else 0,
     }
-    if teacher.model_dir is not None:
+    if teacher is not None:
         with default_dtype(cfg):
-            other = empty_model(teacher_config(cfg))
+            other = empty_model(teacher.config(cfg))
         parts["teacher"] = sum(p.numel() for p in other.parameters()) * size
     free = math.inf if card is None else card * GIB - sum(parts.values())  # before the first step
     optimizer = make_optimizer(cfg.optimizer, [nn.Parameter(torch.zeros(1, dtype=dtype))])
@@ -174,9 +172,8 @@ def estimate(
     parts["weights"] += buffers
     free -= buffers
     judging = 0.0
-    if teacher.is_used:
-        judge = cfg if teacher.model_dir is None else teacher_config(cfg)
-        judging, _ = update_bytes(judge, device=torch.device(device), trains=False)
+    if teacher is not None:
+        judging, _ = update_bytes(teacher.config(cfg), device=torch.device(device), trains=False)
     rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
     parts |= rollout | training | {"update": update, "optimizer": 0, "judging": judging}
     if width == 2 and not masters:  # a weight at a time, with its gradient and moments in float32

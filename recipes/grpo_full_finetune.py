@@ -36,7 +36,6 @@ from torchtune_grpo.run import Run
 from torchtune_grpo.steps import Steps
 from torchtune_grpo.training import importance_weights, in_order, response_logprobs
 from torchtune_grpo.training.mini_batches import MiniBatch, mini_batches
-from torchtune_grpo.training.teacher import token_advantages
 from torchtune_grpo.trajectory import Trajectory
 
 
@@ -62,7 +61,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self.loss = run.loss
         self.model = run.build_policy()
         self.reference = run.build_reference(self.model)
-        self.teacher = run.build_teacher(self.model, self.reference)
+        self.teacher = run.build_teacher()
         state = run.checkpoints.restore(self.model, checkpoint) if checkpoint else None
         self.engine = run.make_engine(self.model)
         run.prepare_passes(self.model, self.reference)
@@ -105,8 +104,6 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.objective.mask_truncated_completions:
             mask = mask & ~rows.truncated[:, None]
         rows = replace(rows, advantages=advantages, response_mask=mask)
-        if self.teacher is not None:
-            rows = self.teacher.choose(rows, scores, kept)
         step.add_rollout(rows, scores, group_size=self.cfg.grpo_samples)
         step.add_numbers(rounds.metrics())
         self.run.recorder.groups.rollout(rows, scores)
@@ -202,13 +199,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         self, part: Trajectory, *, logprobs: Tensor, old: Tensor | None, entropy: Tensor
     ) -> LossOutput:
         """Compute the share of a micro-batch's n rows in the step's loss; tensors are [n, L]."""
-        assert part.weights is not None  # mini_batches() sets them
+        assert part.weights is not None and part.advantages is not None
         sampled_with = logprobs if old is None else old  # under the policy that sampled
+        advantages = part.advantages  # [n]; [n, L] with a teacher
+        if self.teacher is not None:
+            advantages = self.teacher.advantages(part, sampled_with)
         return self.loss(
             logprobs=logprobs,
             old_logprobs=old,
             ref_logprobs=part.ref_logprobs,
-            advantages=token_advantages(part, sampled_with),
+            advantages=advantages,
             weights=part.weights,
             response_mask=part.response_mask,
             entropy=entropy,

@@ -127,16 +127,6 @@ def reward_advantages(
     return advantages
 
 
-def all_wrong(outcomes: Tensor, *, group_size: int) -> Tensor:
-    """Mark the rows [N] of groups without an outcome [N] above 0; NaN means that there is none.
-
-    A group of which no outcome is known is not marked.
-    """
-    groups = outcomes.view(-1, group_size)  # [B, G]
-    marked = (groups <= 0).any(dim=1) & ~(groups > 0).any(dim=1)
-    return marked.repeat_interleave(group_size)
-
-
 class OutcomeGate:
     """Lets other rewards train a group only if the deciding one differs within it.
 

@@ -65,7 +65,7 @@ from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
 from torchtune_grpo.training.packing import compile_layers
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
 from torchtune_grpo.training.reference import FrozenReference, Reference, make_reference
-from torchtune_grpo.training.teacher import Teacher, teacher_config
+from torchtune_grpo.training.teacher import Teacher
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -197,18 +197,9 @@ class Run:
     @cached_property
     def teacher(self) -> Teacher | None:
         """The teacher, if there is one; it gets its model in ``build_teacher``."""
-        if not self.cfg.objective.teacher.is_used:
-            return None
-        decider = self.rewards.decider
-        if self.cfg.objective.teacher.groups == "all_wrong" and not decider.is_known:
-            raise ValueError(
-                "objective.teacher.groups=all_wrong: no reward is known to decide what is right; "
-                "name it in evaluation.reward."
-            )
-        teacher = Teacher(self.cfg, self.dataset.encoder, decider=decider.reward.name)
-        check_teacher(
-            self.cfg, teacher, self.dataset, model=self.empty_model, tokenizer=self.tokenizer
-        )
+        teacher = instantiate("objective.teacher", self.cfg.objective.teacher)
+        if teacher is not None:
+            check_teacher(self.cfg, teacher, self.dataset, tokenizer=self.tokenizer)
         return teacher
 
     @cached_property
@@ -379,15 +370,11 @@ class Run:
         """Return the policy as it is now, as the loss's reference; None if the loss needs none."""
         return make_reference(policy, self.cfg) if self.loss.needs_reference else None
 
-    def build_teacher(
-        self, policy: TransformerDecoder, reference: Reference | None
-    ) -> Teacher | None:
-        """Give the teacher its model, if there is one: another one, or the policy as it is now."""
-        if self.teacher is not None and self.cfg.objective.teacher.model_dir is not None:
-            own = teacher_config(self.cfg)
+    def build_teacher(self) -> Teacher | None:
+        """Give the teacher its model, if there is one."""
+        if self.teacher is not None:
+            own = self.teacher.config(self.cfg)
             self.teacher.model = FrozenReference(self._build(own, Checkpoints(own)))
-        elif self.teacher is not None:
-            self.teacher.model = reference or make_reference(policy, self.cfg)
         return self.teacher
 
     def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
@@ -476,7 +463,7 @@ class Run:
 
         From then on ``cfg`` has what fits into the memory where it said auto.
         """
-        if self.teacher is not None and not hasattr(self.teacher, "model"):
+        if self.teacher is not None and self.teacher.model is None:
             raise ValueError(
                 "objective.teacher: this recipe knows no teacher, as it does not call "
                 "run.build_teacher; take over the package's recipe's lines on it "
@@ -493,10 +480,7 @@ class Run:
             )
         if self.is_sharded:
             parallel.shard(policy, self.cfg.distributed, device=self.device)
-            teacher = None if self.teacher is None else self.teacher.model
-            # The teacher may be the reference. The order is the same on all ranks, which a set's is
-            # not: they would wait for each other.
-            for frozen in dict.fromkeys((reference, teacher)):
+            for frozen in (reference, self.teacher):
                 if frozen is not None:
                     frozen.shard(self.cfg.distributed, device=self.device)
 

@@ -12,7 +12,7 @@ A response token has up to five log-probs, each [N, L]; all except the behaviour
     old          under the policy that sampled, the denominator of the loss's ratio: recomputed by
                  the trainer in the first optimizer step, or the sampler's (``sampling_correction``)
     reference    under the frozen policy of the KL term
-    teacher      under the frozen model of ``objective.teacher``, which may see another prompt
+    teacher      under the frozen model of ``objective.teacher``
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Trajectory:
     columns: dict[str, list[Any]]  # the data set's other columns, N values each
     advantages: Tensor | None = None  # [N]; None = not scored
     ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term
-    teacher_coeffs: Tensor | None = None  # [N] 0 where it does not teach; None = no teacher
-    teacher_logprobs: Tensor | None = None  # [N, L]
+    teacher_logprobs: Tensor | None = None  # [N, L]; None = no teacher
     weights: Tensor | None = None  # [N, L] each token's share of the loss, see Loss.weights
 
     @property
@@ -96,10 +95,9 @@ class Trajectory:
 
     @property
     def is_informative(self) -> Tensor:
-        """[N] bool, whether a row has an advantage that is not 0, or a teacher that gives one."""
+        """[N] bool, whether the rewards give a row an advantage that is not 0."""
         assert self.advantages is not None
-        of_rewards = self.advantages != 0
-        return of_rewards if self.teacher_coeffs is None else of_rewards | (self.teacher_coeffs > 0)
+        return self.advantages != 0
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that hold a tensor."""

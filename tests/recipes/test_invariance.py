@@ -304,7 +304,6 @@ OBJECTIVES = {
     "cispo": ["loss.surrogate=cispo", "objective.advantage=batch"],
     "sequence": ["loss.importance_sampling_level=sequence"],
     "dppo": ["loss.surrogate=dppo", "objective.sampling_correction=old_logprobs"],
-    "teacher": ["objective.teacher.prompt_template='{prompt} It is {answer}.'"],
 }
 
 

@@ -2,13 +2,11 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from processes import wait_until
-from runs import RECIPE, in_background, metrics, run, tune, untimed
-from safetensors.torch import load_file
+from runs import RECIPE, in_background, metrics, run, tune
 from transformers import AutoModelForCausalLM
 
 from torchtune_grpo.checkpoint.folder import SUMS_FILE
@@ -43,20 +41,6 @@ def test_killed_runs_resume_to_the_same_end(tmp_path):
     results = json.loads(done.out.splitlines()[-1])["results"]
     assert results["kills"] >= 2 and results["resumes"] >= 1
     assert results["bit_equal"] == results["runs"] and results["lost"] == 0
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_teacher_that_it_began_with(tmp_path):
-    """The policy before training; the second step is the same to the bit."""
-    teacher = "objective.teacher.prompt_template='{prompt} It is {answer}.'"
-    tiny(tmp_path, teacher)
-    last = tmp_path / "out" / "step_000002"
-    expected, step = load_file(next(last.glob("model*.safetensors"))), untimed(tmp_path / "out")[-1]
-    shutil.rmtree(last)
-    tiny(tmp_path, teacher, RESUME)
-    assert untimed(tmp_path / "out")[-1] == step and step["teacher/kl"] != 0
-    resumed = load_file(next(last.glob("model*.safetensors")))
-    assert all(value.equal(expected[name]) for name, value in resumed.items())
 
 
 @pytest.mark.slow

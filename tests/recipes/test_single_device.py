@@ -29,7 +29,7 @@ from torchtune_grpo.config.command_line import config_files
 from torchtune_grpo.models import HFCheckpointer, hf_tokenizer
 
 MAKE_THEIR_DATA = {"tiny_arithmetic_grpo", "smollm2_135M_grpo", "smollm2_calculator_grpo"}
-MAKE_THEIR_DATA |= {"smollm2_teacher_grpo", "tiny_guess_grpo"}
+MAKE_THEIR_DATA |= {"tiny_guess_grpo"}
 # These differ from another one, which runs, by their model alone: here all models are tiny.
 LARGER = {"llama3_2_3B_lora_grpo", "qwen3_1_7B_lora_grpo"}
 HUB_CONFIGS = [name for name in config_files() if name not in MAKE_THEIR_DATA | LARGER]

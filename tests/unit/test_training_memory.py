@@ -192,7 +192,7 @@ def test_the_estimate_counts_a_teacher_and_its_pass(tmp_path):
     node.forward_batch_size = node.enable_activation_checkpointing = "auto"
     node.dataset.max_prompt_tokens = 64
     without = memory_estimate.estimate(node, card=24)
-    node.objective = {"teacher": {"model_dir": node.model_dir}}
+    node.objective = {"teacher": node.model_dir}
     found = memory_estimate.estimate(node, card=24)
     numbers = 2048 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
     assert found["teacher"] == round(2 * numbers / 2**30, 2) and without["teacher"] == 0

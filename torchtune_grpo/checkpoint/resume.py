@@ -33,7 +33,7 @@ POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
 FIXED = (
     *(*POLICY, "checkpointer.checkpoint_files", "adapter_dir", "seed", "dataset", "sampler"),
     *("batch_size * ranks", "optimizer", "lr_scheduler._component_"),
-    *("objective.teacher.model_dir", "objective.teacher.prompt_template"),
+    "objective.teacher.model_dir",
 )
 # Optimizer settings that a resumed run takes from its config and not from the checkpoint
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
@@ -56,9 +56,9 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     values["checkpointer"] = {**cfg.checkpointer, "checkpoint_files": [*map(str, base_files)]}
     if cfg.adapter_dir is not None:
         values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
-    if (teacher := cfg.objective.teacher.model_dir) is not None:
-        files = [str(Path(teacher, name)) for name in weight_files(Path(teacher))]
-        values["objective"]["teacher"]["model_dir"] = [teacher, *files]
+    if (teacher := cfg.objective.teacher) is not None:
+        files = [str(Path(teacher.model_dir, n)) for n in weight_files(Path(teacher.model_dir))]
+        values["objective"]["teacher"] = {**teacher, "model_dir": [teacher.model_dir, *files]}
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     values["versions"] = versions()
     result: dict[str, Any] = {}

@@ -46,6 +46,7 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
     nodes = {**values, "environment": None} if settings is None else dict(settings)
     if settings is not None:
         nodes |= {"rollout.engine": settings.rollout.engine}
+        nodes |= {"objective.teacher": settings.objective.teacher}
     for name, node in nodes.items():
         if isinstance(node, (dict, DictConfig)) and isinstance(node.get("_component_"), str):
             with noted(problems):

@@ -25,6 +25,7 @@ SETTINGS = ConfigDict(
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT32 = 3.4028234e38
 VLLM = "torchtune_grpo.rollout.vllm.VLLMEngine"
+TEACHER = "torchtune_grpo.training.Teacher"
 
 
 def _number(value: Any) -> Any:
@@ -55,6 +56,12 @@ def _engine(value: Any) -> Any:
     return _component(value)
 
 
+def _teacher(value: Any) -> Any:
+    """Return the node of a teacher that may be given by its folder alone."""
+    value = {"model_dir": value} if isinstance(value, str) else value
+    return _component({"_component_": TEACHER, **value} if isinstance(value, Mapping) else value)
+
+
 def _device(value: Any) -> Any:
     try:
         torch.device(value)
@@ -75,6 +82,7 @@ Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # given as a list
 TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
+TeacherNode = Annotated[DictConfig, BeforeValidator(_teacher)]
 Engine = Annotated[Literal["native", "torchtune"] | DictConfig, BeforeValidator(_engine)]
 
 Advantage = Literal["group", "batch", "none", "leave_one_out", "max_rl"]
@@ -173,30 +181,6 @@ class DynamicSamplingConfig(Keys):
     """It also fails if the mean of that reward is higher; null = no bound."""
 
 
-class TeacherConfig(Keys):
-    """A frozen model that judges each sampled token (docs/objectives.md#a-teacher).
-
-    There is one if `model_dir`, `prompt_template` or both are given.
-    """
-
-    model_dir: str | None = None
-    """Folder of a model with the policy's tokens; null = the policy as it was before training."""
-    prompt_template: str | None = None
-    """What it is asked, with the row's columns, as in "{prompt} (It is {answer}.)"; null = the
-    policy's prompt."""
-    coeff: PositiveFloat = 1.0
-    """Weight of its log-prob of a token less the policy's, in the token's advantage."""
-    groups: Literal["all", "all_wrong"] = "all"
-    """Groups that it teaches: all, or those in which no answer is right."""
-    alone: bool = False
-    """Leave out the advantages that come from rewards."""
-
-    @property
-    def is_used(self) -> bool:
-        """Whether there is a teacher."""
-        return self.model_dir is not None or self.prompt_template is not None
-
-
 class ObjectiveConfig(Keys):
     """The way from rewards to the inputs of the loss (docs/objectives.md)."""
 
@@ -214,7 +198,9 @@ class ObjectiveConfig(Keys):
     log-probs in the loss's ratio; null = none. With vLLM the default is token_truncate."""
     correction_cap: Float = Field(default=2.0, gt=1)
     """Largest importance weight."""
-    teacher: TeacherConfig = TeacherConfig()
+    teacher: TeacherNode | None = None
+    """Frozen model that judges each sampled token: its folder, or a node with `model_dir`, `coeff`
+    and `alone` (docs/objectives.md#a-teacher)."""
 
 
 class DistributedConfig(Keys):
@@ -499,11 +485,6 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
     low, high = cfg.dynamic_sampling.min_pass_rate, cfg.dynamic_sampling.max_pass_rate
     if low is not None and high is not None and low > high:
         yield f"dynamic_sampling.min_pass_rate={low}: above max_pass_rate={high}; give less."
-    if cfg.objective.teacher.groups == "all_wrong" and cfg.dynamic_sampling.max_resamples:
-        yield (
-            "objective.teacher.groups=all_wrong: dynamic_sampling replaces these groups; set "
-            "dynamic_sampling.max_resamples to 0."
-        )
     for name in ("keep_best", "stop_at", "patience"):
         value = getattr(cfg.evaluation, name)
         if value is not None and cfg.eval_dataset is None:
@@ -539,8 +520,6 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
     correction = cfg.objective.sampling_correction
     if correction in (None, "old_logprobs") and cfg.objective.correction_cap != 2.0:
         yield "objective.correction_cap: nothing is capped; set sampling_correction."
-    if not (teacher := cfg.objective.teacher).is_used and teacher != TeacherConfig():
-        yield "objective.teacher: there is none; set its model_dir or prompt_template."
     goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
     if cfg.evaluation.every_n_steps is None and goals != (None, None):
         yield (

@@ -87,8 +87,6 @@ class StepMetrics:
         self.add_values("reward_std_in_group", spread[applies])
         self.add_values("frac_reward_zero_std", spread[applies] == 0)
         self.add_values("frac_informative_groups", informative[applies.to(informative.device)])
-        if trajectory.teacher_coeffs is not None:
-            self.add_values("teacher/rows", trajectory.teacher_coeffs > 0)
         texts = trajectory.completions
         groups = [texts[i : i + group_size] for i in range(0, len(texts), group_size)]
         same = torch.tensor([len({*group}) == 1 for group in groups])
@@ -127,10 +125,9 @@ class StepMetrics:
         if len(gap):
             largest = gap.where(is_trained, _OF_NOTHING).max()
             self.add_max("sampling/sampling_logp_difference/max", largest)
-        if trajectory.teacher_coeffs is not None and trajectory.teacher_logprobs is not None:
-            taught = is_trained & (trajectory.teacher_coeffs > 0)[:, None]
-            kl = (logprobs - trajectory.teacher_logprobs).where(taught, math.nan)
-            self.add_values("teacher/kl", kl)
+        if trajectory.teacher_logprobs is not None:
+            kl = logprobs - trajectory.teacher_logprobs
+            self.add_values("teacher/kl", kl.where(is_trained, math.nan))
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
         """Add the loss's statistics of n rows, and their entropy [n, L]."""

@@ -18,14 +18,14 @@ from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
-from torchtune_grpo.data.dataset import Item, RLDataset, template_fields
+from torchtune_grpo.data.dataset import Item, RLDataset
 from torchtune_grpo.models.adapter import adapter_files, check_adapter
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.models.weights import hf_config_of
 from torchtune_grpo.rollout.engine import longest_row
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
-from torchtune_grpo.training.teacher import Teacher, teacher_config
+from torchtune_grpo.training.teacher import Teacher
 
 log = utils.get_logger("INFO")
 
@@ -140,49 +140,28 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
         utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
-def check_teacher(
-    cfg: GRPOConfig,
-    teacher: Teacher,
-    dataset: RLDataset,
-    *,
-    model: TransformerDecoder,
-    tokenizer: Any,
-) -> None:
-    """Check the teacher's model, that it has the policy's tokens, and its prompts.
-
-    ``model`` is the policy's, on the meta device.
-    """
-    keys = cfg.objective.teacher
-    if keys.model_dir is not None:
-        where = f"objective.teacher.model_dir={keys.model_dir}"
-        try:
-            own = teacher_config(cfg)
-            _check_files(own)
-            model = empty_model(own)
-            _check_architecture(own, model)
-            theirs = HFTokenizer(keys.model_dir).vocabulary
-            if not isinstance(tokenizer, HFTokenizer):
-                tokenizer = HFTokenizer(cfg.checkpointer.checkpoint_dir)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        differ = [text for text, n in tokenizer.vocabulary.items() if theirs.get(text) != n]
-        if differ:
-            raise ValueError(
-                f"{where}: lacks the policy's tokens ({len(differ)} differ, such as "
-                f"{differ[0]!r}); give a model with the same tokenizer."
-            )
-    if keys.prompt_template is not None:
-        names = {"prompt", *dataset[0]["columns"]}
-        for name in sorted(template_fields(keys.prompt_template) - names):
-            raise ValueError(
-                f"objective.teacher.prompt_template={keys.prompt_template!r}: there is no column "
-                f"{name!r} among {sorted(names)}; name one of these."
-            )
+def check_teacher(cfg: GRPOConfig, teacher: Teacher, dataset: RLDataset, *, tokenizer: Any) -> None:
+    """Check a teacher's model, that it has the policy's tokens, and that the prompts fit it."""
+    where = f"objective.teacher.model_dir={teacher.model_dir}"
+    try:
+        own = teacher.config(cfg)
+        _check_files(own)
+        model = empty_model(own)
+        _check_architecture(own, model)
+        theirs = HFTokenizer(teacher.model_dir).vocabulary
+        if not isinstance(tokenizer, HFTokenizer):
+            tokenizer = HFTokenizer(cfg.checkpointer.checkpoint_dir)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    differ = [text for text, n in tokenizer.vocabulary.items() if theirs.get(text) != n]
+    if differ:
+        raise ValueError(
+            f"{where}: lacks the policy's tokens ({len(differ)} differ, such as {differ[0]!r}); "
+            "give a model with the same tokenizer."
+        )
 
     def rule(items: Sequence[Item]) -> dict[int, str | None]:
         prompts = [item["tokens"] for item in items]
-        if keys.prompt_template is not None:
-            prompts = [teacher.encode(item["prompt"], item["columns"]) for item in items]
         check_prompts(cfg, "objective.teacher", prompts, model=model)
         return {}
 

@@ -7,8 +7,10 @@ log-probs and the optimizer steps of every epoch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +53,9 @@ def mini_batches(
     teacher: Teacher | None = None,
 ) -> list[MiniBatch]:
     """Deal out a step's scored groups to an epoch's optimizer steps; every rank has to call it."""
-    if teacher is not None:
-        trajectory = _judged(trajectory, cfg, teacher)
     dealt = _deal(trajectory, count=cfg.num_minibatches)
-    batches = [_mini_batch(part, cfg, loss=loss, reference=reference) for part in dealt]
+    frozen = {"ref_logprobs": reference, "teacher_logprobs": teacher}
+    batches = [_mini_batch(part, cfg, loss=loss, frozen=frozen) for part in dealt]
     if cfg.objective.sampling_correction == "old_logprobs":
         for batch in batches:
             batch.old_logprobs = batch.trajectory.sampler_logprobs
@@ -91,8 +92,13 @@ def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
 
 
 def _mini_batch(
-    trajectory: Trajectory, cfg: GRPOConfig, *, loss: Loss, reference: Reference | None
+    trajectory: Trajectory,
+    cfg: GRPOConfig,
+    *,
+    loss: Loss,
+    frozen: Mapping[str, Reference | Teacher | None],
 ) -> MiniBatch:
+    """Weigh and cut the rows of a step, and add the log-probs of ``frozen`` models by field."""
     num_tokens = sum_over_ranks(int(trajectory.response_mask.sum()))
     weights = loss.weights(
         trajectory.response_mask,
@@ -102,23 +108,16 @@ def _mini_batch(
         max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
-    if not loss.needs_all_rows:  # rows left out only count in the denominators
+    if not loss.needs_all_rows and frozen["teacher_logprobs"] is None:
+        # Rows left out only count in the denominators; a teacher has an opinion on all.
         trajectory = trajectory.select(trajectory.is_informative)
     parts = cut(trajectory, cfg)
-    if reference is not None:
-        ref_logprobs = reference.logprobs(parts, temperature=cfg.temperature)
-        trajectory = replace(trajectory, ref_logprobs=ref_logprobs)
-    return MiniBatch(trajectory, parts, num_tokens)
-
-
-def _judged(trajectory: Trajectory, cfg: GRPOConfig, teacher: Teacher) -> Trajectory:
-    """Add the teacher's log-probs of the rows that it teaches, 0 elsewhere."""
-    assert trajectory.teacher_coeffs is not None
-    taught = trajectory.teacher_coeffs > 0
-    parts = cut(teacher.prompted(trajectory.select(taught)), cfg)
-    logprobs = torch.zeros_like(trajectory.sampler_logprobs, dtype=torch.float32)  # [N, L]
-    logprobs[taught] = teacher.model.logprobs(parts, temperature=cfg.temperature)
-    return replace(trajectory, teacher_logprobs=logprobs)
+    logprobs: dict[str, Any] = {
+        name: model.logprobs(parts, temperature=cfg.temperature)
+        for name, model in frozen.items()
+        if model is not None
+    }
+    return MiniBatch(replace(trajectory, **logprobs), parts, num_tokens)
 
 
 def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
