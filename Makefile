@@ -7,7 +7,7 @@ DEMO_DIR ?= demo_run
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-all test-vllm gpu check docs docs-serve dist format demo demo-smollm2 demo-tiny speedrun clean
+.PHONY: venv test test-all test-vllm gpu check measure docs docs-serve dist format demo demo-smollm2 demo-tiny speedrun clean
 
 venv: $(STAMP)
 
@@ -62,6 +62,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy torchtune_grpo
+
+# The code's size, and where it decides by names or patches the process.
+measure: $(STAMP)
+	@$(BIN)/python benchmarks/measure.py
 
 $(VENV)/.release: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"

@@ -25,7 +25,7 @@ from torchtune_grpo.checkpoint.push import check_login
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
 from torchtune_grpo.config.text import ConfigError, noted
-from torchtune_grpo.data.dataset import Item, RLDataset, collate_prompts
+from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts
 from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.environments.environment import (
     Environment,
@@ -142,7 +142,7 @@ class Run:
         """What answers the policy between its turns about a training prompt, if anything does."""
         return self.environment_of(self.dataset)
 
-    def environment_of(self, dataset: RLDataset) -> Environment | None:
+    def environment_of(self, dataset: PromptData) -> Environment | None:
         """Return what answers the policy about the prompts of a data set."""
         if not self.environment_kinds:
             return None
@@ -165,24 +165,24 @@ class Run:
         return make_loss(self.cfg.loss)
 
     @cached_property
-    def dataset(self) -> Any:
+    def dataset(self) -> PromptData:
         """The prompts to train on."""
         return self._load_dataset("dataset")
 
     @cached_property
-    def eval_dataset(self) -> Any:
+    def eval_dataset(self) -> PromptData | None:
         """The held-out prompts, if there are any."""
         return None if self.cfg.eval_dataset is None else self._load_dataset("eval_dataset")
 
-    def _load_dataset(self, key: str) -> Any:
+    def _load_dataset(self, key: str) -> PromptData:
         """Load the data set of a key, and check it against the rewards and the model."""
         rows = {"rows": self._objects[key]} if key in self._objects else {}
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
-        dataset = instantiate(key, getattr(self.cfg, key), tokenizer, **rows)
+        dataset: PromptData = instantiate(key, getattr(self.cfg, key), tokenizer, **rows)
         self.check_dataset(dataset, key)
         return dataset
 
-    def check_dataset(self, dataset: RLDataset, key: str) -> None:
+    def check_dataset(self, dataset: PromptData, key: str) -> None:
         """Check that rewards can score answers to its rows, and that its prompts fit the model."""
         self.rewards.check_data(dataset, key=key)
         dataset.check(partial(self._check_prompts, key), where=key)
@@ -247,7 +247,7 @@ class Run:
             environment=self.environment,
         )
 
-    def make_evaluator(self, dataset: Any) -> Evaluator:
+    def make_evaluator(self, dataset: PromptData) -> Evaluator:
         """Make an evaluator for a data set that works like the run's own."""
         return Evaluator(
             self.cfg,

@@ -92,11 +92,11 @@ def evaluate(
     cfg, weights = run.cfg, _weights(run, base=base, checkpoint=checkpoint)
     _add_lenient_grader(run)
     dataset, evaluator = run.eval_dataset, run.evaluator
+    assert dataset is not None and evaluator is not None
     columns = dataset[0]["columns"]
     if by is not None and by not in columns:
         raise ValueError(f"--by={by}: eval_dataset has no such column, but {sorted(columns)}.")
     found: dict[str, Evaluation] = {}
-    assert evaluator is not None
     for who, folder in weights.items():
         step = step_of(folder) if folder else 0
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import chain, islice
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from torch.utils.data import Dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
@@ -51,15 +51,51 @@ class Item(TypedDict):
 Rule = Callable[[Sequence[Item]], Mapping[int, str | None]]
 
 
+class PromptData(Protocol):
+    """Prompts to train or to evaluate on, as a run uses them.
+
+    ``prefill`` is what graders see before the sampled text: the given prefill, after the think
+    block, if any, that the chat template opens. ``encoder`` encodes prompts. ``look_ahead`` is the
+    size of the blocks within which data that are streamed may be shuffled; None: whole passes.
+    """
+
+    prefill: str
+    look_ahead: int | None
+
+    @property
+    def encoder(self) -> PromptEncoder: ...
+
+    @property
+    def digest(self) -> str:
+        """A digest of the rows as read; of a stream, of its first ones."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Item: ...
+
+    def item(self, prompt: Any, index: int) -> Item:
+        """Make an item of a prompt that is not in the data."""
+        ...
+
+    def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
+        """Make a data set of other rows with the same settings."""
+        ...
+
+    def check(self, rule: Rule, *, where: str, remedy: str = "", drawn_rows: bool = True) -> None:
+        """Leave out rows that a rule finds faulty: of the first ones now, others when drawn.
+
+        Raises a ValueError with the remedy if they are more than half of those that it judged.
+        """
+        ...
+
+
 class RLDataset(Dataset[Item]):
     """Prompts to sample from; docs/data.md describes the arguments.
 
     A row is read, encoded and checked when it is first used. The first 10,000 are used at the
     start: those that cannot be are left out, and the log says why. A later one that cannot be used
     is skipped when it is drawn. In its place comes the next one, and after the last the first.
-
-    The attribute ``prefill`` is what graders see before the sampled text: the given prefill,
-    after the think block, if any, that the chat template opens. ``encoder`` encodes prompts.
     """
 
     def __init__(
@@ -102,13 +138,11 @@ class RLDataset(Dataset[Item]):
         self._open(*_load(source, rows, **options), num_samples)
 
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
-        """Make a data set of other rows with the same settings."""
         other = copy.copy(self)
         other._open(*_load(source, rows))
         return other
 
     def item(self, prompt: Any, index: int) -> Item:
-        """Make an item of a prompt that is not in the data."""
         try:
             filled = self._fill({self._prompt_column: prompt})
         except KeyError as error:
@@ -121,7 +155,6 @@ class RLDataset(Dataset[Item]):
 
     @property
     def digest(self) -> str:
-        """A digest of the rows as read; of a stream, of its first ones."""
         is_whole = self.look_ahead is None
         return digest(self._rows if is_whole else islice(self._rows, self.look_ahead))
 
@@ -159,10 +192,6 @@ class RLDataset(Dataset[Item]):
             return None
 
     def check(self, rule: Rule, *, where: str, remedy: str = "", drawn_rows: bool = True) -> None:
-        """Leave out rows that a rule finds faulty: of the first ones now, others when drawn.
-
-        Raises a ValueError with the remedy if they are more than half of those that it judged.
-        """
         found = rule([self[position] for position in range(len(self._first))])
         faults = {self.row_numbers[p]: fault for p, fault in found.items() if fault is not None}
         most = len(found) // 2
@@ -173,7 +202,6 @@ class RLDataset(Dataset[Item]):
     def _open(self, rows: Iterable[Row], where: str, num_samples: int | None = None) -> None:
         """Begin with other rows: read the first ones, and leave out those that cannot be used."""
         self._rows, self._where = as_sequence(rows, num_samples), where
-        # A sampler that shuffles keeps within blocks of so many rows; None: whole passes.
         self.look_ahead = _FIRST if isinstance(self._rows, Stream) else None
         self._names: set[str] | None = None
         self._first: dict[int, Item] = {}  # by row number
@@ -364,7 +392,7 @@ def collate_prompts(
     uses: Sequence[int] | None = None,
     step_indices: Sequence[int] | None = None,
 ) -> PromptBatch:
-    """Collate B items of an ``RLDataset``; by default this rank has all of the step's."""
+    """Collate B items; by default this rank has all of the step's."""
     names = items[0]["columns"].keys()
     return PromptBatch(
         tokens=[[*item["tokens"]] for item in items],

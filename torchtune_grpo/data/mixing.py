@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,8 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 from torchtune_grpo.config.check import check_component, instantiate
 from torchtune_grpo.data.chat import PromptEncoder
-from torchtune_grpo.data.dataset import Item, RLDataset, Rule
+from torchtune_grpo.data.dataset import Item, RLDataset, Row, Rule
+from torchtune_grpo.data.load import digest
 
 NAME_COLUMN = "dataset"  # which of the data sets a prompt is from
 
@@ -51,9 +52,9 @@ class MixedDataset(Dataset[Item]):
                 f"datasets: their names are the column {NAME_COLUMN!r}, which some rows have. "
                 f"Rename it: columns={{other_name: {NAME_COLUMN}}}."
             )
-        first = next(iter(self.parts.values()))
-        self.prefill, is_chat = first.prefill, first.encoder.is_chat
-        self.item, self.alike = first.item, first.alike  # prompts that are not in the data
+        self._first = next(iter(self.parts.values()))
+        self.prefill, is_chat = self._first.prefill, self._first.encoder.is_chat
+        self.look_ahead: int | None = None  # each part has its own
         for name, part in self.parts.items():
             if part.prefill != self.prefill or part.encoder.is_chat != is_chat:
                 raise ValueError(
@@ -70,6 +71,16 @@ class MixedDataset(Dataset[Item]):
                 "datasets: an environment needs the same system_prompt in all of them."
             )
         return first
+
+    @property
+    def digest(self) -> str:
+        return digest(part.digest for part in self.parts.values())
+
+    def item(self, prompt: Any, index: int) -> Item:
+        return self._first.item(prompt, index)
+
+    def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:
+        return self._first.alike(source=source, rows=rows)
 
     @property
     def starts(self) -> list[int]:

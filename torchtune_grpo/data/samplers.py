@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from torchtune_grpo.config.check import instantiate
-from torchtune_grpo.data.dataset import Item, PromptBatch, collate_prompts
+from torchtune_grpo.data.dataset import Item, PromptBatch, PromptData, collate_prompts
 from torchtune_grpo.data.mixing import MixedDataset
 
 _SEEDS = 1_000_003  # distance between the generator seeds of successive run seeds
@@ -219,7 +219,7 @@ class LevelSampler(WeightedSampler):
         return {"sampler/level": float(self._newest), "sampler/level_pass_rate": self._mean}
 
 
-def make_sampler(node: DictConfig | None, dataset: Sequence[Item], *, seed: int) -> Any:
+def make_sampler(node: DictConfig | None, dataset: PromptData, *, seed: int) -> Any:
     """Make the config's sampler; None shuffles, and mixes the data sets of a ``MixedDataset``."""
     if node is None:
         if isinstance(dataset, MixedDataset):
@@ -229,7 +229,7 @@ def make_sampler(node: DictConfig | None, dataset: Sequence[Item], *, seed: int)
 
 
 def prompts_of_rank(
-    dataset: Sequence[Item],
+    dataset: PromptData,
     rows: Sequence[int],
     *,
     rank: int,

@@ -13,8 +13,7 @@ import numpy as np
 
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
 from torchtune_grpo.config.text import to_json
-from torchtune_grpo.data import RLDataset
-from torchtune_grpo.data.dataset import Item, collate_prompts
+from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts
 from torchtune_grpo.environments.environment import Environment
 from torchtune_grpo.evaluation import statistics
 from torchtune_grpo.evaluation.statistics import Comparison, evaluation_metrics
@@ -151,7 +150,7 @@ class Evaluator:
     def __init__(
         self,
         cfg: GRPOConfig,
-        dataset: RLDataset,
+        dataset: PromptData,
         *,
         tokenizer: Any,
         rewards: RewardSet,

@@ -16,7 +16,7 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo.advantages import total_reward
 from torchtune_grpo.config.text import shortened, visible
-from torchtune_grpo.data.dataset import Item, RLDataset
+from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.machine.interrupt import breakable
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank
 from torchtune_grpo.rewards.call import Batch, Outcome, TrainerState, call_all
@@ -178,7 +178,7 @@ class RewardSet:
         log_rank_zero(log, f"{text}has (objective.outcome_gate).")
         return reward.name
 
-    def check_data(self, dataset: RLDataset, *, key: str) -> None:
+    def check_data(self, dataset: PromptData, *, key: str) -> None:
         """Leave out the rows of the data set ``key`` for which a reward cannot score any answer.
 
         No reward is called, but a ``CodeReward`` tries rows' tests on the first rank. Raises a

@@ -18,7 +18,7 @@ from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
-from torchtune_grpo.data.dataset import Item, RLDataset
+from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.models.adapter import adapter_files, check_adapter
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.models.weights import hf_config_of
@@ -140,7 +140,7 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
         utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
-def check_teacher(cfg: GRPOConfig, teacher: Teacher, dataset: RLDataset, *, tokenizer: Any) -> None:
+def check_teacher(cfg: GRPOConfig, teacher: Teacher, dataset: PromptData, *, tokenizer: Any) -> None:
     """Check a teacher's model, that it has the policy's tokens, and that the prompts fit it."""
     where = f"objective.teacher.model_dir={teacher.model_dir}"
     try:

@@ -7,14 +7,14 @@ or ``max_resamples`` rounds have been added. The prompts are the same on any num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.data.dataset import Item
+from torchtune_grpo.data.dataset import PromptData
 from torchtune_grpo.data.samplers import prompts_of_rank
 from torchtune_grpo.machine.parallel import rank, sum_over_ranks, world_size
 from torchtune_grpo.rewards import RewardScores
@@ -58,7 +58,7 @@ class Rounds:
     def __init__(
         self,
         cfg: GRPOConfig,
-        dataset: Sequence[Item],
+        dataset: PromptData,
         next_rows: Callable[..., list[int]],
         *,
         gate: str | None = None,
