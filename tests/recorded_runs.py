@@ -38,7 +38,7 @@ def write_run(
     config = {"num_steps": steps, "optimizer": {"lr": 3e-4}}
     config["rewards"] = [{"name": "correctness"}, {"name": "format", "weight": 0.1}]
     start = {"kind": "start", "step": 0, "config": config, "versions": {"torch": "2.13.0"}}
-    start["decider"] = "correctness"
+    start |= {"decider": "correctness", "forms": ["format"]}
     start |= dict.fromkeys(("time", "command", "device", "ranks", "seed"), "some")
     resumed = {**start, "step": steps // 2, "config": config | {"optimizer": {"lr": 1e-4}}}
     events, completions = [start], []

@@ -126,7 +126,7 @@ def _plan(recipe: GRPOFullFinetuneRecipe) -> Plan:
     scores = RewardScores.join([scores for _, scores in seen])
     metrics, decider = StepMetrics(), run.rewards.decider.name
     metrics.add_rollout(rows, scores, group_size=size)
-    history = History(cfg, scores.names, decider)
+    history = History(cfg, run.rewards.ranges, decider)
     event: Any = {"kind": "step", "step": 0, "wrong": scores.wrong, **metrics.compute()}
     history.add(event)
     moved, update = _train_once(recipe, last)

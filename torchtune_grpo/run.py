@@ -269,7 +269,7 @@ class Run:
         return Recorder(
             self.cfg,
             self.given,
-            rewards=self.rewards.names,
+            rewards=self.rewards.ranges,
             decider=self.rewards.decider,
             stop_tokens=self.tokenizer.stop_tokens,
             device=self.device,

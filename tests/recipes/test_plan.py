@@ -80,7 +80,7 @@ def test_what_is_wrong_with_a_run(tmp_path, key, code, said, change):
 
 def test_an_environment_has_two_limits_and_its_own_reward():
     played = ["environment=my.Game", "environment.max_response_tokens=96", "rewards=[]"]
-    history = History(read_config(load_config(CONFIG, played)), ["Game"], "Game")
+    history = History(read_config(load_config(CONFIG, played)), {"Game": None}, "Game")
     same = {"rewards/Game/mean": 0.3, "rewards/Game/std": 0.0, "rewards/Game/none": 0.0}
     history.add({"kind": "step", "step": 0, "frac_informative_groups": 1.0, **same})
     score, time = Score(0.3, 0.3, 0.3), ("rollout", "reward", "update", "step", "run", "evaluation")

@@ -134,7 +134,7 @@ def events(folder: Path) -> list[dict]:
     """Return the recorded findings; a watch of the other events must find the same."""
     cfg = read_config(OmegaConf.load(folder / "torchtune_config.yaml"))
     names = [node.get("name") or node._component_.rpartition(".")[2] for node in cfg.rewards]
-    watch = Watch(cfg, names, decider=names[0])
+    watch = Watch(cfg, dict.fromkeys(names), decider=names[0])
     found = [
         finding for event in read(folder, "step", "evaluation") for finding in watch.add(event)
     ]

@@ -63,7 +63,8 @@ def events(records: Iterable[dict]) -> list[dict]:
 
 def watch_of(*changes: str) -> Watch:
     cfg = config(*changes)
-    return Watch(cfg, ["correctness", "format"][: len(cfg.rewards)], decider="correctness")
+    names = ["correctness", "format"][: len(cfg.rewards)]
+    return Watch(cfg, dict.fromkeys(names), decider="correctness")
 
 
 def findings(watch: Watch, events: list[dict]) -> list[dict]:
@@ -226,7 +227,8 @@ def test_the_limit_that_cuts_off_conversations_is_named():
 
 def test_an_environments_own_reward_has_its_key():
     def lines(records: list[dict], decider: str) -> list[dict]:
-        watch = Watch(config(*PLAYED), ["correctness", "format", "Game"], decider=decider)
+        names = ["correctness", "format", "Game"]
+        watch = Watch(config(*PLAYED), dict.fromkeys(names), decider=decider)
         return findings(watch, events(records))
 
     own = {"mean": 0.3, "std": 0.0, "errors": 0.0, "none": 0.0}
@@ -412,8 +414,9 @@ def test_a_reward_that_is_the_same_from_the_first_step_on():
     zero, one = (HEALTHY | SAME | {FORMAT: value} for value in (0.0, 1.0))
     assert run([one] * 30) == run([zero, one] * 15) == run([zero] * 30, "rewards.1.weight=0") == []
     assert run([zero] * 30, "rewards.1.weight=-0.1") == []
-    penalty = {k.replace("format", "overlong_penalty"): v for k, v in zero.items()}
-    watch = Watch(config(), ["correctness", "overlong_penalty"], decider="correctness")
+    penalty = {k.replace("format", "overlong"): v for k, v in zero.items()}
+    ranges = {"correctness": None, "overlong": (-1.0, 0.0)}
+    watch = Watch(config(), ranges, decider="correctness")
     assert findings(watch, events([penalty] * 30)) == []
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tqdm import tqdm
 
 # C0 and C1, which hold the terminal's commands, without newline and tab; characters that change the
 # direction of writing or end a line unseen; and lone surrogates, which cannot be encoded.
@@ -223,7 +222,5 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
         who = "Error" if rank == "0" else f"Error on rank {rank}"
         name = "" if is_complete else f"{type(error).__name__}: "
         lines += [f"{who}: {name}{problem}" for problem in problems_in(error)]
-        for bar in list(tqdm._instances):
-            bar.close()  # or it would be drawn once more, behind the error
         print(visible("\n".join(lines)), file=sys.stderr, flush=True)
         sys.exit(1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from statistics import median, stdev
 from typing import Any, NamedTuple
@@ -63,6 +63,7 @@ class Sign(NamedTuple):
     override: str | None = None  # the same for the command line
 
 
+Ranges = Mapping[str, tuple[float, float] | None]  # by reward, as far as one is declared
 Advice = tuple[str, str, str | None]  # the last three of a sign
 Signs = Iterator[Sign]
 
@@ -79,7 +80,7 @@ def by_name(signs: Iterable[Sign], *, known: Container[str] = ()) -> dict[str, S
 class Watch:
     """Reads a run's record event by event, and tracks which findings begin and end."""
 
-    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], *, decider: str) -> None:
+    def __init__(self, cfg: GRPOConfig, rewards: Ranges, *, decider: str) -> None:
         self._run, self._batch_size = History(cfg, rewards, decider), cfg.batch_size
         # Finding -> the steps in a row that show its signs; once it is open, those without any
         self._row: dict[str, list[int]] = defaultdict(list)
@@ -125,7 +126,7 @@ class Period(NamedTuple):
 class History:
     """A run as the rules see it, without numbers that are not finite; what is missing is NaN."""
 
-    def __init__(self, cfg: GRPOConfig, rewards: Sequence[str], decider: str) -> None:
+    def __init__(self, cfg: GRPOConfig, rewards: Ranges, decider: str) -> None:
         own: list[Any] = [{}] * (len(rewards) - len(cfg.rewards))  # environments', without a node
         self.rewards: list[dict[str, Any]] = [
             {"weight": 1.0, **node, "name": name}
@@ -133,6 +134,7 @@ class History:
         ]
         self._config = OmegaConf.create({**cfg.model_dump(), "rewards": self.rewards})
         self.decider = decider  # its mean is the accuracy
+        self._ranges = rewards
         names = [reward["name"] for reward in self.rewards]
         # Each reward's key; an environment's own has that of the environment.
         self.keys = [f"rewards.{index}" for index in range(len(cfg.rewards))]
@@ -183,6 +185,11 @@ class History:
         seen = {tuple(round(step.get(key, -1.0), 6) for key in keys) for step in looked_at}
         (_, spread), *others = seen
         return not others and spread == 0
+
+    def best(self, index: int) -> float:
+        """The mean of a reward that says nothing is wrong: a format always kept, no penalty."""
+        lowest, highest = self._ranges[self.rewards[index]["name"]] or (0.0, 1.0)
+        return lowest if self.rewards[index]["weight"] < 0 else highest
 
     @property
     def decides_nothing(self) -> bool:
@@ -346,10 +353,9 @@ def rewards(run: History) -> Signs:
             remedy = "Correct what its error in the log says, or return None there."
             evidence = f"{name} failed on {failed:.0%} of the rows."
             yield Sign("reward_fails", evidence, key, remedy)
-        # Nothing is wrong with a format that is always kept, or a penalty that is never incurred.
-        best = 0 if weight < 0 or "penalty" in name else 1
         level, decides = run.now(f"rewards/{name}/mean"), name == run.decider
-        is_bad = run.decides_nothing if decides else run.is_constant(name) and level != best
+        is_useless = run.is_constant(name) and level != run.best(index)
+        is_bad = run.decides_nothing if decides else is_useless
         if weight and is_bad:
             said = "None" if none == 1 else f"{level:.3g}"
             remedy = "Correct what it looks for, or leave it out, unless it cannot be better."

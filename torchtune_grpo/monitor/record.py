@@ -48,6 +48,7 @@ class Start(Event):
     ranks: int
     seed: int
     decider: str | None  # the reward that is known to tell right from wrong
+    forms: list[str]  # rewards that declare to be 0 or more beside it, such as for a format
 
 
 class Measured(Event):
@@ -145,6 +146,11 @@ class RunRecord:
     def decider(self) -> str | None:
         """The reward that is known to tell right from wrong."""
         return self.starts[-1].get("decider") if self.starts else None
+
+    @property
+    def form(self) -> str | None:
+        """The reward for the form of a response, such as a format."""
+        return next(iter(self.starts[-1].get("forms", ())), None) if self.starts else None
 
 
 def versions() -> dict[str, str]:

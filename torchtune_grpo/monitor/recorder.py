@@ -28,7 +28,7 @@ from torchtune_grpo.evaluation.evaluator import Evaluation
 from torchtune_grpo.evaluation.statistics import Comparison, in_one_line
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank, world_size
-from torchtune_grpo.monitor.findings import Watch
+from torchtune_grpo.monitor.findings import Ranges, Watch
 from torchtune_grpo.monitor.loggers import log_completions
 from torchtune_grpo.monitor.record import (
     STILL_THE_BASE,
@@ -63,7 +63,7 @@ class Recorder:
         cfg: GRPOConfig,
         given: DictConfig,
         *,
-        rewards: Sequence[str],
+        rewards: Ranges,
         decider: Decider,
         stop_tokens: Sequence[int],
         device: torch.device,
@@ -73,7 +73,7 @@ class Recorder:
         self.evaluations: list[Measured] = []  # the same on every rank
         self.is_base = True  # no step has changed a weight
         self._num_tokens = 0.0
-        self._decider = decider
+        self._decider, self._ranges = decider, rewards
         self.groups = GroupRecorder(cfg, decider=decider.name, stop_tokens=stop_tokens)
         self._findings = Watch(cfg, rewards, decider=decider.name)
         self._progress: ProgressLine | None = None
@@ -112,6 +112,8 @@ class Recorder:
         decider = self._decider
         start = _start(self._given, self._device)
         start["decider"] = decider.name if decider.is_known else None
+        declared = {name: own for name, own in self._ranges.items() if own and name != decider.name}
+        start["forms"] = [name for name, (lowest, _) in declared.items() if lowest >= 0]
         on_first_rank(append, self._folder, "start", done, start)
         deciding = {f"rewards/{decider.name}/mean": decider.measure}
         with ProgressLine(self._cfg.num_steps, done=done, deciding=deciding) as self._progress:

@@ -150,6 +150,11 @@ class RewardSet:
     def names(self) -> list[str]:
         return [reward.name for reward in self.rewards]
 
+    @property
+    def ranges(self) -> dict[str, tuple[float, float] | None]:
+        """The lowest and the highest value that each reward declares."""
+        return {reward.name: reward.reward_range for reward in self.rewards}
+
     @cached_property
     def decider(self) -> Decider:
         """The reward that decides what is right."""

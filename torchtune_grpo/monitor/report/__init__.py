@@ -100,21 +100,19 @@ def _completions(run: RunRecord) -> dict[str, Any]:
         if not same or row["sample"] <= last["sample"]:
             groups.append([])
         groups[-1].append(row)
-    _mark(groups, decider=run.decider)
+    _mark(groups, decider=run.decider, form=run.form)
     return {"groups": _fitting(groups), "recorded": len(groups), "filters": _FILTERS}
 
 
-def _mark(groups: list[list[Record]], *, decider: str | None) -> None:
+def _mark(groups: list[list[Record]], *, decider: str | None, form: str | None) -> None:
     """Give each row ``is``, the names of the filters that match it."""
     rows = [row for group in groups for row in group]
-    names = [*rows[0]["rewards"]] if rows else []
-    form = next((name for name in names if "format" in name and name != decider), None)
-    best = max((row["rewards"].get(form) or 0 for row in rows), default=0)
+    best = max((row["rewards"].get(form or "") or 0 for row in rows), default=0)
     largest = {id(row) for row in sorted(rows, key=_gap)[-_NUM_GAPS:] if _gap(row) > 0}
     for group in groups:
         mixed = len({row["advantage"] for row in group}) > 1
         for row in group:
-            right, formed = row["rewards"].get(decider or ""), row["rewards"].get(form)
+            right, formed = row["rewards"].get(decider or ""), row["rewards"].get(form or "")
             is_right, is_formed = (right or 0) >= 1, best > 0 and (formed or 0) >= best
             marks = {
                 "mixed": mixed,
