@@ -179,7 +179,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
         *("--base", "--samples", "4", "--by", "level", "evaluation.reward=null"),
         "eval_dataset.num_samples=8",
         "eval_dataset.prefill='<think>.</think><answer>7</answer>'",
-        "evaluation.temperature=9",  # or nothing is written behind it
+        "evaluation.sampling.temperature=9",  # or nothing is written behind it
         "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right}]",
         "--output",
     ]

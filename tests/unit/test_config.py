@@ -41,9 +41,10 @@ def test_defaults_and_numbers_are_read():
     assert (params.max_generated_tokens, params.temperature) == (512, 0.7)
     assert (params.top_k, params.top_p, params.stop_strings) == (5, None, ("a",))
     assert settings.eval_sampling_params == params
-    own = settings_of(*changes, "evaluation={temperature: 0.6, top_p: 1, samples: 2}")
+    cooler = "evaluation.sampling={temperature: 0.6, top_k: null}"
+    own = settings_of(*changes, cooler, "evaluation.samples=2")
     assert own.sampling_params == params
-    assert own.eval_sampling_params == params.replace(temperature=0.6, top_p=1.0)
+    assert own.eval_sampling_params == params.replace(temperature=0.6, top_k=None)
     assert settings.rollout.max_rows is None  # as many as memory allows
     assert settings_of("eval_dataset=null").eval_dataset is None
     assert settings_of("forward_batch_size=5").forward_batch_size == 5  # a bound, no divisor

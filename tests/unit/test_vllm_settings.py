@@ -37,9 +37,9 @@ def installed(monkeypatch):
         ("sampling.top_k=5", "sampling.top_k=5: rollout.engine=vllm cannot give log-probs"),
         ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty=1.1: "),
         ("sampling.suppressed_tokens=[3]", "sampling.suppressed_tokens=(3,): "),
-        ("evaluation.top_p=0.9", "evaluation.top_p=0.9: "),
+        ("evaluation.sampling.top_p=0.9", "evaluation.sampling.top_p=0.9: "),
         ("temperature=0.001", "temperature=0.001: rollout.engine=vllm takes 0.01 to 2.0"),
-        ("evaluation.temperature=3", "evaluation.temperature=3.0: "),
+        ("evaluation.sampling.temperature=3.0", "evaluation.sampling.temperature=3.0: "),
     ],
 )
 def test_each_key_that_it_cannot_follow_is_named(installed, option, said):
@@ -54,7 +54,7 @@ def test_a_model_that_it_would_compute_otherwise_is_refused(installed, tmp_path)
 
 
 def test_what_changes_nothing_is_taken_and_another_version_is_told(installed, monkeypatch, caplog):
-    options = ["sampling.top_p=1.0", "evaluation.min_p=0", "sampling.stop_strings=[x]"]
+    options = ["sampling.top_p=1.0", "evaluation.sampling.min_p=0", "sampling.stop_strings=[x]"]
     vllm.VLLMEngine.check(config(*options))
     assert not caplog.text
     monkeypatch.setattr(vllm, "_version", lambda: "0.34.0")

@@ -20,7 +20,7 @@ from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config import aliases
-from torchtune_grpo.config.keys import GRPOConfig, Keys, without_effect
+from torchtune_grpo.config.keys import GRPOConfig, Keys, SamplingParams, without_effect
 from torchtune_grpo.config.text import ConfigError, map_values, noted, shortened, suggest
 
 log = utils.get_logger("INFO")
@@ -47,6 +47,8 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
     if settings is not None:
         nodes |= {"rollout.engine": settings.rollout.engine}
         nodes |= {"objective.teacher": settings.objective.teacher}
+        with noted(problems):
+            _check_changes("evaluation.sampling", settings.evaluation.sampling)
     for name, node in nodes.items():
         if isinstance(node, (dict, DictConfig)) and isinstance(node.get("_component_"), str):
             with noted(problems):
@@ -57,6 +59,14 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
         for sentence in without_effect(settings):
             log.warning(f"No effect: {sentence}")
     return settings
+
+
+def _check_changes(key: str, changes: Mapping[str, Any]) -> None:
+    """Check the sampling parameters that a mapping changes."""
+    try:
+        read(SamplingParams, {"max_generated_tokens": 1, **changes})
+    except ConfigError as error:
+        raise ConfigError(*(f"{key}.{problem}" for problem in error.problems)) from None
 
 
 def _with_home(key: str, value: Any) -> Any:

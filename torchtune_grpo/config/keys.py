@@ -225,26 +225,14 @@ class EvaluationConfig(Keys):
     reward: str | None = None
     """Reward that decides accuracy; null = the first one known to tell right from wrong, or else
     the first of all."""
-    temperature: Temperature | None = None
-    """Replaces `temperature` for evaluation samples; null = the same."""
-    top_k: PositiveInt | None = None
-    """Replaces `sampling.top_k`; null = the same."""
-    top_p: PositiveShare | None = None
-    """Replaces `sampling.top_p`; 1 = all, null = the same."""
-    min_p: Share | None = None
-    """Replaces `sampling.min_p`; 0 = none, null = the same."""
+    sampling: dict[str, Any] = {}
+    """Changes to training's sampling, such as `{temperature: 0.6, top_p: null}`; {} = none."""
     keep_best: str | None = Field(default=None, pattern="^eval/")
     """Evaluation metric, such as eval/pass@1, whose best checkpoint is kept beside the last."""
     stop_at: Share | None = None
     """End the run when an evaluation reaches this value (of keep_best, or else eval/accuracy)."""
     patience: PositiveInt | None = None
     """End the run after this many evaluations in a row without a new best."""
-
-    @property
-    def own_sampling(self) -> dict[str, Any]:
-        """The sampling values that replace training's."""
-        names = {"temperature", "top_k", "top_p", "min_p"}
-        return self.model_dump(include=names, exclude_none=True)
 
 
 class SavingConfig(Keys):
@@ -435,7 +423,7 @@ class GRPOConfig(Keys):
     @property
     def eval_sampling_params(self) -> SamplingParams:
         """The parameters with which an evaluation's responses are sampled."""
-        return self.sampling_params.replace(**self.evaluation.own_sampling)
+        return self.sampling_params.replace(**self.evaluation.sampling)
 
     @property
     def has_environment(self) -> bool:
@@ -528,8 +516,8 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
         )
     if cfg.dynamic_sampling != DynamicSamplingConfig() and cfg.dynamic_sampling.max_resamples == 0:
         yield "dynamic_sampling: no group is replaced with max_resamples=0; set that above 0."
-    if (own := cfg.evaluation.own_sampling) and cfg.evaluation.samples == 0:
-        yield f"evaluation.{', '.join(own)}: set evaluation.samples above 0."
+    if cfg.evaluation.sampling and cfg.evaluation.samples == 0:
+        yield "evaluation.sampling: set evaluation.samples above 0."
     if cfg.updates_per_step == 1 and correction != "old_logprobs":
         ratio = ("epsilon_low", "epsilon_high", "dual_clip", "surrogate")
         keys = ", ".join(

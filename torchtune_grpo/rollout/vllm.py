@@ -409,7 +409,7 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
         log.warning(f"rollout.engine=vllm: this is tested with vLLM 0.32, not {version}.")
     yield from _unlike_trainer({"temperature": cfg.temperature})
     yield from _unlike_trainer(dict(cfg.sampling), "sampling.")
-    yield from _unlike_trainer(dict(cfg.evaluation), "evaluation.")
+    yield from _unlike_trainer(cfg.evaluation.sampling, "evaluation.sampling.")
     if Path(folder := cfg.checkpointer.checkpoint_dir, "config.json").is_file():
         hf = read_config(folder)
         if hf.model_type == "qwen3" and hf.attention_bias:
