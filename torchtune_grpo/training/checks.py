@@ -140,7 +140,9 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
         utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
-def check_teacher(cfg: GRPOConfig, teacher: Teacher, dataset: PromptData, *, tokenizer: Any) -> None:
+def check_teacher(
+    cfg: GRPOConfig, teacher: Teacher, dataset: PromptData, *, tokenizer: Any
+) -> None:
     """Check a teacher's model, that it has the policy's tokens, and that the prompts fit it."""
     where = f"objective.teacher.model_dir={teacher.model_dir}"
     try:
