@@ -33,8 +33,8 @@ _SAVE_MEMORY = (
 class Steps:
     """The optimizer steps of a run: iterating yields the metrics of each, to be filled in.
 
-    ``state`` is what ``save`` wrote into the checkpoint that the run goes on from. Without one,
-    a checkpoint is written on trial, so that a run that cannot save ends before its first step.
+    ``state`` is what ``save`` wrote into the checkpoint that the run goes on from. A new run whose
+    first checkpoint would not fit on the disk ends before its first step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Steps:
         self._is_stopped = False  # by an evaluation
         parallel.on_first_rank(run.checkpoints.keep_base_files, run.tokenizer.stop_tokens)
         if state is None:
-            run.checkpoints.rehearse(policy, optimizer.optimizer)
+            run.checkpoints.check_room(policy, optimizer.optimizer)
         else:
             self._resume(optimizer, state)
 

@@ -14,7 +14,8 @@ import torch
 from checkpoints import TINY, llama_checkpoint, saving_config
 from kill_points import kill_points
 from runs import run
-from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.checkpoint.checkpoints import STATE_FILE, Checkpoints
 from torchtune_grpo.checkpoint.folder import (
@@ -165,9 +166,26 @@ def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
         model.layers[1].mlp.w1.weight[0, 0] = bad
     with pytest.raises(CheckpointError, match=r"step_000002 is not saved: 1 .* layers\.1\.mlp\.w1"):
         checkpoints.save(model, {}, step=2)
-    with pytest.raises(CheckpointError, match=r"on trial.* layers\.1\.mlp\.w1.*mend .*_dir=.*base"):
-        checkpoints.rehearse(model, torch.optim.SGD(model.parameters()))
     assert names(tmp_path / "out") == ["step_000001"] and checkpoints.newest() == good
+
+
+@pytest.mark.parametrize("of_adapters", [None, False, True])
+def test_the_size_of_a_checkpoint_is_known_before(tmp_path, of_adapters):
+    """Of all weights, of an adapter beside the merged weights, and of the adapter alone."""
+    checkpoints, model = saving(tmp_path, adapter_weights_only=bool(of_adapters))
+    if of_adapters is not None:
+        weights = model.state_dict()
+        model = lora_llama3_2(["q_proj"], **TINY, lora_rank=16, lora_alpha=16)
+        model.load_state_dict(weights, strict=False)
+        set_trainable_params(model, get_adapter_params(model))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    expected = checkpoints.checkpoint_bytes(model, optimizer)
+    model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    written = checkpoints.save(model, state, step=1).rglob("*.[ps][ta]*")  # without texts
+    assert sum(path.stat().st_size for path in written) == pytest.approx(expected, rel=0.1)
 
 
 def save_on_a_full_disk(tmp_path) -> None:
@@ -185,18 +203,17 @@ def save_on_a_full_disk(tmp_path) -> None:
     size = shutil.disk_usage(out).free
     first = checkpoints.save(model, state, step=1)
     size -= shutil.disk_usage(out).free
-    on_trial = "trial, is not saved: .*(No space left|are free on)"
+    no_room = "output_dir=.*: a checkpoint takes about .* MiB are free on its disk"
     for share in (0, 0.2, 0.4, 0.6, 0.8, 0.95):  # of what a checkpoint takes is free
         (out / "ballast").write_bytes(bytes(shutil.disk_usage(out).free - int(share * size)))
         with pytest.raises(CheckpointError, match="step_000002 is not saved: .*No space left on"):
             checkpoints.save(model, state, step=2)
         assert names(out) == ["ballast", "step_000001"] and checkpoints.newest() == first
-        with pytest.raises(CheckpointError, match=on_trial):
-            checkpoints.rehearse(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(ValueError, match=no_room):
+            checkpoints.check_room(model, torch.optim.AdamW(model.parameters()))
         assert names(out) == ["ballast", "step_000001"]
         (out / "ballast").unlink()
-    checkpoints.rehearse(model, torch.optim.AdamW(model.parameters()))
-    assert names(out) == ["step_000001"]
+    checkpoints.check_room(model, torch.optim.AdamW(model.parameters()))
     assert checkpoints.save(model, state, step=2).name == "step_000002"
 
 

@@ -196,29 +196,33 @@ class Checkpoints:
         self.best = step
         on_first_rank(files.link_best, self._folder, step)
 
-    def rehearse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Write a checkpoint as ``save`` does, and delete it, so that errors come now.
+    def check_room(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise a ValueError if a checkpoint after the first step would not fit on the disk."""
+        needed = self.checkpoint_bytes(model, optimizer)
 
-        Also fails if the optimizer's later states would not fit on the disk.
-        """
-        weights = resume.whole_on_first_rank(model.state_dict())
-        training_state = {"optimizer": resume.optimizer_state(optimizer)}
-        later = later_bytes(optimizer, (p for p in model.parameters() if p.requires_grad))
+        def check() -> None:
+            disk = shutil.disk_usage(self._folder)
+            if disk.total and disk.free < needed:
+                raise ValueError(
+                    f"output_dir={self._folder}: a checkpoint takes about "
+                    f"{needed / 2**20:.1f} MiB, and {disk.free / 2**20:.1f} MiB are free on its "
+                    "disk; free some space, or choose another output_dir."
+                )
 
-        def write_on_trial() -> None:
-            base = f"checkpointer.checkpoint_dir={self._cfg.checkpointer.checkpoint_dir}"
-            failing = f"output_dir={self._folder}: a checkpoint, written there on trial,"
-            remedy = f"Give it room and rights, or name another folder; or mend {base}."
-            with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
-                self._write(folder, model, weights, training_state, 0, "")
-                disk = shutil.disk_usage(folder)
-                if disk.total and disk.free < later:
-                    raise OSError(
-                        f"beside the weights, {disk.free / 2**20:.1f} MiB are free on the disk, "
-                        f"and the optimizer's states will take about {later / 2**20:.1f} MiB"
-                    )
+        on_first_rank(check)
 
-        on_first_rank(write_on_trial)
+    def checkpoint_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Estimate the size of a checkpoint after the first step, without small files."""
+        parameters = dict(model.named_parameters())
+        trained = [p for p in parameters.values() if p.requires_grad]
+        total = later_bytes(optimizer, trained)
+        adapter = adapter_names(model)
+        if adapter:  # saved twice: for others, and for resuming
+            total += 2 * sum(p.numel() * p.itemsize for p in trained)
+        if not (adapter and self._cfg.saving.adapter_weights_only):
+            whole = [p for name, p in parameters.items() if name not in adapter]
+            total += sum(p.numel() * p.itemsize for p in whole)  # of NF4 weights: as bfloat16
+        return total
 
     def _write(
         self,
