@@ -20,6 +20,7 @@ from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
+from torchtune_grpo.environments.calls import MALFORMED
 from torchtune_grpo.environments.conversations import conversation_metrics
 from torchtune_grpo.environments.environment import (
     Environment,
@@ -158,6 +159,51 @@ def test_trl_tools(qwen):
     assert "Multiplies two integers." in qwen.decode(rows.tokens[0].tolist())
 
 
+def test_a_malformed_call_gets_an_error_beside_the_results_of_good_ones(qwen):
+    good, bad = call("multiply", a="6", b=7), '<tool_call>\n{"name": "mul</tool_call>'
+    rows, _ = play(
+        qwen, [[good + bad + good + END, bad + END, "Done." + END]], tools=[multiply], max_turns=3
+    )
+    (talk,) = rows.completions
+    replies = [turn["content"] for turn in talk.messages if turn["role"] == "tool"]
+    error = str({"error": MALFORMED})
+    assert replies == ["42", error, "42", error] and talk.ended == "answered"
+    assert conversation_metrics([talk])["tools/failure_frequency"] == [1, 1, 0, 0]
+    encode = ReplyEncoder(qwen, roles=["tool"])
+    between = [talk.messages[1:4], talk.messages[5:6]]
+    said = [good + bad + good + "<|im_end|>", bad + "<|im_end|>", "Done.<|im_end|>"]
+    expected = [qwen.encode(text, add_bos=False, add_eos=False) for text in said]
+    expected = expected[0] + encode(between[0]) + expected[1] + encode(between[1]) + expected[2]
+    assert rows.response_ids == [expected]
+
+
+def find(what: str) -> list:
+    """
+    Finds.
+
+    Args:
+        what: What.
+    """
+    return {
+        "rows": [{"title": "A", "text": "x", "year": 1}, {"title": "B", "content": "y"}],
+        "kinds": [{"type": "fruit", "name": "fig"}],
+        "none": [],
+        "parts": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "picture": [{"type": "text", "text": "a"}, {"type": "image", "image": None}],
+    }[what]
+
+
+def test_lists_are_written_as_python_writes_them(qwen):
+    """As a search or a database returns them; only what chat templates know as parts is joined."""
+    names = ["rows", "kinds", "none", "parts", "picture"]
+    rows, _ = play(
+        qwen, [[call("find", what=name) + END, "." + END] for name in names], tools=[find]
+    )
+    *written, parts, error = [talk.messages[1]["content"] for talk in rows.completions]
+    assert written == [str(find(name)) for name in names[:3]] and written[2] == "[]"
+    assert parts == "ab" and "only text models" in error
+
+
 def test_trl_environment_with_a_reward_function_of_its_environments(qwen):
     def reward_func(completions, environments, **kwargs):
         assert [turn["role"] for turn in completions[0]] == ["assistant", "tool", "assistant"]
@@ -230,10 +276,11 @@ def test_trl_environments_by_name_with_rewards_of_their_own(qwen):
 def test_tokens_and_masks_are_those_of_trl(name, tmp_path):
     folder = str(write_tokenizer(tmp_path, name))
     ours, theirs = hf_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    first, second = call("multiply", a=6, b=7), "<think>\nhm\n</think>\n\n" + call("multiply", a=1)
+    first = call("multiply", a="6", b=7)
+    second = "<think>\nhm\n</think>\n\n" + call("multiply", a=1)
     if name == "llama3_2":
         first, second = (
-            '{"name": "multiply", "parameters": {"a": 6, "b": 7}}',
+            '{"name": "multiply", "parameters": {"a": "6", "b": 7}}',
             '{"name": "multiply", "parameters": {"a": 1}}',
         )
     script = [first + END, second + END, "42" + END]
@@ -361,6 +408,13 @@ def test_calls_are_counted_where_there_are_tools(tmp_path):
         assert found["tools/call_frequency"] == called
         assert found["tools/failure_frequency"] == [0] * sum(called)
         assert len(found["environment/turns"]) == len(talks)
+
+
+def test_only_calls_that_are_made_are_counted(qwen):
+    again = call("multiply", a=2, b=2) + END
+    rows, _ = play(qwen, [[again, again, again]], tools=[multiply], max_turns=3)
+    assert rows.completions[0].ended == "max_turns"
+    assert conversation_metrics(rows.completions)["tools/call_frequency"] == [2]
 
 
 class Search:

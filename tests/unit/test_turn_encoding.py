@@ -1,12 +1,15 @@
 """What stands between two turns, and calls as the models write them: equal to TRL's."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trl
 from hf_tokenizers import write_tokenizer
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import get_json_schema
 from trl.chat_template_utils import (
     add_response_schema,
     get_training_chat_template,
@@ -29,15 +32,43 @@ TURNS = {
         "<think>\nhm\n</think>\n\nIt is 3.",
         "It is 3.",
         '<tool_call>{"name": "now"}</tool_call>',
-        '<tool_call>{"name": "add", "argu</tool_call>',
+        '<tool_call>{"name": "other", "arguments": {"a": "1"}}</tool_call>',
     ],
     "llama3_2": [
         '{"name": "add", "parameters": {"a": 1, "b": [2]}}',
-        'So: {"name": "add", "parameters": {"a": 1}}',
+        'So: {"name": "add", "parameters": {"a": "1"}}',
         "It is 3.",
-        '{"name": "add", "parameters": {"a": 1}',
     ],
 }
+
+
+def add(a: int, b: list[int]) -> int:
+    """
+    Adds.
+
+    Args:
+        a: A number.
+        b: More numbers.
+    """
+
+
+def kinds(
+    a: int, b: float, c: bool, d: list[int], e: dict, f: str, g: int | None, h: int | bool, i: Any
+) -> None:
+    """
+    Takes much.
+
+    Args:
+        a: .
+        b: .
+        c: .
+        d: .
+        e: .
+        f: .
+        g: .
+        h: .
+        i: .
+    """
 
 
 @pytest.fixture(params=["qwen3", "qwen2_5", "llama3_2"])
@@ -55,7 +86,66 @@ def test_turns_are_read_as_by_trl(model):
     )
     for text in TURNS.get(name, TURNS["qwen3"]):
         ids = theirs.encode(text + ENDS[name], add_special_tokens=False)
-        assert read_turn(text, parse) == parse_response(theirs, ids, prefix=prompt)
+        expected = parse_response(theirs, ids, prefix=prompt, tools=[add])
+        assert read_turn(text, parse, [get_json_schema(add)]) == expected
+
+
+WRITTEN = ["7", " 7 ", "+7", "1_0", "3.0", "3.5", "1e2", "-inf", "nan", "true", "FALSE", "1"]
+WRITTEN += ["null", "None", "[1, 2]", '{"a": [1]}', "[1", "", "seven", "0x7", 7, 2.5, True, None]
+
+
+def test_arguments_get_the_types_of_their_schema_as_by_trl(model):
+    """Models often write all arguments as texts; here all nine parameters get the same one."""
+    name, ours, theirs = model
+    parse = find_parser(lambda turns: ours.chat_text(turns, add_generation_prompt=False))
+    add_response_schema(theirs)
+    for value in WRITTEN:
+        key = "parameters" if name == "llama3_2" else "arguments"
+        text = json.dumps({"name": "kinds", key: dict.fromkeys("abcdefghi", value)})
+        text = text if name == "llama3_2" else f"<tool_call>{text}</tool_call>"
+        ids = theirs.encode(text + ENDS[name], add_special_tokens=False)
+        expected = parse_response(theirs, ids, prefix=[], tools=[kinds])
+        read = read_turn(text, parse, [get_json_schema(kinds)])
+        assert repr(read["tool_calls"]) == repr(expected["tool_calls"])  # 1 is not True
+
+
+BAD = {  # a good call, one of no JSON, one whose arguments have no names
+    "qwen3": f"So {CALL}\n"
+    '<tool_call>{"name": "add", "argu</tool_call>'
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+    "llama3_2": 'So {"name": "add", "parameters": {"a": 1, "b": [2]}}; '
+    '{"name": "add", "parameters": {"a": 1; {"name": "add", "parameters": [1]}',
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_call_leaves_the_good_ones(name, tmp_path):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
+    parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+    turn = read_turn(BAD[name], parse, [get_json_schema(add)])
+    assert turn["content"] == "So"
+    read = [(call["function"]["arguments"], "error" in call) for call in turn["tool_calls"]]
+    written = '{"name": "add", "argu' if name == "qwen3" else ' {"a": 1; '
+    assert read == [({"a": 1, "b": [2]}, False), (written, True), ([1], True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}}', {"a": 1}),
+        ('<|python_tag|>{"type": "function", "name": "add", "parameters": null}', {}),
+        ('{"name": "Ada", "parameters": {"a": 1}}', None),
+        ('The user is {"name": "Ada"}.', None),
+        ('{"name": "add"}', None),
+    ],
+)
+def test_a_call_of_llama_has_a_tools_name_and_its_arguments(text, arguments, tmp_path):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "llama3_2")))
+    parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+    turn = read_turn(text, parse, [get_json_schema(add)])
+    found = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
+    assert found == ([] if arguments is None else [arguments])
+    assert turn["content"] == ("" if found else text)
 
 
 def test_results_have_the_tokens_of_trl(model):
@@ -69,7 +159,7 @@ def test_results_have_the_tokens_of_trl(model):
         chat_template_kwargs={},
     )
     encode = ReplyEncoder(ours, roles=["tool"])
-    results = [("add", '3 {"a": "b"}\n'), ("find", "ü")]
+    results = [("add", '3 {"a": "b"}\n'), ("unknown", "ü")]
     turns = [{"role": "tool", "name": name, "content": text} for name, text in results]
     assert encode(turns) == GRPOTrainer._get_tool_suffix_ids(trainer, turns)
     ended_otherwise = encode(turns, ended=False)  # as by a stop string
@@ -138,7 +228,7 @@ def test_gemma_writes_arguments_without_quotes(tmp_path):
 
     text = render([{"role": "user", "content": "q"}, turn]).rpartition("model\n")[2]
     parse = find_parser(render)
-    assert read_turn(text.removesuffix("<|tool_response>"), parse) == turn
+    assert read_turn(text.removesuffix("<|tool_response>"), parse, []) == turn
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class Conversation(str):
     kind: str = ""  # name of the environment that gave the reward
     has_tools: bool = False
     turns: int = 0
+    calls: int = 0  # of tools, that were made
     failed_calls: int = 0
 
     def __new__(cls, text: str, messages: list[dict[str, Any]], ended: str) -> Conversation:

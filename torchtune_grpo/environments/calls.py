@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torchtune_grpo.data.chat import message
+from torchtune_grpo.environments.arguments import typed_argument
 
-# The text of a turn -> the text around its calls, and the calls as JSON gives them; raises a
-# ValueError if a call is not well-formed.
-Parser = Callable[[str], tuple[str, list[Any]]]
+# The text of a turn, and the names of the tools -> the text around its calls, and the calls as JSON
+# gives them; of a call that is not JSON, its text.
+Parser = Callable[[str, Container[str]], tuple[str, list[Any]]]
 
+MALFORMED = "This is not a well-formed call: it has a tool's name, and arguments by their names."
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
-_LLAMA = re.compile(r"(?:<\|python_tag\|>)?\{\s*\"name\"\s*:")
-_GEMMA = re.compile(r"<\|tool_call>call:(\w+)(\{.*?\})<tool_call\|>\s*", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
+_LLAMA = re.compile(
+    r"""(?:<\|python_tag\|>)?(?P<call>\{\s*("type"\s*:\s*"function"\s*,\s*)?"""
+    r""""name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"(?P<key>parameters|arguments)"\s*:)"""
+)
+_GEMMA = re.compile(r"<\|tool_call>call:(\w+)(.*?)<tool_call\|>\s*", re.DOTALL)
 _GEMMA_QUOTE = '<|"|>'
 # What only the templates with another form of calls hold.
 _OTHERS = {
@@ -30,23 +36,31 @@ _OTHERS = {
 }
 
 
-def _hermes(text: str) -> tuple[str, list[Any]]:
+def _hermes(text: str, names: Container[str]) -> tuple[str, list[Any]]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen 2.5 and 3 write it."""
-    return _HERMES.sub("", text), [json.loads(call) for call in _HERMES.findall(text)]
+    content, calls = _cut_out(_HERMES, text, "</tool_call>")
+    return content, [_json(call.strip()) for call in calls]
 
 
-def _llama(text: str) -> tuple[str, list[Any]]:
-    """``{"name": ..., "parameters": {...}}``, as Llama 3.1 and 3.2 write it."""
-    content, calls, end = "", [], 0
-    while found := _LLAMA.search(text, end):
-        start = text.index("{", found.start())
-        call, stop = json.JSONDecoder().raw_decode(text, start)
-        calls.append({"name": call["name"], "arguments": call.get("parameters")})
-        content, end = content + text[end : found.start()], stop
+def _llama(text: str, names: Container[str]) -> tuple[str, list[Any]]:
+    """``{"name": ..., "parameters": {...}}`` of a known tool, as Llama 3.1 and 3.2 write it."""
+    found = [each for each in _LLAMA.finditer(text) if each["name"] in names]
+    content, end, calls = "", 0, list[Any]()
+    for this, following in zip_longest(found, found[1:]):
+        if this.start() < end:  # within another's arguments
+            continue
+        content += text[end : this.start()].lstrip("; \n") if calls else text[: this.start()]
+        try:
+            call, end = json.JSONDecoder().raw_decode(text, this.start("call"))
+            arguments = call[this["key"]]
+        except (ValueError, RecursionError):
+            end = following.start() if following else len(text)
+            arguments = text[this.end() : end]
+        calls.append({"name": this["name"], "arguments": arguments})
     return content + text[end:].lstrip("; \n") if calls else text, calls
 
 
-def _gemma(text: str) -> tuple[str, list[Any]]:
+def _gemma(text: str, names: Container[str]) -> tuple[str, list[Any]]:
     """``<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>``, as Gemma 4 writes it."""
 
     def arguments(written: str) -> Any:
@@ -54,41 +68,56 @@ def _gemma(text: str) -> tuple[str, list[Any]]:
         pieces = written.split(_GEMMA_QUOTE)
         pieces[::2] = [re.sub(r"([{,]\s*)(\w+)\s*:", r'\1"\2":', piece) for piece in pieces[::2]]
         pieces[1::2] = map(json.dumps, pieces[1::2])
-        return json.loads("".join(pieces))
+        return _json("".join(pieces))
 
-    calls = [{"name": n, "arguments": arguments(given)} for n, given in _GEMMA.findall(text)]
-    return _GEMMA.sub("", text), calls
+    content, calls = _cut_out(_GEMMA, text, "<tool_call|>")
+    return content, [{"name": name, "arguments": arguments(given)} for name, given in calls]
+
+
+def _cut_out(pattern: re.Pattern[str], text: str, end: str) -> tuple[str, list[Any]]:
+    """Return a text without the calls that end in ``end``, and what a pattern finds in each."""
+    closed, end, rest = text.rpartition(end)  # searching the rest would take a square of its length
+    found = pattern.findall(closed + end)
+    return pattern.sub("", closed + end) + (rest.lstrip() if end else rest), found
+
+
+def _json(text: str) -> Any:
+    """Return what a text says in JSON, or else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 PARSERS: Sequence[Parser] = (_hermes, _llama, _gemma)
 
 
-def read_turn(text: str, parse: Parser) -> dict[str, Any]:
+def read_turn(text: str, parse: Parser, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return an assistant's turn as a message, as TRL's rewards get it.
 
-    Thinking before the answer is its ``reasoning_content``. A turn with a call that is not
-    well-formed has none: its text is its content.
+    Thinking before the answer is its ``reasoning_content``. A call that is not well-formed has
+    ``error``, and as much of its name and arguments as can be read. ``tools`` are JSON schemas.
     """
     thought = _THOUGHT.match(text) if "</think>" in text else None
-    rest = text[thought.end() :] if thought else text
-    try:
-        content, calls = parse(rest)
-        functions = [_checked(call) for call in calls]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return message("assistant", text)
-    turn = message("assistant", content.strip() if functions else content)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    content, calls = parse(text[thought.end() :] if thought else text, schemas)
+    turn = message("assistant", content.strip() if calls else content)
     if thought:
         turn["reasoning_content"] = thought[1].strip()
-    if functions:
-        turn["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+    if calls:
+        turn["tool_calls"] = [_checked(call, schemas) for call in calls]
     return turn
 
 
-def _checked(call: Any) -> dict[str, Any]:
-    arguments = call.get("arguments") or {} if isinstance(call, Mapping) else None
-    if not isinstance(arguments, Mapping) or not isinstance(call["name"], str):
-        raise ValueError("a call has a name and named arguments")
-    return {"name": call["name"], "arguments": dict(arguments)}
+def _checked(call: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    given = call if isinstance(call, Mapping) else {"arguments": call}
+    name, arguments = given.get("name"), given.get("arguments") or {}
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        function = {"name": str(name or "unknown"), "arguments": arguments}
+        return {"type": "function", "function": function, "error": MALFORMED}
+    known = schemas.get(name, {}).get("properties", {})
+    typed = {key: typed_argument(value, known.get(key)) for key, value in arguments.items()}
+    return {"type": "function", "function": {"name": name, "arguments": typed}}
 
 
 def find_parser(template_text: Callable[[Sequence[Mapping[str, Any]]], str]) -> Parser:
@@ -103,11 +132,8 @@ def find_parser(template_text: Callable[[Sequence[Mapping[str, Any]]], str]) -> 
     except ValueError as error:
         text = str(error)
     for parse in PARSERS:
-        try:
-            if parse(text)[1][-1:] == [call]:
-                return parse
-        except (ValueError, KeyError, TypeError):
-            continue
+        if parse(text, ["probe"])[1][-1:] == [call]:
+            return parse
     name = next((name for mark, name in _OTHERS.items() if mark in text), None)
     found = "writes no tool calls" if name is None else f"writes tool calls in another form: {name}"
     raise ValueError(

@@ -43,6 +43,7 @@ class _Row:
     messages: list[dict[str, Any]] = field(default_factory=list)
     length: int = 0  # tokens of the response when its last turn ended, and of the reply to it
     turns: int = 0
+    calls: int = 0  # that were made
     failed_calls: int = 0
     reward: float = 0.0  # sum over its steps
     ended: str | None = None  # one of STOPS; set at the start if the session cannot begin
@@ -147,8 +148,10 @@ class Conversations:
         at.is_closed = response[-1] in self._stop_tokens
         text = self._decode(response[at.length : len(response) - at.is_closed])
         at.text = text = (self._prefill if at.turns == 0 else "") + text
-        parse = None if at.session.kind.has_step else self._environment.parse
-        at.messages.append(message("assistant", text) if parse is None else read_turn(text, parse))
+        kind = at.session.kind
+        parse = None if kind.has_step else self._environment.parse
+        turn = read_turn(text, parse, kind.schemas) if parse else message("assistant", text)
+        at.messages.append(turn)
         at.turns, at.length, at.sampled = at.turns + 1, len(response), sampled
         return text
 
@@ -196,6 +199,7 @@ class Conversations:
                 new = seen if _are_messages(seen) else [message("user", text_of(seen or ""))]
             else:
                 new = answer
+                at.calls += len(new)
                 at.failed_calls += sum(each.pop("failed", False) for each in new)
             room = self.row_limit - at.length - 1
             length = sum(len(each["content"]) for each in new)
@@ -249,7 +253,8 @@ class Conversations:
             messages = [message("assistant", text)]
         conversation = Conversation(text, messages, at.ended)
         conversation.environment, conversation.kind = at.session.environment, at.session.kind.name
-        conversation.turns, conversation.failed_calls = at.turns, at.failed_calls
+        conversation.turns = at.turns
+        conversation.calls, conversation.failed_calls = at.calls, at.failed_calls
         conversation.has_tools = not at.session.kind.has_step
         if at.session.kind.has_step and at.ended != "tool_failed":
             conversation.reward = at.reward
@@ -283,11 +288,7 @@ def conversation_metrics(completions: Sequence[str]) -> dict[str, list[float]]:
     talks = [each for each in completions if isinstance(each, Conversation)]
     if not talks:
         return {}
-    called = [
-        sum(len(turn.get("tool_calls", ())) for turn in each.messages)
-        for each in talks
-        if each.has_tools
-    ]
+    called = [each.calls for each in talks if each.has_tools]
     failed = sum(each.failed_calls for each in talks)
     return {
         **{f"environment/ended/{stop}": [each.ended == stop for each in talks] for stop in STOPS},

@@ -66,7 +66,7 @@ class Environment:
         """Add what ``reset`` returned to a prompt's last message, and encode it."""
         if seen is None and None in self.kinds:
             return prompt, tokens
-        encoder, more = self.encoder, "" if seen is None else text_of(seen)
+        encoder, more = self.encoder, text_of(seen) if seen else ""
         if None not in self.kinds:
             encoder = encoder.with_tools(kind.schemas)
         turns = prompt.messages

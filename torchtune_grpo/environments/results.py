@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_PARTS = ("text", "image", "image_url", "audio", "video")  # values of "type"
+
 
 def step_result(value: Any) -> tuple[Any, float, bool]:
     """Read observation, reward and whether the conversation is over from what ``step`` returned.
@@ -65,10 +67,17 @@ def observation_of(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a result as text that any tokenizer takes; raises a ValueError for pictures."""
-    if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
-        texts = [part.get("text", part.get("content")) for part in value]
+    """Return a result as text that any tokenizer takes; raises a ValueError for pictures.
+
+    That is how Python writes it, as in TRL, except for a list of parts as chat templates know them.
+    """
+    if isinstance(value, list) and value and all(map(_is_part, value)):
+        texts = [part.get("text") for part in value]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a part of it is not text, and only text models are trained")
         value = "".join(map(str, texts))
     return str(value).encode(errors="replace").decode()
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("type") in _PARTS

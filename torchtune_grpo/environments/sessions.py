@@ -88,14 +88,16 @@ class Session:
 
     def use_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a message with the result of each call, or its error, as TRL gives them."""
-        return [self._result(call["function"]) for call in calls]
+        return [self._result(call) for call in calls]
 
     def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        name = call["name"]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
         try:
+            if "error" in call:
+                raise ValueError(call["error"])
             if name not in self.kind.functions and name not in self.kind.methods:
                 raise ValueError(f"Tool {name} not found.")
-            content = text_of(self.call(name, call["arguments"]))
+            content = text_of(self.call(name, arguments))
         except SessionLost:
             raise
         except Exception as error:
