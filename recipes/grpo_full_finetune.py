@@ -52,22 +52,12 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig, run: Run | None = None) -> None:
         self.run = run or Run(cfg)
-        self.cfg = self.run.cfg
 
     def setup(self, cfg: DictConfig) -> None:
         """Build everything; mistakes in the config are reported before weights are read."""
-        run = self.run
-        checkpoint = run.prepare_training()
-        self.loss = run.loss
-        self.model = run.build_policy()
-        self.reference = run.build_reference(self.model)
-        self.teacher = run.build_teacher()
-        state = run.checkpoints.restore(self.model, checkpoint) if checkpoint else None
-        self.engine = run.make_engine(self.model)
-        run.prepare_passes(self.model, self.reference)
-        self.cfg = run.cfg  # with what fits into the memory where it said auto
-        self.optimizer = run.make_optimizer(self.model)
-        self.steps = Steps(run, self.model, self.optimizer, state)
+        self.parts = self.run.build()
+        self.cfg, self.model = self.parts.cfg, self.parts.policy
+        self.steps = Steps(self.run, self.parts)
 
     def train(self) -> None:
         """Run the paper's loop. Ctrl-C or SIGTERM ends it between steps, or drops a rollout."""
@@ -112,7 +102,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def sample(self, prompts: PromptBatch) -> Trajectory:
         """Sample a group of responses for each prompt: [B*G] rows."""
         return sample_groups(
-            self.engine,
+            self.parts.engine,
             prompts,
             tokenizer=self.run.tokenizer,
             group_size=self.cfg.grpo_samples,
@@ -153,27 +143,20 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def mini_batches(self, rows: Trajectory, step: StepMetrics) -> list[MiniBatch]:
         """Deal out the groups to an epoch's optimizer steps, with all log-probs that they need."""
         with step.timer("time/logprobs"):
-            return mini_batches(
-                rows,
-                self.cfg,
-                loss=self.loss,
-                policy=self.model,
-                reference=self.reference,
-                teacher=self.teacher,
-            )
+            return mini_batches(rows, self.parts)
 
     def update(self, batch: MiniBatch, step: StepMetrics) -> None:
         """Take one optimizer step, in micro-batches."""
         self.model.train()
         loss, seen = torch.zeros((), device=self.run.device), []
-        for micro_batch in batch.parts:
+        for micro_batch in batch.micro_batches:
             part = batch.trajectory.select(micro_batch.rows, on_host=micro_batch.rows_on_host)
             logprobs, entropy = response_logprobs(
                 self.model,
                 micro_batch.layout,
                 temperature=self.cfg.temperature,
                 with_entropy=True,
-                entropy_gradient=self.loss.needs_entropy_gradient,
+                entropy_gradient=self.parts.loss.needs_entropy_gradient,
             )  # [n, L]
             old = batch.old_logprobs
             old = None if old is None else old[micro_batch.rows]
@@ -182,13 +165,13 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             step.add_update(output, entropy=entropy, response_mask=part.response_mask)
             loss += output.loss.detach()
             seen.append(logprobs.detach())
-        taken = self.optimizer.step(
+        taken = self.parts.optimizer.step(
             loss, batch.trajectory, num_tokens=batch.num_tokens, step=self.steps.done + 1
         )
         step.add_sum("loss", loss, 1 / world_size())
         step.add_numbers(taken)
         step.updates += 1
-        found = in_order(seen, batch.parts)  # [N, L], before the step
+        found = in_order(seen, batch.micro_batches)  # [N, L], before the step
         if batch.old_logprobs is None:  # the policy was the one that sampled
             batch.old_logprobs = found
         if step.updates == 1:
@@ -202,9 +185,9 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         assert part.weights is not None and part.advantages is not None
         sampled_with = logprobs if old is None else old  # under the policy that sampled
         advantages = part.advantages  # [n]; [n, L] with a teacher
-        if self.teacher is not None:
-            advantages = self.teacher.advantages(part, sampled_with)
-        return self.loss(
+        if self.parts.teacher is not None:
+            advantages = self.parts.teacher.advantages(part, sampled_with)
+        return self.parts.loss(
             logprobs=logprobs,
             old_logprobs=old,
             ref_logprobs=part.ref_logprobs,
@@ -224,11 +207,11 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     def evaluate(self) -> None:
         """Measure the policy on the held-out prompts."""
         self.model.eval()
-        self.steps.evaluate(self.engine)
+        self.steps.evaluate()
 
     def save_checkpoint(self) -> None:
         """Write the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
-        self.steps.save(self.model, self.optimizer)
+        self.steps.save()
 
     def cleanup(self) -> None:
         """End what runs beside the recipe: reward processes, loggers, the process group."""

@@ -248,7 +248,7 @@ class GRPO:
         if evaluator is None:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe.model.eval()
-        evaluation = evaluator(recipe.engine, state=recipe.steps.trainer_state)
+        evaluation = evaluator(recipe.parts.engine, state=recipe.steps.trainer_state)
         return metrics_of(evaluation.record)
 
     def generate(
@@ -283,7 +283,7 @@ class GRPO:
             params = params.replace(temperature=temperature) if temperature else params.greedy
         recipe.model.eval()
         rows = run.answer(
-            recipe.engine,
+            recipe.parts.engine,
             items,
             group_size=num_samples,
             params=params,

@@ -183,7 +183,7 @@ def _train_once(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> tuple[float
         return None, seconds
     recipe.model.eval()
     with torch.no_grad():
-        new = trajectory_logprobs(recipe.model, batch.parts, temperature=cfg.temperature)
+        new = trajectory_logprobs(recipe.model, batch.micro_batches, temperature=cfg.temperature)
     assert batch.old_logprobs is not None  # update() has set them
     change = (new - batch.old_logprobs).double()[batch.trajectory.response_mask]
     # The KL in nats a token, capped by the mean |change|, as a few ratios may be huge.

@@ -22,6 +22,7 @@ from torchtune_grpo.advantages import OutcomeGate
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints, check_state
 from torchtune_grpo.checkpoint.folder import claim_output_dir, set_aside_previous_run
 from torchtune_grpo.checkpoint.push import check_login
+from torchtune_grpo.checkpoint.resume import restore_optimizer
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
 from torchtune_grpo.config.text import ConfigError, noted
@@ -63,6 +64,7 @@ from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
 from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
 from torchtune_grpo.training.packing import compile_layers
+from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
 from torchtune_grpo.training.reference import FrozenReference, Reference, make_reference
 from torchtune_grpo.training.teacher import Teacher
@@ -196,7 +198,7 @@ class Run:
 
     @cached_property
     def teacher(self) -> Teacher | None:
-        """The teacher, if there is one; it gets its model in ``build_teacher``."""
+        """The teacher, if there is one; it gets its model in ``build``."""
         teacher = instantiate("objective.teacher", self.cfg.objective.teacher)
         if teacher is not None:
             check_teacher(self.cfg, teacher, self.dataset, tokenizer=self.tokenizer)
@@ -321,7 +323,7 @@ class Run:
             keep_freed_memory(weight_bytes(self.empty_model))
             choose_threads(self.empty_model)
 
-    def prepare_training(self) -> Path | None:
+    def _prepare_training(self) -> Path | None:
         """Claim ``output_dir`` and make all that needs no weights, so that mistakes surface here.
 
         Returns the checkpoint to resume from, if any.
@@ -349,14 +351,50 @@ class Run:
 
     # --- The policy ------------------------------------------------------------------------------
 
-    def build_policy(self) -> TransformerDecoder:
-        """Build the policy with the weights that training starts from, the same on all ranks.
+    def build(self) -> Parts:
+        """Build all that training needs, from the checkpoint that the run goes on from, if any.
 
-        A policy to be sharded has them on the first rank, and is on meta on the others.
+        Mistakes in the config are reported before weights are read. Layers are compiled and sharded
+        behind the engine, which reads them as they are, and behind all copying and loading.
         """
-        return self._build(self.cfg, self.checkpoints)
+        checkpoint = self._prepare_training()
+        policy = self._load_policy(self.cfg, self.checkpoints)
+        reference = make_reference(policy, self.cfg) if self.loss.needs_reference else None
+        if self.teacher is not None:
+            own = self.teacher.config(self.cfg)
+            self.teacher.model = FrozenReference(self._load_policy(own, Checkpoints(own)))
+        state = None if checkpoint is None else self.checkpoints.restore(policy, checkpoint)
+        engine = self.make_engine(policy)
+        self._prepare_passes(policy, (reference, self.teacher))
+        optimizer = self._optimizer = PolicyOptimizer(self.cfg, policy)
+        if state is not None:
+            self._resume(state, optimizer)
+        return Parts(
+            cfg=self.cfg,
+            loss=self.loss,
+            policy=policy,
+            reference=reference,
+            teacher=self.teacher,
+            engine=engine,
+            optimizer=optimizer,
+            steps_done=0 if state is None else state["step"],
+        )
 
-    def _build(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> TransformerDecoder:
+    def _resume(self, state: Mapping[str, Any], optimizer: PolicyOptimizer) -> None:
+        """Go on from what ``Steps.save`` has written into a checkpoint."""
+        steps = state["step"] * self.cfg.updates_per_step
+        restore_optimizer(optimizer.optimizer, optimizer.scheduler, state["optimizer"], steps=steps)
+        optimizer.guard.load_state_dict(state["guard"])
+        self.sampler.load_state_dict(state["sampler"])
+        if self.outcome_gate is not None:
+            self.outcome_gate.is_shut = state["gate"]
+        self.recorder.resume(state["step"])
+
+    def _load_policy(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> TransformerDecoder:
+        """Load the weights that training starts from, the same on all ranks.
+
+        A model to be sharded has them on the first rank, and is on meta on the others.
+        """
         device = self.device
         if self.is_sharded:  # too large for a device, or the host has no memory for one per rank
             device = torch.device("cpu" if parallel.rank() == 0 else "meta")
@@ -365,17 +403,6 @@ class Run:
         if not self.is_sharded:
             parallel.broadcast_trained_parameters(model)
         return model
-
-    def build_reference(self, policy: TransformerDecoder) -> Reference | None:
-        """Return the policy as it is now, as the loss's reference; None if the loss needs none."""
-        return make_reference(policy, self.cfg) if self.loss.needs_reference else None
-
-    def build_teacher(self) -> Teacher | None:
-        """Give the teacher its model, if there is one."""
-        if self.teacher is not None:
-            own = self.teacher.config(self.cfg)
-            self.teacher.model = FrozenReference(self._build(own, Checkpoints(own)))
-        return self.teacher
 
     def make_engine(self, policy: TransformerDecoder) -> RolloutEngine:
         """Make the engine that generates responses with the policy's current weights."""
@@ -400,11 +427,6 @@ class Run:
         """Raise a ValueError if an engine that checks itself has sampled from another policy."""
         if isinstance(self._engine, ForeignEngine):
             self._engine.check_step(metrics)
-
-    def make_optimizer(self, policy: TransformerDecoder) -> PolicyOptimizer:
-        """Make the optimizer of the policy's trained parameters."""
-        self._optimizer = PolicyOptimizer(self.cfg, policy)
-        return self._optimizer
 
     def _bytes_to_come(self) -> int:
         """Return the bytes of device memory that training will still take, if there is any."""
@@ -444,7 +466,7 @@ class Run:
         gc.collect()  # free one policy's memory before the next one is loaded
         if checkpoint is not None:
             self.checkpoints.check_policy(checkpoint)
-        model = self.build_policy()
+        model = self._load_policy(self.cfg, self.checkpoints)
         if checkpoint is not None:
             self.checkpoints.restore(model, checkpoint)
         engine = self.make_engine(model.eval())
@@ -458,17 +480,10 @@ class Run:
             return self.checkpoints.newest()
         return None
 
-    def prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
-        """Compile, checkpoint and shard the layers, after all copying and loading of weights.
-
-        From then on ``cfg`` has what fits into the memory where it said auto.
-        """
-        if self.teacher is not None and self.teacher.model is None:
-            raise ValueError(
-                "objective.teacher: this recipe knows no teacher, as it does not call "
-                "run.build_teacher; take over the package's recipe's lines on it "
-                "(`tune cp grpo_full_finetune_single_device`), or remove the key."
-            )
+    def _prepare_passes(
+        self, policy: TransformerDecoder, frozen: Sequence[Reference | Teacher | None]
+    ) -> None:
+        """Compile, checkpoint and shard the layers, and put what fits in place of auto."""
         if "auto" in (self.cfg.forward_batch_size, self.cfg.enable_activation_checkpointing):
             self.cfg = self._choose_passes(policy)
         if self.cfg.compile:
@@ -480,9 +495,9 @@ class Run:
             )
         if self.is_sharded:
             parallel.shard(policy, self.cfg.distributed, device=self.device)
-            for frozen in (reference, self.teacher):
-                if frozen is not None:
-                    frozen.shard(self.cfg.distributed, device=self.device)
+            for model in frozen:
+                if model is not None:
+                    model.shard(self.cfg.distributed, device=self.device)
 
     # --- Training --------------------------------------------------------------------------------
 

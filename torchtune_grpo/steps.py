@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torchtune import utils
-from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.checkpoint.push import push
-from torchtune_grpo.checkpoint.resume import optimizer_state, restore_optimizer
+from torchtune_grpo.checkpoint.resume import optimizer_state
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.machine import interrupt, parallel
 from torchtune_grpo.machine.device import seed_step
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.rewards import TrainerState
-from torchtune_grpo.rollout.request import RolloutEngine
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.optimizer import PolicyOptimizer
+from torchtune_grpo.training.parts import Parts
 
 log = utils.get_logger("INFO")
 _SAVE_MEMORY = (
@@ -33,39 +30,18 @@ _SAVE_MEMORY = (
 class Steps:
     """The optimizer steps of a run: iterating yields the metrics of each, to be filled in.
 
-    ``state`` is what ``save`` wrote into the checkpoint that the run goes on from. A new run whose
-    first checkpoint would not fit on the disk ends before its first step.
+    A new run whose first checkpoint would not fit on the disk ends before its first step.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        policy: TransformerDecoder,
-        optimizer: PolicyOptimizer,
-        state: Mapping[str, Any] | None,
-    ) -> None:
-        self._run, self._cfg, self._checkpoints = run, run.cfg, run.checkpoints
-        self.done = 0  # finished steps
+    def __init__(self, run: Run, parts: Parts) -> None:
+        self._run, self._parts, self._cfg = run, parts, parts.cfg
+        self._checkpoints = run.checkpoints
+        self.done = parts.steps_done  # finished steps
         self._is_stopped = False  # by an evaluation
         parallel.on_first_rank(run.checkpoints.keep_base_files, run.tokenizer.stop_tokens)
-        if state is None:
-            run.checkpoints.check_room(policy, optimizer.optimizer)
-        else:
-            self._resume(optimizer, state)
-
-    def _resume(self, optimizer: PolicyOptimizer, state: Mapping[str, Any]) -> None:
-        run, self.done = self._run, state["step"]
-        restore_optimizer(
-            optimizer.optimizer,
-            optimizer.scheduler,
-            state["optimizer"],
-            steps=self.done * self._cfg.updates_per_step,
-        )
-        optimizer.guard.load_state_dict(state["guard"])
-        run.sampler.load_state_dict(state["sampler"])
-        if run.outcome_gate is not None:
-            run.outcome_gate.is_shut = state["gate"]
-        run.recorder.resume(self.done)
+        if not self.done:
+            run.checkpoints.check_room(parts.policy, parts.optimizer.optimizer)
+            return
         utils.log_rank_zero(log, f"Resumed after step {self.done}.")
         self._decide_by_evaluations()
         self._checkpoints.prune()  # a killed run may have saved but not yet deleted
@@ -140,11 +116,11 @@ class Steps:
         epoch = self._run.sampler.epoch
         return TrainerState(self.done, max_steps=self._cfg.num_steps, epoch=epoch)
 
-    def evaluate(self, engine: RolloutEngine) -> None:
+    def evaluate(self) -> None:
         """Evaluate the policy on the held-out prompts."""
         assert self._run.evaluator is not None  # is_evaluation_due
         self._seed()
-        evaluation = self._run.evaluator(engine, state=self.trainer_state)
+        evaluation = self._run.evaluator(self._parts.engine, state=self.trainer_state)
         self._run.recorder.evaluation(self.done, evaluation)
         self._decide_by_evaluations()
 
@@ -164,9 +140,9 @@ class Steps:
         self._is_stopped = reason is not None
         self._checkpoints.keep_best(best_step(evaluations, keys.keep_best))
 
-    def save(self, policy: TransformerDecoder, optimizer: PolicyOptimizer) -> None:
+    def save(self) -> None:
         """Write the policy and all that a resumed run needs to ``output_dir/step_<n>``."""
-        gate = self._run.outcome_gate
+        gate, optimizer = self._run.outcome_gate, self._parts.optimizer
         state = {
             "step": self.done,
             "optimizer": optimizer_state(optimizer.optimizer),
@@ -175,7 +151,7 @@ class Steps:
             "gate": gate is not None and gate.is_shut,
         }
         folder = self._checkpoints.save(
-            policy,
+            self._parts.policy,
             state,
             step=self.done,
             results=self._run.recorder.results,

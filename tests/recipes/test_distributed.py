@@ -271,6 +271,7 @@ from torchtune_grpo.checkpoint.resume import whole_on_first_rank
 from torchtune_grpo.cli.entry import parse
 from torchtune_grpo.machine.parallel import rank
 from torchtune_grpo.run import Run
+from torchtune_grpo.training.reference import make_reference
 
 def own_bytes(tensors):  # of those that are neither on meta nor pages of the state's file
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -285,13 +286,13 @@ def main(cfg):
     run.device
     if rank() == 1:
         checkpoints.load_weights = None
-    model = run.build_policy()
-    reference = run.build_reference(model)
+    model = run._load_policy(run.cfg, run.checkpoints)
+    reference = make_reference(model, run.cfg)
     state = run.checkpoints.restore(model, Path(cfg.output_dir) / "step_000001")
     copied = getattr(reference, "_start", None) or [*reference._model.parameters()]
     held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    run.prepare_passes(model, reference)
+    run._prepare_passes(model, [reference])
     part = sum(parameter.to_local().nbytes for parameter in model.parameters())
     after = whole_on_first_rank(model.state_dict())
     same = all(value.equal(before[name]) for name, value in after.items())

@@ -181,10 +181,10 @@ def test_weights_do_not_depend_on_how_the_step_is_cut(train):
     assert base.trajectory.advantages.abs().max() > 0.5
     moved = max((base.after[n] - base.before[n]).abs().max().item() for n in base.before)
     assert moved > 1e-2
-    cuts = {len(base.batches[0].parts)}
+    cuts = {len(base.batches[0].micro_batches)}
     for name, change in VARIANTS.items():
         result = train(*change)
-        cuts.add(len(result.batches[0].parts))
+        cuts.add(len(result.batches[0].micro_batches))
         try:
             assert_same(result, base)
             assert_logged_alike(result, base)

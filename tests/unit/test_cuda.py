@@ -90,17 +90,18 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     )
     recipe = GRPOFullFinetuneRecipe(cfg, Mock(cfg=cfg, device=CUDA))
     recipe.steps = Mock(done=0)
-    recipe.loss = GRPOLoss(dual_clip=3.0, entropy_coeff=0.0 if adapted else 0.01)
-    recipe.model, recipe.optimizer = model, PolicyOptimizer(cfg, model)
-    monkeypatch.setattr(recipe.optimizer.guard, "allows_step", lambda *_, **__: True)
+    loss = GRPOLoss(dual_clip=3.0, entropy_coeff=0.0 if adapted else 0.01)
+    recipe.cfg, recipe.model, optimizer = cfg, model, PolicyOptimizer(cfg, model)
+    recipe.parts = Mock(cfg=cfg, policy=model, loss=loss, optimizer=optimizer, teacher=None)
+    monkeypatch.setattr(optimizer.guard, "allows_step", lambda *_, **__: True)
     monkeypatch.setattr(
         torch.Tensor, "backward", lambda loss: backward([loss], [torch.ones_like(loss)])
     )
     with fake_cuda(), Operations() as count:
         if adapted:
-            ref_logprobs = AdapterReference(model).logprobs(batch.parts, temperature=0.9)
+            ref_logprobs = AdapterReference(model).logprobs(batch.micro_batches, temperature=0.9)
         else:  # a frozen copy does it; fake tensors cannot be copied
-            ref_logprobs = trajectory_logprobs(model, batch.parts, temperature=0.9)
+            ref_logprobs = trajectory_logprobs(model, batch.micro_batches, temperature=0.9)
         assert ref_logprobs.device == CUDA
         batch.trajectory = replace(batch.trajectory, ref_logprobs=ref_logprobs)
         recipe.update(batch, StepMetrics())
@@ -111,10 +112,10 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     # Logits are in float32 by the product itself; those of an adapted head are not.
     assert (count["aten.mm.dtype_out"] > 0) == (kind != "lora_output")
     trained = {p for p in model.parameters() if p.requires_grad}
-    assert trained and trained == recipe.optimizer.optimizer.state.keys()  # each had a gradient
+    assert trained and trained == optimizer.optimizer.state.keys()  # each had a gradient
     if rows > 1:  # the reference's pass, and the policy's, of both layers
-        assert count["torch_attn._varlen_attn.default"] == 2 * 2 * len(batch.parts)
-        assert count["torch_attn._varlen_attn_backward.default"] == 2 * len(batch.parts)
+        assert count["torch_attn._varlen_attn.default"] == 2 * 2 * len(batch.micro_batches)
+        assert count["torch_attn._varlen_attn_backward.default"] == 2 * len(batch.micro_batches)
 
 
 def test_nf4_weights_come_to_the_gpu_before_fsdp_moves_them(monkeypatch):

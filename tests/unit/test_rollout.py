@@ -40,7 +40,7 @@ from torchtune_grpo.rollout.sampling import (
 )
 from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.optimizer import optimizer_step
+from torchtune_grpo.training.optimizer import PolicyOptimizer, optimizer_step
 
 STOP = 7
 CPU = torch.device("cpu")
@@ -679,7 +679,7 @@ def test_a_rollout_leaves_room_for_gradients_and_the_optimizers_states(monkeypat
         return run.make_engine(model).rows_at_once(asked)
 
     assert [rows(share + more) for more in (9, -9)] == [8, 7]
-    optimizer = run.make_optimizer(model)
+    optimizer = run._optimizer = PolicyOptimizer(run.cfg, model)
     assert [rows(share + of_adam + more) for more in (9, -9)] == [8, 7]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

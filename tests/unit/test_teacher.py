@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.run import Run
 from torchtune_grpo.training import Teacher
 from torchtune_grpo.training.mini_batches import mini_batches
+from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.training.reference import FrozenReference
 
 CONFIG = "hf_lora_grpo"
@@ -80,21 +82,13 @@ def test_every_row_is_judged_by_the_teachers_model_even_in_groups_that_teach_not
     rows = replace(
         make_groups([4, 3], [5, 1, 3, 2]), advantages=torch.tensor([0.5, -0.5, 0.0, 0.0])
     )
-    loss = GRPOLoss(kl_coeff=0)
-    options = {"loss": loss, "policy": policy, "reference": None}
-    assert mini_batches(rows, cfg, **options)[0].trajectory.num_rows == 2
-    (batch,) = mini_batches(rows, cfg, teacher=teacher, **options)
+    made = {"engine": Mock(), "optimizer": Mock(), "loss": GRPOLoss(kl_coeff=0)}
+    parts = Parts(cfg=cfg, policy=policy, reference=None, teacher=None, **made)
+    assert mini_batches(rows, parts)[0].trajectory.num_rows == 2
+    (batch,) = mini_batches(rows, replace(parts, teacher=teacher))
     expected = response_rows(build_policy("untied"), rows, cfg.temperature)[0].float()
     found = batch.trajectory.teacher_logprobs
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-
-
-def test_a_recipe_that_knows_no_teacher_is_told_so():
-    """As a fork of one from before there were teachers, which would train without it."""
-    run = object.__new__(Run)
-    run.teacher = Teacher("folder")
-    with pytest.raises(ValueError, match="^objective.teacher: .*does not call run.build_teacher"):
-        run.prepare_passes(torch.nn.Identity(), None)
 
 
 @pytest.mark.slow

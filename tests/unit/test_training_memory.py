@@ -161,7 +161,7 @@ def test_a_run_takes_what_fits_its_card(name, device, monkeypatch):
     free += 3 * 4 * trained  # float32: gradients and two moments
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     with fake_cuda():
-        run.prepare_passes(model.to(device), None)
+        run._prepare_passes(model.to(device), ())
     found = run.cfg.forward_batch_size, run.cfg.enable_activation_checkpointing
     assert found == ((4, True) if device == CPU else (rows, recompute))
     wrapped = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())

@@ -7,17 +7,14 @@ log-probs and the optimizer steps of every epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.loss import Loss
 from torchtune_grpo.machine.parallel import gather_over_ranks, sum_over_ranks
 from torchtune_grpo.machine.segments import fill_parts
 from torchtune_grpo.training.logprobs import trajectory_logprobs
@@ -28,8 +25,7 @@ from torchtune_grpo.training.packing import (
     response_inputs,
     row_layout,
 )
-from torchtune_grpo.training.reference import Reference
-from torchtune_grpo.training.teacher import Teacher
+from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.trajectory import Trajectory, length_mask
 
 
@@ -38,24 +34,16 @@ class MiniBatch:
     """This rank's rows of one optimizer step."""
 
     trajectory: Trajectory  # the rows that get a pass, with weights
-    parts: list[MicroBatch]
+    micro_batches: list[MicroBatch]
     num_tokens: int  # tokens trained on, over all ranks, including rows without a pass
     old_logprobs: Tensor | None = None  # [N, L]; None: the policy is the one that sampled
 
 
-def mini_batches(
-    trajectory: Trajectory,
-    cfg: GRPOConfig,
-    *,
-    loss: Loss,
-    policy: TransformerDecoder,
-    reference: Reference | None,
-    teacher: Teacher | None = None,
-) -> list[MiniBatch]:
+def mini_batches(trajectory: Trajectory, parts: Parts) -> list[MiniBatch]:
     """Deal out a step's scored groups to an epoch's optimizer steps; every rank has to call it."""
+    cfg, policy = parts.cfg, parts.policy
     dealt = _deal(trajectory, count=cfg.num_minibatches)
-    frozen = {"ref_logprobs": reference, "teacher_logprobs": teacher}
-    batches = [_mini_batch(part, cfg, loss=loss, frozen=frozen) for part in dealt]
+    batches = [_mini_batch(dealt_rows, parts) for dealt_rows in dealt]
     if cfg.objective.sampling_correction == "old_logprobs":
         for batch in batches:
             batch.old_logprobs = batch.trajectory.sampler_logprobs
@@ -71,7 +59,7 @@ def mini_batches(
         with torch.no_grad():
             for batch in batches[first:]:
                 batch.old_logprobs = trajectory_logprobs(
-                    policy, batch.parts, temperature=cfg.temperature
+                    policy, batch.micro_batches, temperature=cfg.temperature
                 )
     return batches
 
@@ -91,14 +79,9 @@ def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
     return [trajectory.select(rows.to(device), on_host=rows.tolist()) for rows in steps]
 
 
-def _mini_batch(
-    trajectory: Trajectory,
-    cfg: GRPOConfig,
-    *,
-    loss: Loss,
-    frozen: Mapping[str, Reference | Teacher | None],
-) -> MiniBatch:
-    """Weigh and cut the rows of a step, and add the log-probs of ``frozen`` models by field."""
+def _mini_batch(trajectory: Trajectory, parts: Parts) -> MiniBatch:
+    """Weigh and cut the rows of a step, and add the log-probs of the frozen models."""
+    cfg, loss = parts.cfg, parts.loss
     num_tokens = sum_over_ranks(int(trajectory.response_mask.sum()))
     weights = loss.weights(
         trajectory.response_mask,
@@ -108,23 +91,23 @@ def _mini_batch(
         max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
-    if not loss.needs_all_rows and frozen["teacher_logprobs"] is None:
+    if not loss.needs_all_rows and parts.teacher is None:
         # Rows left out only count in the denominators; a teacher has an opinion on all.
         trajectory = trajectory.select(trajectory.is_informative)
-    parts = cut(trajectory, cfg)
+    passes = cut(trajectory, cfg)
+    frozen = {"ref_logprobs": parts.reference, "teacher_logprobs": parts.teacher}
     logprobs: dict[str, Any] = {
-        name: model.logprobs(parts, temperature=cfg.temperature)
+        name: model.logprobs(passes, temperature=cfg.temperature)
         for name, model in frozen.items()
         if model is not None
     }
-    return MiniBatch(replace(trajectory, **logprobs), parts, num_tokens)
+    return MiniBatch(replace(trajectory, **logprobs), passes, num_tokens)
 
 
 def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
     """Cut N rows into micro-batches as the config says."""
     rows = cfg.forward_batch_size
-    if rows == "auto":  # in a recipe that does not take up the choice of Run.prepare_passes
-        rows = cfg.grpo_samples
+    assert rows != "auto", "Run.build chooses what fits"
     return micro_batches(
         trajectory,
         group_size=cfg.grpo_samples,
