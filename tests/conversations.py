@@ -17,6 +17,7 @@ from torchtune_grpo.environments.environment import (
     make_kinds,
     prompt_tokenizer,
 )
+from torchtune_grpo.machine import endings
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.trajectory import Samples, Trajectory, length_mask
@@ -96,7 +97,7 @@ def play(
 ) -> tuple[Trajectory, Any]:
     """Play the scripts against environments: the trajectory, and its rewards if there are any.
 
-    ``objects`` are environments by name (None: the only one), ``tools`` functions, and
+    ``objects`` are environments by name (None: the only one), ``tools`` functions or dotpaths, and
     ``settings`` keys of the config's ``environment``.
     """
     given = {}
@@ -104,9 +105,10 @@ def play(
         given["environment" if name is None else f"environment.{name}"] = each
         node = {"_component_": f"my.{each.__name__}"}
         settings = {**settings, **(node if name is None else {name: node})}
-    given |= {f"tools.{number}": tool for number, tool in enumerate(tools)}
+    given |= {f"tools.{n}": tool for n, tool in enumerate(tools) if callable(tool)}
     keys = EnvironmentConfig(**settings)
-    kinds = make_kinds(keys, [f"my.{tool.__name__}" for tool in tools], given)
+    paths = [f"my.{tool.__name__}" if callable(tool) else tool for tool in tools]
+    kinds = make_kinds(keys, paths, given)
     dataset = RLDataset(prompt_tokenizer(kinds, tokenizer), rows=rows, chat=chat)
     environment = make_environment(
         kinds, keys, encoder=dataset.encoder, tokenizer=tokenizer, context=8000
@@ -129,6 +131,5 @@ def play(
         scores = RewardSet.from_config(own)(
             prompts=found.prompts, completions=found.completions, columns=found.columns
         )
-    for kind in kinds.values():
-        kind.close()
+    endings.close(kinds.values())
     return found, scores

@@ -25,12 +25,13 @@ from torchtune_grpo.checkpoint.push import check_login
 from torchtune_grpo.checkpoint.resume import restore_optimizer
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
-from torchtune_grpo.config.text import ConfigError, noted
+from torchtune_grpo.config.text import noted
 from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts
 from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.environments.environment import (
     Environment,
     environment_rewards,
+    kind_fault,
     make_environment,
     make_kinds,
     prompt_tokenizer,
@@ -38,7 +39,7 @@ from torchtune_grpo.environments.environment import (
 from torchtune_grpo.environments.sessions import Kind
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.loss import Loss, make_loss
-from torchtune_grpo.machine import parallel
+from torchtune_grpo.machine import endings, parallel
 from torchtune_grpo.machine.device import (
     choose_threads,
     find_device,
@@ -51,7 +52,6 @@ from torchtune_grpo.machine.device import (
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.rewards.workers import MAX_WORKERS
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import check_engine, make_engine
 from torchtune_grpo.rollout.request import (
@@ -131,13 +131,10 @@ class Run:
     @cached_property
     def environment_kinds(self) -> dict[str | None, Kind]:
         """The kinds of environments that answer the policy; empty for responses of one turn."""
-        rows = self.cfg.batch_size * self.cfg.grpo_samples
-        if self.cfg.environment.isolation and rows > MAX_WORKERS:
-            raise ConfigError(
-                f"environment.isolation=process: each of a step's {rows} conversations on a rank "
-                f"has a process, at most {MAX_WORKERS}; lower batch_size or grpo_samples."
-            )
-        return make_kinds(self.cfg.environment, self.cfg.tools, self._objects)
+        kinds = make_kinds(self.cfg.environment, self.cfg.tools, self._objects)
+        for kind in kinds.values():
+            endings.close_at_end(kind)
+        return kinds
 
     @cached_property
     def environment(self) -> Environment | None:
@@ -186,8 +183,14 @@ class Run:
 
     def check_dataset(self, dataset: PromptData, key: str) -> None:
         """Check that rewards can score answers to its rows, and that its prompts fit the model."""
+        if self.environment_kinds:
+            dataset.check(self._check_kinds, where=key)
         self.rewards.check_data(dataset, key=key)
         dataset.check(partial(self._check_prompts, key), where=key)
+
+    def _check_kinds(self, items: Sequence[Item]) -> dict[int, str | None]:
+        kinds = self.environment_kinds
+        return {n: kind_fault(kinds, item["columns"]) for n, item in enumerate(items)}
 
     def _check_prompts(self, key: str, items: Sequence[Item]) -> dict[int, str | None]:
         prompts = [item["tokens"] for item in items]
@@ -508,8 +511,7 @@ class Run:
 
     def close(self, *, leave_ranks: bool = False) -> None:
         """End environments, reward processes, loggers, engine and, if asked, the group of ranks."""
-        for kind in vars(self).get("environment_kinds", {}).values():
-            kind.close()
+        endings.close(vars(self).pop("environment_kinds", {}).values())
         for part in ("rewards", "recorder"):
             if part in vars(self):
                 getattr(self, part).close()

@@ -176,13 +176,6 @@ def test_a_mistake_elsewhere_makes_none_of_an_environments_own_keys():
     assert [problem.partition("=")[0] for problem in error.value.problems] == ["batch_size"]
 
 
-def test_a_step_has_at_most_256_processes():
-    tools = ["tools=[os.getcwd]", "environment.isolation=process", "grpo_samples=16"]
-    cfg = load_config(CONFIG, [*tools, "batch_size=17"])
-    with pytest.raises(ConfigError, match="isolation=process: .*272 conv.*256; lower batch_size"):
-        _ = Run(cfg).environment_kinds
-
-
 def test_a_component_may_be_its_path_alone():
     """A reward keeps all arguments of the one before."""
     rewards = "rewards.0=torchtune_grpo.rewards.format_reward"

@@ -3,7 +3,6 @@
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from conversations import END, play
@@ -24,9 +23,9 @@ def blocks(language):
 @pytest.fixture
 def played(tmp_path, monkeypatch):
     """Play scripts with one of the page's configs."""
-    module = ModuleType("my_env")
-    exec("\n".join(blocks("python")), vars(module))
-    monkeypatch.setitem(sys.modules, "my_env", module)
+    (tmp_path / "my_env.py").write_text("\n".join(blocks("python")))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_env", raising=False)
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "qwen2_5")))
     configs = [OmegaConf.to_object(OmegaConf.create(text)) for text in blocks("yaml")]
 

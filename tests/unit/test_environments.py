@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -446,23 +445,6 @@ def test_an_answer_within_the_policys_message(qwen):
 # --- Side by side, and what a bad one costs ---------------------------------------------------
 
 
-def test_sync_tools_run_side_by_side(qwen):
-    everyone = threading.Barrier(6, timeout=30)  # none goes on before all are there
-
-    def meet(name: str) -> str:
-        """
-        Waits for the others.
-
-        Args:
-            name: One's own name.
-        """
-        everyone.wait()
-        return name
-
-    rows, _ = play(qwen, [[call("meet", name="a") + END, "." + END]] * 6, tools=[meet])
-    assert [talk.messages[1]["content"] for talk in rows.completions] == ["a"] * 6
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", [None, "process"])
 def test_a_bad_answer_costs_its_row_only(isolation, qwen):
@@ -497,7 +479,7 @@ def test_a_process_takes_the_methods_of_other_libraries(qwen):
 
 def test_an_evaluation_has_only_so_many_processes_at_once(tmp_path, monkeypatch):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
-    monkeypatch.setattr(evaluator, "MAX_WORKERS", 4)
+    monkeypatch.setattr(evaluator, "_MOST_SESSIONS", 4)
     game = "environment._component_=torchtune_grpo.environments.examples.GuessNumber"
     changes = [game, "environment.isolation=process", "rewards=[]", "evaluation.samples=2"]
     cfg = read_config(load_config("tiny_arithmetic_grpo", changes))

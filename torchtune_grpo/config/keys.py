@@ -266,9 +266,9 @@ class EnvironmentConfig(Keys):
     a stop string."""
     timeout: PositiveFloat = 60.0
     """Seconds that an environment may take to answer a turn; then that conversation ends."""
-    isolation: Literal["process"] | None = None
+    isolation: Literal["process"] | None = "process"
     """Where environments and tools run: each in a process that is killed at its time limit, or
-    null = in threads of this one."""
+    null = in threads of this one, as do those of a notebook, which no other can import."""
 
     @model_validator(mode="before")
     @classmethod

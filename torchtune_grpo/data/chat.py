@@ -69,12 +69,13 @@ class Conversation(str):
     messages: list[dict[str, Any]]  # the assistant's, with their tool_calls, and the replies
     ended: str  # why it ended, one of STOPS in torchtune_grpo.environments.conversations
     environment: Any = None  # what rewards get as one of ``environments``
-    reward: float | BaseException | None = None  # the environment's own; None = it has none
+    reward: float | None = None  # the environment's own; None = it has none
     kind: str = ""  # name of the environment that gave the reward
     has_tools: bool = False
     turns: int = 0
     calls: int = 0  # of tools, that were made
     failed_calls: int = 0
+    error: str | None = None  # of the environment's code, which has ended it
 
     def __new__(cls, text: str, messages: list[dict[str, Any]], ended: str) -> Conversation:
         conversation = super().__new__(cls, text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,12 @@ from torchtune.utils import get_logger
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.chat import Conversation, PromptText, message
 from torchtune_grpo.data.dataset import PromptBatch
+from torchtune_grpo.environments.adapters import Reply, Turn, UserCodeError
 from torchtune_grpo.environments.calls import read_turn
-from torchtune_grpo.environments.results import text_of
+from torchtune_grpo.environments.hosts import HostLost
 from torchtune_grpo.environments.sessions import Session, in_thread
+from torchtune_grpo.machine import interrupt
+from torchtune_grpo.machine.parallel import gather_over_ranks
 from torchtune_grpo.trajectory import Samples
 
 if TYPE_CHECKING:
@@ -40,16 +43,17 @@ class _Row:
     session: Session
     prompt: PromptText
     tokens: list[int]  # of the prompt
+    reward: float | None  # sum over its answers; None: they come without
     messages: list[dict[str, Any]] = field(default_factory=list)
+    begin: int = 0  # where the last message begins in the response, which may hold several turns
     length: int = 0  # tokens of the response when its last turn ended, and of the reply to it
     turns: int = 0
-    calls: int = 0  # that were made
+    calls: int = 0
     failed_calls: int = 0
-    reward: float = 0.0  # sum over its steps
     ended: str | None = None  # one of STOPS; set at the start if the session cannot begin
+    error: str | None = None  # of the user's code
     work: Future[Any] | None = None
-    by: float = 0.0  # when the work has to be done
-    text: str = ""  # of its last turn
+    text: str = ""  # of its last message
     is_closed: bool = False  # its last turn ended with a stop token
     sampled: int = 0
 
@@ -58,14 +62,15 @@ class Conversations:
     """The conversations of N = B*G rows, which reply to an engine as its ``Turns``.
 
     ``row_limit`` bounds the tokens of a response, ``max_sampled`` those of it that are sampled.
-    Sessions work side by side, each in a thread; what they answer is encoded in the engine's.
+    ``seeds`` [N] are those of what the environments draw at random. Sessions work side by side;
+    what they answer is encoded in the engine's thread.
     """
 
     def __init__(
         self,
         environment: Environment,
         prompts: PromptBatch,
-        group_size: int,
+        seeds: Sequence[int],
         *,
         max_sampled: int,
         decode: Callable[[Sequence[int]], str],
@@ -73,12 +78,13 @@ class Conversations:
         prefill: str,
     ) -> None:
         self._environment, self._max_sampled = environment, max_sampled
-        self._settings, self._has_failed = environment.settings, False
+        self._max_turns, self._has_failed = environment.settings.max_turns, False
         self.row_limit = environment.settings.max_response_tokens or max_sampled
         self._decode, self._stop_tokens, self._prefill = decode, {*stop_tokens}, prefill
         self._done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
         self._over: list[int] = []
-        self._rows = self._begin(prompts, group_size)
+        group_size = len(seeds) // len(prompts.prompts)
+        self._rows = self._begin(prompts, seeds, group_size)
         groups = [self._rows[i : i + group_size] for i in range(0, len(self._rows), group_size)]
         is_shared = all(row.tokens == group[0].tokens for group in groups for row in group)
         # One prompt for each group, unless environments say different things to its rows.
@@ -92,29 +98,33 @@ class Conversations:
 
     # --- The beginning ---------------------------------------------------------------------------
 
-    def _begin(self, prompts: PromptBatch, group_size: int) -> list[_Row]:
+    def _begin(self, prompts: PromptBatch, seeds: Sequence[int], group_size: int) -> list[_Row]:
         """Reset a session for each row, all side by side, and encode what it says."""
         environment, started = self._environment, []
-        for number, prompt in enumerate(prompts.prompts):
+        for row, seed in enumerate(seeds):
+            number = row // group_size
             columns = {name: values[number] for name, values in prompts.columns.items()}
-            for _ in range(group_size):
-                session = environment.kind_of(columns).session()
-                work = in_thread(session.reset, environment.reset_row(columns, prompt))
-                started.append((number, session, work))
-        rows, end = [], self._time_limit()
-        for number, session, work in started:
-            prompt, tokens = prompts.prompts[number], prompts.tokens[number]
+            session = environment.kind_of(columns).session()
+            given = environment.reset_row(columns, prompts.prompts[number])
+            group_seed = seeds[number * group_size]
+            started.append((session, in_thread(session.reset, given, seed, group_seed)))
+        rows = []
+        for row, (session, work) in enumerate(started):
+            prompt = prompts.prompts[row // group_size]
+            tokens = prompts.tokens[row // group_size]
             if not isinstance(prompt, PromptText):
                 prompt = environment.encoder.text(prompt)
-            row = _Row(session, prompt, tokens)
-            try:
-                seen = _result(work, by=end)
-                row.prompt, row.tokens = environment.prompt(session.kind, prompt, tokens, seen)
-                if len(row.tokens) + self.row_limit > environment.context:
-                    raise ValueError("the prompt is too long")
-            except BaseException as error:
-                self._fail(row, error)
-            rows.append(row)
+            at = _Row(session, prompt, tokens, 0.0 if session.kind.adds_rewards else None)
+            rows.append(at)
+            if self._has_answered(at, work):
+                try:
+                    at.prompt, at.tokens = environment.prompt(
+                        session.kind, prompt, tokens, work.result()
+                    )
+                    if len(at.tokens) + self.row_limit > environment.context:
+                        raise ValueError("the prompt is too long")
+                except Exception as error:
+                    self._fail(at, describe(error))
         return rows
 
     # --- Turns -----------------------------------------------------------------------------------
@@ -122,38 +132,31 @@ class Conversations:
     def end_turn(self, row: int, response: Sequence[int], *, sampled: int) -> None:
         """Have the row's environment answer the turn that has just ended."""
         at = self._rows[row]
-        text = self._note_turn(at, response, sampled)
-        if at.ended is None:
-            self._answer(row, at, text)
+        turn = self._note_turn(at, response, sampled)
         if at.ended is not None:
             self._over.append(row)
-
-    def _answer(self, row: int, at: _Row, text: str) -> None:
-        """Let the session work on a turn, or end the row."""
-        if at.session.kind.has_step:
-            at.work = in_thread(at.session.step, text)
-        elif calls := at.messages[-1].get("tool_calls"):
-            if at.turns >= self._settings.max_turns:
-                at.ended = "max_turns"
-                return
-            at.work = in_thread(at.session.use_tools, calls)
-        else:
-            at.ended = "answered"
             return
-        at.by = self._time_limit()
+        at.work = in_thread(at.session.answer, turn)
         at.work.add_done_callback(lambda work: self._done.put((row, work)))
 
-    def _note_turn(self, at: _Row, response: Sequence[int], sampled: int) -> str:
-        """Add the turn that ends a response to the row's messages, and return its text."""
+    def _note_turn(self, at: _Row, response: Sequence[int], sampled: int) -> Turn:
+        """Add the turn that ends a response to the row's messages, and return it."""
         at.is_closed = response[-1] in self._stop_tokens
-        text = self._decode(response[at.length : len(response) - at.is_closed])
-        at.text = text = (self._prefill if at.turns == 0 else "") + text
-        kind = at.session.kind
-        parse = None if kind.has_step else self._environment.parse
-        turn = read_turn(text, parse, kind.schemas) if parse else message("assistant", text)
-        at.messages.append(turn)
+
+        def text_from(begin: int) -> str:
+            text = self._decode(response[begin : len(response) - at.is_closed])
+            return text if begin else self._prefill + text
+
+        text, at.text = text_from(at.length), text_from(at.begin)
+        tools = at.session.kind.schemas
+        parse = self._environment.parse if tools else None
+        said = read_turn(at.text, parse, tools) if parse else message("assistant", at.text)
+        if at.begin < at.length:  # the message goes on
+            at.messages.pop()
+        at.messages.append(said)
         at.turns, at.length, at.sampled = at.turns + 1, len(response), sampled
-        return text
+        calls = said.get("tool_calls", ())
+        return Turn(text, calls, is_closed=at.is_closed, is_last=at.turns >= self._max_turns)
 
     def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]:
         """Return the tokens that continue each row answered since the last call; none end it."""
@@ -163,62 +166,60 @@ class Conversations:
             while True:
                 waits = wait and not found
                 row, work = self._done.get(block=waits, timeout=_WAIT if waits else None)
-                at = self._rows[row]
-                if at.work is work:  # it has come in time
-                    at.work = None
-                    found[row] = self._reply(at, work)
-        now = time.monotonic()
-        for row, at in enumerate(self._rows):
-            if at.work is not None and now > at.by and not at.work.done():
-                at.work, found[row] = None, []
-                self._fail(at, TimeoutError(f"no answer within {self._settings.timeout} s"))
+                self._rows[row].work = None
+                found[row] = self._reply(self._rows[row], work)
         return found
 
-    def _fail(self, at: _Row, error: BaseException) -> None:
-        """End a row whose session failed; the first failure of a rollout is logged."""
+    def _has_answered(self, at: _Row, work: Future[Any]) -> bool:
+        """Wait for a session, and tell whether it did what was asked; else its row ends."""
+        while not wait_for([work], timeout=_WAIT).done:
+            if interrupt.is_interrupted():  # the rollout is dropped
+                at.ended = "deadline"
+                return False
+        error = work.exception()
+        if error is not None:
+            is_told = isinstance(error, (UserCodeError, HostLost))
+            at.error = f"environment {at.session.kind.name}: "
+            at.error += str(error) if is_told else describe(error)
+            self._fail(at, at.error)
+        return error is None
+
+    def _fail(self, at: _Row, why: str) -> None:
+        """End a row that cannot go on; the first one of a rollout is logged."""
         at.ended = "tool_failed"
         if not self._has_failed:
-            name = at.session.kind.name
-            log.warning(f"environment {name}: a conversation has failed: {describe(error)}")
+            log.warning(f"A conversation has failed. {why}")
         self._has_failed = True
 
-    def _reply(self, at: _Row, work: Future[Any]) -> list[int]:
+    def _reply(self, at: _Row, work: Future[Any]) -> Sequence[int]:
         """Encode what a session has answered, or say why the row ends."""
-        settings = self._settings
+        if not self._has_answered(at, work):
+            return []
+        reply: Reply = work.result()
+        if at.reward is not None:
+            at.reward += reply.reward
+        at.calls, at.failed_calls = at.calls + reply.calls, at.failed_calls + reply.failed_calls
+        at.ended = reply.ended or ("max_turns" if at.turns >= self._max_turns else None)
+        return [] if at.ended else self._tokens(at, reply)
+
+    def _tokens(self, at: _Row, reply: Reply) -> Sequence[int]:
+        """Add a reply to the row and encode it; none if it does not fit, which ends the row."""
+        room = self.row_limit - at.length - 1
+        texts = [each["content"] for each in reply.messages] + [reply.text or ""]
+        fits = sum(map(len, texts)) <= _LONGEST_TOKEN * room and at.sampled < self._max_sampled
         try:
-            answer = work.result()
-            if at.session.kind.has_step:
-                seen, reward, is_done = answer
-                at.reward += reward
-                if is_done or at.turns >= settings.max_turns:
-                    at.ended = "done" if is_done else "max_turns"
-                    return []
-                if settings.form == "inline" and at.is_closed:  # its message is over
-                    at.ended = "answered"
-                    return []
-                new = seen if _are_messages(seen) else [message("user", text_of(seen or ""))]
-            else:
-                new = answer
-                at.calls += len(new)
-                at.failed_calls += sum(each.pop("failed", False) for each in new)
-            room = self.row_limit - at.length - 1
-            length = sum(len(each["content"]) for each in new)
-            fits = length <= _LONGEST_TOKEN * room and at.sampled < self._max_sampled
-            tokens = self._environment.encode(new, is_closed=at.is_closed) if fits else []
-        except BaseException as error:  # whatever an environment returns or raises
-            self._fail(at, error)
+            tokens = self._environment.encode(reply, is_closed=at.is_closed) if fits else []
+        except Exception as error:  # whatever the template or the tokenizer refuses
+            self._fail(at, describe(error))
             return []
         if not tokens or len(tokens) > room:
             at.ended = "max_tokens" if at.sampled >= self._max_sampled else "context"
             return []
-        at.messages += new
         at.length += len(tokens)
+        if reply.text is None:
+            at.messages += reply.messages
+            at.begin = at.length
         return tokens
-
-    def _time_limit(self) -> float:
-        """Return when work that begins now has to be done; a process keeps its own time."""
-        limit = math.inf if self._settings.isolation else self._settings.timeout
-        return time.monotonic() + limit
 
     # --- The end ---------------------------------------------------------------------------------
 
@@ -233,54 +234,50 @@ class Conversations:
                 is_full = at.sampled >= self._max_sampled
                 limit = "context" if length >= self.row_limit else "deadline"
                 at.ended = "max_tokens" if is_full else limit
-        found = [self._conversation(n, at, samples) for n, at in enumerate(self._rows)]
-        self._add_rewards(found)
+            if not at.messages:  # no token was sampled in time
+                at.messages.append(message("assistant", self._prefill))
+        self._ask_for_rewards()
+        found = [self._conversation(at) for at in self._rows]
         for at in self._rows:
+            kind = at.session.kind
             if at.ended == "tool_failed" or at.work is not None:
-                in_thread(at.session.close)
+                kind.drop(at.session)
             else:
-                at.session.kind.idle.append(at.session)
+                kind.idle.append(at.session)
         return found
 
-    def _conversation(self, number: int, at: _Row, samples: Samples) -> Conversation:
-        """Return a row's conversation; in inline form, one message that holds all turns."""
+    def _conversation(self, at: _Row) -> Conversation:
         assert at.ended is not None
-        text, messages = at.text, at.messages
-        if self._settings.form == "inline":
-            tokens = samples.responses[number, : samples.lengths[number]].tolist()
-            is_closed = bool(tokens) and tokens[-1] in self._stop_tokens
-            text = self._prefill + self._decode(tokens[: len(tokens) - is_closed])
-            messages = [message("assistant", text)]
-        conversation = Conversation(text, messages, at.ended)
-        conversation.environment, conversation.kind = at.session.environment, at.session.kind.name
-        conversation.turns = at.turns
+        kind = at.session.kind
+        conversation = Conversation(at.text, at.messages, at.ended)
+        conversation.environment, conversation.kind = at.session.environment, kind.name
+        conversation.turns, conversation.error = at.turns, at.error
         conversation.calls, conversation.failed_calls = at.calls, at.failed_calls
-        conversation.has_tools = not at.session.kind.has_step
-        if at.session.kind.has_step and at.ended != "tool_failed":
+        conversation.has_tools = bool(kind.schemas)
+        if at.ended != "tool_failed":
             conversation.reward = at.reward
         return conversation
 
-    def _add_rewards(self, found: Sequence[Conversation]) -> None:
+    def _ask_for_rewards(self) -> None:
         """Ask the environments that have ``get_reward``, side by side."""
         asked = [
-            (each, in_thread(at.session.call, "get_reward", {}))
-            for each, at in zip(found, self._rows, strict=True)
+            (at, in_thread(at.session.reward))
+            for at in self._rows
             if at.session.kind.has_reward and at.ended != "tool_failed" and at.work is None
         ]
-        end = self._time_limit()
-        for conversation, work in asked:
-            try:
-                conversation.reward = _result(work, by=end)
-            except BaseException as error:
-                conversation.reward = error
+        for at, work in asked:
+            if self._has_answered(at, work):
+                at.reward = work.result()
 
 
-def _result(work: Future[Any], *, by: float) -> Any:
-    return work.result(timeout=None if by == math.inf else max(0.0, by - time.monotonic()))
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, Mapping) and "role" in x for x in value)
+def check_failures(talks: Sequence[Conversation]) -> None:
+    """Raise a ValueError on all ranks if users' code has failed in all their conversations."""
+    errors = [talk.error for talk in talks if talk.error is not None]
+    ranks = gather_over_ranks((len(talks), len(errors), errors[:1]))
+    counts, failed, first = zip(*ranks, strict=True)
+    if 0 < sum(counts) == sum(failed):
+        error = next(iter(chain(*first)))
+        raise ValueError(f"All {sum(counts)} conversations have failed. {error}")
 
 
 def conversation_metrics(completions: Sequence[str]) -> dict[str, list[float]]:

@@ -17,14 +17,23 @@ from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest
 from torchtune_grpo.data.chat import PromptEncoder, PromptText
+from torchtune_grpo.environments.adapters import (
+    Adapter,
+    InlineAdapter,
+    Recipe,
+    Reply,
+    StepAdapter,
+    ToolAdapter,
+)
 from torchtune_grpo.environments.calls import Parser, find_parser
+from torchtune_grpo.environments.hosts import HostServer
 from torchtune_grpo.environments.replies import ReplyEncoder
-from torchtune_grpo.environments.results import text_of
-from torchtune_grpo.environments.sessions import Kind, Session, in_thread
+from torchtune_grpo.environments.sessions import Kind, Session
+from torchtune_grpo.machine import loop
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.rewards.reward import Reward
 
-_NOT_TOOLS = ("reset", "step", "get_reward", "close")
+_NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,9 @@ class Environment:
 
     def kind_of(self, columns: Mapping[str, Any]) -> Kind:
         """Return the kind that a row of the data names, if there are several."""
-        if None in self.kinds:
-            return self.kinds[None]
-        name = columns.get("environment")
-        if name not in self.kinds:
-            names = ", ".join(map(str, self.kinds))
-            raise ValueError(
-                f"environment: a row's column 'environment' is {shortened(repr(name))}; it has to "
-                f"name one of {names}."
-            )
-        return self.kinds[name]
+        if (fault := kind_fault(self.kinds, columns)) is not None:
+            raise ValueError(f"environment: {fault}.")
+        return self.kinds[None if None in self.kinds else columns["environment"]]
 
     def reset_row(self, columns: Mapping[str, Any], prompt: str) -> dict[str, Any]:
         """Return what ``reset`` gets: the row, without the column that chooses the environment."""
@@ -61,12 +63,12 @@ class Environment:
         return row if None in self.kinds else {n: v for n, v in row.items() if n != "environment"}
 
     def prompt(
-        self, kind: Kind, prompt: PromptText, tokens: list[int], seen: Any
+        self, kind: Kind, prompt: PromptText, tokens: list[int], seen: str | None
     ) -> tuple[PromptText, list[int]]:
         """Add what ``reset`` returned to a prompt's last message, and encode it."""
         if seen is None and None in self.kinds:
             return prompt, tokens
-        encoder, more = self.encoder, text_of(seen) if seen else ""
+        encoder, more = self.encoder, seen or ""
         if None not in self.kinds:
             encoder = encoder.with_tools(kind.schemas)
         turns = prompt.messages
@@ -75,25 +77,23 @@ class Environment:
         encoded = encoder(turns if encoder.is_chat else text)
         return PromptText(text, turns, is_chat=prompt.is_chat), encoded
 
-    def encode(self, new: Sequence[Mapping[str, Any]], *, is_closed: bool) -> list[int]:
+    def encode(self, reply: Reply, *, is_closed: bool) -> list[int]:
         """Encode what follows a turn; ``is_closed``: a stop token has ended that."""
-        if self.settings.form == "inline":
-            return self.replies.inline("".join(each["content"] for each in new))
-        return self.replies(new, ended=is_closed)
+        if reply.text is not None:
+            return self.replies.inline(reply.text)
+        return self.replies(reply.messages, ended=is_closed)
 
     def check_sessions(self, columns: Mapping[str, Any], prompt: str) -> None:
         """Begin two conversations about a row at once; raises a ValueError if that fails."""
         kind, sessions = self.kind_of(columns), list[Session]()
-        if kind.make is None:
+        if kind.recipe.component is None:
             return
         for is_second in (False, True):
+            sessions.append(kind.session())
             try:
-                sessions.append(in_thread(kind.session).result(timeout=self.settings.timeout))
-                begun = in_thread(sessions[-1].reset, self.reset_row(columns, prompt))
-                begun.result(timeout=self.settings.timeout)
-            except BaseException as error:
-                for session in sessions:
-                    session.close()
+                sessions[-1].reset(self.reset_row(columns, prompt), 0, 0)
+            except Exception as error:
+                kind.close()
                 count, remedy = "a session", "correct it, or its arguments."
                 if is_second:
                     count = "a second session beside the first"
@@ -102,10 +102,18 @@ class Environment:
                         "many (OpenEnv: max_concurrent_envs)."
                     )
                 raise ValueError(
-                    f"environment ({kind.name}): {count} could not begin: {describe(error)}; "
-                    f"{remedy}"
+                    f"environment ({kind.name}): {count} could not begin: {error}; {remedy}"
                 ) from error
         kind.idle.extend(sessions)
+
+
+def kind_fault(kinds: Mapping[str | None, Kind], columns: Mapping[str, Any]) -> str | None:
+    """Return why a row of the data names no kind of environment, if it does not."""
+    name = columns.get("environment")
+    if None in kinds or (isinstance(name, str) and name in kinds):
+        return None
+    names = ", ".join(map(str, kinds))
+    return f"column 'environment' is {shortened(repr(name))}, and has to name one of {names}"
 
 
 def make_kinds(
@@ -120,36 +128,31 @@ def make_kinds(
     """
     objects = objects or {}
     extend_import_path()
-    functions = {}
+    functions: dict[str, str | Callable[..., Any]] = {}
+    schemas = []
     for number, path in enumerate(tools):
-        key = f"tools[{number}]"
-        function = objects.get(f"tools.{number}") or _load(key, path)
-        functions[function.__name__] = (function, path, _schema(key, function))
-    shared = {name: function for name, (function, _, _) in functions.items()}
-    schemas = [schema for _, _, schema in functions.values()]
+        key, given = f"tools[{number}]", objects.get(f"tools.{number}")
+        function = given or _load(key, path)
+        if (name := function.__name__) in functions:
+            raise ConfigError(f"{key}={path}: {functions[name]} is called {name}, too; rename one.")
+        functions[name] = given or path
+        schemas.append(_schema(key, function))
     kinds: dict[str | None, Kind] = {}
     for name, node in settings.components.items():
         key = "environment" if name is None else f"environment.{name}"
-        kinds[name] = _kind(key, node, objects.get(key), shared, schemas, settings.timeout)
+        kinds[name] = _kind(key, node, objects.get(key), functions, schemas, settings)
     if not kinds and functions:
-        kinds[None] = Kind("tools", None, shared, schemas, settings.timeout)
-    if settings.isolation is None:
-        return kinds
-    if unnamed := [key for key in objects if key.startswith(("environment", "tools."))]:
-        raise ConfigError(
-            f"environment.isolation=process: {unnamed[0]} has to be in a module of its own."
-        )
-    paths = {name: path for name, (_, path, _) in functions.items()}
-    nodes = settings.components
-    return {
-        name: replace(kind, hosted=_hosted(nodes.get(name, {}), paths))
-        for name, kind in kinds.items()
-    }
+        recipe = Recipe(ToolAdapter, None, {}, functions)
+        kinds[None] = Kind("tools", recipe, schemas, settings.timeout)
+    return {name: _hosted(kind, settings) for name, kind in kinds.items()}
 
 
-def _hosted(node: Mapping[str, Any], tools: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of ``Hosted`` for an environment and tools, by their dotpaths."""
-    return {"environment": node.get("_component_"), "arguments": _arguments(node), "tools": tools}
+def _hosted(kind: Kind, settings: EnvironmentConfig) -> Kind:
+    """Give a kind a server of processes, if another process can import all that it needs."""
+    paths = kind.recipe.dotpaths
+    if settings.isolation is None or paths is None:
+        return kind
+    return replace(kind, server=HostServer(paths))
 
 
 def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,10 +162,10 @@ def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 def _kind(
     key: str,
     node: Any,
-    component: Any,
-    functions: Mapping[str, Callable[..., Any]],
+    given: Any,
+    functions: Mapping[str, str | Callable[..., Any]],
     schemas: Sequence[Mapping[str, Any]],
-    timeout: float,
+    settings: EnvironmentConfig,
 ) -> Kind:
     """Look at one environment's class, or at an object if a function makes it."""
     if not isinstance(node, Mapping) or not isinstance(node.get("_component_"), str):
@@ -171,39 +174,63 @@ def _kind(
             f"{key}={shortened(repr(node))}: unknown key of environment.{meant} An environment is "
             "a mapping with _component_, the dotpath of a class or function."
         )
-    path = node["_component_"]
-    if component is None:
+    path, component = node["_component_"], given
+    if given is None:
         beside = EnvironmentConfig.model_fields if key == "environment" else ()
         check_component(key, DictConfig(dict(node)), beside=beside)
         component = _load(key, path)
-    make = partial(component, **_arguments(node))
-    of = component
-    if not inspect.isclass(component):
-        try:
-            of = type(make())
-        except Exception as error:
-            raise ConfigError(f"{key}: could not construct {path}: {describe(error)}") from error
+    arguments = _arguments(node)
+    of = _class_of(key, path, component, arguments)
     if not callable(getattr(of, "reset", None)):
         raise ConfigError(f"{key}._component_={path}: has no method reset(**row); add one.")
-    has_step = callable(getattr(of, "step", None))
-    found = inspect.getmembers(of, inspect.isfunction)
-    methods = [n for n, _ in found if not n.startswith("_") and n not in _NOT_TOOLS]
-    methods = [] if has_step else methods
-    if has_step and functions:
+    methods = _tool_methods(of)
+    takes_text = callable(getattr(of, "step", None)) and "step" not in methods
+    if takes_text and functions:
         raise ConfigError(f"tools: {path} has step(text), which gets turns as text; remove one.")
-    if not (has_step or methods or functions):
+    if not (takes_text or methods or functions):
         raise ConfigError(f"{key}._component_={path}: has neither step(text) nor a public method.")
+    if twice := [name for name in methods if name in functions]:
+        raise ConfigError(
+            f"tools: {functions[twice[0]]} and a method of {path} are both called {twice[0]}; "
+            "rename one."
+        )
+    adapter: type[Adapter] = ToolAdapter
+    if takes_text:
+        adapter = InlineAdapter if settings.form == "inline" else StepAdapter
     own = [_schema(f"{key}._component_={path}.{name}", getattr(of, name), True) for name in methods]
     return Kind(
         of.__name__,
-        make,
-        functions,
+        Recipe(adapter, given or path, arguments, functions, methods),
         [*schemas, *own],
-        timeout,
-        methods=methods,
-        has_step=has_step,
+        settings.timeout,
         has_reward=callable(getattr(of, "get_reward", None)),
     )
+
+
+def _class_of(key: str, path: str, component: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a component, or if it is a function the class of what it makes."""
+    if inspect.isclass(component):
+        return component
+    try:
+        recipe = Recipe(Adapter, component, arguments, {})
+        adapter = recipe.make(0, lambda made: loop.run(made) if inspect.isawaitable(made) else made)
+        adapter.close()
+    except Exception as error:
+        raise ConfigError(f"{key}: could not construct {path}: {error}") from error
+    return type(adapter.environment)
+
+
+def _tool_methods(of: type) -> list[str]:
+    """Return the methods that are tools; none if ``step`` takes the policy's text.
+
+    TRL's environments may have a tool of that name, which returns text.
+    """
+    found = inspect.getmembers(of, inspect.isfunction)
+    methods = [name for name, _ in found if not name.startswith("_") and name not in _NOT_TOOLS]
+    step = getattr(of, "step", None)
+    if callable(step) and inspect.signature(step).return_annotation not in (str, "str"):
+        return []
+    return methods
 
 
 def _load(key: str, path: str) -> Any:
@@ -228,7 +255,7 @@ def _schema(key: str, function: Callable[..., Any], is_method: bool = False) -> 
 
 def environment_rewards(kinds: Mapping[str | None, Kind]) -> list[Reward]:
     """Return the rewards that environments give themselves, named after their classes."""
-    names = dict.fromkeys(k.name for k in kinds.values() if k.has_step or k.has_reward)
+    names = dict.fromkeys(k.name for k in kinds.values() if k.adds_rewards or k.has_reward)
     return [Reward(name, partial(_own_reward, kind=name), chat=False) for name in names]
 
 
@@ -268,7 +295,6 @@ def make_environment(
     parse = None
     if uses_tools:
         parse = find_parser(partial(tokenizer.chat_text, add_generation_prompt=False))
-    uses_steps = any(kind.has_step for kind in kinds.values())
-    roles = [r for r, used in (("tool", uses_tools), ("user", uses_steps)) if used]
-    replies = ReplyEncoder(tokenizer, roles=() if settings.form == "inline" else roles)
+    roles = dict.fromkeys(kind.recipe.adapter.role for kind in kinds.values())
+    replies = ReplyEncoder(tokenizer, roles=[role for role in roles if role is not None])
     return Environment(kinds, settings, encoder, replies, parse, context)

@@ -1,4 +1,4 @@
-"""What environments return, in the forms that libraries have, as text. Imports nothing heavy."""
+"""What environments take and return, in the forms that libraries have. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,47 +12,32 @@ _PARTS = ("text", "image", "image_url", "audio", "video")  # values of "type"
 def step_result(value: Any) -> tuple[Any, float, bool]:
     """Read observation, reward and whether the conversation is over from what ``step`` returned.
 
-    That is a tuple of three, gymnasium's of five, an object or a mapping (SkyRL-Gym's).
+    That is a tuple of three, gym's of four, gymnasium's of five, an object or a mapping
+    (SkyRL-Gym's).
     """
-    if isinstance(value, (tuple, list)) and len(value) in (3, 5):
+    if isinstance(value, (tuple, list)) and len(value) in (3, 4, 5):
         observation, reward, *ends = value
-        return observation_of(observation), float(reward or 0.0), any(ends[: len(value) - 3 or 1])
+        is_done = any(ends[: 2 if len(value) == 5 else 1])
+        return observation_of(observation), float(reward or 0.0), is_done
     if isinstance(value, Mapping) and "done" in value:
         seen = value.get("observation", value.get("observations"))
         return observation_of(seen), float(value.get("reward") or 0.0), bool(value["done"])
     if hasattr(value, "observation") and hasattr(value, "done"):
         reward = getattr(value, "reward", None)
         return observation_of(value.observation), float(reward or 0.0), bool(value.done)
+    what = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
     raise TypeError(
-        f"step returned {type(value).__name__}; return (observation, reward, done), gymnasium's "
-        "five, or an object or a mapping with these names"
+        f"step returned {what}; return (observation, reward, done), gymnasium's five, or an object "
+        "or a mapping with these names"
     )
 
 
-def call(
-    tools: Mapping[str, Callable[..., Any]],
-    environment: Any,
-    name: str,
-    arguments: Mapping[str, Any],
-    *,
-    wait: Callable[[Any], Any],
-) -> Any:
-    """Call a tool or else a method; ``wait`` returns what an awaitable gives."""
-    if name in tools:
-        return wait(tools[name](**arguments))
-    method = getattr(environment, name)
-    if name == "reset":
-        return observation_of(wait(method(**known_columns(method, arguments))))
-    if name == "step":  # its parameter has another name in each library
-        return step_result(wait(method(*arguments.values())))
-    return wait(method(**arguments))
-
-
-def known_columns(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that ``reset`` takes: gymnasium's takes hardly any."""
+def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return the columns of a row that ``reset`` takes, and the seed if it names one."""
     known = inspect.signature(reset).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    return {name: value for name, value in row.items() if takes_all or name in known}
+    seeds = {"seed": seed} if "seed" in known else {}
+    return seeds | {name: value for name, value in row.items() if takes_all or name in known}
 
 
 def observation_of(value: Any) -> Any:

@@ -1,137 +1,139 @@
-"""Sessions: one environment for each conversation, whose methods are called side by side."""
+"""Sessions: a host with an environment for each conversation, whose methods may be waited for."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from torchtune_grpo.environments.results import call, text_of
-from torchtune_grpo.rewards.workers import FunctionWorker
-
-
-class SessionLost(RuntimeError):
-    """A session that cannot go on: its process was killed, or it does not answer."""
+from torchtune_grpo.environments.adapters import Recipe, Reply, Turn
+from torchtune_grpo.environments.hosts import Host, HostServer, ProcessHost, ThreadHost
+from torchtune_grpo.machine import endings
+from torchtune_grpo.machine.parallel import rank, world_size
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of environment: how sessions with it are made, and what the policy may do.
 
-    ``make`` makes the user's object, None if there are tools alone. ``hosted`` holds the arguments
-    of ``Hosted`` if that is to be in a process of its own.
+    ``server`` forks the processes in which its sessions live; None: they live in threads.
     """
 
     name: str
-    make: Callable[[], Any] | None
-    functions: Mapping[str, Callable[..., Any]]  # tools that are not methods
+    recipe: Recipe
     schemas: Sequence[Mapping[str, Any]]  # of all tools
     timeout: float
-    methods: Sequence[str] = ()  # that are tools
-    has_step: bool = False
-    has_reward: bool = False
-    hosted: Mapping[str, Any] | None = None
+    has_reward: bool = False  # get_reward
+    server: HostServer | None = None
     idle: list[Session] = field(default_factory=list)
+    _open: list[Session] = field(default_factory=list)
+    _made: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def adds_rewards(self) -> bool:
+        """Whether its answers come with rewards."""
+        return self.recipe.adapter.adds_rewards
 
     def session(self) -> Session:
         """Take a session that is not in use, or make a new one."""
-        return self.idle.pop() if self.idle else Session(self)
+        if self.idle:
+            return self.idle.pop()
+        self._made[0] += 1
+        seed = self._made[0] * world_size() + rank()  # of what its constructor draws
+        host: Host = ThreadHost(self.recipe, seed=seed, timeout=self.timeout)
+        if self.server is not None:
+            host = ProcessHost(self.server, self.recipe, seed=seed, timeout=self.timeout)
+        self._open.append(Session(self, host))
+        return self._open[-1]
+
+    def drop(self, session: Session) -> None:
+        """Close a session that cannot be used again, and do not wait for it."""
+        session.host.begin_close()
+        self._open[:] = [each for each in self._open if not each.host.is_over]
 
     def close(self) -> None:
-        """End the sessions; there are none in use."""
-        while self.idle:
-            self.idle.pop().close()
+        """Close all sessions, and wait a few seconds for them."""
+        endings.close([self])
+
+    def begin_close(self) -> None:
+        """Close all sessions, those in use, too."""
+        for session in self._open:
+            session.host.begin_close()
+        if self.server is not None:
+            self.server.begin_close()
+
+    def wait_closed(self, until: float) -> None:
+        for session in self._open:
+            session.host.wait_closed(until)
+        if self.server is not None:
+            self.server.wait_closed()
+        self._open.clear()
+        self.idle.clear()
 
 
 class Session:
     """An environment that is in use by one conversation at a time; ``reset`` begins the next.
 
-    ``environment`` is what rewards get: the user's object or, if that is in a process of its own, a
-    stand-in with its methods.
+    All calls wait. They raise a UserCodeError for what the environment raises, or HostLost, after
+    which the session cannot be used again.
     """
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self._worker = kind, None
-        if kind.hosted is not None:
-            path = "torchtune_grpo.environments.hosted.Hosted"
-            self._worker = FunctionWorker(path, kind.hosted, makes=True, timeout=kind.timeout)
-            self.environment: Any = _StandIn(self)
-        else:
-            self.environment = None if kind.make is None else kind.make()
+    def __init__(self, kind: Kind, host: Host) -> None:
+        self.kind, self.host = kind, host
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a method or a tool and wait for what it returns."""
-        if self._worker is None:
-            return call(self.kind.functions, self.environment, name, arguments, wait=_awaited)
-        try:
-            answer = self._worker(name=name, arguments=dict(arguments))
-        except Exception as error:  # at its time limit; or it has ended
-            raise SessionLost(str(error)) from error
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["value"]
+    @property
+    def environment(self) -> Any:
+        """What rewards get: the user's object or, from another process, what stands in for it."""
+        if isinstance(self.host, ThreadHost):
+            return self.host.environment
+        return None if self.kind.recipe.component is None else StandIn(self.host)
 
-    def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin a conversation about a row of the data; return the observation."""
-        return None if self.kind.make is None else self.call("reset", row)
+    def reset(self, row: Mapping[str, Any], seed: int, group_seed: int) -> str | None:
+        """Begin a conversation about a row of the data; return what is added to its prompt."""
+        seen: str | None = self.host.call("reset", row, seed, group_seed)
+        return seen
 
-    def step(self, text: str) -> tuple[Any, float, bool]:
-        """Pass a turn to the environment."""
-        result: tuple[Any, float, bool] = self.call("step", {"text": text})
-        return result
+    def answer(self, turn: Turn) -> Reply:
+        return Reply(*self.host.call("answer", turn))
 
-    def use_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a message with the result of each call, or its error, as TRL gives them."""
-        return [self._result(call) for call in calls]
-
-    def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        try:
-            if "error" in call:
-                raise ValueError(call["error"])
-            if name not in self.kind.functions and name not in self.kind.methods:
-                raise ValueError(f"Tool {name} not found.")
-            content = text_of(self.call(name, arguments))
-        except SessionLost:
-            raise
-        except Exception as error:
-            content = str({"error": str(error)})
-            return {"role": "tool", "name": name, "content": content, "failed": True}
-        return {"role": "tool", "name": name, "content": content}
-
-    def close(self) -> None:
-        """End the session, in the background if it does not end by itself."""
-
-        def end() -> None:
-            with suppress(Exception):
-                if self._worker is None and callable(getattr(self.environment, "close", None)):
-                    _awaited(self.environment.close())
-            if self._worker is not None:
-                self._worker.close()
-
-        with suppress(Exception):
-            in_thread(end).result(timeout=5.0)
+    def reward(self) -> float | None:
+        reward: float | None = self.host.call("reward")
+        return reward
 
 
-class _StandIn:
-    """Stands in for an environment in another process."""
+class StandIn:
+    """Stands in for an environment in another process: its methods, and its attributes' values."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, host: Host) -> None:
+        self._host = host
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__"):
             raise AttributeError(name)
-        return partial(self._call, name)
+        kind, value = self._host.call("look", name)
+        if kind == "missing":
+            raise AttributeError(value)
+        if kind == "async method":
+            return partial(self._use_async, name)
+        return partial(self._use, name) if kind == "method" else _plain(name, kind, value)
 
-    def _call(self, name: str, **arguments: Any) -> Any:
-        return self._session.call(name, arguments)
+    def _use(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return _plain(f"{name}()", *self._host.call("use", name, args, kwargs))
+
+    async def _use_async(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._use(name, *args, **kwargs)
+
+
+def _plain(name: str, kind: str, value: Any) -> Any:
+    if kind == "not plain":
+        raise TypeError(
+            f"environments: {name} is a {value}, which cannot leave the environment's process; "
+            "return plain data, or set environment.isolation=null."
+        )
+    return value
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -146,22 +148,3 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop that runs all async methods, whose connections outlive a call."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def _awaited(value: Any) -> Any:
-    """Wait for what is awaitable, on the common loop."""
-    if not inspect.isawaitable(value):
-        return value
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run_coroutine_threadsafe(wait(), _loop()).result()

@@ -20,9 +20,10 @@ from torchtune_grpo.evaluation.statistics import Comparison, evaluation_metrics
 from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
 from torchtune_grpo.rewards import RewardSet, TrainerState
-from torchtune_grpo.rewards.workers import MAX_WORKERS
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.request import RolloutEngine
+
+_MOST_SESSIONS = 256  # conversations at once, each with a process of its own
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,8 @@ class Evaluator:
         """Return ``samples`` responses to each item."""
         if samples == 0:
             return [[] for _ in items]
-        at_once = max(1, MAX_WORKERS // samples)
-        if self._cfg.environment.isolation and len(items) > at_once:  # each has a process
+        at_once = max(1, _MOST_SESSIONS // samples)
+        if self._environment is not None and len(items) > at_once:
             parts = [items[i : i + at_once] for i in range(0, len(items), at_once)]
             asked = (self._answers(engine, part, params, samples, state, bar) for part in parts)
             return [*chain.from_iterable(asked)]

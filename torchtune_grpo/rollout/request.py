@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.data import PromptBatch
-from torchtune_grpo.environments.conversations import Conversations
+from torchtune_grpo.environments.conversations import Conversations, check_failures
 from torchtune_grpo.environments.environment import Environment
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.rollout.sampling import row_keys
@@ -192,21 +192,11 @@ def sample_groups(
 
     ``prefill`` is the beginning of the answer that the prompts end with. The noise is a function of
     the run's seed, the step, the prompt and the sample. With an ``environment`` a response is a
-    whole conversation. Raises Interrupted on all ranks if the run is to end.
+    whole conversation. Raises Interrupted on all ranks if the run is to end, and a ValueError if
+    all conversations have failed.
     """
     stop_tokens = tokenizer.stop_tokens
     decode = partial(decode_tokens, tokenizer)
-    talks = None
-    if environment is not None:
-        talks = Conversations(
-            environment,
-            prompts,
-            group_size,
-            max_sampled=params.max_generated_tokens,
-            decode=decode,
-            stop_tokens=stop_tokens,
-            prefill=prefill,
-        )
     keys = row_keys(
         seed=seed,
         step=step,
@@ -214,6 +204,17 @@ def sample_groups(
         group_size=group_size,
         uses=prompts.uses,
     )
+    talks = None
+    if environment is not None:
+        talks = Conversations(
+            environment,
+            prompts,
+            [key % 2**31 for key in keys.tolist()],  # all generators take such a seed
+            max_sampled=params.max_generated_tokens,
+            decode=decode,
+            stop_tokens=stop_tokens,
+            prefill=prefill,
+        )
     request = RolloutRequest(
         prompts=prompts.tokens if talks is None else talks.prompt_tokens,
         group_size=group_size if talks is None else talks.group_size,
@@ -234,6 +235,7 @@ def sample_groups(
         completions = decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill)
     else:
         completions = talks.finish(samples)
+        check_failures(completions)
 
     def of_rows(of_prompts: list[int]) -> Tensor:
         return torch.tensor(of_prompts, device=tokens.device).repeat_interleave(group_size)  # [N]

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +41,8 @@ _OF_RANKS = re.compile(
     "((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_ADDR|MASTER_PORT)$"
     "|TORCHELASTIC_|(TORCH_)?NCCL_"
 )
+# For processes that run users' code: sets have the same order in each run, and many share the CPUs.
+_DEFAULTS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 # For processes that run foreign code: nothing of this process's environment, folder or output.
 _APART: dict[str, Any] = {
     "env": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
@@ -57,13 +59,15 @@ class ServerLost(Exception):
 class ServerProcess:
     """A process that runs ``main``, and the ``facts`` it sent."""
 
-    def __init__(self, role: str, packages: Sequence[str] = ()) -> None:
+    def __init__(
+        self, role: str, packages: Sequence[str] = (), setup: Mapping[str, Any] | None = None
+    ) -> None:
         ours, theirs = socket.socketpair()
         boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno(), packages=[*packages])
-        if role == "function":
+        if role in ("function", "objects"):
             flags: list[str] = []
             env = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
-            settings: dict[str, Any] = {"env": {**env, "CUDA_VISIBLE_DEVICES": ""}}
+            settings: dict[str, Any] = {"env": {**_DEFAULTS, **env, "CUDA_VISIBLE_DEVICES": ""}}
         else:
             flags, settings = ["-I", "-S"], _APART
         with theirs:
@@ -76,6 +80,8 @@ class ServerProcess:
             )
         self.pid, self._control = self._process.pid, ours
         with self._talking(_START_SECONDS):
+            if setup is not None:
+                send(ours, setup)
             self.facts = receive(ours)
 
     def start(self, folder: str = "") -> socket.socket:
@@ -87,6 +93,11 @@ class ServerProcess:
         with theirs, self._talking(_STOP_SECONDS):
             socket.send_fds(self._control, [b"+" + os.fsencode(folder)], [theirs.fileno()])
         return ours
+
+    def end(self, task: int) -> None:
+        """End a task of the role ``objects``, by its process, with all that it started."""
+        with contextlib.suppress(OSError):  # the server has ended, and with it the task
+            self._control.send(b"%d " % task)
 
     def stop(self) -> None:
         """End all tasks of the server, and return when none of their processes is left."""
@@ -124,10 +135,15 @@ class ServerProcess:
 
 def main(role: str, fd: int, packages: Sequence[str]) -> None:
     """Serve the other end of the socket ``fd`` with tasks of one role: ``function`` (a worker that
-    calls a function), or ``code`` or ``code_without_namespaces``, where completions can import the
-    packages in the folders ``packages``."""
+    calls a function), ``objects`` (each holds one), or ``code`` or ``code_without_namespaces``,
+    where completions can import the packages in the folders ``packages``."""
     control = socket.socket(fileno=fd)
     task: Task
+    if role == "objects":
+        from torchtune_grpo.sandbox.objects import serve_objects
+
+        serve_objects(control)
+        return
     if role == "function":
         from torchtune_grpo.sandbox.worker import run_worker as task
 
@@ -154,17 +170,18 @@ def _serve(control: socket.socket, task: Task) -> None:
         request, fds, _, _ = socket.recv_fds(control, 4097, 1)
         if fds:
             folder = request[1:]
-            tasks.append(_fork(control, task, fds[0]))
+            tasks.append(fork_task(control, task, fds[0]))
             os.close(fds[0])
             continue
-        _end_all(tasks)
+        end_all(tasks)
         if not request:
             shutil.rmtree(folder, ignore_errors=True)
             return
         control.send(request)
 
 
-def _fork(control: socket.socket, task: Task, fd: int) -> int:
+def fork_task(control: socket.socket, task: Task, fd: int) -> int:
+    """Fork a process for a task, which ends with this one and talks through a copy of ``fd``."""
     process = os.fork()
     if process:
         return process
@@ -177,7 +194,8 @@ def _fork(control: socket.socket, task: Task, fd: int) -> int:
         os._exit(0)
 
 
-def _end_all(tasks: list[int]) -> None:
+def end_all(tasks: list[int]) -> None:
+    """Kill tasks, and all other descendants of this process."""
     for process in tasks:  # not yet reaped, so that the ids are still theirs
         os.kill(process, signal.SIGKILL)
     tasks.clear()

@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import struct
+from collections.abc import Container
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -69,19 +70,29 @@ def used_by(root: int) -> tuple[float, float, int]:
             fields = _stat(process)
             ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with reaped children
             pages += max(int(fields[21]) - inherited, 0)
-            waits.append(int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9)
+            waits.append(seconds_waited(process))
     return ran, sum(sorted(waits)[-2:]), pages * resource.getpagesize()
 
 
-def processes_of(root: int) -> list[int]:
-    """List all descendants of a process, including zombies, whose other threads may live."""
+def seconds_waited(process: int) -> float:
+    """Return how long a process has waited for a CPU; 0 if the kernel keeps no such account."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def processes_of(root: int, without: Container[int] = ()) -> list[int]:
+    """List all descendants of a process, including zombies, whose other threads may live.
+
+    Those in ``without`` are left out with all of theirs.
+    """
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             children.setdefault(int(_stat(entry)[1]), []).append(int(entry))
     found = [root]
     for process in found:
-        found += children.get(process, [])
+        found += [child for child in children.get(process, []) if child not in without]
     return found[1:]
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -152,6 +153,8 @@ def _array(dtype: str, items: Any) -> Any:
     return numpy.array(items, dtype)[()]
 
 
+_record = cache(namedtuple)  # slow to make
+
 # For each type: the parts of a value, and how it is rebuilt from them.
 _TYPES: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
     complex: (lambda value: (value.real, value.imag), complex),
@@ -180,6 +183,6 @@ _BUILDERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: build for kind, (_, build) in _TYPES.items()},
     "int": lambda digits: int(digits, 16),
     "type": _BUILTIN_TYPES.__getitem__,
-    "namedtuple": lambda name, fields, *values: namedtuple(name, fields)(*values),
+    "namedtuple": lambda name, fields, *values: _record(name, fields)(*values),
     "ndarray": _array,
 }
